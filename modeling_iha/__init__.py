@@ -1,0 +1,39 @@
+"""Interleaved Head Attention for Transformers. Importing the package registers its classes with the Auto classes; a checkpoint
+ships the other files of this directory and needs no installation."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from .configuration_iha import IHAConfig
+from .modeling_iha import (
+    IHAForCausalLM,
+    IHAForQuestionAnswering,
+    IHAForSequenceClassification,
+    IHAForTokenClassification,
+    IHAModel,
+    IHAPreTrainedModel,
+)
+
+
+AutoConfig.register(IHAConfig.model_type, IHAConfig)
+AutoModel.register(IHAConfig, IHAModel)
+AutoModelForCausalLM.register(IHAConfig, IHAForCausalLM)
+AutoModelForSequenceClassification.register(IHAConfig, IHAForSequenceClassification)
+AutoModelForTokenClassification.register(IHAConfig, IHAForTokenClassification)
+AutoModelForQuestionAnswering.register(IHAConfig, IHAForQuestionAnswering)
+
+__all__ = [
+    "IHAConfig",
+    "IHAForCausalLM",
+    "IHAForQuestionAnswering",
+    "IHAForSequenceClassification",
+    "IHAForTokenClassification",
+    "IHAModel",
+    "IHAPreTrainedModel",
+]

@@ -1,0 +1,100 @@
+"""Multi-head attention, kind "mha": Llama's attention with QK-norm and a window, and the base of the other kinds."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from .configuration_iha import IHAConfig
+
+
+class MultiHeadAttention(LlamaAttention):
+    """Llama's attention, cut into the steps that the other kinds share: `project`, `attend`, and the output projection.
+
+    Attributes:
+        num_virtual_tokens (`int`): how many virtual tokens attention sees for each token; 1 here.
+        sliding_window (`int` or `None`): window in virtual tokens, `None` for a full-attention layer.
+    """
+
+    num_virtual_tokens = 1
+    # Which of the rotary tables of `IHARotaryEmbedding` rotates the queries and keys.
+    rope_table = "token"
+
+    def __init__(self, config: IHAConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.layer_type = config.layer_types[layer_idx]
+        self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
+        if config.use_qk_norm:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def project(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
+        past_key_values: Cache | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated queries [batch, H, N, head_dim] of the new tokens, and rotated keys and values
+        [batch, G, cached + N, head_dim] of all, from hidden states [batch, N, hidden_size]."""
+        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+
+        query_states = self.q_proj(hidden_states).view(hidden_shape)
+        key_states = self.k_proj(hidden_states).view(hidden_shape)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        if self.config.use_qk_norm:
+            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
+        query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
+
+        cos, sin = position_embeddings[self.rope_table]
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+
+        if past_key_values is not None:
+            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        return query_states, key_states, value_states
+
+    def attend(
+        self,
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Causal attention on the core of `config._attn_implementation`: output [batch, queries, H, head_dim], and the
+        weights [batch, H, queries, keys] where the core gives them."""
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        return attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        input_shape = hidden_states.shape[:-1]
+        query_states, key_states, value_states = self.project(hidden_states, position_embeddings, past_key_values)
+        attn_output, attn_weights = self.attend(query_states, key_states, value_states, attention_mask, **kwargs)
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        return self.o_proj(attn_output), attn_weights

@@ -1,0 +1,249 @@
+"""Configuration of the IHA model: Llama's, plus the attention mechanism of each layer."""
+
+from huggingface_hub.dataclasses import strict
+from transformers.models.llama.configuration_llama import LlamaConfig
+
+
+# The classes a checkpoint can be loaded as. Every saved config.json names all of them, whichever class saved it.
+AUTO_MAP = {
+    "AutoConfig": "configuration_iha.IHAConfig",
+    "AutoModel": "modeling_iha.IHAModel",
+    "AutoModelForCausalLM": "modeling_iha.IHAForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_iha.IHAForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_iha.IHAForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_iha.IHAForQuestionAnswering",
+}
+
+# Options that `attention_options` may hold, by attention kind.
+ATTENTION_OPTIONS = {"mha": {}, "iha": {}}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+PSEUDO_POSITIONS = ("interleaved", "shared")
+PSEUDO_COLLAPSES = ("per_head", "all_heads")
+
+# IHA, Section 5.1. Read from the parameter count: "2.4B" with these sizes is a two-matrix FFN with tied embeddings. The
+# activation of that FFN, the norm's epsilon and P are not in the paper: GELU, Llama's epsilon, and P = H ("typically").
+_PAPER_2_4B = {
+    "vocab_size": 128256,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 20,
+    "hidden_act": "gelu",
+    "gated_mlp": False,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": True,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+_FOUR_LOCAL_ONE_GLOBAL = ["sliding_attention"] * 4 + ["full_attention"]
+
+PRESETS = {
+    "paper-2.4b-global": {**_PAPER_2_4B, "attention_kinds": "mha"},
+    "paper-2.4b-global-local": {
+        **_PAPER_2_4B,
+        "attention_kinds": "mha",
+        "layer_types": _FOUR_LOCAL_ONE_GLOBAL,
+        "sliding_window": 512,
+    },
+    # The fifth layer is plain global attention: Appendix C counts its cost as H N^2 d, not P^2 times that.
+    "paper-2.4b-iha": {
+        **_PAPER_2_4B,
+        "attention_kinds": ["iha"] * 4 + ["mha"],
+        "layer_types": _FOUR_LOCAL_ONE_GLOBAL,
+        "num_pseudo_heads": 20,
+    },
+    "tiny": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_pseudo_heads": 2,
+        "max_position_embeddings": 512,
+    },
+}
+
+
+def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
+    """Window in tokens at which four sliding IHA layers and a global one cost about five global MHA layers:
+    W = N / (2 P^2) (IHA, Appendix C)."""
+    window = sequence_length // (2 * num_pseudo_heads**2)
+    if window < 1:
+        raise ValueError(
+            f"num_pseudo_heads={num_pseudo_heads} leaves no window at {sequence_length} tokens: W = N / (2 P^2) < 1. "
+            "Use fewer pseudo-heads, a longer context, or set sliding_window yourself."
+        )
+    return window
+
+
+def _expand_pattern(field: str, pattern: str | list[str], num_layers: int, allowed: tuple[str, ...]) -> list[str]:
+    """One entry per layer from a single name, a short repeating pattern, or a full list."""
+    pattern = [pattern] if isinstance(pattern, str) else list(pattern)
+    for entry in pattern:
+        if entry not in allowed:
+            raise ValueError(f"{field} holds {entry!r}; allowed are {', '.join(map(repr, allowed))}.")
+    # A pattern that repeats less than twice is more likely a list of the wrong length.
+    if not pattern or (len(pattern) != num_layers and 2 * len(pattern) > num_layers > 1):
+        raise ValueError(
+            f"{field} has {len(pattern)} entries for num_hidden_layers={num_layers}: give one name, one entry per layer, "
+            "or a pattern short enough to repeat at least twice."
+        )
+    return [pattern[i % len(pattern)] for i in range(num_layers)]
+
+
+@strict
+class IHAConfig(LlamaConfig):
+    r"""
+    Configuration of [`IHAModel`]: [`LlamaConfig`]'s fields by Llama's names, and
+
+    Args:
+        attention_kinds (`str` or `list[str]`, *optional*, defaults to `"iha"`):
+            Attention mechanism of each layer: one name for all, a short repeating pattern, or one name per layer; stored
+            expanded. `"mha"` is Llama's attention, `"iha"` Interleaved Head Attention.
+        layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
+            Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`; expanded likewise.
+        sliding_window (`int`, *optional*):
+            Window of the sliding layers in tokens, the current one included. An `"iha"` layer spans `sliding_window * P`
+            virtual tokens: virtual query v sees the virtual keys u with `v - sliding_window * P < u <= v`.
+        num_pseudo_heads (`int`, *optional*, defaults to `num_attention_heads`):
+            P, the pseudo-heads of each head and the virtual tokens of each token.
+        pseudo_positions (`str`, *optional*, defaults to `"interleaved"`):
+            RoPE position of pseudo-head p (from 0) of token n: `"interleaved"`, n * P + p as in the paper, for training from
+            scratch; `"shared"`, n, which keeps a pretrained model's positions when it is converted.
+        pseudo_collapse (`str`, *optional*, defaults to `"per_head"`):
+            The map R from pseudo-heads back to heads: `"per_head"`, [H, P] (Algorithm 1), or `"all_heads"`, [H, H * P]
+            (Definition 3).
+        gated_mlp (`bool`, *optional*, defaults to `True`):
+            Llama's gated three-matrix FFN; `False` for the paper's two-matrix FFN.
+        use_qk_norm (`bool`, *optional*, defaults to `False`):
+            RMSNorm over each head's query and key, before RoPE and before the mixing (as in Qwen3).
+        attention_options (`dict[str, dict]`, *optional*):
+            Options of single mechanisms, `{kind: {option: value}}`. `"mha"` and `"iha"` have none.
+
+    ```python
+    >>> from modeling_iha import IHAConfig, IHAForCausalLM
+
+    >>> config = IHAConfig.from_preset("tiny", num_pseudo_heads=4)
+    >>> model = IHAForCausalLM(config)
+    ```
+    """
+
+    model_type = "iha"
+    # Only the FFN: a column shard of q, k or v would hold some heads, and the mixing needs all of them.
+    base_model_tp_plan = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+
+    attention_kinds: str | list[str] = "iha"
+    layer_types: str | list[str] | None = None
+    sliding_window: int | None = None
+    num_pseudo_heads: int | None = None
+    pseudo_positions: str = "interleaved"
+    pseudo_collapse: str = "per_head"
+    gated_mlp: bool = True
+    use_qk_norm: bool = False
+    attention_options: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        kinds, types = self.attention_kinds, self.layer_types or "full_attention"
+        self.attention_kinds = _expand_pattern(
+            "attention_kinds", kinds, self.num_hidden_layers, tuple(ATTENTION_OPTIONS)
+        )
+        self.layer_types = _expand_pattern("layer_types", types, self.num_hidden_layers, LAYER_TYPES)
+        if self.num_pseudo_heads is None:
+            self.num_pseudo_heads = self.num_attention_heads
+        if self.attention_options is None:
+            self.attention_options = {}
+
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """Refuses, naming field, value and what is allowed, what cannot be built or would silently be ignored."""
+        for field in ("num_pseudo_heads", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)}; it must be at least 1.")
+        if self.num_attention_heads % self.num_key_value_heads != 0:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads="
+                f"{self.num_attention_heads}; each key/value head serves the same number of query heads."
+            )
+        if self.head_dim % 2 != 0:
+            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs, so it must be even.")
+        for field, allowed in (("pseudo_positions", PSEUDO_POSITIONS), ("pseudo_collapse", PSEUDO_COLLAPSES)):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field}={getattr(self, field)!r}; allowed are {', '.join(map(repr, allowed))}.")
+        self._validate_layer_list("attention_kinds", tuple(ATTENTION_OPTIONS))
+        self._validate_layer_list("layer_types", LAYER_TYPES)
+        self._validate_window()
+        self._validate_attention_options()
+        self._validate_rope()
+
+    def _validate_layer_list(self, field: str, allowed: tuple[str, ...]):
+        entries = getattr(self, field)
+        if len(entries) != self.num_hidden_layers or not set(entries) <= set(allowed):
+            raise ValueError(
+                f"{field}={entries} must hold one of {', '.join(map(repr, allowed))} for each of "
+                f"num_hidden_layers={self.num_hidden_layers} layers."
+            )
+
+    def _validate_window(self):
+        if "sliding_attention" not in self.layer_types:
+            if self.sliding_window is not None:
+                raise ValueError(
+                    f"sliding_window={self.sliding_window} would have no effect: no entry of layer_types is "
+                    "'sliding_attention'. Add sliding layers, or leave sliding_window at None."
+                )
+        elif self.sliding_window is None or self.sliding_window < 1:
+            raise ValueError(
+                f"sliding_window={self.sliding_window} with 'sliding_attention' in layer_types; it must be a number of "
+                "tokens, at least 1."
+            )
+
+    def _validate_attention_options(self):
+        for kind, options in self.attention_options.items():
+            if kind not in ATTENTION_OPTIONS:
+                raise ValueError(
+                    f"attention_options names the kind {kind!r}; allowed are {', '.join(map(repr, ATTENTION_OPTIONS))}."
+                )
+            for option in options:
+                if option not in ATTENTION_OPTIONS[kind]:
+                    allowed = ", ".join(map(repr, ATTENTION_OPTIONS[kind])) or "none"
+                    raise ValueError(
+                        f"attention_options[{kind!r}] has the option {option!r}; options of this kind: {allowed}."
+                    )
+
+    def _validate_rope(self):
+        factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
+        if factor != 1.0 and self.rope_parameters["rope_type"] != "proportional":
+            raise ValueError(
+                f"rope_parameters has partial_rotary_factor={factor}; the whole head is rotated, so it must be 1.0 "
+                "(rope_type 'proportional' excepted, which pads its frequencies with zeros)."
+            )
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides) -> "IHAConfig":
+        """A named configuration: the paper's 2.4B model (IHA, Section 5.1) as `"paper-2.4b-global"`,
+        `"paper-2.4b-global-local"` or `"paper-2.4b-iha"`, or `"tiny"` for tests; `overrides` replace single fields.
+        The window of `"paper-2.4b-iha"` follows P and the context length (`flop_matched_window`) unless it is given."""
+        if name not in PRESETS:
+            raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, PRESETS))}.")
+        fields = {**PRESETS[name], **overrides}
+        if "sliding_attention" in fields.get("layer_types", ()) and "sliding_window" not in fields:
+            fields["sliding_window"] = flop_matched_window(
+                fields["max_position_embeddings"], fields["num_pseudo_heads"]
+            )
+        return cls(**fields)
+
+    def to_dict(self) -> dict:
+        # Saving after a load from the Hub would else keep entries that point back at the repository of origin, and a
+        # wrapped model (FSDP) would name its wrapper.
+        return {**super().to_dict(), "auto_map": dict(AUTO_MAP)}
+
+
+IHAConfig.register_for_auto_class()
+
+__all__ = ["IHAConfig"]

@@ -1,0 +1,314 @@
+"""Llama with the attention mechanism chosen per layer; the default is Interleaved Head Attention (IHA)."""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention_iha import HeadCollapse, HeadMixing, InterleavedHeadAttention
+from .attention_mha import MultiHeadAttention
+from .configuration_iha import IHAConfig
+from .virtual_sequence import create_masks
+
+
+# Where a layer's attention kind becomes a class: a new mechanism is a file, an import above, and a line here.
+ATTENTION_CLASSES = {
+    "mha": MultiHeadAttention,
+    "iha": InterleavedHeadAttention,
+}
+
+
+class IHARotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's rotary tables, and those of interleaved virtual positions."""
+
+    def __init__(self, config: IHAConfig):
+        super().__init__(config)
+        self.num_pseudo_heads = config.num_pseudo_heads
+        self.interleaved = "iha" in config.attention_kinds and config.pseudo_positions == "interleaved"
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """(cos, sin) tables in the dtype of x from token positions n [batch, N]: `"token"` at n, [batch, N, head_dim], and for
+        interleaved positions n * P + p also `"interleaved"` at n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim / 2].
+        Length-dependent RoPE types choose their frequencies by length in tokens."""
+        tables = {"token": super().forward(x, position_ids)}
+        if self.interleaved:
+            cos, sin = self._table(position_ids * self.num_pseudo_heads, x)
+            scaling = self.attention_scaling
+            tables["interleaved"] = (torch.cat((cos, cos), dim=-1) * scaling, torch.cat((sin, sin), dim=-1) * scaling)
+            tables["pseudo_head"] = self._table(torch.arange(self.num_pseudo_heads, device=x.device), x)
+        return tables
+
+    @torch.no_grad()
+    def _table(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # At n * P near a million a float32 angle is off by 0.03 rad. (MPS has no float64.)
+        dtype = torch.float32 if x.device.type == "mps" else torch.float64
+        angles = positions[..., None].to(dtype) * self.inv_freq.to(x.device, dtype)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class IHAMLP(nn.Module):
+    """The two-matrix FFN of the paper's models (IHA, Section 5.1)."""
+
+    def __init__(self, config: IHAConfig):
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)))
+
+
+class IHADecoderLayer(LlamaDecoderLayer):
+    """Llama's layer, its forward included, with the layer's own kind of attention and either FFN."""
+
+    def __init__(self, config: IHAConfig, layer_idx: int):
+        nn.Module.__init__(self)  # Llama's would first build the attention and FFN that are replaced here
+        self.hidden_size = config.hidden_size
+
+        self.self_attn = ATTENTION_CLASSES[config.attention_kinds[layer_idx]](config=config, layer_idx=layer_idx)
+
+        self.mlp = LlamaMLP(config) if config.gated_mlp else IHAMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @property
+    def geometry(self) -> tuple[str, int]:
+        """(layer type, virtual tokens per token): what the layer's mask depends on."""
+        return self.self_attn.layer_type, self.self_attn.num_virtual_tokens
+
+
+class IHAPreTrainedModel(PreTrainedModel):
+    config_class = IHAConfig
+    config: IHAConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["IHADecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _can_record_outputs = {
+        "hidden_states": IHADecoderLayer,
+        "attentions": MultiHeadAttention,
+    }
+
+    def _init_weights(self, module: nn.Module):
+        """Llama's; and, where the paper gives none, every pseudo-head near its own head and the mean as collapse: the layer
+        starts close to MHA, and the noise sets the pseudo-heads apart."""
+        super()._init_weights(module)
+        if isinstance(module, HeadMixing):
+            noise = torch.randn_like(module.weight) * self.config.initializer_range
+            identity = torch.eye(module.weight.shape[0], device=noise.device, dtype=noise.dtype)
+            init.copy_(module.weight, identity.unsqueeze(-1) + noise)
+        elif isinstance(module, HeadCollapse):
+            identity = torch.eye(module.weight.shape[0], device=module.weight.device, dtype=module.weight.dtype)
+            if module.weight.shape[1] == module.num_pseudo_heads:
+                identity = torch.ones_like(identity[:, :1])
+            mean = identity / module.num_pseudo_heads
+            init.copy_(module.weight, mean.repeat_interleave(module.num_pseudo_heads, dim=1))
+
+
+class IHAModel(IHAPreTrainedModel):
+    """The decoder: token embedding, layers, final norm."""
+
+    def __init__(self, config: IHAConfig):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(
+            [IHADecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+        )
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = IHARotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    def create_masks(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: torch.Tensor | None,
+    ) -> dict[tuple[str, int], torch.Tensor | None]:
+        """The mask of every layer geometry, see [`create_masks`]."""
+        geometries = [layer.geometry for layer in self.layers]
+        return create_masks(self.config, geometries, inputs_embeds, attention_mask, past_key_values, position_ids)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        r"""As [`LlamaModel.forward`]: every argument counts tokens, never virtual tokens. `attention_mask` may be [batch, cached + N]
+        or [batch, 1, N, cached + N], or the result of `create_masks`."""
+        if (input_ids is None) ^ (inputs_embeds is not None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+
+        if position_ids is None:
+            past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
+            position_ids = position_ids.unsqueeze(0)
+
+        # `generate` prepares the masks itself for compilable caches
+        if not isinstance(causal_masks := attention_mask, dict):
+            causal_masks = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+
+        hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+
+        for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states = decoder_layer(
+                hidden_states,
+                attention_mask=causal_masks[decoder_layer.geometry],
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states,
+            past_key_values=past_key_values,
+        )
+
+
+class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
+    """The decoder with a language modeling head.
+
+    ```python
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    >>> model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    >>> tokenizer = AutoTokenizer.from_pretrained(path)
+    >>> inputs = tokenizer("The capital of France is", return_tensors="pt")
+    >>> tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0])
+    ```
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: IHAConfig):
+        super().__init__(config)
+        self.model = IHAModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        # Initialize weights and apply final processing
+        self.post_init()
+
+    def create_masks_for_generate(
+        self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
+    ):
+        """Called by `generate` ahead of a forward with a compilable cache."""
+        return self.model.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        r"""As [`LlamaForCausalLM.forward`]. `labels` [batch, N]: next-token loss, -100 ignored. `logits_to_keep`: how many last
+        positions, or which, get logits [batch, kept, vocab_size]; 0 for all."""
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+        hidden_states = outputs.last_hidden_state
+        # Only compute necessary logits, and do not upcast them to float if we are not computing the loss
+        slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, slice_indices, :])
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class IHAForSequenceClassification(GenericForSequenceClassification, IHAPreTrainedModel): ...
+
+
+class IHAForTokenClassification(GenericForTokenClassification, IHAPreTrainedModel): ...
+
+
+class IHAForQuestionAnswering(GenericForQuestionAnswering, IHAPreTrainedModel): ...
+
+
+IHAModel.register_for_auto_class("AutoModel")
+IHAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+IHAForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+IHAForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+IHAForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
+
+__all__ = [
+    "IHAForCausalLM",
+    "IHAModel",
+    "IHAPreTrainedModel",
+    "IHAForSequenceClassification",
+    "IHAForTokenClassification",
+    "IHAForQuestionAnswering",
+]

@@ -1,0 +1,12 @@
+from setuptools import setup
+
+
+setup(
+    name="modeling-iha",
+    version="0.1.0",
+    description="Interleaved Head Attention for Hugging Face Transformers",
+    packages=["modeling_iha"],
+    python_requires=">=3.11",
+    license="Apache-2.0",
+    install_requires=["torch>=2.11", "transformers>=5.17,<6"],
+)
