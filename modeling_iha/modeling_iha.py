@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
@@ -289,13 +290,22 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         )
 
 
-class IHAForSequenceClassification(GenericForSequenceClassification, IHAPreTrainedModel): ...
+class IHATaskHead:
+    """Lets Transformers' generic heads, which build their decoder with `AutoModel.from_config`, find [`IHAModel`] where this file
+    is remote code: loaded from a directory, the config is then of another class than the one imported above."""
+
+    def __init__(self, config: IHAConfig):
+        AutoModel.register(type(config), IHAModel, exist_ok=True)
+        super().__init__(config)
 
 
-class IHAForTokenClassification(GenericForTokenClassification, IHAPreTrainedModel): ...
+class IHAForSequenceClassification(IHATaskHead, GenericForSequenceClassification, IHAPreTrainedModel): ...
 
 
-class IHAForQuestionAnswering(GenericForQuestionAnswering, IHAPreTrainedModel): ...
+class IHAForTokenClassification(IHATaskHead, GenericForTokenClassification, IHAPreTrainedModel): ...
+
+
+class IHAForQuestionAnswering(IHATaskHead, GenericForQuestionAnswering, IHAPreTrainedModel): ...
 
 
 IHAModel.register_for_auto_class("AutoModel")
