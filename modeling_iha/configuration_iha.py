@@ -1,6 +1,10 @@
 """Configuration of the IHA model: Llama's, plus the attention mechanism of each layer."""
 
+from difflib import get_close_matches
+
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 
@@ -149,6 +153,15 @@ class IHAConfig(LlamaConfig):
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
+        # Transformers keeps unknown fields: a misspelt one would be stored and never read.
+        for name in kwargs:
+            if meant := get_close_matches(name, IHAConfig.__annotations__, n=1, cutoff=0.9):
+                raise ValueError(f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {meant[0]!r}?")
+        if self.head_dim is None and (self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads != 0):
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; choose "
+                "one that is, or set head_dim."
+            )
         kinds, types = self.attention_kinds, self.layer_types or "full_attention"
         self.attention_kinds = _expand_pattern(
             "attention_kinds", kinds, self.num_hidden_layers, tuple(ATTENTION_OPTIONS)
@@ -163,7 +176,10 @@ class IHAConfig(LlamaConfig):
 
     def validate_architecture(self):
         """Refuses, naming field, value and what is allowed, what cannot be built or would silently be ignored."""
-        for field in ("num_pseudo_heads", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim"):
+        for field in (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "num_key_value_heads", "head_dim", "num_pseudo_heads"),
+        ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; it must be at least 1.")
         if self.num_attention_heads % self.num_key_value_heads != 0:
@@ -176,6 +192,8 @@ class IHAConfig(LlamaConfig):
         for field, allowed in (("pseudo_positions", PSEUDO_POSITIONS), ("pseudo_collapse", PSEUDO_COLLAPSES)):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r}; allowed are {', '.join(map(repr, allowed))}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act={self.hidden_act!r}; allowed are {', '.join(map(repr, ACT2FN))}.")
         self._validate_layer_list("attention_kinds", tuple(ATTENTION_OPTIONS))
         self._validate_layer_list("layer_types", LAYER_TYPES)
         self._validate_window()
@@ -209,6 +227,8 @@ class IHAConfig(LlamaConfig):
                 raise ValueError(
                     f"attention_options names the kind {kind!r}; allowed are {', '.join(map(repr, ATTENTION_OPTIONS))}."
                 )
+            if not isinstance(options, dict):
+                raise ValueError(f"attention_options[{kind!r}]={options!r}; it must be a dict of options, perhaps empty.")
             for option in options:
                 if option not in ATTENTION_OPTIONS[kind]:
                     allowed = ", ".join(map(repr, ATTENTION_OPTIONS[kind])) or "none"
@@ -217,8 +237,15 @@ class IHAConfig(LlamaConfig):
                     )
 
     def _validate_rope(self):
+        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
+        rope_type = self.rope_parameters.get("rope_type")
+        if rope_type not in rope_types:
+            raise ValueError(
+                f"rope_parameters={self.rope_parameters}; its rope_type must be one of {', '.join(map(repr, rope_types))}, and "
+                "all layers share one set of parameters."
+            )
         factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
-        if factor != 1.0 and self.rope_parameters["rope_type"] != "proportional":
+        if factor != 1.0 and rope_type != "proportional":
             raise ValueError(
                 f"rope_parameters has partial_rotary_factor={factor}; the whole head is rotated, so it must be 1.0 "
                 "(rope_type 'proportional' excepted, which pads its frequencies with zeros)."

@@ -114,9 +114,9 @@ def create_masks(
 def keep_window_edge(past_key_values: Cache, geometries: list[tuple[str, int]], sliding_window: int | None) -> None:
     """Makes the sliding layers of a fresh stock cache keep one token more where P > 1. A window of W * P virtual tokens
     reaches from (n, p) back to (n - W, p + 1): all but the last pseudo-head still see token n - W, which a cache for a window of W
-    tokens has dropped."""
+    tokens has dropped. A window of one token needs it for every P: a stock layer that should keep no token keeps them all."""
     for layer, (layer_type, virtual) in zip(past_key_values.layers, geometries):
-        if layer_type != "sliding_attention" or virtual == 1 or not layer.is_sliding:
+        if layer_type != "sliding_attention" or (virtual == 1 and sliding_window > 1) or not layer.is_sliding:
             continue
         # A dynamic layer names its window, a static layer was cut to it; one that is shorter by choice stays.
         name = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"
@@ -125,6 +125,6 @@ def keep_window_edge(past_key_values: Cache, geometries: list[tuple[str, int]], 
         if layer.is_initialized:
             raise ValueError(
                 f"The cache was allocated for a window of sliding_window={sliding_window} tokens, but a sliding layer with "
-                f"{virtual} pseudo-heads needs one more. Pass a new cache, or none: the model makes its own."
+                f"{virtual} virtual tokens per token needs one more. Pass a new cache, or none: the model makes its own."
             )
         setattr(layer, name, sliding_window + 1)

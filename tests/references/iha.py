@@ -1,0 +1,229 @@
+"""Interleaved Head Attention written out with loops: what the model is tested against.
+
+This follows Algorithm 1 of the IHA paper line by line, for a float64 CPU tensor and for the reader: one loop for each
+of the heads, pseudo-heads and queries of the paper, no batching and no masks. It shares no code with the package and
+none with Transformers, and autograd through it gives the reference gradients.
+
+Symbols: N tokens, D model width, H query heads, G key/value groups, d head width, P pseudo-heads. Virtual token (n, p)
+of the interleaved sequence has index n * P + p, with n and p counted from 0.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer's weights do not say.
+
+    Args:
+        num_heads: H.
+        num_kv_heads: G, a divisor of H. Head h reads key/value group h // (H / G).
+        head_dim: d.
+        inv_freq: `[d / 2]` rotation frequencies of RoPE in radians per position (see `llama_inv_freq`).
+        num_pseudo_heads: P.
+        pseudo_positions: "interleaved" puts virtual token (n, p) at RoPE position n * P + p, as the paper does,
+            "shared" at n.
+        window: W in tokens, or None for a global layer: virtual query v sees the keys v - W * P < u <= v.
+        rope_scaling: factor on both the cosine and the sine (YaRN's attention factor).
+        norm_eps: epsilon of the RMSNorms.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    inv_freq: Tensor
+    num_pseudo_heads: int = 1
+    pseudo_positions: str = "interleaved"
+    window: int | None = None
+    rope_scaling: float = 1.0
+    norm_eps: float = 1e-6
+
+
+def llama_inv_freq(head_dim: int, theta: float) -> Tensor:
+    """The `[head_dim / 2]` float64 frequencies theta^(-2i/d) of plain RoPE (RoFormer, section 3.2.2)."""
+    return torch.tensor([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)], dtype=torch.float64)
+
+
+def iha_attention(
+    hidden_states: Tensor,
+    weights: dict[str, Tensor],
+    options: AttentionOptions,
+    position_ids: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """One IHA layer (IHA, Algorithm 1) with either collapse map (its step 5, or Definition 3).
+
+    Args:
+        hidden_states: `[B, N, D]`.
+        weights: the layer's state dict: {q,k,v,o}_proj.weight and optional .bias, {q,k}_norm.weight if there is
+            QK-norm, q_mix.weight `[H, H, P]`, {k,v}_mix.weight `[G, G, P]`, collapse.weight `[H, P]` or `[H, H * P]`.
+        options: geometry of the layer.
+        position_ids: `[B, N]` RoPE position of each token, default 0..N-1.
+        padding_mask: `[B, N]`, True for a real token. Padding is neither a key nor a query; its output is o_proj's
+            bias.
+        document_ids: `[B, N]`, equal for the tokens of one packed document; a query sees its own document only.
+
+    Returns:
+        `[B, N, D]`.
+    """
+    batch_size, length, _ = hidden_states.shape
+    if position_ids is None:
+        position_ids = torch.arange(length).expand(batch_size, length)
+    if padding_mask is None:
+        padding_mask = torch.ones(batch_size, length, dtype=torch.bool)
+    if document_ids is None:
+        document_ids = torch.zeros(batch_size, length, dtype=torch.long)
+    return torch.stack(
+        [
+            _one_sequence(hidden_states[b], weights, options, position_ids[b], padding_mask[b], document_ids[b])
+            for b in range(batch_size)
+        ]
+    )
+
+
+def mha_attention(hidden_states: Tensor, weights: dict[str, Tensor], options: AttentionOptions, **kwargs) -> Tensor:
+    """Multi-head attention: the layer with one pseudo-head per head that copies the head, collapsed by 1.
+
+    Takes a state dict without mixing and collapse; otherwise as `iha_attention`.
+    """
+    dtype = hidden_states.dtype
+    copy = {
+        "q_mix.weight": torch.eye(options.num_heads, dtype=dtype).unsqueeze(-1),
+        "k_mix.weight": torch.eye(options.num_kv_heads, dtype=dtype).unsqueeze(-1),
+        "v_mix.weight": torch.eye(options.num_kv_heads, dtype=dtype).unsqueeze(-1),
+        "collapse.weight": torch.ones(options.num_heads, 1, dtype=dtype),
+    }
+    return iha_attention(hidden_states, weights | copy, options, **kwargs)
+
+
+def causal_lm(
+    input_ids: Tensor, weights: dict[str, Tensor], layers: list[AttentionOptions], activation=None, **kwargs
+) -> Tensor:
+    """Logits `[B, N, vocabulary]` of a whole pre-norm decoder (Llama's) with these attention layers.
+
+    Args:
+        input_ids: `[B, N]`.
+        weights: the causal language model's state dict. What it holds decides the form: a layer without mixing is
+            multi-head attention, one without gate_proj has the two-matrix FFN, no lm_head means a tied one.
+        layers: the geometry of each layer.
+        activation: FFN activation, SiLU by default.
+        kwargs: position_ids, padding_mask and document_ids, as in `iha_attention`.
+    """
+    activation = activation or torch.nn.functional.silu
+    hidden = weights["model.embed_tokens.weight"][input_ids]
+    for i, options in enumerate(layers):
+        layer = _under(weights, f"model.layers.{i}.")
+        attention_weights = _under(layer, "self_attn.")
+        attention = iha_attention if "q_mix.weight" in attention_weights else mha_attention
+        normed = rms_norm(hidden, layer["input_layernorm.weight"], options.norm_eps)
+        hidden = hidden + attention(normed, attention_weights, options, **kwargs)
+        normed = rms_norm(hidden, layer["post_attention_layernorm.weight"], options.norm_eps)
+        up = _linear(normed, layer, "mlp.up_proj")
+        if "mlp.gate_proj.weight" in layer:
+            inner = activation(_linear(normed, layer, "mlp.gate_proj")) * up
+        else:
+            inner = activation(up)
+        hidden = hidden + _linear(inner, layer, "mlp.down_proj")
+    hidden = rms_norm(hidden, weights["model.norm.weight"], layers[-1].norm_eps)
+    return hidden @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def _one_sequence(x, weights, options, positions, is_real, document):
+    length, num_pseudo = x.shape[0], options.num_pseudo_heads
+    heads, groups, width = options.num_heads, options.num_kv_heads, options.head_dim
+
+    base_q = _linear(x, weights, "q_proj").reshape(length, heads, width)
+    base_k = _linear(x, weights, "k_proj").reshape(length, groups, width)
+    base_v = _linear(x, weights, "v_proj").reshape(length, groups, width)
+    if "q_norm.weight" in weights:
+        base_q = rms_norm(base_q, weights["q_norm.weight"], options.norm_eps)
+        base_k = rms_norm(base_k, weights["k_norm.weight"], options.norm_eps)
+
+    queries = [_interleave(_rotate_all(row, positions, options)) for row in _mix(base_q, weights["q_mix.weight"])]
+    keys = [_interleave(_rotate_all(row, positions, options)) for row in _mix(base_k, weights["k_mix.weight"])]
+    values = [_interleave(row) for row in _mix(base_v, weights["v_mix.weight"])]
+
+    visible = [_visible_keys(v, num_pseudo, options.window, is_real, document) for v in range(length * num_pseudo)]
+    outputs = []  # [head][n * P + p] -> [d]
+    for h in range(heads):
+        g = h // (heads // groups)
+        outputs.append([])
+        for v in range(length * num_pseudo):
+            if not is_real[v // num_pseudo]:
+                outputs[h].append(x.new_zeros(width))
+                continue
+            scores = keys[g][visible[v]] @ queries[h][v] / math.sqrt(width)
+            outputs[h].append(torch.softmax(scores, dim=0) @ values[g][visible[v]])
+
+    collapsed = [
+        _collapse(outputs, weights["collapse.weight"], h, n, num_pseudo) for n in range(length) for h in range(heads)
+    ]
+    return _linear(torch.stack(collapsed).reshape(length, heads * width), weights, "o_proj")
+
+
+def _mix(base, alpha):
+    """X~[h][p] = sum_m alpha[m, h, p] X[:, m], each `[N, d]` (IHA, Algorithm 1, step 2)."""
+    sources, heads, num_pseudo = alpha.shape
+    return [
+        [sum(alpha[m, h, p] * base[:, m] for m in range(sources)) for p in range(num_pseudo)] for h in range(heads)
+    ]
+
+
+def _interleave(pseudo):
+    """The P sequences `[N, d]` of one head as the virtual sequence (1,1)..(1,P),(2,1)..(N,P): `[N * P, d]`."""
+    length = pseudo[0].shape[0]
+    return torch.stack([pseudo[p][n] for n in range(length) for p in range(len(pseudo))])
+
+
+def _rotate_all(pseudo, positions, options):
+    """RoPE on the P sequences `[N, d]` of one head."""
+    rotated = []
+    for p, x in enumerate(pseudo):
+        virtual = positions * options.num_pseudo_heads + p if options.pseudo_positions == "interleaved" else positions
+        rotated.append(torch.stack([_rotate(x[n], virtual[n], options) for n in range(len(virtual))]))
+    return rotated
+
+
+def _rotate(vector, position, options):
+    """RoPE of one `[d]` vector in Llama's half-split convention: component i turns with component i + d/2."""
+    half = options.head_dim // 2
+    angle = position * options.inv_freq
+    cos, sin = torch.cos(angle) * options.rope_scaling, torch.sin(angle) * options.rope_scaling
+    first, second = vector[:half], vector[half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin])
+
+
+def _visible_keys(v, num_pseudo, window, is_real, document):
+    """Indices of the virtual keys that virtual query v sees: causal, in its window, real, and of its own document."""
+    n = v // num_pseudo
+    first = 0 if window is None else max(0, v - window * num_pseudo + 1)
+    return [u for u in range(first, v + 1) if is_real[u // num_pseudo] and document[u // num_pseudo] == document[n]]
+
+
+def _collapse(outputs, weight, h, n, num_pseudo):
+    """Head h of token n: over its own P outputs (weight `[H, P]`), or over those of all heads (`[H, H * P]`)."""
+    sources = [h] if weight.shape[1] == num_pseudo else range(len(outputs))
+    return sum(
+        weight[h, i * num_pseudo + p] * outputs[source][n * num_pseudo + p]
+        for i, source in enumerate(sources)
+        for p in range(num_pseudo)
+    )
+
+
+def _linear(x, weights, name):
+    out = x @ weights[f"{name}.weight"].T
+    return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
+
+
+def _under(weights, prefix):
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}

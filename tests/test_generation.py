@@ -1,0 +1,386 @@
+"""Generation and everyday use: the cache changes nothing, padding changes nothing, checkpoints and configs come back
+as they went."""
+
+import fake_flash
+import pytest
+import torch
+from small_models import HYBRID, random_ids, random_model, small_config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from modeling_iha import (
+    IHAConfig,
+    IHAForCausalLM,
+    IHAForQuestionAnswering,
+    IHAForSequenceClassification,
+    IHAForTokenClassification,
+    IHAModel,
+)
+
+
+GEOMETRIES = {
+    "global": {},
+    "one_pseudo_head": {"num_pseudo_heads": 1},
+    "no_gqa": {"num_key_value_heads": 4, "pseudo_collapse": "all_heads"},
+    "window": {"layer_types": "sliding_attention", "sliding_window": 3},
+    "window_of_1": {"layer_types": "sliding_attention", "sliding_window": 1},
+    "window_mha": {"layer_types": "sliding_attention", "sliding_window": 3, "attention_kinds": "mha"},
+    "hybrid": {**HYBRID, "sliding_window": 4},
+    "hybrid_window_of_1": {**HYBRID, "sliding_window": 1},
+}
+LENGTH = 11
+
+
+@pytest.fixture(params=["eager", "sdpa", "flash_attention_2", "flex_attention"])
+def core(request, monkeypatch):
+    """Every attention core: the flash one is the CPU stand-in, flex_attention runs uncompiled."""
+    fake_flash.install(monkeypatch)
+    with torch.compiler.set_stance("force_eager"):
+        yield request.param
+
+
+def assert_close(actual, expected, tolerance=2e-5):
+    """Same shape, and no entry further off than the tolerance times the largest."""
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def logits_in_chunks(model, input_ids, chunks, cache=None):
+    """Logits of the whole input when it is fed in chunks of these lengths through one cache."""
+    logits = []
+    with torch.no_grad():
+        for chunk in input_ids.split(chunks, dim=1):
+            output = model(chunk, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
+def uncached_logits(model, input_ids, **inputs):
+    with torch.no_grad():
+        return model(input_ids, use_cache=False, **inputs).logits
+
+
+# The cache
+
+
+@pytest.mark.parametrize("chunks", [[1] * LENGTH, [5, 1, 3, 2], [9, 1, 1], [2, 9]], ids=str)
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_cached_equals_uncached(geometry, positions, chunks):
+    """Token by token, and in chunks shorter and longer than the window."""
+    model = random_model(
+        small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})
+    )
+    input_ids = random_ids(2, LENGTH)
+    assert_close(logits_in_chunks(model, input_ids, chunks), uncached_logits(model, input_ids))
+
+
+@pytest.mark.parametrize("geometry", ["global", "window", "hybrid"])
+def test_cached_equals_uncached_on_every_core(core, geometry):
+    model = random_model(small_config(num_pseudo_heads=3, **GEOMETRIES[geometry]))
+    input_ids = random_ids(2, LENGTH)
+    expected = uncached_logits(model, input_ids)
+    model.set_attn_implementation(core)
+    assert_close(logits_in_chunks(model, input_ids, [5, 1, 1, 2, 1, 1]), expected)
+
+
+@pytest.mark.parametrize("make_cache", [lambda config: DynamicCache(config=config), lambda config: DynamicCache()])
+@pytest.mark.parametrize("geometry", ["global", "window", "hybrid"])
+def test_a_cache_of_the_caller(geometry, make_cache):
+    """A stock cache made outside works, with the config (window layers drop tokens) and without (they keep all)."""
+    model = random_model(small_config(num_pseudo_heads=3, **GEOMETRIES[geometry]))
+    input_ids = random_ids(2, LENGTH)
+    cache = make_cache(model.config)
+    assert_close(logits_in_chunks(model, input_ids, [5, 1, 1, 2, 1, 1], cache), uncached_logits(model, input_ids))
+
+
+def cache_bytes(model, input_ids):
+    """Bytes of keys and values in the model's own cache after the input."""
+    with torch.no_grad():
+        cache = model(input_ids, use_cache=True).past_key_values
+    assert type(cache) is DynamicCache
+    assert {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 3, 4, 5])
+def test_cache_bytes_are_llamas(num_pseudo_heads, positions, dtype):
+    config = small_config(num_pseudo_heads=num_pseudo_heads, pseudo_positions=positions)
+    shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    llama_config = LlamaConfig(num_key_value_heads=2, **{field: getattr(config, field) for field in shared})
+    model, llama = random_model(config, dtype=dtype), random_model(llama_config, LlamaForCausalLM, dtype=dtype)
+    for length in (1, 7):
+        input_ids = random_ids(2, length)
+        assert cache_bytes(model, input_ids) == cache_bytes(llama, input_ids)
+
+
+@pytest.mark.parametrize("chunks", [[LENGTH], [1] * LENGTH], ids=["prefill", "decode"])
+@pytest.mark.parametrize("window", [2, 4])
+def test_window_layers_keep_the_window(window, chunks):
+    """Of the past, the next query of an "mha" layer sees W - 1 tokens, and keeps them. In an "iha" layer its W * P
+    virtual keys reach from (n, p) back to (n - W, p + 1): all but the last pseudo-head see part of W tokens, and W are
+    kept."""
+    model = random_model(small_config(num_pseudo_heads=3, **HYBRID, sliding_window=window))
+    cache = DynamicCache(config=model.config)
+    logits_in_chunks(model, random_ids(2, LENGTH), chunks, cache)
+    assert [layer.keys.shape[-2] for layer in cache.layers] == [window, window - 1, LENGTH, LENGTH]
+    assert [layer.values.shape for layer in cache.layers] == [layer.keys.shape for layer in cache.layers]
+
+
+def test_a_cache_cut_too_short_is_refused():
+    """A cache that an "mha" model has filled has already dropped the token that the "iha" window still reaches."""
+    window = {"layer_types": "sliding_attention", "sliding_window": 3}
+    mha = random_model(small_config(attention_kinds="mha", **window))
+    cache = DynamicCache(config=mha.config)
+    logits_in_chunks(mha, random_ids(1, 5), [5], cache)
+    with pytest.raises(ValueError, match="sliding_window=3.*needs one more"):
+        random_model(small_config(**window))(random_ids(1, 1), past_key_values=cache)
+
+
+# generate()
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"do_sample": True, "top_k": 5}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}],
+    ids=["greedy", "sampling", "beam", "several"],
+)
+def test_generate_is_the_same_without_cache(geometry, options):
+    model = random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}), dtype=torch.float64)
+    input_ids = random_ids(2, 6)
+    sequences = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=GenerationConfig(max_new_tokens=7, pad_token_id=0, use_cache=use_cache, **options),
+        )
+        sequences.append(output)
+    assert sequences[0].shape == (2 * options.get("num_return_sequences", 1), 13)
+    assert torch.equal(*sequences)
+
+
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("geometry", ["global", "window", "window_of_1", "hybrid"])
+def test_left_padded_batch_equals_each_row_alone(core, geometry, positions):
+    config = small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})
+    model = random_model(config)
+    model.set_attn_implementation(core)
+    rows = [random_ids(1, 3, seed=1), random_ids(1, 8, seed=2)]
+    longest = max(row.shape[1] for row in rows)
+    padded = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
+    options = GenerationConfig(
+        max_new_tokens=5, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+    batch = model.generate(padded, attention_mask=(padded != 0).long(), generation_config=options)
+    for i, row in enumerate(rows):
+        alone = model.generate(row, attention_mask=torch.ones_like(row), generation_config=options)
+        assert torch.equal(batch.sequences[i, longest:], alone.sequences[0, row.shape[1] :])
+        assert_close(torch.stack(batch.logits)[:, i], torch.stack(alone.logits)[:, 0])
+
+
+def test_generate_over_several_turns():
+    """A conversation continued on its cache equals one that is read anew."""
+    model = random_model(small_config(num_pseudo_heads=3, **HYBRID, sliding_window=3), dtype=torch.float64)
+    options = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    cache, sequence = DynamicCache(config=model.config), random_ids(1, 4)
+    for turn in range(3):
+        continued = model.generate(
+            sequence, attention_mask=torch.ones_like(sequence), past_key_values=cache, generation_config=options
+        ).sequences
+        anew = model.generate(sequence, attention_mask=torch.ones_like(sequence), generation_config=options).sequences
+        assert torch.equal(continued, anew)
+        sequence = torch.cat([continued, random_ids(1, 2, seed=turn)], dim=1)
+
+
+# Training and task heads
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(use_reentrant):
+    model = random_model(small_config(num_pseudo_heads=3, **HYBRID, sliding_window=3)).train()
+    input_ids = random_ids(2, 7)
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            assert all(layer.gradient_checkpointing for layer in model.model.layers)
+        model.zero_grad()
+        model(input_ids, labels=input_ids).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert expected.abs().max() > 0, name
+        assert_close(gradients[1][name], expected)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "labels", "shapes"),
+    [
+        (IHAForSequenceClassification, {"labels": torch.tensor([2, 0])}, {"logits": (2, 3)}),
+        (IHAForTokenClassification, {"labels": torch.ones(2, 6, dtype=torch.long)}, {"logits": (2, 6, 3)}),
+        (
+            IHAForQuestionAnswering,
+            {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
+            {"start_logits": (2, 6), "end_logits": (2, 6)},
+        ),
+    ],
+)
+def test_task_heads(model_class, labels, shapes, tmp_path):
+    """A step of training, a checkpoint, and the same answer from it; padding on the left does not matter."""
+    model = random_model(small_config(num_labels=3, **HYBRID, sliding_window=3), model_class)
+    input_ids = random_ids(2, 6)
+    output = model(input_ids, attention_mask=torch.ones_like(input_ids), **labels)
+    for name, shape in shapes.items():
+        assert getattr(output, name).shape == shape
+    output.loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+    model.save_pretrained(tmp_path)
+    loaded, info = model_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    padded = torch.nn.functional.pad(input_ids, (2, 0))
+    with torch.no_grad():
+        again = loaded(input_ids, attention_mask=torch.ones_like(input_ids))
+        behind_padding = loaded(
+            padded, attention_mask=(padded != 0).long(), position_ids=((padded != 0).cumsum(-1) - 1).clamp_min(0)
+        )
+    for name in shapes:
+        assert_close(getattr(again, name), getattr(output, name).detach())
+        # A per-token head answers for the padding, too.
+        per_token = getattr(output, name).shape[1] == 6
+        actual = getattr(behind_padding, name)[:, 2:] if per_token else getattr(behind_padding, name)
+        assert_close(actual, getattr(output, name).detach())
+
+
+# Checkpoints and configs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_model_round_trip(tied, dtype, tmp_path):
+    config = small_config(**HYBRID, sliding_window=3, num_pseudo_heads=3, use_qk_norm=True, tie_word_embeddings=tied)
+    model = random_model(config, dtype=dtype)
+    model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.bin"))
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is IHAForCausalLM
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert loaded.dtype == dtype
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    input_ids = random_ids(2, 7)
+    assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model, input_ids))
+
+
+def test_base_model_loads_from_a_language_model(tmp_path):
+    model = random_model(small_config())
+    model.save_pretrained(tmp_path)
+    base = IHAModel.from_pretrained(tmp_path)
+    input_ids = random_ids(2, 7)
+    with torch.no_grad():
+        assert torch.equal(base(input_ids).last_hidden_state, model.model(input_ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("preset", ["paper-2.4b-global", "paper-2.4b-global-local", "paper-2.4b-iha", "tiny"])
+def test_config_round_trip(preset, tmp_path):
+    config = IHAConfig.from_preset(preset, pseudo_positions="shared", rope_parameters={"rope_theta": 123.0})
+    config.save_pretrained(tmp_path)
+    for loaded in (AutoConfig.from_pretrained(tmp_path), IHAConfig.from_dict(config.to_dict())):
+        assert type(loaded) is IHAConfig
+        assert loaded.to_diff_dict() | {"_name_or_path": ""} == config.to_diff_dict() | {"_name_or_path": ""}
+        assert loaded.rope_parameters == {"rope_type": "default", "rope_theta": 123.0}
+
+
+def test_patterns_are_saved_expanded():
+    config = small_config(
+        num_hidden_layers=10,
+        attention_kinds=["iha"] * 4 + ["mha"],
+        layer_types=["sliding_attention"] * 4 + ["full_attention"],
+        sliding_window=4,
+    )
+    assert config.attention_kinds == (["iha"] * 4 + ["mha"]) * 2
+    assert config.layer_types == (["sliding_attention"] * 4 + ["full_attention"]) * 2
+    assert small_config().attention_kinds == ["iha", "iha"]
+    assert small_config().layer_types == ["full_attention"] * 2
+    assert small_config(num_pseudo_heads=None).num_pseudo_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "mixing_layers", "pseudo_heads"),
+    [("paper-2.4b-global", 0, 1), ("paper-2.4b-global-local", 0, 1), ("paper-2.4b-iha", 21, 20)],
+)
+def test_paper_presets_have_the_papers_size(name, mixing_layers, pseudo_heads):
+    """26 * (4 * 2560^2 + 2 * 2560 * 10240) + 128256 * 2560 weights in matrices, the norms, and in the mixing layers 3
+    H^2 P + H P."""
+    config = IHAConfig.from_preset(name)
+    with torch.device("meta"):
+        model = IHAForCausalLM(config)
+    norms = (2 * 26 + 1) * 2560
+    mixing = mixing_layers * (3 * 20**2 * pseudo_heads + 20 * pseudo_heads)
+    assert model.num_parameters() == 2_373_058_560 + norms + mixing
+
+
+BAD_CONFIGS = [
+    ({"num_pseudo_heads": 0}, "num_pseudo_heads=0.*at least 1"),
+    ({"num_pseudo_heads": -2}, "num_pseudo_heads=-2.*at least 1"),
+    ({"num_pseudo_heads": 1.5}, "num_pseudo_heads.*int.*1.5"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3.*divide.*num_attention_heads=4"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads=0.*at least 1"),
+    ({"num_attention_heads": 3, "num_key_value_heads": 3}, "hidden_size=32.*num_attention_heads=3.*head_dim"),
+    ({"num_attention_heads": 0}, "hidden_size=32.*num_attention_heads=0"),
+    ({"vocab_size": 0}, "vocab_size=0.*at least 1"),
+    ({"intermediate_size": -1}, "intermediate_size=-1.*at least 1"),
+    ({"hidden_act": "zip"}, "hidden_act='zip'.*'gelu'"),
+    ({"num_pseudo_head": 3}, "num_pseudo_head=3.*'num_pseudo_heads'"),
+    ({"head_dim": 7}, "head_dim=7.*even"),
+    ({"attention_kinds": "linear"}, "attention_kinds.*'linear'.*'mha', 'iha'"),
+    ({"attention_kinds": ["iha", "linear"]}, "attention_kinds.*'linear'.*'mha', 'iha'"),
+    ({"attention_kinds": []}, "attention_kinds has 0 entries.*num_hidden_layers=2"),
+    ({"attention_kinds": ["iha"] * 3}, "attention_kinds has 3 entries.*num_hidden_layers=2"),
+    ({"layer_types": "chunked_attention"}, "layer_types.*'chunked_attention'.*'full_attention', 'sliding_attention'"),
+    ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries.*num_hidden_layers=2"),
+    ({"layer_types": "sliding_attention"}, "sliding_window=None.*at least 1"),
+    ({"layer_types": "sliding_attention", "sliding_window": 0}, "sliding_window=0.*at least 1"),
+    ({"layer_types": "sliding_attention", "sliding_window": 2.5}, "sliding_window.*int.*2.5"),
+    ({"sliding_window": 4}, "sliding_window=4.*no effect.*layer_types"),
+    ({"pseudo_positions": "fractional"}, "pseudo_positions='fractional'.*'interleaved', 'shared'"),
+    ({"pseudo_collapse": "mean"}, "pseudo_collapse='mean'.*'per_head', 'all_heads'"),
+    ({"gated_mlp": "yes"}, "gated_mlp.*bool.*yes"),
+    ({"use_qk_norm": "yes"}, "use_qk_norm.*bool.*yes"),
+    ({"attention_options": {"linear": {}}}, "attention_options.*'linear'.*'mha', 'iha'"),
+    ({"attention_options": {"iha": None}}, "attention_options.*'iha'.*None.*dict"),
+    ({"attention_options": {"iha": {"rank": 2}}}, "attention_options.*'iha'.*'rank'.*none"),
+    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters.*rope_type.*linear.*factor"),
+    ({"rope_parameters": {"rope_type": "alibi", "rope_theta": 1e4}}, "rope_parameters.*'alibi'.*'default'.*'yarn'"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.*one set"),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "rope_parameters.*partial_rotary_factor=0.5.*1.0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_CONFIGS, ids=[str(fields) for fields, _ in BAD_CONFIGS])
+def test_bad_configs_are_refused(fields, message):
+    """What cannot work is refused where the config is built: the message names the field, the value and what is
+    allowed."""
+    with pytest.raises(Exception, match=f"(?s){message}"):
+        small_config(**fields)
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ValueError, match="'huge'.*'paper-2.4b-iha'.*'tiny'"):
+        IHAConfig.from_preset("huge")

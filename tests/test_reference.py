@@ -1,0 +1,486 @@
+"""The model against the loops of `references/iha.py`: forward and gradients, and all attention cores against each
+other.
+
+Tolerances are relative to the largest entry of what is compared (`relative_error`).
+"""
+
+import fake_flash
+import pytest
+import torch
+from references.iha import AttentionOptions, causal_lm, iha_attention, llama_inv_freq
+from small_models import HYBRID, random_ids, random_model, small_config
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from modeling_iha import IHAConfig, IHAForCausalLM
+
+
+FP32 = 1e-4
+# Transformers keeps RoPE's angles, RMSNorm, and the softmax of the eager core in float32 for a float64 model too.
+FP64 = 5e-6
+# What the model does in float64 alone leaves this.
+FP64_EXACT = 1e-12
+# bfloat16 moves a value by up to 2^-9 of it at each rounding. An output passes about eight in a row (projection, two
+# by RoPE, mixing, the pseudo-head's rotation, attention, collapse, output projection), each counted twice for the
+# differences of like size that it is summed with; a gradient passes them on the way back again, and the softmax's
+# backward is a difference of nearly equal terms. The reference has the rounded weights and input. Seen: 0.015 and
+# 0.08.
+BF16_OUTPUT = 16 * 2**-9
+BF16_GRADIENT = 64 * 2**-9
+
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+CORES = ["eager", "sdpa", "flash_attention_2", "flex_attention"]
+
+
+def relative_error(actual, expected):
+    """Largest difference over the largest expected entry, or over 1 where all that is expected is 0: everything here
+    is of order one, but a query that sees a single key has no gradient."""
+    scale = expected.abs().max().item()
+    return (actual.double() - expected).abs().max().item() / (scale if scale > 1e-12 else 1.0)
+
+
+def reference_layers(config):
+    """The reference's options for every layer of a model."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        inv_freq, scaling = llama_inv_freq(config.head_dim, rope["rope_theta"]), 1.0
+    else:
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    return [
+        AttentionOptions(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            inv_freq=inv_freq.double(),
+            num_pseudo_heads=config.num_pseudo_heads if kind == "iha" else 1,
+            pseudo_positions=config.pseudo_positions,
+            window=config.sliding_window if layer_type == "sliding_attention" else None,
+            rope_scaling=scaling,
+            norm_eps=config.rms_norm_eps,
+        )
+        for kind, layer_type in zip(config.attention_kinds, config.layer_types)
+    ]
+
+
+def reference_weights(module):
+    """Float64 leaves with the values of a module's parameters, by name."""
+    return {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
+
+
+def attention_of_first_layer(model, **inputs):
+    """Input and output, in the autograd graph, of the first layer's attention in a forward pass of the whole model."""
+    seen = {}
+
+    def keep(module, args, kwargs, output):
+        seen["in"] = args[0] if args else kwargs["hidden_states"]
+        seen["out"] = output[0]
+
+    handle = model.model.layers[0].self_attn.register_forward_hook(keep, with_kwargs=True)
+    model(**inputs)
+    handle.remove()
+    return seen["in"], seen["out"]
+
+
+def gradients(output, leaves):
+    """Gradients of a fixed random projection of the output with respect to the leaves, by name."""
+    probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return dict(zip(leaves, torch.autograd.grad(output, list(leaves.values()), probe.to(output.dtype))))
+
+
+def assert_attention_matches(config, tolerance, gradient_tolerance=None, dtype=torch.float32):
+    """Output and gradients (input and every parameter) of the first layer's attention against the reference."""
+    model = random_model(config, dtype=dtype)
+    hidden, output = attention_of_first_layer(model, input_ids=random_ids(2, 9))
+    attention = model.model.layers[0].self_attn
+    expected_hidden = hidden.detach().double().requires_grad_()
+    weights = reference_weights(attention)
+    expected = iha_attention(expected_hidden, weights, reference_layers(config)[0])
+
+    assert relative_error(output, expected) < tolerance
+    actual_gradients = gradients(output, {"input": hidden, **dict(attention.named_parameters())})
+    expected_gradients = gradients(expected, {"input": expected_hidden, **weights})
+    assert_gradients_match(actual_gradients, expected_gradients, gradient_tolerance or tolerance)
+
+
+def assert_gradients_match(actual, expected, tolerance):
+    """Every gradient, by name, to a tolerance relative to its own largest entry."""
+    assert actual.keys() == expected.keys()
+    errors = {name: relative_error(actual[name], gradient) for name, gradient in expected.items()}
+    assert all(error < tolerance for error in errors.values()), errors
+
+
+def reference_logits(model, input_ids, **inputs):
+    """The reference's logits for a model, and the float64 weights they depend on."""
+    weights = reference_weights(model)
+    layers = reference_layers(model.config)
+    return causal_lm(input_ids, weights, layers, ACT2FN[model.config.hidden_act], **inputs), weights
+
+
+@pytest.fixture
+def cpu_cores(monkeypatch):
+    """Every attention core on CPU: a stand-in for flash (yields its calls), and flex_attention in its uncompiled form,
+    which is the same mathematics without minutes of compilation."""
+    calls = fake_flash.install(monkeypatch)
+    with torch.compiler.set_stance("force_eager"):
+        yield calls
+
+
+# The reference itself
+
+
+def test_reference_mha_is_llama():
+    """With one pseudo-head that copies its head the reference is Llama, so its RoPE, GQA and softmax are Llama's."""
+    config = LlamaConfig(**LLAMA)
+    model = random_model(config, LlamaForCausalLM, dtype=torch.float64)
+    input_ids = random_ids(2, 9)
+    options = AttentionOptions(4, 2, 8, llama_inv_freq(8, config.rope_parameters["rope_theta"]), norm_eps=1e-6)
+    weights = reference_weights(model)
+    expected, logits = causal_lm(input_ids, weights, [options] * 2), model(input_ids).logits
+    assert relative_error(logits, expected) < FP64
+    assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP64)
+
+
+def test_reference_window_counts_virtual_tokens():
+    """A one-token window is P virtual keys: it ends on the query, so it reaches into the token before it."""
+    options = AttentionOptions(1, 1, 2, torch.zeros(1, dtype=torch.float64), num_pseudo_heads=3, window=1)
+    eye, ones = torch.eye(2, dtype=torch.float64), torch.ones(1, 1, 3, dtype=torch.float64)
+    weights = {f"{name}_proj.weight": eye for name in ("k", "v", "o")} | {"q_proj.weight": 0 * eye}
+    weights |= {f"{name}_mix.weight": ones for name in "qkv"} | {"collapse.weight": ones[0]}
+    hidden = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+    # All scores are equal. The three virtual queries of token 1 see 2, 1 and 0 virtual keys of token 0, out of 3.
+    expected = torch.tensor([[[3.0, 0.0], [1.0, 2.0]]], dtype=torch.float64)
+    assert torch.allclose(iha_attention(hidden, weights, options), expected)
+
+
+# The attention layer: Algorithm 1
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 20])
+@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids="H{0[0]}G{0[1]}".format)
+@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 3, 4, 5])
+def test_attention_matches_reference(num_pseudo_heads, heads, positions, collapse, window):
+    config = small_config(
+        hidden_size=8 * heads[0],
+        num_hidden_layers=1,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        num_pseudo_heads=num_pseudo_heads,
+        pseudo_positions=positions,
+        pseudo_collapse=collapse,
+        layer_types="full_attention" if window is None else "sliding_attention",
+        sliding_window=window,
+    )
+    assert_attention_matches(config, FP32)
+
+
+@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 5])
+@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_attention_matches_reference_in_float64(num_pseudo_heads, collapse, window):
+    """Interleaved positions are rotated in float64 throughout, and theta = 16 makes the frequencies 1, 1/2, 1/4 and
+    1/8."""
+    config = small_config(
+        num_hidden_layers=1,
+        num_pseudo_heads=num_pseudo_heads,
+        pseudo_collapse=collapse,
+        layer_types="full_attention" if window is None else "sliding_attention",
+        sliding_window=window,
+        rope_parameters={"rope_type": "default", "rope_theta": 16.0},
+    )
+    assert_attention_matches(config, FP64_EXACT, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
+@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 3, 4, 5])
+def test_attention_matches_reference_in_bfloat16(num_pseudo_heads, collapse, positions):
+    config = small_config(
+        num_hidden_layers=1,
+        num_pseudo_heads=num_pseudo_heads,
+        pseudo_positions=positions,
+        pseudo_collapse=collapse,
+    )
+    assert_attention_matches(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
+
+
+# The whole model
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"use_qk_norm": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"gated_mlp": False, "hidden_act": "gelu", "tie_word_embeddings": True},
+        {"head_dim": 6, "pseudo_positions": "shared", "pseudo_collapse": "all_heads"},
+        {**HYBRID, "sliding_window": 3},
+        {
+            **HYBRID,
+            "sliding_window": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "gated_mlp": False,
+            "mlp_bias": True,
+        },
+    ],
+    ids=["plain", "qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid", "hybrid_everything"],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FP32), (torch.float64, FP64)], ids=["fp32", "fp64"])
+def test_model_matches_reference(overrides, dtype, tolerance):
+    model = random_model(small_config(num_pseudo_heads=3, **overrides), dtype=dtype)
+    input_ids = random_ids(2, 9)
+    logits = model(input_ids).logits
+    expected, weights = reference_logits(model, input_ids)
+    assert relative_error(logits, expected) < tolerance
+    assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), tolerance)
+
+
+ROPE_OPTIONS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0, 1.1, 1.3, 1.7],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "proportional": {"partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])
+def test_rope_types(rope_type, positions):
+    """Every RoPE type of Transformers: equal to the reference with that type's frequencies, and cached equal to
+    uncached."""
+    rope = {"rope_type": rope_type, "rope_theta": 100.0, **ROPE_OPTIONS[rope_type]}
+    config = small_config(
+        attention_kinds=["iha", "mha"], num_pseudo_heads=3, pseudo_positions=positions, rope_parameters=rope
+    )
+    model = random_model(config)
+    input_ids = random_ids(2, 9)
+    logits = model(input_ids).logits
+    expected, _ = reference_logits(model, input_ids)
+    assert relative_error(logits, expected) < FP32
+
+    cache, steps = None, []
+    for n in range(input_ids.shape[1]):
+        output = model(input_ids[:, n : n + 1], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        steps.append(output.logits)
+    assert relative_error(torch.cat(steps, dim=1), expected) < FP32
+
+
+# Attention cores, padding, packing
+
+
+@pytest.mark.parametrize("length", [5, 6, 7], ids=["W", "W+1", "W+2"])
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("core", CORES)
+def test_cores_agree(cpu_cores, core, positions, length):
+    """Global and window layers of both kinds, where the window (5 tokens) begins to bind."""
+    config = small_config(**HYBRID, sliding_window=5, num_pseudo_heads=3, pseudo_positions=positions)
+    model = random_model(config)
+    model.set_attn_implementation(core)
+    input_ids = random_ids(2, length)
+    expected, _ = reference_logits(model, input_ids)
+    with torch.no_grad():
+        assert relative_error(model(input_ids).logits, expected) < FP32
+
+
+@pytest.mark.parametrize(
+    "core",
+    [
+        "eager",
+        "sdpa",
+        "flash_attention_2",
+        pytest.param("flex_attention", marks=pytest.mark.skip(reason="flex_attention has no CPU backward")),
+    ],
+)
+def test_core_gradients_agree(cpu_cores, core):
+    model = random_model(small_config(**HYBRID, sliding_window=3))
+    model.set_attn_implementation(core)
+    input_ids = random_ids(2, 7)
+    expected, weights = reference_logits(model, input_ids)
+    actual_gradients = gradients(model(input_ids).logits, dict(model.named_parameters()))
+    assert_gradients_match(actual_gradients, gradients(expected, weights), FP32)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_left_padding(cpu_cores, core):
+    """A left-padded batch against the reference, which drops padding from the keys by name."""
+    model = random_model(small_config(**HYBRID, sliding_window=3, num_pseudo_heads=3))
+    model.set_attn_implementation(core)
+    real = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
+    inputs = {"input_ids": random_ids(2, 8), "position_ids": (real.cumsum(-1) - 1).clamp_min(0)}
+    expected, _ = reference_logits(model, **inputs, padding_mask=real)
+    with torch.no_grad():
+        logits = model(**inputs, attention_mask=real.long()).logits
+    assert relative_error(logits[real], expected[real]) < FP32
+
+
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("core", CORES)
+def test_packed_documents_stay_separate(cpu_cores, core, positions):
+    """Padding-free packing by position_ids that restart: each document as if it were alone."""
+    config = small_config(**HYBRID, sliding_window=3, num_pseudo_heads=3, pseudo_positions=positions)
+    model = random_model(config)
+    model.set_attn_implementation(core)
+    lengths = [5, 1, 4]
+    documents = random_ids(1, sum(lengths)).split(lengths, dim=1)
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
+    input_ids = torch.cat(documents, dim=1)
+    expected, _ = reference_logits(model, input_ids, position_ids=position_ids, document_ids=document_ids)
+    with torch.no_grad():
+        packed = model(input_ids, position_ids=position_ids, use_cache=False).logits
+        separate = torch.cat([model(document).logits for document in documents], dim=1)
+    assert relative_error(packed, expected) < FP32
+    assert relative_error(packed, separate) < 1e-5
+
+
+def test_packed_by_cumulative_lengths(cpu_cores):
+    """The keywords of a padding-free collator (cu_seq_lens, max_length, position_ids) reach the flash core in virtual
+    tokens."""
+    model = random_model(small_config(**HYBRID, sliding_window=3, num_pseudo_heads=3))
+    model.set_attn_implementation("flash_attention_2")
+    lengths = [5, 1, 4]
+    boundaries = torch.tensor([0, 5, 6, 10], dtype=torch.int32)
+    documents = random_ids(1, sum(lengths)).split(lengths, dim=1)
+    with torch.no_grad():
+        separate = torch.cat([model(document).logits for document in documents], dim=1)
+        cpu_cores.clear()
+        packed = model(
+            torch.cat(documents, dim=1),
+            position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+            cu_seq_lens_q=boundaries,
+            cu_seq_lens_k=boundaries,
+            max_length_q=5,
+            max_length_k=5,
+            use_cache=False,
+        ).logits
+    assert cpu_cores == ["flash_attn_varlen_func"] * model.config.num_hidden_layers
+    assert relative_error(packed, separate) < 1e-5
+
+
+# What the paper claims of the layer
+
+
+@pytest.fixture
+def recording_core():
+    """Registers an attention core that keeps what it is handed: `seen` holds query, key and value of the last call."""
+    seen = {}
+
+    def core(module, query, key, value, attention_mask, **kwargs):
+        seen.update(query=query, key=key, value=value)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("recording", core)
+    yield seen
+    del ALL_ATTENTION_FUNCTIONS._global_mapping["recording"]
+
+
+def test_interleaving_is_a_view(recording_core):
+    """The core is handed the memory that the mixing wrote: one virtual sequence of N * P tokens, head by head."""
+    model = random_model(small_config(num_hidden_layers=1, num_pseudo_heads=3))
+    model.set_attn_implementation("recording")
+    mixed = {}
+    attention = model.model.layers[0].self_attn
+    attention.v_mix.register_forward_hook(lambda module, args, output: mixed.update(value=output))
+    model(random_ids(2, 5))
+    value, virtual = recording_core["value"], mixed["value"]
+    assert value.shape == (2, 2, 5 * 3, 8)
+    assert value.data_ptr() == virtual.data_ptr()
+    assert value.untyped_storage().data_ptr() == virtual.untyped_storage().data_ptr()
+    assert torch.equal(value[0, 1, 4 * 3 + 2], virtual[0, 4, 2, 1])  # head 1, token 4, pseudo-head 2
+    assert all(recording_core[name].stride(-1) == 1 for name in ("query", "key", "value"))
+
+
+@pytest.mark.parametrize(("num_heads", "num_pseudo_heads"), [(4, 1), (4, 3), (2, 5)])
+def test_extra_parameters(num_heads, num_pseudo_heads):
+    """4 H^2 P more than multi-head attention: 3 H^2 P of mixing and H^2 P of collapse (IHA, Theorem 2)."""
+    sizes = {
+        kind: random_model(
+            small_config(
+                attention_kinds=kind,
+                num_attention_heads=num_heads,
+                num_key_value_heads=num_heads,
+                num_pseudo_heads=num_pseudo_heads,
+                pseudo_collapse="all_heads",
+                num_hidden_layers=1,
+            )
+        ).num_parameters()
+        for kind in ("mha", "iha")
+    }
+    assert sizes["iha"] - sizes["mha"] == 4 * num_heads**2 * num_pseudo_heads
+
+
+def select_pseudo_head(model, selected):
+    """Sets every mixing to the identity for all pseudo-heads and every collapse to one of them."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            for mixing in (attention.q_mix, attention.k_mix, attention.v_mix):
+                mixing.weight.copy_(torch.eye(mixing.weight.shape[0]).unsqueeze(-1).expand_as(mixing.weight))
+            choice = torch.zeros(model.config.num_pseudo_heads)
+            choice[selected] = 1
+            heads = torch.eye(attention.collapse.weight.shape[0])
+            if attention.collapse.weight.shape[1] == len(choice):
+                heads = torch.ones(len(heads), 1)
+            attention.collapse.weight.copy_(torch.kron(heads, choice))
+
+
+@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
+@pytest.mark.parametrize("num_pseudo_heads", [2, 3, 4])
+def test_mha_is_contained(num_pseudo_heads, collapse):
+    """IHA, Theorem 2: identity mixing and a collapse that selects one pseudo-head give multi-head attention, under the
+    causal mask for the last pseudo-head only. Its query sees all P copies of every token up to its own, each with the
+    weight that the softmax gives one copy, so the P-fold sums cancel. The first pseudo-head sees one copy of its own
+    token and P of all earlier ones, so its own token is weighted P times too little.
+    """
+    config = small_config(num_pseudo_heads=num_pseudo_heads, pseudo_collapse=collapse, pseudo_positions="shared")
+    model = random_model(config)
+    mha = random_model(small_config(attention_kinds="mha"))
+    mha.load_state_dict({k: v for k, v in model.state_dict().items() if k in mha.state_dict()})
+    input_ids = random_ids(2, 9)
+    with torch.no_grad():
+        expected = mha(input_ids).logits.double()
+        select_pseudo_head(model, num_pseudo_heads - 1)
+        assert relative_error(model(input_ids).logits, expected) < FP32
+        select_pseudo_head(model, 0)
+        first = model(input_ids).logits
+        assert relative_error(first, expected) > 0.1
+        # A lone token has nothing before it: there the first pseudo-head is right, too.
+        assert relative_error(first[:, :1], expected[:, :1]) < FP32
+
+
+def test_mha_layers_are_llama():
+    """A model of "mha" layers loads a Llama's state dict as it is and gives its logits."""
+    llama = random_model(LlamaConfig(**LLAMA), LlamaForCausalLM)
+    model = IHAForCausalLM(IHAConfig(attention_kinds="mha", **LLAMA)).eval()
+    model.load_state_dict(llama.state_dict())
+    input_ids = random_ids(2, 9)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids).logits, llama(input_ids).logits)
