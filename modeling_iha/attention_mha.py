@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (

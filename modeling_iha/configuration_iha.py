@@ -2,10 +2,16 @@
 
 from difflib import get_close_matches
 
-from huggingface_hub.dataclasses import strict
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.utils.versions import require_version
+
+
+# First, so that an older or newer Transformers is named rather than some import that it lacks.
+require_version("transformers>=5.17,<6")
+
+from huggingface_hub.dataclasses import strict  # noqa: E402
+from transformers.activations import ACT2FN  # noqa: E402
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
+from transformers.models.llama.configuration_llama import LlamaConfig  # noqa: E402
 
 
 # The classes a checkpoint can be loaded as. Every saved config.json names all of them, whichever class saved it.
@@ -157,7 +163,9 @@ class IHAConfig(LlamaConfig):
         for name in kwargs:
             if meant := get_close_matches(name, IHAConfig.__annotations__, n=1, cutoff=0.9):
                 raise ValueError(f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {meant[0]!r}?")
-        if self.head_dim is None and (self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads != 0):
+        if self.head_dim is None and (
+            self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads != 0
+        ):
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; choose "
                 "one that is, or set head_dim."
@@ -228,7 +236,9 @@ class IHAConfig(LlamaConfig):
                     f"attention_options names the kind {kind!r}; allowed are {', '.join(map(repr, ATTENTION_OPTIONS))}."
                 )
             if not isinstance(options, dict):
-                raise ValueError(f"attention_options[{kind!r}]={options!r}; it must be a dict of options, perhaps empty.")
+                raise ValueError(
+                    f"attention_options[{kind!r}]={options!r}; it must be a dict of options, perhaps empty."
+                )
             for option in options:
                 if option not in ATTENTION_OPTIONS[kind]:
                     allowed = ", ".join(map(repr, ATTENTION_OPTIONS[kind])) or "none"

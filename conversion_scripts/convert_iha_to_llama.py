@@ -1,0 +1,140 @@
+"""Convert an IHA checkpoint back to the stock architecture it still computes.
+
+That is possible while every layer is a multi-head attention: kind "mha", or an "iha" layer that is where the exact warm start of
+`convert_llama_to_iha.py` put it. Anything else is refused, naming the first parameter that moved.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from conversion_scripts.checkpoint_io import UserError, load_model, load_tokenizer, new_directory, run_cli  # noqa: E402
+from conversion_scripts.convert_llama_to_iha import (  # noqa: E402
+    ARCHITECTURES,
+    SHARED_FIELDS,
+    Architecture,
+    build,
+    identity_mixing,
+    last_pseudo_head,
+    window_per_layer,
+)
+from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
+
+
+# Rounding of a sum over the pseudo-heads, for offsets that were not drawn exact in binary.
+OFFSET_TOLERANCE = 1e-6
+
+
+def check_layers(model: IHAForCausalLM) -> None:
+    """Raises `UserError`, naming the first layer and parameter, unless every layer of `model` is a multi-head attention."""
+    config = model.config
+    for i, kind in enumerate(config.attention_kinds):
+        if kind == "mha":
+            continue
+        if kind != "iha":
+            raise UserError(f"Layer {i} is of kind {kind!r}, which no stock architecture computes.")
+        if config.pseudo_positions != "shared" and config.num_pseudo_heads > 1:
+            raise UserError(
+                f"Layer {i} has pseudo_positions={config.pseudo_positions!r}; only shared positions can equal an MHA."
+            )
+        attention = model.model.layers[i].self_attn
+        num_heads, num_groups, p = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
+        value_mixing = attention.v_mix.weight.detach().double()
+        # Offsets of the values count as their sum over the pseudo-heads, whose keys are equal.
+        deviations = {
+            "q_mix": attention.q_mix.weight - identity_mixing(num_heads, p),
+            "k_mix": attention.k_mix.weight - identity_mixing(num_groups, p),
+            "v_mix": (value_mixing - identity_mixing(num_groups, p)).sum(-1),
+            "collapse": attention.collapse.weight - last_pseudo_head(num_heads, p, config.pseudo_collapse),
+        }
+        for name, deviation in deviations.items():
+            largest = deviation.abs().max().item()
+            if largest > (OFFSET_TOLERANCE if name == "v_mix" else 0.0):
+                raise UserError(
+                    f"model.layers.{i}.self_attn.{name}.weight has moved by up to {largest:.2g} from the warm start: the layer "
+                    "is no multi-head attention any more, and no stock architecture computes it."
+                )
+
+
+def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]:
+    """The first row of `ARCHITECTURES` that can hold `model`, and its config. Raises `UserError` when there is none."""
+    config = model.config
+    if config.gated_mlp:
+        for model_type, architecture in ARCHITECTURES.items():
+            target = _target_config(config, model_type)
+            fixed = {"attention_bias": architecture.attention_bias, "mlp_bias": architecture.mlp_bias}
+            if (
+                architecture.use_qk_norm == config.use_qk_norm
+                and all(value is None or value == getattr(config, name) for name, value in fixed.items())
+                and architecture.layer_windows(target) == window_per_layer(config)
+                and not any(
+                    tensor.any() for name, tensor in model.state_dict().items() if name.endswith(architecture.lacks)
+                )
+            ):
+                return architecture, target
+    raise UserError(
+        f"None of {', '.join(ARCHITECTURES)} has this combination: gated_mlp={config.gated_mlp}, use_qk_norm={config.use_qk_norm}, "
+        f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, layer_types={sorted(set(config.layer_types))}."
+    )
+
+
+def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
+    architecture = ARCHITECTURES[model_type]
+    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "head_dim")}
+    own = {name: getattr(config, name) for name in architecture.fields if hasattr(config, name)}
+    if "use_sliding_window" in architecture.fields:
+        own["use_sliding_window"] = config.sliding_window is not None
+    return architecture.model_class.config_class(**fields, **own)
+
+
+def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
+    """The stock model that computes what `model` does, in eval mode and its dtype, sharing its weights' memory.
+
+    Raises `UserError` when a layer is no multi-head attention any more, or when no stock architecture has the combination.
+    """
+    check_layers(model)
+    architecture, config = stock_config(model)
+    mixing = ("q_mix.weight", "k_mix.weight", "v_mix.weight", "collapse.weight")
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.endswith((*mixing, *architecture.lacks))
+    }
+    return build(architecture.model_class, config, state, model)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Convert an IHA checkpoint whose layers still compute a multi-head attention to a stock architecture.",
+        epilog="example: python conversion_scripts/convert_iha_to_llama.py smollm2-iha smollm2-again",
+    )
+    parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")
+    parser.add_argument("dst", help="new directory for the stock checkpoint")
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def main() -> None:
+    args = parse_arguments()
+    with new_directory(args.dst) as directory:
+        print(f"Reading {args.src}", flush=True)
+        source = load_model(args.src)
+        if not isinstance(source, IHAForCausalLM):
+            raise UserError(f"{args.src} is a {source.config.model_type!r} checkpoint; expected 'iha'.")
+        tokenizer = load_tokenizer(args.src, source.config.vocab_size)
+        model = convert_back(source)
+
+        print(f"Writing {type(model).__name__} and tokenizer", flush=True)
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,405 @@
+"""Convert a pretrained Llama-like checkpoint to Interleaved Head Attention (IHA) without changing what it computes.
+
+The warm start makes every IHA layer compute exactly the multi-head attention it replaces (the inclusion of IHA, Theorem 2, in
+its causal form): every pseudo-head is its own head, RoPE positions are shared by a token's pseudo-heads, and the collapse
+selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal mask. Value
+offsets that sum to zero over the pseudo-heads set them apart without changing the result, since their keys are still equal.
+"""
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gguf import GGUFReader
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+from transformers.activations import ACT2FN
+from transformers.utils import cached_file
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from conversion_scripts.checkpoint_io import (  # noqa: E402
+    UserError,
+    load_config,
+    load_model,
+    load_tokenizer,
+    new_directory,
+    one_line,
+    run_cli,
+)
+from model_cards.render import render_card  # noqa: E402
+from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a Transformers architecture differs from Llama.
+
+    Attributes:
+        attention_bias, mlp_bias (`bool` or `None`): fixed by the architecture, or `None` where the config says it.
+        use_qk_norm (`bool`): RMSNorm over each head's query and key.
+        layer_windows: the window of each layer in tokens, `None` for a global one, from the config.
+        lacks (`tuple[str, ...]`): parameters of a layer that IHA has and this architecture has not; they are zero.
+        fields (`tuple[str, ...]`): config fields beyond the shared ones that this row accounts for.
+    """
+
+    model_class: type[PreTrainedModel]
+    attention_bias: bool | None
+    mlp_bias: bool | None
+    use_qk_norm: bool
+    layer_windows: Callable[[PreTrainedConfig], list[int | None]]
+    lacks: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+
+
+def _no_windows(config: PreTrainedConfig) -> list[None]:
+    return [None] * config.num_hidden_layers
+
+
+def _same_window(config: PreTrainedConfig) -> list[int | None]:
+    return [config.sliding_window] * config.num_hidden_layers
+
+
+def window_per_layer(config: PreTrainedConfig) -> list[int | None]:
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    for layer_type in config.layer_types:
+        if layer_type not in windows:
+            raise UserError(
+                f"layer_types holds {layer_type!r}; this conversion knows {', '.join(map(repr, windows))}."
+            )
+    return [windows[layer_type] for layer_type in config.layer_types]
+
+
+_QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+# By model_type. The parameter names are Llama's in all of them, and IHA's too. The way back takes the first row that fits.
+ARCHITECTURES = {
+    "qwen2": Architecture(
+        Qwen2ForCausalLM,
+        attention_bias=True,
+        mlp_bias=False,
+        use_qk_norm=False,
+        layer_windows=window_per_layer,
+        lacks=("self_attn.o_proj.bias",),
+        fields=_QWEN_WINDOWS,
+    ),
+    "llama": Architecture(
+        LlamaForCausalLM,
+        attention_bias=None,
+        mlp_bias=None,
+        use_qk_norm=False,
+        layer_windows=_no_windows,
+        fields=("attention_bias", "mlp_bias"),
+    ),
+    "mistral": Architecture(
+        MistralForCausalLM,
+        attention_bias=False,
+        mlp_bias=False,
+        use_qk_norm=False,
+        layer_windows=_same_window,
+        fields=("sliding_window",),
+    ),
+    "qwen3": Architecture(
+        Qwen3ForCausalLM,
+        attention_bias=None,
+        mlp_bias=False,
+        use_qk_norm=True,
+        layer_windows=window_per_layer,
+        fields=("attention_bias", *_QWEN_WINDOWS),
+    ),
+}
+
+# Config fields with one name and one meaning in all of them and in IHA.
+SHARED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "attention_dropout",
+)
+
+# Fields that no forward pass reads: Transformers' own, and what published checkpoints are known to carry.
+HARMLESS_FIELDS = {
+    *PreTrainedConfig().to_dict(),
+    "head_dim",
+    "is_llama_config",
+    "model_max_length",
+    "pretraining_tp",
+    "transformers.js_config",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+}
+
+SCHEDULES = ("global", "hybrid")
+VALUE_OFFSETS = ("balanced", "none")
+
+
+def check_source(config: PreTrainedConfig) -> Architecture:
+    """The row of `ARCHITECTURES` for a source config. Raises `UserError`, naming it, on anything that could change what the
+    model computes and that the row does not account for."""
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(
+            f"The architecture {config.model_type!r} cannot be converted; supported are {', '.join(ARCHITECTURES)}."
+        )
+    architecture = ARCHITECTURES[config.model_type]
+    if config.hidden_act not in ACT2FN:
+        raise UserError(f"The source config sets hidden_act={config.hidden_act!r}, which Transformers does not have.")
+    known = {*SHARED_FIELDS, *architecture.fields, *HARMLESS_FIELDS}
+    for field, value in config.to_dict().items():
+        # Absent and switched off are the same thing for an extension of the architecture.
+        if field not in known and not field.startswith("_") and value:
+            raise UserError(
+                f"The source config sets {field}={value!r}, which {config.model_type} conversion does not know. If it does not "
+                "change the model's output, remove it from config.json."
+            )
+    return architecture
+
+
+def iha_config(
+    source: PreTrainedConfig, num_pseudo_heads: int, schedule: str = "global", window: int | None = None
+) -> IHAConfig:
+    """The configuration of the converted model. Raises `UserError` when the source or an argument does not allow one."""
+    architecture = check_source(source)
+    if (schedule == "hybrid") != (window is not None):
+        raise UserError(
+            f"schedule={schedule!r} with window={window}: the hybrid schedule needs a window, global has none."
+        )
+    kinds, windows = ["iha"], architecture.layer_windows(source)
+    if schedule == "hybrid":
+        # The paper's schedule: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and Appendix C).
+        kinds = ["iha", "iha", "iha", "iha", "mha"]
+        windows = [None if i % 5 == 4 else window for i in range(source.num_hidden_layers)]
+    fields = {name: copy.deepcopy(getattr(source, name)) for name in SHARED_FIELDS}
+    for name in ("attention_bias", "mlp_bias"):
+        fixed = getattr(architecture, name)
+        fields[name] = getattr(source, name) if fixed is None else fixed
+    try:
+        return IHAConfig(
+            **fields,
+            head_dim=getattr(source, "head_dim", None),
+            use_qk_norm=architecture.use_qk_norm,
+            attention_kinds=[kinds[i % len(kinds)] for i in range(source.num_hidden_layers)],
+            layer_types=["full_attention" if window is None else "sliding_attention" for window in windows],
+            sliding_window=next((window for window in windows if window is not None), None),
+            num_pseudo_heads=num_pseudo_heads,
+            pseudo_positions="shared",
+        )
+    except StrictDataclassError as error:
+        raise UserError(f"No IHA model can be built: {one_line(error.__cause__ or error)}") from error
+
+
+def exact_length(source: PreTrainedConfig, config: IHAConfig) -> int | None:
+    """The longest sequence, in tokens, for which the converted model computes what its source does; `None` for any length.
+
+    A layer agrees with its source while the smaller of the two windows covers the sequence: in a sliding "iha" layer the last
+    pseudo-head of token n sees all pseudo-heads of the tokens n - W + 1 .. n and nothing else.
+    """
+    pairs = zip(ARCHITECTURES[source.model_type].layer_windows(source), window_per_layer(config))
+    limits = [min(window for window in pair if window is not None) for pair in pairs if pair[0] != pair[1]]
+    return min(limits, default=None)
+
+
+def identity_mixing(num_heads: int, num_pseudo_heads: int) -> torch.Tensor:
+    """alpha [M, M, P] (source head, head, pseudo-head), float32: every pseudo-head is its own head."""
+    return torch.eye(num_heads)[:, :, None].repeat(1, 1, num_pseudo_heads)
+
+
+def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str = "per_head") -> torch.Tensor:
+    """R [H, P] or, for "all_heads", [H, H * P], float32: each head takes its own last pseudo-head."""
+    last = torch.zeros(1, num_pseudo_heads)
+    last[0, -1] = 1.0
+    return last.repeat(num_heads, 1) if pseudo_collapse == "per_head" else torch.kron(torch.eye(num_heads), last)
+
+
+def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Generator) -> torch.Tensor:
+    """D [M, M, P], float32, random within 0.25 of zero and summing to zero over the pseudo-heads; all zero for P = 1.
+
+    The entries are multiples of 2^-7, so that I + D and its sum over the pseudo-heads are exact in bfloat16 too: rounding it
+    would leave an error of 0.2% in the values of every layer.
+    """
+    steps = torch.randint(-16, 17, (num_heads, num_heads, num_pseudo_heads), generator=generator)
+    return (steps - steps.roll(1, dims=-1)) / 128
+
+
+def convert(
+    source: PreTrainedModel,
+    num_pseudo_heads: int,
+    schedule: str = "global",
+    window: int | None = None,
+    value_offsets: str = "balanced",
+    seed: int = 0,
+) -> IHAForCausalLM:
+    """The IHA model that computes what `source` does, in eval mode and the dtype of `source`.
+
+    Args:
+        source: a causal language model of one of `ARCHITECTURES`. The result shares its weights' memory: drop one of the two,
+            or copy, before training.
+        num_pseudo_heads (`int`): P.
+        schedule (`str`): "global" keeps the geometry of every layer and is exact; "hybrid" is the paper's four sliding "iha"
+            layers, then a plain global one, and is exact for sequences of at most `exact_length` tokens.
+        window (`int`, *optional*): of the sliding layers of "hybrid", in tokens.
+        value_offsets (`str`): "balanced" (`balanced_offsets`) or "none", which leaves the pseudo-heads symmetric.
+        seed (`int`): of the offsets.
+
+    Raises `UserError` when the source is not supported or an argument does not fit it.
+    """
+    config = iha_config(source.config, num_pseudo_heads, schedule, window)
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_groups = config.num_attention_heads, config.num_key_value_heads
+
+    state = dict(source.state_dict())
+    for i, kind in enumerate(config.attention_kinds):
+        layer = f"model.layers.{i}."
+        for name in ARCHITECTURES[source.config.model_type].lacks:
+            state[layer + name] = torch.zeros(config.hidden_size, dtype=source.dtype)
+        if kind == "iha":
+            value_mixing = identity_mixing(num_groups, num_pseudo_heads)
+            if value_offsets == "balanced":
+                value_mixing += balanced_offsets(num_groups, num_pseudo_heads, generator)
+            state[layer + "self_attn.q_mix.weight"] = identity_mixing(num_heads, num_pseudo_heads).to(source.dtype)
+            state[layer + "self_attn.k_mix.weight"] = identity_mixing(num_groups, num_pseudo_heads).to(source.dtype)
+            state[layer + "self_attn.v_mix.weight"] = value_mixing.to(source.dtype)
+            state[layer + "self_attn.collapse.weight"] = last_pseudo_head(num_heads, num_pseudo_heads).to(source.dtype)
+    return build(IHAForCausalLM, config, state, source)
+
+
+def build(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    state: dict[str, torch.Tensor],
+    source: PreTrainedModel,
+) -> PreTrainedModel:
+    """A model around the tensors of `state`, not copies of them, that generates with the settings of `source`."""
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=state, dtype=source.dtype, output_loading_info=True
+    )
+    if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
+        raise RuntimeError(f"{model_class.__name__} was not filled exactly: {info}")
+    # Left to itself it would be "None", which adapters then record as their base model.
+    model.name_or_path = model.config._name_or_path = ""
+    model.generation_config = copy.deepcopy(source.generation_config)
+    return model
+
+
+def source_license(source: str) -> str | None:
+    """The license that a checkpoint names in its model card or GGUF header, if any."""
+    if source.endswith(".gguf"):
+        field = GGUFReader(source).get_field("general.license")
+        return field.contents() if field else None
+    card = cached_file(
+        source, "README.md", _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return ModelCard.load(card, ignore_metadata_errors=True).data.license if card else None
+
+
+def describe(source: str, source_config: PreTrainedConfig, config: IHAConfig, schedule: str) -> str:
+    """What was converted and for which lengths it is exact, as Markdown for the model card."""
+    length = exact_length(source_config, config)
+    lengths = (
+        "sequences of any length" if length is None else f"sequences of at most {length} tokens; longer ones differ"
+    )
+    return (
+        f"## Conversion\n\nConverted from {source_name(source)} ({source_config.model_type}) with {config.num_pseudo_heads} "
+        f"pseudo-heads and the {schedule} schedule. Before any further training the model computes what its source does, up to "
+        f"rounding, for {lengths}."
+    )
+
+
+def source_name(source: str) -> str:
+    """What to call the source in public: a Hub id whole, of a local path only its last part."""
+    return Path(source).name if Path(source).exists() else source
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Convert a Llama, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to Interleaved Head Attention, losslessly.",
+        epilog="example: python conversion_scripts/convert_llama_to_iha.py HuggingFaceTB/SmolLM2-135M-Instruct "
+        "smollm2-iha --num-pseudo-heads 2",
+    )
+    parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
+    parser.add_argument("dst", help="new directory for the converted checkpoint")
+    parser.add_argument("--num-pseudo-heads", type=int, required=True, metavar="P", help="pseudo-heads of each head")
+    parser.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        default="global",
+        help="global: every layer keeps its geometry, exact; hybrid: 4 sliding IHA layers, then a plain global one, exact for "
+        "sequences of at most WINDOW tokens (default: global)",
+    )
+    parser.add_argument(
+        "--window", type=int, help="window of the hybrid schedule, in tokens; the paper takes context length / (2 P^2)"
+    )
+    parser.add_argument(
+        "--value-offsets",
+        choices=VALUE_OFFSETS,
+        default="balanced",
+        help="balanced: offsets that sum to zero set the pseudo-heads apart; none: they start equal (default: balanced)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the weights (default: the source's)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the value offsets (default: 0)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    with new_directory(args.dst) as directory:
+        print(f"Reading {args.src}", flush=True)
+        # All refusals that need no weights come before a long load.
+        iha_config(load_config(args.src), args.num_pseudo_heads, args.schedule, args.window)
+        source = load_model(args.src, args.dtype)
+        tokenizer = load_tokenizer(args.src, source.config.vocab_size)
+
+        print(
+            f"Converting {source.config.model_type}, {source.num_parameters():,} parameters, {source.dtype}",
+            flush=True,
+        )
+        model = convert(source, args.num_pseudo_heads, args.schedule, args.window, args.value_offsets, args.seed)
+        details = describe(args.src, source.config, model.config, args.schedule)
+
+        print("Writing model, code, tokenizer and model card", flush=True)
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        card = render_card(
+            model.config,
+            Path(args.dst).name,
+            base_model=None if Path(args.src).exists() else args.src,
+            license=source_license(args.src),
+            details=details,
+        )
+        (directory / "README.md").write_text(card, encoding="utf-8")
+    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.\n{details.splitlines()[-1]}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,184 @@
+"""Check on real text that a converted checkpoint computes what its source does, and that the check can fail.
+
+Both models run in float32 over the same tokens. As a control, one mixing matrix of the converted model is broken in memory; the
+same thresholds must reject it.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from conversion_scripts.checkpoint_io import UserError, load_config, load_model, load_tokenizer, run_cli  # noqa: E402
+from modeling_iha import IHAForCausalLM  # noqa: E402
+
+
+DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
+MAX_LOGIT_DIFFERENCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a model did with the text: logits [tokens, vocab_size], float32, and the tokens it continued with, [new tokens]."""
+
+    logits: torch.Tensor
+    continuation: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far one run is from the reference: the largest difference of a logit, the mean over the tokens of
+    KL(reference || model) in nats, and how many of the greedily decoded tokens agree before the first that does not."""
+
+    max_logit_difference: float
+    mean_kl: float
+    greedy_agreement: int
+    greedy_tokens: int
+
+    @property
+    def passed(self) -> bool:
+        # Written so that a NaN fails.
+        return self.max_logit_difference < MAX_LOGIT_DIFFERENCE and self.greedy_agreement == self.greedy_tokens
+
+
+@torch.no_grad()
+def run_model(model: PreTrainedModel, tokens: torch.Tensor, max_new_tokens: int) -> Run:
+    """Logits of `tokens` [N], and the greedy continuation, with a cache, of all but the last `max_new_tokens` of them: neither
+    reaches beyond N tokens, so one length says for how long a conversion was checked."""
+    prompt = tokens[None, :-max_new_tokens]
+    generated = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=max_new_tokens,
+    )
+    return Run(model(tokens[None], use_cache=False).logits[0].float(), generated[0, prompt.shape[1] :])
+
+
+def compare(reference: Run, run: Run) -> Comparison:
+    """How far `run` is from `reference`."""
+    divergence, largest = 0.0, []
+    # Double precision of a large vocabulary is affordable for some tokens at a time.
+    for expected, actual in zip(reference.logits.split(64), run.logits.split(64)):
+        largest.append((expected - actual).abs().max())
+        expected, actual = expected.double().log_softmax(-1), actual.double().log_softmax(-1)
+        divergence += torch.nn.functional.kl_div(actual, expected, log_target=True, reduction="sum").item()
+    agrees = (reference.continuation == run.continuation).long()
+    return Comparison(
+        max_logit_difference=torch.stack(largest).max().item(),
+        mean_kl=divergence / len(reference.logits),
+        greedy_agreement=int(agrees.cumprod(0).sum()),
+        greedy_tokens=len(agrees),
+    )
+
+
+@torch.no_grad()
+def break_one_mixing(model: IHAForCausalLM) -> str:
+    """Reverse the sign of the value mixing in the first "iha" layer, in place; returns the parameter's name."""
+    for i, kind in enumerate(model.config.attention_kinds):
+        if kind == "iha":
+            model.model.layers[i].self_attn.v_mix.weight.neg_()
+            return f"model.layers.{i}.self_attn.v_mix.weight"
+    raise UserError("The converted model has no 'iha' layer, so there is no mixing matrix to break as a control.")
+
+
+def verify(
+    source: PreTrainedModel, converted: IHAForCausalLM, tokens: torch.Tensor, max_new_tokens: int = 64
+) -> dict[str, Comparison]:
+    """Compare two float32 models on `tokens` [N]: the comparisons "converted" and "control". `converted` is left broken."""
+    reference = run_model(source, tokens, max_new_tokens)
+    result = compare(reference, run_model(converted, tokens, max_new_tokens))
+    break_one_mixing(converted)
+    return {"converted": result, "control": compare(reference, run_model(converted, tokens, max_new_tokens))}
+
+
+def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
+    """The first `count` tokens of the text in `path`, [count]. Raises `UserError` when there are fewer."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    tokens = tokenizer(text, return_tensors="pt").input_ids[0]
+    if len(tokens) < count:
+        raise UserError(
+            f"{path} has {len(tokens)} tokens; {count} are asked for. Give a longer --text or fewer --tokens."
+        )
+    return tokens[:count]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Compare a converted IHA checkpoint with its source on real text; exit code 1 when they differ or when a "
+        "deliberately broken control is not told apart.",
+        epilog="example: python conversion_scripts/verify_conversion.py HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha",
+    )
+    parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
+    parser.add_argument("dst", help="converted checkpoint: a directory or a Hub id")
+    parser.add_argument("--text", type=Path, default=DEFAULT_TEXT, help="text file (default: a speech shipped here)")
+    parser.add_argument("--tokens", type=int, default=500, help="tokens of the text to use (default: 500)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to decode greedily (default: 64)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+    if not 0 < args.max_new_tokens < args.tokens:
+        parser.error(f"--max-new-tokens {args.max_new_tokens} must be at least 1 and less than --tokens {args.tokens}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    config = load_config(args.src)
+    tokenizer = load_tokenizer(args.src, config.vocab_size)
+    tokens = read_tokens(tokenizer, args.text, args.tokens)
+
+    print(f"Reading {args.dst}", flush=True)
+    converted = load_model(args.dst, torch.float32)
+    if not isinstance(converted, IHAForCausalLM):
+        raise UserError(f"{args.dst} is a {converted.config.model_type!r} checkpoint; expected 'iha'.")
+    if converted.config.vocab_size != config.vocab_size:
+        raise UserError(
+            f"{args.dst} has a vocabulary of {converted.config.vocab_size} and {args.src} one of {config.vocab_size}: it is not a "
+            "conversion of it."
+        )
+    converted_tokens = read_tokens(load_tokenizer(args.dst, config.vocab_size), args.text, args.tokens)
+    if not torch.equal(tokens, converted_tokens):
+        raise UserError(f"The tokenizer in {args.dst} cuts the text into other tokens than the one in {args.src}.")
+
+    print(f"Reading {args.src}", flush=True)
+    source = load_model(args.src, torch.float32)
+    print(f"Running both and the control on {args.tokens} tokens", flush=True)
+    results = verify(source, converted, tokens, args.max_new_tokens)
+
+    print(f"\n{'':12}{'max |dlogit|':>14}{'KL per token':>14}{'greedy':>10}")
+    for name, result in results.items():
+        greedy = f"{result.greedy_agreement}/{result.greedy_tokens}"
+        verdict = "agrees" if result.passed else "differs"
+        print(f"{name:12}{result.max_logit_difference:14.2e}{result.mean_kl:14.2e}{greedy:>10}  {verdict}")
+    if args.json is not None:
+        figures = {name: asdict(result) | {"passed": result.passed} for name, result in results.items()}
+        args.json.write_text(json.dumps({"tokens": args.tokens, **figures}, indent=2) + "\n", encoding="utf-8")
+
+    if results["control"].passed:
+        raise UserError(
+            "The control with a broken mixing matrix passed as well: this text cannot tell the models apart."
+        )
+    if not results["converted"].passed:
+        hint = " It has sliding layers: see its README.md for the lengths it is exact for, and set --tokens." * (
+            converted.config.sliding_window is not None
+        )
+        raise UserError(
+            f"{args.dst} does not compute what {args.src} does: expected max |dlogit| < {MAX_LOGIT_DIFFERENCE:g} and the same "
+            f"greedy continuation.{hint}"
+        )
+    print("The conversion is exact up to rounding.")
+
+
+if __name__ == "__main__":
+    run_cli(main)
