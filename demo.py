@@ -20,8 +20,8 @@ from conversion_scripts.checkpoint_io import UserError, load_in_clean_process, r
 
 ROOT = Path(__file__).parent
 OUTPUT = Path("outputs/demo")
-# Sums of three two-digit numbers: SmolLM2 answers few of them before the fine-tuning and most of them after it.
-DATA = ["--generator", "chain_sum", "--options", "min_terms=3", "max_terms=3", "min_digits=2", "max_digits=2"]
+# Sums of three digits with the running sums as reasoning: SmolLM2 answers few of them before the fine-tuning.
+DATA = ["--generator", "chain_sum", "--options", "min_terms=3", "max_terms=3", "min_digits=1", "max_digits=1"]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -76,11 +76,11 @@ def main() -> None:
         "--json",
         checks,
     )
-    make_data = "sft/make_reasoning_data.py"
     figures = json.loads(checks.read_text())
     if not figures["converted"]["passed"] or figures["control"]["passed"]:
         raise UserError(f"The conversion was not verified, see {checks}. Remove it to verify again.")
-    step("Make training questions", train, make_data, train, "--rows", "352", *DATA)
+    make_data = "sft/make_reasoning_data.py"
+    step("Make training questions", train, make_data, train, "--rows", "256", *DATA)
     step("Make held-out questions", test, make_data, test, "--rows", "48", "--seed", "1", "--exclude", train, *DATA)
     before = score("Answer before fine-tuning", converted, OUTPUT / "before.json")
     step("Fine-tune", final, "sft/train.py", "--config", "sft/recipes/demo/sft.yaml")

@@ -1,0 +1,155 @@
+"""Make OpenThoughts-format reasoning rows whose answers are checked by reasoning-gym's own verifier."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import reasoning_gym
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from conversion_scripts.checkpoint_io import UserError, run_cli  # noqa: E402
+from sft.data import read_jsonl, write_whole  # noqa: E402
+
+
+SYSTEM = "Think step by step, then give the solution."
+EXAMPLE = """example:
+  python sft/make_reasoning_data.py train.jsonl --rows 400 --generator chain_sum --options min_terms=3 max_terms=4
+  python sft/make_reasoning_data.py test.jsonl --rows 50 --seed 1 --exclude train.jsonl \\
+      --generator chain_sum --options min_terms=3 max_terms=4
+"""
+# reasoning-gym draws entry i of seed s from the seed s + i: neighbouring seeds would give nearly the same entries.
+SEED_STRIDE = 10_000_000
+# More draws than this without a new question mean that the generator has no more questions at this difficulty.
+DRAWS_PER_ROW = 100
+
+
+def chain_sum_trace(metadata: dict) -> str:
+    """The running sums of `a + b - c ...`, one a line: "4 - 1 = 3\\n3 - 7 = -4"."""
+    total, *rest = metadata["expression"].split()
+    lines = []
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        result = int(total) + int(term) if sign == "+" else int(total) - int(term)
+        lines.append(f"{total} {sign} {term} = {result}")
+        total = str(result)
+    return "\n".join(lines)
+
+
+def gcd_trace(metadata: dict) -> str:
+    """Euclid's algorithm, one division a line: "780 mod 461 = 319"."""
+    divisor, *rest = metadata["numbers"]
+    lines = []
+    for number in rest:
+        while number:
+            lines.append(f"{divisor} mod {number} = {divisor % number}")
+            divisor, number = number, divisor % number
+    return "\n".join(lines)
+
+
+def spell_backward_trace(metadata: dict) -> str:
+    """The letters of the word, then the letters in reverse order."""
+    return f"{' '.join(metadata['word'])}\n{' '.join(reversed(metadata['word']))}"
+
+
+# A generator whose metadata do not hold the steps gives rows with a solution only.
+TRACES = {"chain_sum": chain_sum_trace, "gcd": gcd_trace, "spell_backward": spell_backward_trace}
+
+
+def assistant_text(entry: dict, generator: str) -> str:
+    """The worked answer to a reasoning-gym entry in OpenThoughts' markers."""
+    thought = ""
+    if generator in TRACES:
+        thought = f"<|begin_of_thought|>\n{TRACES[generator](entry['metadata'])}\n<|end_of_thought|>\n"
+    return f"{thought}<|begin_of_solution|>\n{entry['answer']}\n<|end_of_solution|>"
+
+
+def extract_solution(reply: str) -> str:
+    """The answer in a reply: the text of its last solution block, else its last number, else the whole reply.
+
+    The fallbacks give a model that was never shown the markers credit for a right answer.
+    """
+    _, marker, solution = reply.rpartition("<|begin_of_solution|>")
+    if marker:
+        return solution.partition("<|end_of_solution|>")[0].strip()
+    numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", reply)
+    return numbers[-1] if numbers else reply.strip()
+
+
+def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set[str]) -> list[dict]:
+    """`rows` rows with different questions, none of them in `excluded`.
+
+    Each row holds `system`, `conversations` (OpenThoughts-114k), and `generator` and `entry`, which the verifier needs.
+    Raises `UserError` for an unknown generator or option, for a generator whose entries do not survive JSON or whose
+    verifier rejects its own answer, and when there are fewer different questions.
+    """
+    try:
+        dataset = reasoning_gym.create_dataset(
+            generator, seed=seed * SEED_STRIDE, size=rows * DRAWS_PER_ROW, **options
+        )
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UserError(f"generator {generator!r} with options {options}: {error}") from error
+    seen, made = set(excluded), []
+    for index in range(rows * DRAWS_PER_ROW):
+        if len(made) == rows:
+            return made
+        entry = json.loads(json.dumps(dataset[index], default=str))
+        if entry["question"] in seen:
+            continue
+        seen.add(entry["question"])
+        text = assistant_text(entry, generator)
+        if dataset.score_answer(extract_solution(text), entry) != 1.0:
+            raise UserError(
+                f"generator {generator!r}: its verifier does not accept {entry['answer']!r}; choose another."
+            )
+        turns = [{"from": "user", "value": entry["question"]}, {"from": "assistant", "value": text}]
+        made.append({"system": SYSTEM, "conversations": turns, "generator": generator, "entry": entry})
+    raise UserError(f"generator {generator!r} with options {options} has only {len(made)} more questions, not {rows}.")
+
+
+def option(text: str) -> tuple[str, object]:
+    """`name=value` as a pair, the value read as JSON where it is JSON."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the file the command line asks for, whole or not at all. Raises `UserError`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="the .jsonl file to write")
+    parser.add_argument("--rows", type=int, required=True, help="number of rows")
+    parser.add_argument("--seed", type=int, default=0, help="different seeds draw different entries (default 0)")
+    parser.add_argument("--generator", default="chain_sum", help="reasoning-gym generator (default chain_sum)")
+    parser.add_argument(
+        "--options",
+        type=option,
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
+        help="the generator's difficulty options",
+    )
+    parser.add_argument("--exclude", type=Path, help="a file made before, none of whose questions may be used again")
+    args = parser.parse_args(argv)
+    if args.rows < 1:
+        raise UserError(f"--rows {args.rows}: expected at least 1.")
+    if args.out.exists():
+        raise UserError(f"{args.out} exists: remove it or choose another name.")
+    excluded = {row["entry"]["question"] for row in read_jsonl(args.exclude)} if args.exclude else set()
+    rows = make_rows(args.rows, args.seed, args.generator, dict(args.options), excluded)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(args.out, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    print(f"{len(rows)} rows of {args.generator}: {args.out}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

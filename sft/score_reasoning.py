@@ -1,0 +1,101 @@
+"""Answer reasoning rows greedily with a model and score the replies by reasoning-gym's own verifier."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import reasoning_gym
+import torch
+from reasoning_gym.factory import DATASETS
+from tqdm import tqdm
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from conversion_scripts.checkpoint_io import UserError, load_model, load_tokenizer, run_cli  # noqa: E402
+from sft.data import read_jsonl, to_messages, write_whole  # noqa: E402
+from sft.make_reasoning_data import extract_solution  # noqa: E402
+
+
+EXAMPLE = """example:
+  python sft/score_reasoning.py outputs/demo/final test.jsonl --limit 50
+"""
+
+
+@torch.inference_mode()
+def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: int, max_new_tokens: int) -> list[str]:
+    """The model's greedy replies to chat prompts, in batches padded on the left, with a progress bar."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+    replies = []
+    for start in tqdm(range(0, len(texts), batch_size), desc="Answering", unit="batch"):
+        inputs = tokenizer(
+            texts[start : start + batch_size],
+            add_special_tokens=False,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+        ).to(model.device)
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        replies += tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return replies
+
+
+def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_tokens: int = 96) -> dict:
+    """Accuracy of a model on rows of make_reasoning_data.py: {"accuracy", "correct", "rows", "replies"}.
+
+    A reply counts when the verifier gives its solution (see `extract_solution`) the full score. Raises `UserError` for
+    a row that is not of that format.
+    """
+    prompts = []
+    for number, row in enumerate(rows, 1):
+        prompts.append(to_messages(row, f"row {number}")[:-1])
+        if row.get("generator") not in DATASETS or not isinstance(row.get("entry"), dict):
+            raise UserError(
+                f"row {number}: columns 'generator' and 'entry' as make_reasoning_data.py writes are needed."
+            )
+    verifiers = {name: reasoning_gym.get_score_answer_fn(name) for name in {row["generator"] for row in rows}}
+    replies = generate_replies(model, tokenizer, prompts, batch_size, max_new_tokens)
+    correct = sum(
+        verifiers[row["generator"]](extract_solution(reply), row["entry"]) == 1.0
+        for row, reply in zip(rows, replies, strict=True)
+    )
+    return {"accuracy": correct / len(rows), "correct": correct, "rows": len(rows), "replies": replies}
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Score the model and rows of the command line, print the accuracy and return `score`'s result. Raises `UserError`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="model directory, GGUF file or id on the Hub")
+    parser.add_argument("data", help="rows made by make_reasoning_data.py")
+    parser.add_argument("--limit", type=int, help="use the first LIMIT rows only")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--json", type=Path, help="also write the result, replies included, to this file")
+    args = parser.parse_args(argv)
+    rows = list(islice(read_jsonl(args.data), args.limit))
+    if not rows:
+        raise UserError(f"{args.data}: no rows to score.")
+    model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = load_tokenizer(args.model, model.config.vocab_size)
+    result = score(model, tokenizer, rows, args.batch_size, args.max_new_tokens)
+    if args.json is not None:
+        write_whole(args.json, json.dumps(result, indent=1).encode())
+    print(f"{result['correct']} of {result['rows']}: {result['accuracy']:.1%}")
+    return result
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,609 @@
+"""Fine-tuning: rows become messages, messages become the right labels, and every recipe trains, resumes and saves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+from small_models import random_model
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig
+
+from conversion_scripts.checkpoint_io import UserError, load_in_clean_process
+from modeling_iha import IHAConfig, IHAForCausalLM
+from sft import make_reasoning_data, score_reasoning, train
+from sft.data import load_messages, to_messages, tokenize
+
+
+ROOT = Path(__file__).resolve().parents[1]
+TEMPLATES = ROOT / "sft" / "chat_templates"
+# SmolLM2-Instruct's own template, as its published tokenizer holds it.
+SMOLLM2_STOCK_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CONVERSATIONS = [
+    [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Hi \n\n"},
+        {"role": "assistant", "content": "\nHello, <b>you</b>.\n"},
+        {"role": "user", "content": "assistant\nBye"},
+        {"role": "assistant", "content": "Bye <|im_start|>"},
+    ],
+    [
+        {"role": "assistant", "content": "I begin."},
+        {"role": "user", "content": "Größe 🙂?"},
+        {"role": "assistant", "content": "日本 🙂"},
+    ],
+]
+
+
+def byte_tokenizer(special=("<|endoftext|>", "<|im_start|>", "<|im_end|>")) -> PreTrainedTokenizerFast:
+    """One token for each byte and each special token: what is one piece of text is one run of tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: index for index, piece in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[-1])
+    fast.chat_template = SMOLLM2_STOCK_TEMPLATE
+    return fast
+
+
+def with_template(name: str) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / name).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def write_jsonl(path: Path, rows: list) -> str:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def training_rows(count: int) -> list[dict]:
+    """OpenThoughts-114k rows with questions and answers of different lengths, under 100 byte tokens."""
+    return [
+        {
+            "system": "Add.",
+            "conversations": [
+                {"from": "user", "value": f"{number}+{number}?"},
+                {"from": "assistant", "value": f"It is {2 * number}."},
+            ],
+        }
+        for number in range(0, 37 * count, 37)
+    ]
+
+
+@pytest.fixture(scope="module")
+def rows_file(tmp_path_factory) -> str:
+    return write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", training_rows(20))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    """A saved tiny IHA model whose tokenizer has ChatML's tokens and SmolLM2's stock template."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    config = IHAConfig.from_preset(
+        "tiny", vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=0, eos_token_id=tokenizer.eos_token_id
+    )
+    directory = tmp_path_factory.mktemp("tiny")
+    IHAForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def recipe(name: str) -> str:
+    return str(ROOT / "sft" / "recipes" / name / "sft.yaml")
+
+
+def sizes(model: str, rows: str, output: Path, **overrides) -> list[str]:
+    """Overrides that take a recipe to the size of a test, and nothing else."""
+    values = {
+        "model_name_or_path": model,
+        "dataset_name": rows,
+        "output_dir": output,
+        "eval_size": 4,
+        "max_length": 128,
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "per_device_eval_batch_size": 4,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "use_cpu": "true",
+        **overrides,
+    }
+    return [part for key, value in values.items() for part in (f"--{key}", str(value))]
+
+
+@pytest.fixture(autouse=True)
+def in_repository_root(monkeypatch):
+    # The recipes name their chat template relative to the root, as the documented command does.
+    monkeypatch.chdir(ROOT)
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row, roles",
+    [
+        (
+            {"system": "S", "conversations": [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}]},
+            ["system", "user", "assistant"],
+        ),
+        (
+            {
+                "difficulty": 7,
+                "source": "x",
+                "domain": "math",
+                "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}],
+            },
+            ["user", "assistant"],
+        ),
+        (
+            {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
+            ["user", "assistant"],
+        ),
+        (
+            {
+                "messages": None,
+                "system": None,
+                "conversations": [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}],
+            },
+            ["user", "assistant"],
+        ),
+    ],
+    ids=["openthoughts-114k", "openthoughts3", "messages", "columns-filled-with-null"],
+)
+def test_both_openthoughts_schemas_become_messages(row, roles):
+    contents = {"system": "S", "user": "Q", "assistant": "A"}
+    assert to_messages(row, "row 1") == [{"role": role, "content": contents[role]} for role in roles]
+
+
+GOOD_TURNS = [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}]
+
+
+@pytest.mark.parametrize(
+    "bad, named",
+    [
+        ({"text": "Q"}, ["column 'conversations'", "missing", "text"]),
+        ({"conversations": []}, ["column 'conversations'", "at least one turn"]),
+        ({"conversations": "Q"}, ["column 'conversations'", "expected a list"]),
+        ({"conversations": [{"from": "robot", "value": "A"}]}, ["turn 1", "unknown role 'robot'", "human"]),
+        ({"conversations": [GOOD_TURNS[0], {"from": "gpt", "value": 4}]}, ["turn 2", "'value'", "int"]),
+        ({"conversations": [GOOD_TURNS[0], {"from": "gpt"}]}, ["turn 2", "'from' and 'value'"]),
+        ({"conversations": GOOD_TURNS[:1]}, ["column 'conversations'", "last turn", "user"]),
+        ({"system": 3, "conversations": GOOD_TURNS}, ["column 'system'", "int"]),
+        ({"messages": [{"role": "tool", "content": "A"}]}, ["column 'messages'", "unknown role 'tool'"]),
+        ('{"conversations": ', ["not valid JSON"]),
+        ("[1]", ["expected a JSON object"]),
+    ],
+)
+def test_a_bad_row_is_named_with_its_column(tmp_path, bad, named):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": GOOD_TURNS}, bad])
+    with pytest.raises(UserError) as refused:
+        load_messages(path)
+    for part in ["rows.jsonl, row 2", *named]:
+        assert part in str(refused.value)
+
+
+def test_missing_and_empty_files_are_refused(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        load_messages(str(tmp_path / "absent.jsonl"))
+    with pytest.raises(UserError, match="holds no rows"):
+        load_messages(write_jsonl(tmp_path / "empty.jsonl", [""]))
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    assert len(load_messages(write_jsonl(path, training_rows(2)))) == 2
+    assert len(load_messages(write_jsonl(path, training_rows(3)))) == 3
+
+
+# Chat templates and labels ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_smollm2_template_renders_what_the_stock_template_renders(messages, add_generation_prompt):
+    rendered = [
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        for tokenizer in (byte_tokenizer(), with_template("smollm2.jinja"))
+    ]
+    assert rendered[0] == rendered[1]
+
+
+@pytest.mark.parametrize("template", ["smollm2.jinja", "chatml.jinja"])
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_labels_cover_the_assistants_text_and_its_end_of_turn_token(template, messages):
+    tokenizer = with_template(template)
+    if template == "smollm2.jinja" and messages[0]["role"] != "system":
+        default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        expected_messages = [{"role": "system", "content": default}, *messages]
+    else:
+        expected_messages = messages
+    input_ids, labels = [], []
+    for message in expected_messages:
+        learned = message["role"] == "assistant"
+        for text, is_label in (
+            (f"<|im_start|>{message['role']}\n", False),
+            (f"{message['content']}<|im_end|>", learned),
+            ("\n", False),
+        ):
+            tokens = tokenizer.encode(text)
+            input_ids += tokens
+            labels += tokens if is_label else [-100] * len(tokens)
+
+    row = tokenize(Dataset.from_list([{"messages": messages}]), tokenizer, max_length=None, assistant_only=True)[0]
+    assert row["input_ids"] == input_ids
+    assert row["labels"] == labels
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [byte_tokenizer(), byte_tokenizer(special=("<|endoftext|>", "</s>"))],
+    ids=["template-without-markers", "tokenizer-without-chatml-tokens"],
+)
+def test_a_template_that_would_not_teach_the_model_to_stop_is_refused(rows_file, tokenizer):
+    if "</s>" in tokenizer.get_vocab():
+        tokenizer.chat_template = (TEMPLATES / "chatml.jinja").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="end-of-turn"):
+        tokenize(load_messages(rows_file), tokenizer, max_length=None, assistant_only=True)
+
+
+def test_cut_rows_are_counted_and_rows_without_an_answer_refused(tmp_path, capsys):
+    rows = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "0123456789" * 3}]}
+        for question in ("a", "a" * 40, "a")
+    ]
+    messages = load_messages(write_jsonl(tmp_path / "rows.jsonl", rows))
+    tokenizer = with_template("chatml.jinja")
+    tokenized = tokenize(messages, tokenizer, max_length=70, assistant_only=True)
+    assert "1 of 3 rows are longer than max_length=70" in capsys.readouterr().out
+    assert [len(row["input_ids"]) for row in tokenized] == [len(row["labels"]) for row in tokenized] == [52, 70, 52]
+    with pytest.raises(UserError, match=r"1 rows have no assistant token.*max_length=55.*row 2"):
+        tokenize(messages, tokenizer, max_length=55, assistant_only=True)
+
+
+# Training ---------------------------------------------------------------------------------------------------------------
+
+
+def test_mixing_weights_have_a_group_of_their_own_that_the_scheduler_scales(tiny, rows_file, tmp_path):
+    model = IHAForCausalLM.from_pretrained(tiny)
+    tokenizer = with_template("smollm2.jinja")
+    args = SFTConfig(
+        output_dir=tmp_path,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        max_steps=3,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        per_device_train_batch_size=2,
+        bf16=False,
+        report_to="none",
+    )
+    rows = tokenize(load_messages(rows_file), tokenizer, None, assistant_only=True)
+    trainer = train.MixingTrainer(
+        model=model, args=args, train_dataset=rows, processing_class=tokenizer, mixing_lr_multiplier=40.0
+    )
+    optimizer = trainer.create_optimizer()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    grouped = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    assert sorted(sum(grouped, [])) == sorted(names.values())
+    assert sorted(grouped[-1]) == sorted(
+        f"model.layers.{layer}.self_attn.{module}.weight"
+        for layer in range(2)
+        for module in ("q_mix", "k_mix", "v_mix", "collapse")
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-3, 1e-3, 4e-2])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.0]
+    assert any("norm" in name for name in grouped[1]) and not any("norm" in name for name in grouped[0])
+
+    trainer.train()
+    trainer.create_optimizer()
+    assert len(trainer.optimizer.param_groups) == 3
+    logged = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert [entry["learning_rate"] for entry in logged] == pytest.approx([0, 5e-4, 1e-3])
+    assert [entry["mixing_learning_rate"] for entry in logged] == pytest.approx([0, 2e-2, 4e-2])
+
+
+@pytest.mark.parametrize("name", ["demo", "openthoughts", "long_context_64k"])
+def test_every_recipe_trains_and_saves_a_checkpoint_that_stands_alone(name, tiny, rows_file, tmp_path):
+    output = tmp_path / name
+    train.main(["--config", recipe(name), *sizes(tiny, rows_file, output)])
+
+    losses = json.loads((output / "loss.json").read_text())
+    assert [step for step, _ in losses["train"]] == [1, 2, 3, 4]
+    assert {2, 4} <= {step for step, _ in losses["eval"]}
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+    final = output / "final"
+    assert not list(output.glob(".final*"))
+    assert {"model.safetensors", "modeling_iha.py", "tokenizer.json", "chat_template.jinja", "README.md"} <= {
+        file.name for file in final.iterdir()
+    }
+    prompt = [{"role": "user", "content": "1+1?"}]
+    reply = load_in_clean_process(final, prompt=prompt, max_new_tokens=4)
+    trained = IHAForCausalLM.from_pretrained(final)
+    source = IHAForCausalLM.from_pretrained(tiny)
+    changed = {key for key, value in trained.state_dict().items() if not torch.equal(value, source.state_dict()[key])}
+    assert {key for key in trained.state_dict() if "_mix" in key or "collapse" in key} <= changed
+    inputs = with_template("smollm2.jinja" if name == "demo" else "chatml.jinja").apply_chat_template(
+        prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    here = trained.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
+    assert reply["token_ids"] == here[0, inputs["input_ids"].shape[1] :].tolist()
+
+    with pytest.raises(UserError, match="has finished"):
+        train.main(["--config", recipe(name), *sizes(tiny, rows_file, output)])
+
+
+def test_an_interrupted_run_resumes_to_the_same_losses(tiny, rows_file, tmp_path, monkeypatch, capsys):
+    command = ["--config", recipe("demo")]
+    train.main([*command, *sizes(tiny, rows_file, tmp_path / "whole", max_steps=6)])
+
+    steps = 0
+    training_step = train.MixingTrainer.training_step
+
+    def interrupted_step(self, *args, **kwargs):
+        nonlocal steps
+        steps += 1
+        if steps == 6:
+            raise KeyboardInterrupt
+        return training_step(self, *args, **kwargs)
+
+    output = tmp_path / "interrupted"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train.MixingTrainer, "training_step", interrupted_step)
+        train.main([*command, *sizes(tiny, rows_file, output, max_steps=6)])
+    assert not (output / "final").exists()
+    # What a kill in the middle of saving leaves behind.
+    half = output / "checkpoint-5"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes((output / "checkpoint-4" / "model.safetensors").read_bytes()[:5000])
+
+    train.main([*command, *sizes(tiny, rows_file, output, max_steps=6)])
+    assert f"Resuming from {output / 'checkpoint-4'}" in capsys.readouterr().out
+    whole, resumed = (json.loads((tmp_path / run / "loss.json").read_text()) for run in ("whole", "interrupted"))
+    assert resumed == whole
+
+
+def test_two_processes_train_like_one(tiny, rows_file, tmp_path):
+    losses = []
+    for config, batch in (("single.yaml", 4), ("ddp.yaml", 2)):
+        output = tmp_path / config
+        arguments = sizes(tiny, rows_file, output, per_device_train_batch_size=batch, max_steps=3, eval_steps=3)
+        launch = ["accelerate.commands.launch", "--config_file", f"sft/accelerate_configs/{config}"]
+        process = subprocess.run(
+            [sys.executable, "-m", *launch, "sft/train.py", "--config", recipe("demo"), *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert process.returncode == 0, process.stderr[-2000:]
+        assert process.stdout.count("rows are longer than max_length") == 1
+        losses.append(json.loads((output / "loss.json").read_text()))
+        assert (output / "final" / "model.safetensors").exists()
+    assert [loss for _, loss in losses[0]["train"]] == pytest.approx(
+        [loss for _, loss in losses[1]["train"]], rel=1e-5
+    )
+    assert losses[0]["eval"][-1] == pytest.approx(losses[1]["eval"][-1], rel=1e-5)
+
+
+def test_incomplete_checkpoints_are_passed_over(tmp_path):
+    assert train.newest_complete_checkpoint(tmp_path / "absent") is None
+    for step in (8, 10, 12, 14):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        save_file({"weight": torch.zeros(100)}, checkpoint / "model.safetensors")
+        (checkpoint / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-best").mkdir()
+    assert train.newest_complete_checkpoint(tmp_path).name == "checkpoint-14"
+    (tmp_path / "checkpoint-14" / "trainer_state.json").unlink()
+    assert train.newest_complete_checkpoint(tmp_path).name == "checkpoint-12"
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"global_step"')
+    assert train.newest_complete_checkpoint(tmp_path).name == "checkpoint-10"
+    weights = tmp_path / "checkpoint-10" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert train.newest_complete_checkpoint(tmp_path).name == "checkpoint-8"
+
+
+@pytest.mark.parametrize("kind", ["iha", "llama"])
+def test_loss_falls_on_a_batch_seen_again_and_again(kind, tiny, tmp_path):
+    source = tiny
+    if kind == "llama":
+        torch.manual_seed(0)
+        tokenizer = byte_tokenizer()
+        source = str(tmp_path / "llama")
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        LlamaForCausalLM(config).save_pretrained(source)
+        tokenizer.save_pretrained(source)
+    rows = write_jsonl(tmp_path / "rows.jsonl", training_rows(5))
+    overrides = {"eval_size": 1, "max_steps": 40, "eval_steps": 40, "save_steps": 40}
+    arguments = sizes(source, rows, tmp_path / "run", **overrides, learning_rate=5e-3, mixing_lr_multiplier=4)
+    train.main(["--config", recipe("demo"), *arguments])
+    losses = [loss for _, loss in json.loads((tmp_path / "run" / "loss.json").read_text())["train"]]
+    assert losses[0] > 5 and losses[-1] < 0.2 * losses[0]
+    assert (
+        load_in_clean_process(tmp_path / "run" / "final")["model_class"]
+        == {
+            "iha": "IHAForCausalLM",
+            "llama": "LlamaForCausalLM",
+        }[kind]
+    )
+
+
+# Bad input --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "yaml_text, arguments, named",
+    [
+        ("learning_rat: 1.0e-5", [], ["unknown key 'learning_rat'", "did you mean 'learning_rate'"]),
+        ("", ["--mixing_lr_multiplie", "4"], ["unknown key 'mixing_lr_multiplie'", "'mixing_lr_multiplier'"]),
+        ("", ["--max_steps", "many"], ["max_steps", "many"]),
+        ("", ["--dtype", "float8"], ["dtype", "float8"]),
+        ("lr_scheduler_type: sine", [], ["sine"]),
+        ("a: [", [], ["invalid configuration"]),
+    ],
+)
+def test_a_configuration_mistake_is_refused_by_name(tmp_path, yaml_text, arguments, named):
+    config = tmp_path / "sft.yaml"
+    config.write_text(f"model_name_or_path: m\ndataset_name: d\noutput_dir: {tmp_path}\n{yaml_text}\n")
+    with pytest.raises(UserError) as refused:
+        train.RecipeParser().parse(["--config", str(config), "--use_cpu", "true", *arguments])
+    for part in named:
+        assert part in str(refused.value)
+
+
+def test_a_configuration_file_must_be_named():
+    with pytest.raises(UserError, match="--config needs a YAML file"):
+        train.RecipeParser().parse(["--config"])
+
+
+@pytest.mark.parametrize(
+    "overrides, named",
+    [
+        ({"model_name_or_path": "absent/directory/model"}, "absent/directory/model"),
+        ({"chat_template_path": "absent.jinja"}, "absent.jinja"),
+        ({"eval_size": 20}, "eval_size=20"),
+        ({"eval_size": 0}, "set eval_size"),
+        ({"max_length": 10}, "max_length=10"),
+        ({"attn_implementation": "absent"}, "absent"),
+        ({"model_init_kwargs": '{"dtype": "float16"}'}, "model_init_kwargs"),
+    ],
+)
+def test_an_impossible_run_is_refused_before_it_starts(tiny, rows_file, tmp_path, overrides, named):
+    with pytest.raises(UserError, match=named):
+        train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_the_command_reports_a_mistake_in_one_line(tmp_path):
+    config = tmp_path / "sft.yaml"
+    config.write_text("learning_rat: 1\n")
+    for command, line in [
+        (
+            ["sft/train.py", "--config", str(config), "--model_name_or_path", "m", "--dataset_name", "d"],
+            "learning_rat",
+        ),
+        (
+            ["sft/make_reasoning_data.py", str(tmp_path / "rows.jsonl"), "--rows", "2", "--generator", "absent"],
+            "absent",
+        ),
+    ]:
+        process = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+        assert process.returncode == 1
+        assert process.stderr.strip().splitlines()[-1].startswith("Error: ")
+        assert line in process.stderr.strip().splitlines()[-1]
+        assert "Traceback" not in process.stderr
+
+
+# Reasoning rows ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generator", ["chain_sum", "gcd", "spell_backward", "basic_arithmetic"])
+def test_reasoning_rows_are_worked_and_right(generator, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    make_reasoning_data.main([str(out), "--rows", "20", "--generator", generator])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    questions = {row["conversations"][0]["value"] for row in rows}
+    assert len(rows) == len(questions) == 20
+    assert [message["role"] for message in load_messages(str(out))[0]["messages"]] == ["system", "user", "assistant"]
+    for row in rows:
+        thought = row["conversations"][1]["value"].partition("<|end_of_thought|>")[0].splitlines()[1:]
+        answer = row["entry"]["answer"]
+        if generator == "chain_sum":
+            assert len(thought) == row["entry"]["metadata"]["num_terms"] - 1
+            assert all(eval(line.replace("=", "==")) for line in thought)
+            assert not thought or thought[-1].endswith(f"= {answer}")
+        elif generator == "gcd":
+            assert all(eval(line.replace("mod", "%").replace("=", "==")) for line in thought)
+            assert thought[-1].endswith("= 0") and thought[-1].split()[2] == answer
+        elif generator == "spell_backward":
+            assert thought[1].replace(" ", "") == answer
+        else:
+            assert "thought" not in row["conversations"][1]["value"]
+
+    with pytest.raises(UserError, match="exists"):
+        make_reasoning_data.main([str(out), "--rows", "2"])
+
+
+def test_seeds_reproduce_and_excluded_questions_do_not_return(tmp_path):
+    options = ["--options", "min_terms=2", "max_terms=2", "max_digits=1"]
+    files = [tmp_path / name for name in ("train.jsonl", "again.jsonl", "test.jsonl", "more.jsonl")]
+    make_reasoning_data.main([str(files[0]), "--rows", "150", *options])
+    make_reasoning_data.main([str(files[1]), "--rows", "150", *options])
+    make_reasoning_data.main([str(files[2]), "--rows", "40", "--seed", "1", "--exclude", str(files[0]), *options])
+    first, again, test = (
+        [json.loads(line)["entry"]["question"] for line in path.read_text().splitlines()] for path in files[:3]
+    )
+    assert first == again
+    assert not set(first) & set(test)
+    # There are 10 * 2 * 10 sums of two digits.
+    with pytest.raises(UserError, match="only 50 more questions"):
+        make_reasoning_data.main([str(files[3]), "--rows", "51", "--exclude", str(files[0]), *options])
+    assert not files[3].exists()
+
+
+@pytest.mark.parametrize(
+    "reply, solution",
+    [
+        ("<|begin_of_thought|>\n3\n<|end_of_thought|>\n<|begin_of_solution|>\n-4\n<|end_of_solution|>", "-4"),
+        ("<|begin_of_solution|> 7", "7"),
+        ("First 3, so the answer is 1,204.5.", "1,204.5"),
+        ("no number ", "no number"),
+    ],
+)
+def test_the_solution_is_found_in_a_reply(reply, solution):
+    assert make_reasoning_data.extract_solution(reply) == solution
+
+
+def test_scoring_counts_what_the_verifier_accepts(tiny, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "rows.jsonl"
+    make_reasoning_data.main([str(out), "--rows", "4"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    replies = [f"It is {row['entry']['answer']}" for row in rows[:3]] + ["It is 123456"]
+    monkeypatch.setattr(score_reasoning, "generate_replies", lambda *_: replies)
+    figures = tmp_path / "figures.json"
+    result = score_reasoning.main([tiny, str(out), "--json", str(figures)])
+    assert (result["accuracy"], result["correct"], result["rows"]) == (0.75, 3, 4)
+    assert json.loads(figures.read_text()) == result
+    assert capsys.readouterr().out.splitlines()[-1] == "3 of 4: 75.0%"
+    with pytest.raises(UserError, match="row 1: columns 'generator' and 'entry'"):
+        score_reasoning.score(None, None, training_rows(1))
+
+
+def test_replies_do_not_depend_on_the_batch(tiny):
+    model = random_model(IHAConfig.from_pretrained(tiny))
+    tokenizer = with_template("smollm2.jinja")
+    tokenizer.pad_token = None
+    prompts = [[{"role": "user", "content": "1" * length}] for length in (1, 9, 30)]
+    together = score_reasoning.generate_replies(model, tokenizer, prompts, 3, 12)
+    alone = score_reasoning.generate_replies(model, tokenizer, prompts, 1, 12)
+    assert together == alone
+    assert len(set(together)) == 3
