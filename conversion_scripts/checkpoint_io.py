@@ -163,9 +163,9 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
     return tokenizer
 
 
-# What the clean process runs. The path finder blocks this package even where it is installed in the same environment,
+# What a clean process runs first. The path finder blocks this package even where it is installed in the same environment,
 # because a process in which the Auto classes know "iha" would never execute the code shipped with the checkpoint.
-_CLEAN_PROCESS = """
+_BLOCK_PACKAGE = """
 import json, sys
 
 class Blocker:
@@ -181,10 +181,13 @@ except ModuleNotFoundError:
 else:
     raise SystemExit("modeling_iha could be imported: this process proves nothing")
 
+request = json.load(sys.stdin)
+"""
+
+_LOAD_AND_GENERATE = """
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-request = json.load(sys.stdin)
 model, info = AutoModelForCausalLM.from_pretrained(
     request["directory"], trust_remote_code=True, dtype="auto", output_loading_info=True
 )
@@ -211,8 +214,33 @@ if prompt is not None:
     output = model.generate(**inputs, max_new_tokens=request["max_new_tokens"], do_sample=False)
     result["token_ids"] = output[0, inputs["input_ids"].shape[1] :].tolist()
     result["text"] = tokenizer.decode(result["token_ids"], skip_special_tokens=True)
-print(json.dumps(result))
 """
+
+
+def run_in_clean_process(program: str, request: dict, offline: bool = True) -> dict:
+    """Run Python code in a fresh isolated process that cannot import `modeling_iha`, with empty Hugging Face caches, no token and,
+    when `offline`, no Hub. It finds `request` under that name and leaves its answer, which must fit into JSON, in `result`.
+
+    Raises `UserError` with the last line the process wrote when it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="clean-process-") as empty:
+        isolated = {
+            "HF_HOME": empty,
+            "HF_MODULES_CACHE": os.path.join(empty, "modules"),
+            "HF_HUB_OFFLINE": str(int(offline)),
+        }
+        caches = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "HF_TOKEN")
+        process = subprocess.run(
+            [sys.executable, "-I", "-c", f"{_BLOCK_PACKAGE}{program}\nprint()\nprint(json.dumps(result))"],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            cwd=empty,
+            env={key: value for key, value in os.environ.items() if key not in caches} | isolated,
+        )
+    if process.returncode != 0:
+        raise UserError((process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].strip())
+    return json.loads(process.stdout.strip().splitlines()[-1])
 
 
 def load_in_clean_process(
@@ -231,18 +259,7 @@ def load_in_clean_process(
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} holds no config.json: expected a saved model directory.")
     request = {"directory": str(directory), "prompt": prompt, "max_new_tokens": max_new_tokens}
-    with tempfile.TemporaryDirectory(prefix="clean-process-") as empty:
-        isolated = {"HF_HOME": empty, "HF_MODULES_CACHE": os.path.join(empty, "modules"), "HF_HUB_OFFLINE": "1"}
-        caches = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "HF_TOKEN")
-        process = subprocess.run(
-            [sys.executable, "-I", "-c", _CLEAN_PROCESS],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            cwd=empty,
-            env={key: value for key, value in os.environ.items() if key not in caches} | isolated,
-        )
-    if process.returncode != 0:
-        lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
-        raise UserError(f"{directory} does not load in a clean process: {lines[-1].strip()}")
-    return json.loads(process.stdout.strip().splitlines()[-1])
+    try:
+        return run_in_clean_process(_LOAD_AND_GENERATE, request)
+    except UserError as error:
+        raise UserError(f"{directory} does not load in a clean process: {error}") from None

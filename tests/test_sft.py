@@ -353,8 +353,9 @@ def test_every_recipe_trains_and_saves_a_checkpoint_that_stands_alone(name, tiny
         train.main(["--config", recipe(name), *sizes(tiny, rows_file, output)])
 
 
-def test_an_interrupted_run_resumes_to_the_same_losses(tiny, rows_file, tmp_path, monkeypatch, capsys):
-    command = ["--config", recipe("demo")]
+@pytest.mark.parametrize("adapters", [[], ["--use_peft", "true"]], ids=["full", "lora"])
+def test_an_interrupted_run_resumes_to_the_same_losses(adapters, tiny, rows_file, tmp_path, monkeypatch, capsys):
+    command = ["--config", recipe("demo"), *adapters]
     train.main([*command, *sizes(tiny, rows_file, tmp_path / "whole", max_steps=6)])
 
     steps = 0
@@ -375,7 +376,8 @@ def test_an_interrupted_run_resumes_to_the_same_losses(tiny, rows_file, tmp_path
     # What a kill in the middle of saving leaves behind.
     half = output / "checkpoint-5"
     half.mkdir()
-    (half / "model.safetensors").write_bytes((output / "checkpoint-4" / "model.safetensors").read_bytes()[:5000])
+    (weights,) = (output / "checkpoint-4").glob("*.safetensors")
+    (half / weights.name).write_bytes(weights.read_bytes()[:5000])
 
     train.main([*command, *sizes(tiny, rows_file, output, max_steps=6)])
     assert f"Resuming from {output / 'checkpoint-4'}" in capsys.readouterr().out

@@ -1,0 +1,235 @@
+"""PEFT: adapters on the projections beside mixing and collapse weights that stay trainable, and learned prompts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from small_models import random_ids, random_model, small_config
+from test_generation import GEOMETRIES, assert_close
+from test_sft import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from tiny_sources import tiny_source
+from trl import SFTConfig
+
+from conversion_scripts.checkpoint_io import UserError, load_in_clean_process, run_in_clean_process
+from modeling_iha import IHAForCausalLM
+from sft import train
+
+
+MIXING = sorted(train.MIXING_MODULES)
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def lora(**overrides) -> LoraConfig:
+    """Adapters on the projections, far from their neutral start, beside trained mixing and collapse weights."""
+    fields = {"r": 4, "target_modules": PROJECTIONS, "modules_to_save": MIXING, "init_lora_weights": False}
+    return LoraConfig(task_type="CAUSAL_LM", **{**fields, **overrides})
+
+
+def take_a_step(model) -> set[str]:
+    """Trains on one batch, and returns the names of the trainable parameters that changed."""
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = {name: parameter.detach().clone() for name, parameter in trainable.items()}
+    optimizer = torch.optim.AdamW(trainable.values(), lr=0.05)
+    input_ids = random_ids(2, 9)
+    model(input_ids, labels=input_ids).loss.backward()
+    optimizer.step()
+    return {name for name, parameter in trainable.items() if not torch.equal(parameter, before[name])}
+
+
+def logits_of(model, **inputs) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**({"input_ids": random_ids(2, 9)} | inputs)).logits
+
+
+def greedy(model, input_ids, steps: int) -> torch.Tensor:
+    """`generate`'s tokens, found without a cache."""
+    for _ in range(steps):
+        following = logits_of(model, input_ids=input_ids, use_cache=False)[:, -1:].argmax(-1)
+        input_ids = torch.cat((input_ids, following), dim=1)
+    return input_ids
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("geometry", ["global", "no_gqa", "hybrid"])
+def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
+    config = small_config(**GEOMETRIES[geometry])
+    base = logits_of(random_model(config))
+    model = get_peft_model(random_model(config), lora(use_dora=use_dora))
+
+    changed = take_a_step(model)
+    assert changed == {name for name, _ in model.named_parameters() if "lora_" in name or ".modules_to_save." in name}
+    mixing_layers = config.attention_kinds.count("iha")
+    assert sum(".modules_to_save." in name for name in changed) == 4 * mixing_layers
+    adapted = logits_of(model)
+    with model.disable_adapter():
+        assert torch.equal(logits_of(model), base)
+    assert (adapted - base).abs().max() > 0.1
+
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(random_model(config), tmp_path / "adapter")
+    assert torch.equal(logits_of(loaded), adapted)
+
+    merged = model.merge_and_unload()
+    assert_close(logits_of(merged), adapted)
+    merged.save_pretrained(tmp_path / "merged")
+    again, info = IHAForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits_of(again), logits_of(merged))
+
+
+@pytest.mark.parametrize("module", MIXING)
+def test_each_mixing_module_counts_from_the_adapter(module):
+    """The saved copy of a module is what runs: PEFT replaces a module, and would change nothing for a bare parameter."""
+    model = get_peft_model(random_model(small_config()), lora(modules_to_save=[module]))
+    before = logits_of(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if f"{module}.modules_to_save." in name:
+                parameter.add_(0.5 * torch.randn_like(parameter))
+    assert (logits_of(model) - before).abs().max() > 1e-2
+
+
+def test_all_linear_leaves_the_mixing_frozen():
+    """Mixing and collapse are no linear layers: "all-linear" passes them over, and naming them is refused. They are
+    trained by `modules_to_save`."""
+    model = get_peft_model(random_model(small_config()), lora(target_modules="all-linear", modules_to_save=None))
+    trained = {name.split(".lora_")[0].rpartition(".")[2] for name in take_a_step(model)}
+    assert trained == {*PROJECTIONS, "gate_proj", "up_proj", "down_proj"}
+    with pytest.raises(ValueError, match="HeadMixing.* is not supported"):
+        get_peft_model(random_model(small_config()), lora(target_modules=["q_mix"], modules_to_save=None))
+
+
+def test_an_adapter_fits_a_checkpoint_loaded_as_remote_code(tmp_path):
+    base = random_model(small_config(**GEOMETRIES["hybrid"]))
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(IHAForCausalLM.from_pretrained(tmp_path / "base"), lora())
+    take_a_step(model)
+    model.save_pretrained(tmp_path / "adapter")
+    program = """
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM
+
+input_ids = torch.tensor(request["input_ids"])
+base = AutoModelForCausalLM.from_pretrained(request["base"], trust_remote_code=True)
+models = [
+    PeftModel.from_pretrained(base, request["adapter"]),
+    AutoPeftModelForCausalLM.from_pretrained(request["adapter"], trust_remote_code=True),
+]
+result = {"module": type(base).__module__, "logits": [model.eval()(input_ids).logits.tolist() for model in models]}
+"""
+    paths = {name: str(tmp_path / name) for name in ("base", "adapter")}
+    answer = run_in_clean_process(program, {"input_ids": random_ids(2, 9).tolist(), **paths})
+    assert answer["module"].startswith("transformers_modules.")
+    for logits in answer["logits"]:
+        assert_close(torch.tensor(logits), logits_of(model))
+
+
+# Learned prompts
+
+
+@pytest.mark.parametrize("geometry", ["global", "window", "hybrid"])
+def test_prompt_tuning(geometry, tmp_path):
+    config = small_config(**GEOMETRIES[geometry])
+    model = get_peft_model(random_model(config), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    changed = take_a_step(model)
+    assert changed == {"prompt_encoder.default.embedding.weight"}
+
+    base = model.get_base_model()
+    input_ids = random_ids(2, 9)
+    prompt = model.prompt_encoder["default"].embedding.weight.detach().expand(2, -1, -1)
+    embeddings = torch.cat((prompt, base.get_input_embeddings()(input_ids)), dim=1).detach()
+    with_prompt = logits_of(model)
+    assert_close(with_prompt, logits_of(base, input_ids=None, inputs_embeds=embeddings))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits_of(PeftModel.from_pretrained(random_model(config), tmp_path)), with_prompt)
+    generated = model.generate(input_ids=input_ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(generated, greedy(model, input_ids, 6))
+
+
+@pytest.mark.parametrize("geometry", ["global", "window", "hybrid"])
+def test_prefix_tuning(geometry, tmp_path):
+    """The learned keys and values are the heads', as the cache holds them, and are mixed like any other token's."""
+    config = small_config(**GEOMETRIES[geometry])
+    model = get_peft_model(random_model(config), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    assert take_a_step(model) == {"prompt_encoder.default.embedding.weight"}
+    with_prefix = logits_of(model)
+    assert (with_prefix - logits_of(random_model(config))).abs().max() > 0.01
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits_of(PeftModel.from_pretrained(random_model(config), tmp_path)), with_prefix)
+    generated = model.generate(input_ids=random_ids(2, 9), max_new_tokens=6, do_sample=False)
+    assert torch.equal(generated, greedy(model, random_ids(2, 9), 6))
+
+
+# sft/train.py
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("tiny")
+    tokenizer = byte_tokenizer()
+    random_model(small_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)).save_pretrained(
+        directory
+    )
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def test_mixing_keeps_its_parameter_group_under_peft(tiny, tmp_path):
+    model = IHAForCausalLM.from_pretrained(tiny)
+    run = train.RunArguments(tiny, "", use_peft=True)
+    trainer = train.MixingTrainer(
+        model=model,
+        args=SFTConfig(str(tmp_path), learning_rate=1e-3, weight_decay=0.1, use_cpu=True, report_to="none"),
+        train_dataset=Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]),
+        processing_class=byte_tokenizer(),
+        peft_config=train.lora_config(run, model),
+        mixing_lr_multiplier=10.0,
+    )
+    groups = trainer.create_optimizer().param_groups
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    grouped = [{names[id(parameter)] for parameter in group["params"]} for group in groups]
+    assert set.union(*grouped) == set(names.values())
+    assert grouped[-1] == {
+        f"base_model.model.model.layers.{layer}.self_attn.{module}.modules_to_save.default.weight"
+        for layer in range(2)
+        for module in MIXING
+    }
+    assert groups[-1]["lr"] == pytest.approx(1e-2) and groups[-1]["weight_decay"] == 0.0
+    assert {group["lr"] for group in groups[:-1]} == {1e-3}
+
+
+def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(tiny, tmp_path):
+    rows = write_jsonl(tmp_path / "rows.jsonl", training_rows(20))
+    output = tmp_path / "run"
+    arguments = sizes(tiny, rows, output, learning_rate=1e-3, use_peft="true", lora_r=4)
+    train.main(["--config", str(Path(train.__file__).parents[1] / recipe("demo")), *arguments])
+
+    losses = json.loads((output / "loss.json").read_text())
+    assert [step for step, _ in losses["train"]] == [1, 2, 3, 4]
+    assert (output / "checkpoint-4" / "adapter_model.safetensors").is_file()
+    assert "LoRA adapters of rank 4" in (output / "final" / "README.md").read_text()
+    assert load_in_clean_process(output / "final", prompt="1+1?", max_new_tokens=2)["model_class"] == "IHAForCausalLM"
+
+    before, after = (IHAForCausalLM.from_pretrained(path).state_dict() for path in (tiny, output / "final"))
+    assert before.keys() == after.keys()
+    unchanged = {name for name, value in before.items() if torch.equal(value, after[name])}
+    assert unchanged == {name for name in before if "norm" in name or "embed_tokens" in name or "lm_head" in name}
+    # The final model is the one that was trained: the adapter of the last checkpoint, merged.
+    adapted = PeftModel.from_pretrained(IHAForCausalLM.from_pretrained(tiny), output / "checkpoint-4")
+    assert_close(logits_of(IHAForCausalLM.from_pretrained(output / "final")), logits_of(adapted))
+
+
+def test_adapters_of_a_model_without_mixing_weights():
+    model = tiny_source("llama")
+    config = train.lora_config(train.RunArguments("", "", use_peft=True, lora_target_modules=["q_proj"]), model)
+    assert config.modules_to_save is None and config.target_modules == {"q_proj"}
+    with pytest.raises(UserError, match="no module named q_projj"):
+        train.lora_config(train.RunArguments("", "", use_peft=True, lora_target_modules=["q_projj"]), model)
+    assert train.lora_config(train.RunArguments("", ""), model) is None

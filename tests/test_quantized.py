@@ -1,0 +1,90 @@
+"""Quantised loading: the linear layers shrink, mixing and collapse stay as they are, and the model still works.
+
+The quantisers of Transformers replace `nn.Linear` and nothing else, so they pass over the mixing and collapse weights, which
+are a few hundred numbers a layer.
+"""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from small_models import random_ids, random_model, small_config
+from test_generation import GEOMETRIES
+from test_peft import MIXING, PROJECTIONS, greedy, logits_of, take_a_step
+from transformers import BitsAndBytesConfig, TorchAoConfig
+
+from modeling_iha import IHAForCausalLM
+
+
+def torchao_int8():
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+def bitsandbytes(**bits):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    return BitsAndBytesConfig(**bits)
+
+
+# name -> (its configuration, the type of a quantised weight, the largest relative error of the logits)
+SCHEMES = {
+    "torchao-int8": (torchao_int8, "Int8Tensor", 0.02),
+    "bitsandbytes-int8": (lambda: bitsandbytes(load_in_8bit=True), "Int8Params", 0.03),
+    "bitsandbytes-nf4": (lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"), "Params4bit", 0.25),
+}
+
+
+@pytest.fixture(params=SCHEMES)
+def scheme(request):
+    make, weight_type, tolerance = SCHEMES[request.param]
+    return make(), weight_type, tolerance
+
+
+@pytest.fixture(params=["global", "hybrid"])
+def directory(request, tmp_path):
+    """A saved model. bitsandbytes' 4-bit product of a single token needs layers as wide as a multiple of its block of 64."""
+    config = small_config(hidden_size=64, intermediate_size=128, **GEOMETRIES[request.param])
+    random_model(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def is_close(actual, expected, tolerance):
+    return (actual - expected).norm() <= tolerance * expected.norm()
+
+
+def test_quantised_model_works_and_keeps_its_mixing(scheme, directory, tmp_path):
+    config, weight_type, tolerance = scheme
+    source = IHAForCausalLM.from_pretrained(directory)
+    model = IHAForCausalLM.from_pretrained(directory, quantization_config=config)
+    # Before the first forward: bitsandbytes repacks 4-bit weights for some CPUs then, and loses precision when they are saved.
+    model.save_pretrained(tmp_path / "quantised")
+
+    exact = dict(source.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            assert type(parameter).__name__ == weight_type, name
+        else:
+            assert type(parameter) is torch.nn.Parameter and torch.equal(parameter, exact[name]), name
+    assert sum("_mix." in name or ".collapse." in name for name in exact) == 4 * source.config.attention_kinds.count(
+        "iha"
+    )
+
+    expected = logits_of(source)
+    quantised = logits_of(model)
+    assert is_close(quantised, expected, tolerance) and not torch.equal(quantised, expected)
+    generated = model.generate(random_ids(1, 9), max_new_tokens=8, do_sample=False)
+    assert torch.equal(generated, greedy(model, random_ids(1, 9), 8))
+
+    again = IHAForCausalLM.from_pretrained(tmp_path / "quantised")
+    assert torch.equal(logits_of(again), quantised)
+
+
+def test_adapters_train_on_a_quantised_model(scheme, directory):
+    config, *_ = scheme
+    model = IHAForCausalLM.from_pretrained(directory, quantization_config=config)
+    targets = {"target_modules": PROJECTIONS, "modules_to_save": MIXING}
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **targets))
+    assert take_a_step(model) == {
+        name for name, _ in model.named_parameters() if "lora_" in name or ".modules_to_save." in name
+    }

@@ -1,0 +1,186 @@
+"""TRL's trainers: preference, reward and reinforcement learning take a step, and SFT's packed batches keep rows apart."""
+
+import math
+
+import fake_flash
+import pytest
+import torch
+from datasets import Dataset
+from small_models import random_model, small_config
+from test_generation import GEOMETRIES
+from tiny_sources import tiny_tokenizer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+from conversion_scripts.checkpoint_io import run_in_clean_process
+from modeling_iha import IHAForCausalLM, IHAForSequenceClassification
+
+
+WORDS = sorted(word for word in tiny_tokenizer().get_vocab() if word.isalpha())
+PREFERENCES = [
+    {"prompt": WORDS[i], "chosen": " ".join(WORDS[i : 2 * i + 2]), "rejected": " ".join(WORDS[2 * i : i : -1])}
+    for i in range(1, 7)
+]
+
+
+@pytest.fixture(params=["global", "window", "hybrid"])
+def directory(request, tmp_path):
+    """A saved model: DPO loads its reference policy from the place that the policy came from."""
+    random_model(small_config(eos_token_id=2, **GEOMETRIES[request.param])).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def arguments(tmp_path) -> dict:
+    return {
+        "output_dir": str(tmp_path / "output"),
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+    }
+
+
+def take_a_step(trainer) -> dict:
+    """Trains one step, in which every parameter must change, mixing and collapse with the others; returns what it logged."""
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    unchanged = {name for name, value in trainer.model.named_parameters() if torch.equal(value, before[name])}
+    assert not unchanged
+    logged = trainer.state.log_history[0]
+    assert math.isfinite(logged["loss"]) and 0 < logged["grad_norm"] < math.inf
+    return logged
+
+
+def test_dpo_takes_a_step(directory, tmp_path):
+    trainer = DPOTrainer(
+        model=IHAForCausalLM.from_pretrained(directory),
+        args=DPOConfig(**arguments(tmp_path)),
+        train_dataset=Dataset.from_list(PREFERENCES),
+        processing_class=tiny_tokenizer(),
+    )
+    assert type(trainer.ref_model) is IHAForCausalLM
+    logged = take_a_step(trainer)
+    # Before the step the policy is its reference.
+    assert logged["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    source = IHAForCausalLM.from_pretrained(directory).state_dict()
+    assert all(torch.equal(value, source[name]) for name, value in trainer.ref_model.state_dict().items())
+
+
+def test_reward_training_takes_a_step(directory, tmp_path):
+    trainer = RewardTrainer(
+        model=IHAForSequenceClassification.from_pretrained(directory, num_labels=1),
+        args=RewardConfig(**arguments(tmp_path)),
+        train_dataset=Dataset.from_list(PREFERENCES),
+        processing_class=tiny_tokenizer(),
+    )
+    logged = take_a_step(trainer)
+    assert logged["min_reward"] < logged["max_reward"]
+
+
+def test_grpo_takes_a_step(directory, tmp_path):
+    seen = []
+
+    def reward(completions, **kwargs):
+        seen.extend(completions)
+        return [float(i) for i in range(len(completions))]
+
+    trainer = GRPOTrainer(
+        model=IHAForCausalLM.from_pretrained(directory),
+        reward_funcs=reward,
+        args=GRPOConfig(**arguments(tmp_path), num_generations=2, max_completion_length=6),
+        train_dataset=Dataset.from_list([{"prompt": row["chosen"]} for row in PREFERENCES]),
+        processing_class=tiny_tokenizer(),
+    )
+    logged = take_a_step(trainer)
+    assert len(seen) == 4 and logged["reward"] == 1.5
+    assert logged["reward_std"] > 0
+
+
+@pytest.mark.parametrize("directory", ["hybrid"], indirect=True)
+def test_trainers_load_remote_code_by_path(directory, tmp_path):
+    """Policy, reference and reward model from one checkpoint, where `trust_remote_code` in the trainer's arguments is needed
+    even for a policy that was loaded before: DPO loads the reference itself."""
+    tiny_tokenizer().save_pretrained(directory)
+    program = """
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+
+result = {}
+for trainer_class, config_class in ((DPOTrainer, DPOConfig), (RewardTrainer, RewardConfig)):
+    arguments = config_class(**request["arguments"], trust_remote_code=True)
+    trainer = trainer_class(request["model"], args=arguments, train_dataset=Dataset.from_list(request["rows"]))
+    trainer.train()
+    models = [trainer.model, *([trainer.ref_model] if trainer_class is DPOTrainer else [])]
+    result[trainer_class.__name__] = {
+        "loss": trainer.state.log_history[0]["loss"],
+        "classes": [type(model).__name__ for model in models],
+        "modules": [type(model).__module__ for model in models],
+    }
+"""
+    request = {"model": str(directory), "rows": PREFERENCES, "arguments": arguments(tmp_path)}
+    answer = run_in_clean_process(program, request)
+    assert answer["DPOTrainer"]["classes"] == ["IHAForCausalLM"] * 2
+    assert answer["DPOTrainer"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert answer["RewardTrainer"]["classes"] == ["IHAForSequenceClassification"]
+    assert math.isfinite(answer["RewardTrainer"]["loss"])
+    modules = [module for trainer in answer.values() for module in trainer["modules"]]
+    assert all(module.startswith("transformers_modules.") for module in modules)
+
+
+@pytest.mark.parametrize("core", ["eager", "sdpa", "flash_attention_2"])
+def test_packed_sft_is_unpacked_sft(core, directory, tmp_path, monkeypatch):
+    """ "bfd" packing: the batch that TRL makes of packed rows gives the loss and gradients of the padded rows.
+
+    TRL asks for no core: "sdpa" and "eager" read the documents off `position_ids`, flash kernels off `cu_seq_lens_q`.
+    """
+    calls = fake_flash.install(monkeypatch)
+
+    def loss_and_gradients(packing: bool, core: str):
+        model = IHAForCausalLM.from_pretrained(directory, attn_implementation=core)
+        trainer = SFTTrainer(
+            model=model,
+            args=SFTConfig(
+                **{**arguments(tmp_path), "per_device_train_batch_size": 6},
+                packing=packing,
+                max_length=16,
+                activation_checkpointing=False,
+            ),
+            train_dataset=Dataset.from_list([{"text": row["chosen"]} for row in PREFERENCES]),
+            processing_class=tiny_tokenizer(),
+        )
+        (batch,) = trainer.get_train_dataloader()
+        loss = trainer.compute_loss(trainer.model, dict(batch))
+        loss.backward()
+        return batch, loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    padded, expected, expected_gradients = loss_and_gradients(packing=False, core="sdpa")
+    assert padded.keys() == {"input_ids", "labels", "attention_mask"} and not padded["attention_mask"].all()
+    del calls[:]
+    packed, loss, gradients = loss_and_gradients(packing=True, core=core)
+    assert set(calls) == ({"flash_attn_varlen_func"} if core == "flash_attention_2" else set())
+    lengths = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    assert packed.keys() == {"input_ids", "labels", "position_ids", "seq_idx", *lengths}
+    assert packed["input_ids"].shape == (1, padded["attention_mask"].sum())
+    assert len(packed["cu_seq_lens_q"]) == 1 + len(PREFERENCES)
+
+    assert loss == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        difference = (gradient - expected_gradients[name]).abs().max()
+        assert difference <= 2e-5 * expected_gradients[name].abs().max(), name
+
+    # The control: as one document the same batch gives another loss.
+    joined = {name: packed[name] for name in ("input_ids", "labels")}
+    with torch.no_grad():
+        assert abs(IHAForCausalLM.from_pretrained(directory)(**joined).loss.item() - loss) > 1e-3
