@@ -12,6 +12,6 @@ setup(
     extras_require={
         # The scripts of this repository; they are run by path, from a checkout.
         "scripts": ["datasets", "gguf", "huggingface_hub", "matplotlib", "peft", "reasoning-gym", "trl"],
-        "dev": ["bitsandbytes", "lm_eval", "parameterized", "pytest", "ruff", "torchao"],
+        "dev": ["bitsandbytes", "hqq", "lm_eval", "parameterized", "pytest", "ruff", "torchao"],
     },
 )

@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_iha import HeadCollapse, HeadMixing, InterleavedHeadAttention
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .virtual_sequence import create_masks
+from .virtual_sequence import check_packing, create_masks
 
 
 # Where a layer's attention kind becomes a class: a new mechanism is a file, an import above, and a line here.
@@ -45,11 +45,21 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         self.num_pseudo_heads = config.num_pseudo_heads
         self.interleaved = "iha" in config.attention_kinds and config.pseudo_positions == "interleaved"
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def _apply(self, fn, recurse=True):
+        """Moves the frequencies and leaves them float32: rounded by `model.to(torch.bfloat16)`, they would turn a token at position
+        1000 by angles that are off by radians."""
+        buffers = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers():
+            if buffer.dtype != buffers[name].dtype:
+                setattr(self, name, buffers[name].to(buffer.device))
+        return self
+
+    def tables(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """(cos, sin) tables in the dtype of x from token positions n [batch, N]: `"token"` at n, [batch, N, head_dim], and for
         interleaved positions n * P + p also `"interleaved"` at n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim / 2].
         Length-dependent RoPE types choose their frequencies by length in tokens."""
-        tables = {"token": super().forward(x, position_ids)}
+        tables = {"token": self(x, position_ids)}
         if self.interleaved:
             cos, sin = self._table(position_ids * self.num_pseudo_heads, x)
             scaling = self.attention_scaling
@@ -114,6 +124,12 @@ class IHAPreTrainedModel(PreTrainedModel):
         "hidden_states": IHADecoderLayer,
         "attentions": MultiHeadAttention,
     }
+
+    @classmethod
+    def is_backend_compatible(cls) -> bool:
+        """No: what servers such as vLLM and SGLang ask before they run a Transformers model on their own attention and paged
+        cache, which hold one key per token. Pseudo-keys number P for each token, and are rebuilt, not cached."""
+        return False
 
     def _init_weights(self, module: nn.Module):
         """Llama's; and, where the paper gives none, every pseudo-head near its own head and the mean as collapse: the layer
@@ -184,17 +200,20 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 
+        # `generate` prepares the masks itself for compilable caches
+        if not isinstance(attention_mask, dict):
+            check_packing(self.config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
+
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
-        # `generate` prepares the masks itself for compilable caches
         if not isinstance(causal_masks := attention_mask, dict):
             causal_masks = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
 
         hidden_states = inputs_embeds
-        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+        position_embeddings = self.rotary_emb.tables(hidden_states, position_ids)
 
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(
@@ -240,6 +259,16 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
 
         # Initialize weights and apply final processing
         self.post_init()
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """As in [`GenerationMixin`], whose paged cache is filled inside the attention core, where the keys are already those of
+        virtual tokens: refused but for a model of full "mha" layers."""
+        if set(self.config.attention_kinds) != {"mha"} or "sliding_attention" in self.config.layer_types:
+            raise NotImplementedError(
+                "Continuous batching (generate_batch, transformers serve --continuous-batching) stores one key per token in its "
+                "paged cache, and this model has layers with several, or with a window. Use generate, which takes batches too."
+            )
+        return super().init_continuous_batching(*args, **kwargs)
 
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs

@@ -7,8 +7,14 @@ and cache lengths are given in tokens; the cores see virtual tokens. This file h
 import torch
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.import_utils import is_tracing
 
 from .configuration_iha import IHAConfig
+
+
+# The largest dense mask that is built for an interleaved sequence; on "sdpa" a row of N * P = 65536 virtual tokens takes it.
+MAX_MASK_BYTES = 4 * 2**30
 
 
 class _Virtual:
@@ -52,15 +58,123 @@ def virtual_kwargs(kwargs: dict, num_virtual_tokens: int) -> dict:
     return virtual
 
 
-def _expand_4d_mask(mask: torch.Tensor, num_virtual_tokens: int) -> torch.Tensor:
-    """A custom mask [batch, heads or 1, queries, keys] for virtual tokens. It says nothing about the virtual tokens of one
-    token, which stay causal; the last query is taken to be the last key."""
+def _custom_mask(
+    mask: torch.Tensor,
+    num_virtual_tokens: int,
+    window: int | None,
+    dtype: torch.dtype,
+    past_key_values: Cache | None,
+    layer_idx: int,
+) -> torch.Tensor:
+    """The additive mask [batch, heads or 1, queries * P, keys * P] of a layer from a custom one over tokens, [batch, heads or 1,
+    queries, cached + queries], boolean (True: attend) or additive. It says nothing about the virtual tokens of one token, which
+    stay causal, and the layer keeps its window of so many tokens."""
+    if mask.dtype == torch.bool:
+        # The eager and flex cores add the mask to the scores: True would be 1.
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    query_offset, key_offset = 0, 0
+    if past_key_values is not None:
+        query_offset = past_key_values.get_query_offset(layer_idx) * num_virtual_tokens
+        num_keys, key_offset = past_key_values.get_mask_sizes(mask.shape[-2], layer_idx)
+        mask = mask[..., key_offset : key_offset + num_keys]
     mask = mask.repeat_interleave(num_virtual_tokens, dim=-1).repeat_interleave(num_virtual_tokens, dim=-2)
-    queries, keys = mask.shape[-2:]
-    q = torch.arange(keys - queries, keys, device=mask.device)[:, None]
-    k = torch.arange(keys, device=mask.device)
-    later_pseudo_head = (k > q) & (k // num_virtual_tokens == q // num_virtual_tokens)
-    return mask.masked_fill(later_pseudo_head, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
+    q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + query_offset
+    k = torch.arange(mask.shape[-1], device=mask.device) + key_offset * num_virtual_tokens
+    hidden = (k > q) & (k // num_virtual_tokens == q // num_virtual_tokens)
+    if window is not None:
+        hidden |= k <= q - window * num_virtual_tokens
+    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+
+def check_packing(
+    config: IHAConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+    position_ids: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs,
+) -> None:
+    """Raises a ValueError for packed documents that the attention core would silently join. They are declared by `position_ids`
+    [batch, N] that restart or by `cu_seq_lens_q`; masks and flash cores look for them in some cases only."""
+    flash = is_flash_attention_requested(config)
+    if not flash and config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
+        return  # Another core has a way of its own, such as the paged ones.
+    if is_tracing(inputs_embeds) or inputs_embeds.is_meta or (attention_mask is not None and attention_mask.ndim == 4):
+        return  # There are no values to look at, or a custom mask says itself who sees whom.
+
+    restarts = False
+    if position_ids is not None and position_ids.shape[-1] > 1:
+        restart = position_ids.diff(dim=-1) < 1
+        if attention_mask is not None:
+            # `generate` counts from the first real token: padding may restart.
+            real = attention_mask[:, -position_ids.shape[-1] :].bool()
+            restart = restart & real[:, 1:] & real[:, :-1]
+        restarts = bool(restart.any())
+    if not restarts and (cu_seq_lens_q is None or len(cu_seq_lens_q) <= 2):
+        return
+
+    if flash:
+        by_lengths = None not in (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        by_positions = (
+            restarts
+            and len(inputs_embeds) == 1
+            and (past_key_values is None or past_key_values.get_seq_length() == 0)
+            and bool((position_ids[:, 1:][restart] == position_ids[0, 0]).all())
+        )
+        apart = (by_lengths or by_positions) and (attention_mask is None or bool(attention_mask.all()))
+        how = (
+            "by cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k together, or in a batch of one row that continues no "
+            "cache by position_ids that restart at their first value; in both cases without padding in attention_mask"
+        )
+    else:
+        apart = restarts and attention_mask is None and past_key_values is None
+        how = "by position_ids that restart, without attention_mask and without a cache (use_cache=False)"
+    if not apart:
+        raise ValueError(
+            f"Packed documents (position_ids that restart, or cu_seq_lens) would attend to one another here: "
+            f"attn_implementation={config._attn_implementation!r} keeps them apart {how}."
+        )
+
+
+def _check_mask_size(
+    config: IHAConfig,
+    geometry: tuple[str, int],
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+    position_ids: torch.Tensor | None,
+    layer_idx: int,
+) -> None:
+    """Raises a ValueError where a dense mask larger than MAX_MASK_BYTES would be built for an interleaved sequence."""
+    layer_type, virtual = geometry
+    core = config._attn_implementation
+    if core not in ("eager", "sdpa") or is_tracing(inputs_embeds):
+        return
+    rows, queries = inputs_embeds.shape[:2]
+    keys = queries if past_key_values is None else past_key_values.get_mask_sizes(queries, layer_idx)[0]
+    custom = attention_mask is not None and attention_mask.ndim == 4
+    entry = inputs_embeds.dtype.itemsize if custom or core == "eager" else 1
+    size = rows * queries * keys * virtual**2 * entry
+    if size <= MAX_MASK_BYTES:
+        return
+    # SDPA needs no mask for causal attention over the whole input.
+    if core == "sdpa" and not custom:
+        windowed = layer_type == "sliding_attention" and keys >= config.sliding_window
+        cached = past_key_values is not None and past_key_values.get_query_offset(layer_idx) != 0
+        padded = attention_mask is not None and not attention_mask.all()
+        packed = position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any())
+        if not (windowed or cached or padded or packed):
+            return
+    raise ValueError(
+        f"attn_implementation={core!r} needs a mask of {size / 2**30:.3g} GiB here: {rows} rows of {queries} x {virtual} queries and "
+        f"{keys} x {virtual} keys; at most {MAX_MASK_BYTES / 2**30:.3g} GiB are allocated. Use attn_implementation='flash_attention_2' "
+        f"or 'flash_attention_4', which take windows, padding and packing without a mask, 'flex_attention', whose mask is in blocks, "
+        f"or a smaller batch."
+    )
 
 
 def create_masks(
@@ -78,17 +192,33 @@ def create_masks(
         geometries (`list[tuple[str, int]]`): (layer type, virtual tokens per token) of each layer.
         inputs_embeds (`torch.Tensor`): [batch, N, any]; gives batch, length, dtype and device.
         attention_mask (`torch.Tensor`, *optional*): over tokens: [batch, cached + N], nonzero for real tokens, or a custom
-            boolean or additive [batch, 1, N, cached + N].
+            boolean or additive [batch, 1, N, cached + N], within which sliding layers keep their window.
         position_ids (`torch.Tensor`, *optional*): [batch, N] in tokens; a restart begins a packed document.
     """
     if past_key_values is not None:
         keep_window_edge(past_key_values, geometries, config.sliding_window)
     batch_size, length = inputs_embeds.shape[:2]
+    custom = attention_mask is not None and attention_mask.ndim == 4
     masks = {}
     for layer_idx, (layer_type, virtual) in enumerate(geometries):
         if (layer_type, virtual) in masks:
             continue
-        create_mask = create_sliding_window_causal_mask if layer_type == "sliding_attention" else create_causal_mask
+        sliding = layer_type == "sliding_attention"
+        tokens = (inputs_embeds, attention_mask, past_key_values, position_ids)
+        if virtual > 1:
+            _check_mask_size(config, (layer_type, virtual), *tokens, layer_idx)
+        if custom:
+            if is_flash_attention_requested(config):
+                raise ValueError(
+                    f"attn_implementation={config._attn_implementation!r} takes no custom mask [batch, 1, queries, keys]: pass "
+                    f"attention_mask [batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
+                )
+            window = config.sliding_window if sliding else None
+            masks[layer_type, virtual] = _custom_mask(
+                attention_mask, virtual, window, inputs_embeds.dtype, past_key_values, layer_idx
+            )
+            continue
+        create_mask = create_sliding_window_causal_mask if sliding else create_causal_mask
         mask_kwargs = {
             "config": config,
             "inputs_embeds": inputs_embeds,
@@ -99,10 +229,8 @@ def create_masks(
         if virtual > 1:
             mask_kwargs["config"] = _Virtual(config, sliding_window=(config.sliding_window or 0) * virtual)
             mask_kwargs["inputs_embeds"] = inputs_embeds.new_empty(batch_size, length * virtual, 0)
-            if attention_mask is not None and attention_mask.ndim == 2:
+            if attention_mask is not None:
                 mask_kwargs["attention_mask"] = attention_mask.repeat_interleave(virtual, dim=1)
-            elif attention_mask is not None:
-                mask_kwargs["attention_mask"] = _expand_4d_mask(attention_mask, virtual)
             if past_key_values is not None:
                 mask_kwargs["past_key_values"] = _virtual_cache(past_key_values, virtual)
             if position_ids is not None:
@@ -122,9 +250,11 @@ def keep_window_edge(past_key_values: Cache, geometries: list[tuple[str, int]], 
         name = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"
         if getattr(layer, name) != sliding_window:
             continue
-        if layer.is_initialized:
+        if layer.get_seq_length() > 0:
             raise ValueError(
-                f"The cache was allocated for a window of sliding_window={sliding_window} tokens, but a sliding layer with "
+                f"The cache was filled for a window of sliding_window={sliding_window} tokens, but a sliding layer with "
                 f"{virtual} virtual tokens per token needs one more. Pass a new cache, or none: the model makes its own."
             )
         setattr(layer, name, sliding_window + 1)
+        if layer.is_initialized and name == "max_cache_len":
+            layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])  # `generate` has allocated it

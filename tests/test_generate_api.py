@@ -1,0 +1,268 @@
+"""What `generate` offers beyond the plain loop of test_generation.py: every cache, assisted decoding, chat turns, chunked prefill,
+embeddings and streaming give the tokens of plain greedy decoding without a cache. Models are in float64, so that equal
+means equal tokens."""
+
+import threading
+
+import pytest
+import torch
+from small_models import random_ids, random_model, small_config
+from test_generation import GEOMETRIES, assert_close, logits_in_chunks, uncached_logits
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    QuantizedCache,
+    StaticCache,
+    TextIteratorStreamer,
+    cache_utils,
+)
+
+
+PROMPT, NEW = 9, 8
+# A global layer keeps everything and a window layer drops tokens; a prompt of 9 fills every window here.
+KEEPING_AND_DROPPING = ["global", "window", "window_mha", "hybrid", "hybrid_window_of_1"]
+
+
+def geometry_model(geometry, **options):
+    return random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}), **options)
+
+
+def generate(model, input_ids=None, *, max_new_tokens=NEW, inputs=None, **options):
+    """`generate` with everything but `inputs` (assistant model, streamer, cache ...) in a generation config."""
+    if input_ids is not None:
+        inputs = {"attention_mask": torch.ones_like(input_ids), **(inputs or {}), "inputs": input_ids}
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": max_new_tokens, **options}
+    return model.generate(**inputs, generation_config=GenerationConfig(**options))
+
+
+# Caches
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("chunk", [None, 4], ids=["whole_prefill", "chunked_prefill"])
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("geometry", KEEPING_AND_DROPPING)
+def test_caches_and_prefills(geometry, cache, chunk, options):
+    """A chunk of 4 is longer than some windows and shorter than others."""
+    model = geometry_model(geometry, dtype=torch.float64)
+    input_ids = random_ids(2, PROMPT)
+    expected = generate(model, input_ids, use_cache=False, **options)
+    actual = generate(
+        model, input_ids, cache_implementation=cache, disable_compile=True, prefill_chunk_size=chunk, **options
+    )
+    assert torch.equal(actual, expected)
+
+
+class Stream:
+    """Stands in for a CUDA stream where there is none: everything runs in order anyway."""
+
+    def wait_stream(self, other):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
+@pytest.mark.parametrize("geometry", KEEPING_AND_DROPPING[:1] + ["hybrid"])
+def test_offloaded_cache(geometry, cache, monkeypatch):
+    """On a GPU when there is one; else what offloading does between the layers runs, with stand-ins for the streams."""
+    model = geometry_model(geometry, dtype=torch.float64)
+    input_ids = random_ids(2, PROMPT)
+    if torch.cuda.is_available():
+        model, input_ids = model.cuda(), input_ids.cuda()
+    else:
+        monkeypatch.setattr(torch, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    offloaded = []
+    for layer_class in (DynamicCache, StaticCache):
+        offload = layer_class.offload
+        monkeypatch.setattr(
+            layer_class, "offload", lambda self, *a, offload=offload: (offloaded.append(a[0]), offload(self, *a))[1]
+        )
+    expected = generate(model, input_ids, use_cache=False)
+    actual = generate(model, input_ids, cache_implementation=cache, disable_compile=True)
+    assert torch.equal(actual, expected)
+    assert set(offloaded) == set(range(model.config.num_hidden_layers))
+
+
+@pytest.mark.parametrize("backend", ["hqq", "fp8"])
+@pytest.mark.parametrize("geometry", ["global", "no_gqa"])
+def test_quantized_cache(geometry, backend):
+    """Close to the uncached logits, and not equal: what comes back from the cache has 8 bits."""
+    config = small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]})
+    model = random_model(config)
+    input_ids = random_ids(2, 24)
+    if backend == "hqq":
+        pytest.importorskip("hqq", reason="the quantized cache needs the hqq package (pip install hqq)")
+        cache_config = {"nbits": 8, "q_group_size": 8, "axis_key": 1, "axis_value": 1, "residual_length": 4}
+    else:
+        if not hasattr(cache_utils, "Fp8QuantizedLayer"):
+            pytest.skip("this version of Transformers has no fp8 cache")
+        cache_config = {}
+    cache = QuantizedCache(backend, config, **cache_config)
+    expected = uncached_logits(model, input_ids)
+    actual = logits_in_chunks(model, input_ids, [16] + [1] * 8, cache)
+    assert_close(actual[:, :16], expected[:, :16])
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert 1e-4 < error < 0.1, error
+
+    output = generate(
+        model, input_ids, cache_implementation="quantized", cache_config={"backend": backend, **cache_config}
+    )
+    assert output.shape == (2, 24 + NEW)
+
+
+def test_quantized_cache_refuses_windows():
+    """As for every model with window layers, and by Transformers' own message."""
+    with pytest.raises(ValueError, match="(?s)only.*full.attention|sliding"):
+        generate(
+            geometry_model("hybrid"),
+            random_ids(1, PROMPT),
+            cache_implementation="quantized",
+            cache_config={"backend": "hqq"},
+        )
+
+
+# Rolling the cache back
+
+
+def mistral(**options):
+    config = MistralConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=3,
+        eos_token_id=None,
+    )
+    return random_model(config, MistralForCausalLM, **options)
+
+
+@pytest.mark.parametrize("draft", ["prompt_lookup", "same_model", "other_model"])
+@pytest.mark.parametrize("geometry", KEEPING_AND_DROPPING)
+def test_assisted_decoding(geometry, draft, monkeypatch):
+    """Drafts of a model that is always right, of one that mostly is not, and from the prompt; the cache is cropped to what was
+    accepted."""
+    model = geometry_model(geometry, dtype=torch.float64)
+    input_ids = random_ids(1, 4).repeat(1, 3)
+    expected = generate(model, input_ids, use_cache=False, max_new_tokens=16)
+    cropped = []
+    crop = DynamicCache.crop
+    monkeypatch.setattr(DynamicCache, "crop", lambda self, n: (cropped.append(n), crop(self, n))[1])
+    if draft == "prompt_lookup":
+        actual = generate(model, input_ids, max_new_tokens=16, prompt_lookup_num_tokens=3)
+    else:
+        assistant = geometry_model(geometry, dtype=torch.float64, seed=0 if draft == "same_model" else 1)
+        actual = generate(model, input_ids, max_new_tokens=16, inputs={"assistant_model": assistant})
+    assert torch.equal(actual, expected)
+    assert cropped
+    assert draft == "same_model" or any(cropped)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_crop_beyond_the_window_is_refused_as_mistrals(window):
+    """A window layer that has dropped tokens can't go back."""
+    messages = []
+    for model in (
+        random_model(small_config(layer_types="sliding_attention", sliding_window=window)),
+        mistral(),
+    ):
+        cache = DynamicCache(config=model.config)
+        logits_in_chunks(model, random_ids(1, PROMPT), [PROMPT], cache)
+        with pytest.raises(Exception, match="crop|record") as refusal:
+            cache.crop(-1)
+        messages.append((refusal.type, str(refusal.value)))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("geometry", KEEPING_AND_DROPPING)
+def test_crop_of_a_recording_cache(geometry):
+    """A cache that records its past goes back behind the window, with the window's edge in place."""
+    model = geometry_model(geometry)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    first, second = random_ids(1, PROMPT), random_ids(1, 5, seed=2)
+    logits_in_chunks(model, first, [PROMPT], cache)
+    cache.crop(-3)
+    continued = logits_in_chunks(model, second, [5], cache)
+    cache.crop(-4)
+    again = logits_in_chunks(model, second[:, 1:], [4], cache)
+    expected = uncached_logits(model, torch.cat([first[:, :-3], second], dim=1))[:, -5:]
+    assert_close(continued, expected)
+    assert_close(again, expected[:, 1:])
+
+
+# Chats, embeddings, streams, batches
+
+
+@pytest.mark.parametrize("make_cache", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("geometry", KEEPING_AND_DROPPING)
+def test_chat_turns_continue_the_cache(geometry, make_cache):
+    """Three turns, each with the tokens so far as its prompt and the cache of the turns before."""
+    model = geometry_model(geometry, dtype=torch.float64)
+    length = {"max_cache_len": 64} if make_cache is StaticCache else {}
+    cache = make_cache(config=model.config, **length)
+    chat = random_ids(2, 5)
+    for turn in range(3):
+        expected = generate(model, chat, use_cache=False, max_new_tokens=4)
+        actual = generate(model, chat, max_new_tokens=4, disable_compile=True, inputs={"past_key_values": cache})
+        assert torch.equal(actual, expected)
+        assert int(cache.get_seq_length()) == chat.shape[1] + 3
+        chat = torch.cat([actual, random_ids(2, 3, seed=turn)], dim=1)
+
+
+@pytest.mark.parametrize("geometry", ["global", "hybrid"])
+def test_inputs_embeds(geometry):
+    model = geometry_model(geometry, dtype=torch.float64)
+    input_ids = random_ids(2, PROMPT)
+    embeds = model.get_input_embeddings()(input_ids)
+    with torch.no_grad():
+        assert torch.equal(model(inputs_embeds=embeds).logits, model(input_ids).logits)
+    expected = generate(model, input_ids)
+    actual = generate(model, inputs={"inputs_embeds": embeds, "attention_mask": torch.ones_like(input_ids)})
+    assert torch.equal(actual, expected[:, PROMPT:])
+
+
+def test_streaming():
+    """A TextIteratorStreamer hands on the text token by token, the same as is decoded at the end."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0")), pad_token="w0"
+    )
+    tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
+    model = geometry_model("hybrid")
+    inputs = tokenizer("w5 w9 w7", return_tensors="pt", return_token_type_ids=False)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    options = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    thread = threading.Thread(
+        target=model.generate, kwargs={**inputs, "streamer": streamer, "generation_config": options}
+    )
+    thread.start()
+    pieces = [piece for piece in streamer if piece]
+    thread.join()
+    new_tokens = model.generate(**inputs, generation_config=options)[0, 3:]
+    assert "".join(pieces) == tokenizer.decode(new_tokens)
+    assert len(pieces) > 1
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_batch_size_does_not_change_a_row(geometry):
+    model = geometry_model(geometry, dtype=torch.float64)
+    rows = random_ids(4, PROMPT)
+    options = {"output_logits": True, "return_dict_in_generate": True}
+    batch = generate(model, rows, **options)
+    for i in range(len(rows)):
+        alone = generate(model, rows[i : i + 1], **options)
+        assert torch.equal(batch.sequences[i], alone.sequences[0])
+        assert_close(torch.stack(batch.logits)[:, i], torch.stack(alone.logits)[:, 0], 1e-6)

@@ -1,0 +1,304 @@
+"""Padding, packing and custom masks on every core: what a row computes does not depend on what it is batched or packed with, and
+what a core would silently ignore is refused."""
+
+import fake_flash
+import pytest
+import torch
+from small_models import HYBRID, random_ids, random_model, small_config
+from test_generation import GEOMETRIES, assert_close
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+from modeling_iha import virtual_sequence
+
+
+CORES = ["eager", "sdpa", "flash_attention_2", "flex_attention"]
+FLASH = "flash_attention_2"
+LENGTHS = [5, 1, 4]
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+BOUNDARIES = torch.tensor([0, 5, 6, 10], dtype=torch.int32)
+CU_SEQ_LENS = {"cu_seq_lens_q": BOUNDARIES, "cu_seq_lens_k": BOUNDARIES, "max_length_q": 5, "max_length_k": 5}
+ONES = torch.ones(1, 10, dtype=torch.long)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    """The flash core is the CPU stand-in, flex_attention runs uncompiled."""
+    fake_flash.install(monkeypatch)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def geometry_model(geometry, core, **options):
+    model = random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}), **options)
+    model.set_attn_implementation(core)
+    return model
+
+
+def positions(attention_mask):
+    return (attention_mask.cumsum(-1) - 1).clamp_min(0)
+
+
+# Padding
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("core", CORES)
+@torch.no_grad()
+def test_padding_changes_no_row(core, geometry, side):
+    model = geometry_model(geometry, core)
+    rows = [random_ids(1, n, seed=n) for n in (3, 8, 1)]
+    pads = [(8 - row.shape[1], 0) if side == "left" else (0, 8 - row.shape[1]) for row in rows]
+    padded = torch.cat([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, pads)])
+    attention_mask = (padded != 0).long()
+    logits = model(padded, attention_mask=attention_mask, position_ids=positions(attention_mask)).logits
+    for row, of_row, real in zip(rows, logits, attention_mask.bool()):
+        assert_close(of_row[real], model(row).logits[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("geometry", ["global", "hybrid", "hybrid_window_of_1"])
+@pytest.mark.parametrize("core", CORES)
+def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
+    """Neither in logits nor in gradients (flex_attention has no CPU backward), and the other row does not notice."""
+    model = geometry_model(geometry, core, dtype=dtype)
+    input_ids = random_ids(2, 8)
+    attention_mask = torch.tensor([[0] * 8, [0, 0] + [1] * 6])
+    with torch.set_grad_enabled(core != "flex_attention"):
+        logits = model(input_ids, attention_mask=attention_mask, position_ids=positions(attention_mask)).logits
+    assert logits.isfinite().all()
+    if core != "flex_attention":
+        logits.float().square().mean().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+    with torch.no_grad():
+        alone = model(input_ids[1:, 2:]).logits[0]
+    assert_close(logits[1, 2:].detach().float(), alone.float(), 2e-5 if dtype == torch.float32 else 0.05)
+
+
+# Custom masks
+
+
+def causal_4d(attention_mask, kind):
+    """The mask [batch, 1, N, N] that a padding mask [batch, N] stands for."""
+    length = attention_mask.shape[1]
+    allowed = torch.ones(length, length, dtype=torch.bool).tril() & attention_mask.bool()[:, None, None, :]
+    if kind == "bool":
+        return allowed
+    return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("core", ["eager", "sdpa", "flex_attention"])
+@torch.no_grad()
+def test_custom_masks_equal_the_padding_they_express(core, geometry, kind):
+    """At once, and in chunks through a cache; window layers keep their window."""
+    model = geometry_model(geometry, core)
+    input_ids = random_ids(2, 9)
+    attention_mask = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    position_ids, real = positions(attention_mask), attention_mask.bool()
+    mask = causal_4d(attention_mask, kind)
+    expected = model(input_ids, attention_mask=attention_mask, position_ids=position_ids).logits[real]
+    actual = model(input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits[real]
+    assert_close(actual, expected)
+
+    cache, logits = None, []
+    for start, end in ((0, 5), (5, 8), (8, 9)):
+        output = model(
+            input_ids[:, start:end],
+            attention_mask=mask[:, :, start:end, :end],
+            position_ids=position_ids[:, start:end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = output.past_key_values
+        logits.append(output.logits)
+    assert_close(torch.cat(logits, dim=1)[real], expected)
+
+
+@torch.no_grad()
+def test_a_custom_mask_that_separates_documents():
+    """What a padding mask can't express: two documents in a row, with positions that run on."""
+    model = geometry_model("hybrid", "sdpa")
+    first, second = random_ids(1, 4), random_ids(1, 5, seed=2)
+    mask = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).tril().bool()[None, None]
+    position_ids = torch.cat([torch.arange(4), torch.arange(5)])[None]
+    logits = model(torch.cat([first, second], dim=1), attention_mask=mask, position_ids=position_ids).logits
+    assert_close(logits, torch.cat([model(first).logits, model(second).logits], dim=1))
+
+
+def test_flash_refuses_a_custom_mask():
+    with pytest.raises(ValueError, match="flash_attention_2.*no custom mask.*'sdpa'"):
+        geometry_model("global", FLASH)(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
+
+
+# Packing
+
+
+@torch.no_grad()
+def packing_error(model, rows=1, **inputs):
+    """Largest difference, over the largest logit, between documents packed into each row and each alone."""
+    documents = random_ids(1, sum(LENGTHS)).split(LENGTHS, dim=1)
+    separate = torch.cat([model(document).logits for document in documents], dim=1)
+    packed = model(torch.cat(documents, dim=1).expand(rows, -1), **inputs).logits
+    return ((packed - separate).abs().max() / separate.abs().max()).item()
+
+
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("core", CORES)
+def test_packed_equals_separate(core, geometry, positions):
+    """With everything that a padding-free collator gives."""
+    config = small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})
+    model = random_model(config)
+    model.set_attn_implementation(core)
+    assert packing_error(model, position_ids=POSITIONS, use_cache=False, **CU_SEQ_LENS) < 1e-5
+
+
+# What declares the documents, and the cores that keep them apart by it.
+PACKINGS = {
+    "positions": ({"position_ids": POSITIONS, "use_cache": False}, CORES),
+    "positions_in_two_rows": (
+        {"position_ids": POSITIONS.expand(2, -1), "use_cache": False, "rows": 2},
+        ["eager", "sdpa", "flex_attention"],
+    ),
+    "positions_for_two_rows": (
+        {"position_ids": POSITIONS, "use_cache": False, "rows": 2},
+        ["eager", "sdpa", "flex_attention"],
+    ),
+    "positions_with_a_cache": ({"position_ids": POSITIONS, "use_cache": True}, [FLASH]),
+    "positions_with_a_mask": ({"position_ids": POSITIONS, "attention_mask": ONES, "use_cache": False}, [FLASH]),
+    "lengths": ({"use_cache": False, **CU_SEQ_LENS}, [FLASH]),
+    "lengths_with_positions_that_run_on": (
+        {"position_ids": torch.arange(10)[None], "use_cache": False, **CU_SEQ_LENS},
+        [FLASH],
+    ),
+    "lengths_without_the_longest": (
+        {"use_cache": False, "cu_seq_lens_q": BOUNDARIES, "cu_seq_lens_k": BOUNDARIES},
+        [],
+    ),
+    "lengths_with_a_cache": ({"position_ids": POSITIONS, "use_cache": True, **CU_SEQ_LENS}, [FLASH]),
+    "lengths_with_a_mask": (
+        {"position_ids": POSITIONS, "attention_mask": ONES, "use_cache": False, **CU_SEQ_LENS},
+        [FLASH],
+    ),
+    "lengths_with_padding": (
+        {
+            "position_ids": POSITIONS,
+            "attention_mask": torch.tensor([[1] * 9 + [0]]),
+            "use_cache": False,
+            **CU_SEQ_LENS,
+        },
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PACKINGS)
+@pytest.mark.parametrize("core", CORES)
+def test_packing_is_kept_apart_or_refused(core, case):
+    """The documents do not see each other, or the call is refused; refused is only what Transformers' masks and dispatch silently
+    join, which a Llama shows."""
+    inputs, cores = PACKINGS[case]
+    model = geometry_model("hybrid", core)
+    llama = random_model(
+        LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4),
+        LlamaForCausalLM,
+    )
+    llama.set_attn_implementation(core)
+    if core in cores:
+        assert packing_error(model, **inputs) < 1e-5
+        assert packing_error(llama, **inputs) < 1e-5
+    else:
+        with pytest.raises(ValueError, match=f"(?s)Packed documents.*'{core}' keeps them apart by"):
+            packing_error(model, **inputs)
+        assert packing_error(llama, **inputs) > 0.1
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_documents_that_begin_at_different_positions(core):
+    """A flash core takes the smallest position for the beginning of every document, and would compute none before the first."""
+    model = geometry_model("hybrid", core)
+    inputs = {"position_ids": POSITIONS + torch.tensor([3] * 5 + [0] * 5), "use_cache": False}
+    if core == FLASH:
+        with pytest.raises(ValueError, match="Packed documents.*restart at their first value"):
+            packing_error(model, **inputs)
+    else:
+        assert packing_error(model, **inputs) < 1e-5
+
+
+@pytest.mark.parametrize("core", CORES)
+@torch.no_grad()
+def test_packing_on_top_of_a_cache_is_refused(core):
+    model = geometry_model("global", core)
+    cache = model(random_ids(1, 3), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="Packed documents.*cache"):
+        model(random_ids(1, 10), position_ids=POSITIONS, past_key_values=cache)
+
+
+# The size of a dense mask
+
+
+def masks_for(core, geometry, rows, length, attention_mask=None, cache=None, dtype=torch.float32, device="cpu"):
+    """The masks of a P = 2 model for `rows` sequences of `length` tokens; no layer runs."""
+    model = random_model(small_config(**GEOMETRIES[geometry]))
+    model.set_attn_implementation(core)
+    inputs_embeds = torch.empty(rows, length, 0, dtype=dtype, device=device)
+    return model.model.create_masks(inputs_embeds, attention_mask, cache, None)
+
+
+@pytest.mark.parametrize("geometry", ["window", "hybrid"])
+def test_a_mask_that_would_not_fit_is_refused(geometry):
+    """At its real size: 16 GiB for a window layer of 65536 tokens and P = 2; nothing is allocated on the meta device."""
+    with pytest.raises(ValueError, match="(?s)'sdpa' needs a mask of 16 GiB.*65536 x 2.*'flash_attention_4'.*batch"):
+        masks_for("sdpa", geometry, 1, 65536, device="meta")
+
+
+def test_no_mask_is_refused_where_none_is_built(monkeypatch):
+    """Causal attention over the whole input on SDPA, also into a static cache or with an attention_mask that hides nothing; flash
+    cores."""
+    no_mask = {("full_attention", 2): None}
+    assert masks_for("sdpa", "global", 1, 65536, device="meta") == no_mask
+    cache = StaticCache(config=small_config(), max_cache_len=70000)
+    assert masks_for("sdpa", "global", 1, 65536, cache=cache, device="meta") == no_mask
+    hybrid = masks_for(FLASH, "hybrid", 1, 65536, device="meta")
+    assert len(hybrid) == 4 and not any(mask is not None for mask in hybrid.values())
+    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 0)
+    assert masks_for("sdpa", "global", 1, 10, ONES) == no_mask
+
+
+@pytest.mark.parametrize(
+    ("core", "dtype", "entry"),
+    [("sdpa", torch.float32, 1), ("eager", torch.float32, 4), ("eager", torch.bfloat16, 2)],
+)
+def test_the_largest_mask(core, dtype, entry, monkeypatch):
+    """A mask of exactly the limit is built, one byte less of a limit refuses it; and it has the size that was counted."""
+    padding = torch.tensor([[0] + [1] * 6, [1] * 7])
+    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 2 * 14 * 14 * entry)
+    mask = masks_for(core, "global", 2, 7, padding, dtype=dtype)["full_attention", 2]
+    assert mask.numel() * mask.element_size() == virtual_sequence.MAX_MASK_BYTES
+    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 2 * 14 * 14 * entry - 1)
+    with pytest.raises(ValueError, match=f"{core}.*needs a mask"):
+        masks_for(core, "global", 2, 7, padding, dtype=dtype)
+
+
+@torch.no_grad()
+def test_a_large_mask_is_refused_in_every_use(monkeypatch):
+    """Windows, padding, packing, a chunk on top of a cache, a custom mask; not a plain forward, not "mha" layers."""
+    model = random_model(small_config())
+    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 0)
+    input_ids = random_ids(1, 10)
+    cache = model(input_ids, attention_mask=ONES).past_key_values
+    model(random_ids(1, 10), use_cache=False)
+    for inputs in (
+        {"attention_mask": torch.tensor([[0] + [1] * 9])},
+        {"position_ids": POSITIONS, "use_cache": False},
+        {"past_key_values": cache},
+        {"attention_mask": causal_4d(ONES, "bool")},
+    ):
+        with pytest.raises(ValueError, match="needs a mask of"):
+            model(input_ids, **inputs)
+    with pytest.raises(ValueError, match="needs a mask of"):
+        random_model(small_config(layer_types="sliding_attention", sliding_window=10))(input_ids)
+    random_model(small_config(layer_types="sliding_attention", sliding_window=11))(input_ids)
+    random_model(small_config(**{**HYBRID, "attention_kinds": "mha"}, sliding_window=3))(input_ids)

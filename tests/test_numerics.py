@@ -1,0 +1,252 @@
+"""Dtypes, training arithmetic and the ways in which weights come into a model."""
+
+from copy import deepcopy
+
+import fake_flash
+import pytest
+import torch
+from accelerate import infer_auto_device_map, init_empty_weights
+from safetensors import safe_open
+from small_models import HYBRID, random_ids, random_model, small_config
+from test_generation import assert_close, uncached_logits
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from modeling_iha import IHAForCausalLM
+
+
+HALVES = [torch.bfloat16, torch.float16]
+# Over the largest entry. Seen: logits 0.022 and 0.003; gradients 0.17 and 0.010, of the QK norms, whose terms cancel.
+LOGITS = {torch.bfloat16: 0.05, torch.float16: 0.008}
+GRADIENTS = {torch.bfloat16: 0.3, torch.float16: 0.03}
+
+
+def hybrid_config(**overrides):
+    return small_config(**{"num_pseudo_heads": 3, **HYBRID, "sliding_window": 3, **overrides})
+
+
+def loss_and_gradients(model, input_ids, **inputs):
+    model.zero_grad()
+    loss = model(input_ids, labels=input_ids, use_cache=False, **inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("how", ["loaded", "moved", "autocast"])
+@pytest.mark.parametrize("core", ["eager", "sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_half_precision(dtype, core, how, monkeypatch):
+    """Logits and gradients near those in float32: loaded in the dtype, moved to it, and float32 weights under autocast."""
+    fake_flash.install(monkeypatch)
+    config = hybrid_config(use_qk_norm=True)
+    reference = random_model(config)
+    input_ids = random_ids(2, 24)
+    expected_logits = uncached_logits(reference, input_ids)
+    _, expected = loss_and_gradients(reference, input_ids)
+
+    model = random_model(config, dtype=dtype) if how == "loaded" else random_model(config)
+    model.set_attn_implementation(core)
+    if how == "moved":
+        model.to(dtype)
+    with torch.autocast("cpu", dtype, enabled=how == "autocast"):
+        logits = uncached_logits(model, input_ids)
+        loss, gradients = loss_and_gradients(model, input_ids)
+    assert logits.dtype == dtype
+    assert loss.isfinite()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32 if how == "autocast" else dtype}
+    assert_close(logits.float(), expected_logits, LOGITS[dtype])
+    for name, gradient in gradients.items():
+        assert_close(gradient, expected[name], GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.bfloat16(), lambda m: m.half()])
+def test_rope_keeps_its_precision(move, positions):
+    """Moving a model to half precision does not round the frequencies: at position 1000 the angles would be off by radians."""
+    config = small_config(pseudo_positions=positions)
+    model = random_model(config)
+    position_ids = torch.arange(1000, 1010)[None]
+    x = torch.zeros(1, 10, 1)
+    expected = model.model.rotary_emb.tables(x, position_ids)
+    actual = move(model).model.rotary_emb.tables(x, position_ids)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        for a, e in zip(actual[name], expected[name]):
+            assert torch.equal(a, e)
+
+
+# Training
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("inputs", ["padded", "packed", "autocast"])
+def test_gradient_checkpointing_recomputes_the_same(inputs, use_reentrant):
+    """The recomputed forward sees the same padding, documents and autocast dtype."""
+    model = random_model(hybrid_config()).train()
+    input_ids = random_ids(1, 8)
+    arguments = {
+        "padded": {"attention_mask": torch.tensor([[0, 0] + [1] * 6])},
+        "packed": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
+        "autocast": {},
+    }[inputs]
+    with torch.autocast("cpu", torch.bfloat16, enabled=inputs == "autocast"):
+        _, expected = loss_and_gradients(model, input_ids, **arguments)
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        _, actual = loss_and_gradients(model, input_ids, **arguments)
+    for name in expected:
+        assert_close(actual[name], expected[name])
+
+
+def rows_with_labels():
+    """Four rows of 9 tokens, of which 8, 1, 5 and 3 are trained on."""
+    input_ids = random_ids(4, 9)
+    labels = input_ids.clone()
+    for row, trained in enumerate((8, 1, 5, 3)):
+        labels[row, : 9 - trained] = -100
+    return input_ids, labels
+
+
+def test_gradient_accumulation_is_one_batch():
+    """With num_items_in_batch the losses of the micro-batches add up, whatever share of the labels each has."""
+    model = random_model(hybrid_config())
+    input_ids, labels = rows_with_labels()
+    expected_loss = model(input_ids, labels=labels).loss
+    expected_loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    num_items = (labels[:, 1:] != -100).sum()
+    loss = 0
+    for i in range(4):
+        part = model(input_ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=num_items).loss
+        part.backward()
+        loss += part.detach()
+    assert_close(loss, expected_loss.detach(), 1e-6)
+    for name, p in model.named_parameters():
+        assert_close(p.grad, expected[name])
+
+
+def test_trainer_accumulates_to_one_batch(tmp_path):
+    """Transformers' Trainer gives the same weights for 1 x 4 rows and for 4 x 1."""
+    input_ids, labels = rows_with_labels()
+    data = [{"input_ids": i, "labels": label} for i, label in zip(input_ids, labels)]
+    weights = []
+    for accumulation in (1, 4):
+        arguments = TrainingArguments(
+            tmp_path / str(accumulation),
+            per_device_train_batch_size=4 // accumulation,
+            gradient_accumulation_steps=accumulation,
+            max_steps=2,
+            learning_rate=0.1,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        model = random_model(hybrid_config())
+        Trainer(model, arguments, train_dataset=data).train()
+        weights.append(model.state_dict())
+    start = random_model(hybrid_config()).state_dict()
+    for name, expected in weights[0].items():
+        assert not torch.equal(expected, start[name]), name
+        assert_close(weights[1][name], expected, 1e-5)
+
+
+# Weights
+
+
+def test_from_the_meta_device(tmp_path):
+    """A model without weights, filled from a state dict, and one loaded from shards."""
+    model = random_model(hybrid_config())
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    input_ids = random_ids(2, 9)
+    expected = uncached_logits(model, input_ids)
+    with torch.device("meta"):
+        empty = IHAForCausalLM(deepcopy(model.config))
+    assert all(p.is_meta for p in empty.parameters())
+    with torch.no_grad():
+        for positions in (None, torch.arange(9, device="meta")[None]):
+            assert empty(input_ids.to("meta"), position_ids=positions).logits.shape == expected.shape
+    loaded = IHAForCausalLM.from_pretrained(tmp_path)
+    assert not any(t.is_meta for t in [*loaded.parameters(), *loaded.buffers()])
+    assert torch.equal(uncached_logits(loaded, input_ids), expected)
+    empty.load_state_dict(loaded.state_dict(), assign=True)
+    empty.model.rotary_emb = loaded.model.rotary_emb  # its buffers are in no checkpoint
+    assert torch.equal(uncached_logits(empty.eval(), input_ids), expected)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", [80, 40])
+def test_resized_embeddings(size, tied, tmp_path):
+    """Old tokens keep their logits, tied weights stay tied, and both survive a checkpoint."""
+    model = random_model(hybrid_config(tie_word_embeddings=tied))
+    input_ids = random_ids(2, 9, vocab_size=40)
+    expected = uncached_logits(model, input_ids)
+    model.resize_token_embeddings(size)
+    kept = min(size, 61)
+    assert model.config.vocab_size == model.vocab_size == size
+    resized = uncached_logits(model, input_ids)
+    assert resized.shape[-1] == size
+    assert torch.equal(resized[..., :kept], expected[..., :kept])
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    labelled = model(input_ids, labels=input_ids)
+    labelled.loss.backward()
+    assert labelled.loss.isfinite()
+
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == tied
+    assert torch.equal(uncached_logits(loaded, input_ids), resized)
+
+
+def test_tied_weights_are_saved_once(tmp_path):
+    tied = random_model(hybrid_config(tie_word_embeddings=True))
+    tied.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(tied.state_dict()) - {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("core", ["eager", "sdpa"])
+def test_device_map_with_disk_offload(core, tied, tmp_path):
+    """Layers that accelerate keeps on disk and brings in for their forward, with a cache that stays."""
+    model = random_model(hybrid_config(tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path / "model")
+    device_map = {
+        "model.embed_tokens": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.layers.2": "disk",
+        "model.layers.3": "cpu",
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        device_map=device_map,
+        offload_folder=tmp_path / "offload",
+        attn_implementation=core,
+    )
+    assert {name.split(".")[2] for name, p in loaded.named_parameters() if p.is_meta} == {"1", "2"}
+    input_ids = random_ids(2, 9)
+    assert_close(uncached_logits(loaded, input_ids), uncached_logits(model, input_ids))
+    options = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(loaded.generate(input_ids, **options), model.generate(input_ids, **options))
+    assert any(p.is_meta for p in loaded.model.layers[1].parameters())
+
+
+def test_device_map_auto_splits_between_layers():
+    """accelerate may put a boundary between layers, never through one."""
+    with init_empty_weights():
+        model = IHAForCausalLM(hybrid_config())
+    three_quarters = 0.75 * sum(p.numel() * p.element_size() for p in model.parameters())
+    device_map = infer_auto_device_map(
+        model, {"cpu": three_quarters, "disk": "1GB"}, no_split_module_classes=model._no_split_modules
+    )
+    assert len(set(device_map.values())) > 1
+    assert not any(".self_attn" in name or ".mlp" in name for name in device_map)
