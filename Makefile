@@ -1,14 +1,16 @@
 # `make demo` and `make test` work on a fresh clone with python3 (>= 3.11), pip and make: they set up .venv themselves.
 PYTHON ?= python3
 RUN := .venv/bin/python
+OLDEST := .venv-oldest/bin/python
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-oldest lint clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
 	@echo "make test   lint and the whole test suite (15 minutes on 2 cores)"
+	@echo "make test-oldest   the core tests on the oldest supported Transformers (2 minutes)"
 	@echo "make lint   ruff only"
-	@echo "make clean  remove .venv and outputs"
+	@echo "make clean  remove .venv, .venv-oldest and outputs"
 
 .venv/installed: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python {sys.version.split()[0]} is too old: 3.11 or later is needed (make PYTHON=python3.12 ...)")'
@@ -26,6 +28,14 @@ help:
 	$(RUN) tests/fetch_transformers_tests.py
 	@touch $@
 
+# Only Transformers and its Hub client are installed twice: what is not found here is taken from .venv, PyTorch above all.
+.venv-oldest/installed: .venv/test-installed constraints-oldest.txt
+	$(RUN) -m venv --clear .venv-oldest
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(OLDEST) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/from_venv.pth"
+	$(OLDEST) -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt transformers huggingface_hub
+	@touch $@
+
 demo: .venv/installed
 	$(RUN) demo.py
 
@@ -36,5 +46,9 @@ lint: .venv/test-installed
 test: lint
 	$(RUN) -m pytest
 
+test-oldest: .venv-oldest/installed
+	$(OLDEST) -m pytest --deselect tests/test_conversion.py::test_real_weights tests/test_reference.py tests/test_generation.py \
+		tests/test_conversion.py tests/test_check_remote_code.py tests/test_versions.py tests/test_serving.py
+
 clean:
-	rm -rf .venv outputs
+	rm -rf .venv .venv-oldest outputs

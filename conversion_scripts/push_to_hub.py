@@ -13,6 +13,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from conversion_scripts.check_remote_code import check_remote_code  # noqa: E402
 from conversion_scripts.checkpoint_io import UserError, load_in_clean_process, one_line, run_cli  # noqa: E402
 
 
@@ -60,7 +61,10 @@ def files_to_upload(directory: Path) -> tuple[list[str], list[str]]:
 
 
 def _code_files(directory: Path) -> set[str]:
-    """Names of the modules in the config's `auto_map` and of all they import from beside them."""
+    """Names of the modules in the config's `auto_map` and of all they import from beside them. Raises `UserError` for code
+    that would not work from the Hub."""
+    if problems := check_remote_code(directory):
+        raise UserError(f"{directory} holds code that breaks once it is published: {' '.join(problems)}")
     auto_map = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("auto_map", {})
     modules = {directory / f"{reference.split('.')[0]}.py" for reference in auto_map.values()}
     helpers = {Path(helper) for module in modules for helper in get_relative_import_files(module)}
@@ -76,15 +80,19 @@ def push(
     create_pr: bool = False,
 ) -> str:
     """Upload the files `names` of `directory` to the model repository `repo_id`, made if need be; returns the web address of
-    the commit or pull request. Raises `UserError` when the Hub refuses or cannot be reached."""
+    the commit or pull request. Raises `UserError` when the Hub refuses or cannot be reached, when somebody else commits during
+    the upload, and, before uploading anything, when `tag` is taken."""
     api = HfApi()
     try:
         # None leaves the choice to the account's default: an organisation may have it that new repositories are private.
         api.create_repo(repo_id, private=private or None, exist_ok=True)
+        if tag is not None and any(ref.name == tag for ref in api.list_repo_refs(repo_id).tags):
+            raise UserError(f"{repo_id} already has a tag {tag!r}: choose another, or delete it first.")
         commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=directory,
             allow_patterns=names,
+            parent_commit=api.repo_info(repo_id).sha,
             create_pr=create_pr,
             commit_message="Upload Interleaved Head Attention model",
         )

@@ -47,6 +47,12 @@ class FakeHub:
     def create_repo(self, repo_id, **kwargs):
         self.calls.append(("create_repo", repo_id, kwargs))
 
+    def list_repo_refs(self, repo_id):
+        return SimpleNamespace(tags=[SimpleNamespace(name="v0")])
+
+    def repo_info(self, repo_id):
+        return SimpleNamespace(sha="parent0")
+
     def upload_folder(self, **kwargs):
         self.calls.append(("upload_folder", kwargs))
         pr_url = "https://hub/discussions/1" if kwargs["create_pr"] else None
@@ -111,7 +117,7 @@ def test_push_makes_the_hubs_own_calls(directory, hub, monkeypatch, capsys):
     create, upload, tag = hub.calls
     assert create == ("create_repo", "me/iha", {"private": True, "exist_ok": True})
     assert (upload[1]["repo_id"], upload[1]["folder_path"], upload[1]["create_pr"]) == ("me/iha", directory, False)
-    assert set(upload[1]["allow_patterns"]) == CHECKPOINT
+    assert set(upload[1]["allow_patterns"]) == CHECKPOINT and upload[1]["parent_commit"] == "parent0"
     assert tag == ("create_tag", "me/iha", {"tag": "v1", "revision": "abc123"})
 
 
@@ -120,6 +126,19 @@ def test_push_as_pull_request(directory, hub, monkeypatch, capsys):
     assert code == 0 and "https://hub/discussions/1" in out
     assert [call[0] for call in hub.calls] == ["create_repo", "upload_folder"]
     assert hub.calls[0][2]["private"] is None and hub.calls[1][1]["create_pr"] is True
+
+
+def test_a_taken_tag_is_refused_before_the_upload(directory, hub, monkeypatch, capsys):
+    code, _, err = command(monkeypatch, capsys, push_to_hub, directory, "me/iha", "--tag", "v0")
+    assert code == 1 and "already has a tag 'v0'" in last_line(err)
+    assert [call[0] for call in hub.calls] == ["create_repo"]
+
+
+def test_code_that_would_break_is_refused(directory, hub, monkeypatch, capsys):
+    with open(directory / "virtual_sequence.py", "a") as file:
+        file.write("import triton\n")
+    code, _, err = command(monkeypatch, capsys, push_to_hub, directory, "me/iha")
+    assert code == 1 and "triton may not be installed" in last_line(err) and hub.calls == []
 
 
 def test_a_hub_that_fails_is_one_line(directory, hub, monkeypatch, capsys):

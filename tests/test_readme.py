@@ -29,7 +29,9 @@ def test_the_tests_of_the_tables_exist():
 
 
 def test_the_quickstart_runs(tmp_path, monkeypatch, capsys):
-    block = re.search(r"## Quickstart\n```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    block = re.search(
+        r"## Quickstart\n```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     command = re.search(r"python (conversion_scripts/\S+) (\S+) (.*)", block[1])
     save_tiny_source(tmp_path / "source")
     monkeypatch.chdir(tmp_path)
