@@ -12,6 +12,10 @@ setup(
     extras_require={
         # The scripts of this repository; they are run by path, from a checkout.
         "scripts": ["datasets", "gguf", "huggingface_hub", "matplotlib", "peft", "reasoning-gym", "trl"],
-        "dev": ["bitsandbytes", "hqq", "lm_eval", "parameterized", "pytest", "ruff", "torchao"],
+        "dev": [
+            *("parameterized", "pytest", "ruff"),
+            *("bitsandbytes", "hqq", "lm_eval", "torchao"),
+            *("fastapi", "openai", "pydantic", "rich", "uvicorn"),
+        ],
     },
 )

@@ -1,0 +1,318 @@
+"""A stand-in for the Hugging Face Hub on the loopback interface, in memory.
+
+It is not the Hub: it answers the calls that the real `huggingface_hub` client makes to create a model repository, push to it and load
+from it, over real HTTP, with revisions as commits and large files through LFS, as the client's code expects them. It has no web
+pages, no Xet storage, no redirects to a content network and no rate limits, and one token that may do everything.
+
+The client reads its endpoint when `huggingface_hub` is imported: clients run in subprocesses, with `LoopbackHub.environment`.
+"""
+
+import base64
+import hashlib
+import json
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import RLock, Thread
+from urllib.parse import parse_qs, unquote, urlsplit
+
+
+TOKEN = "hf_loopback"
+LFS_SUFFIXES = (".safetensors", ".bin", ".gguf")
+
+
+class HubError(Exception):
+    """An answer other than success; `code` is what the client tells its exceptions apart by."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, commit: str | None = None, **answer):
+        super().__init__(message)
+        self.answer = {"error": message, **answer}
+        headers = {"X-Error-Code": code, "X-Error-Message": message, "X-Repo-Commit": commit}
+        self.status, self.headers = status, {name: value for name, value in headers.items() if value}
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a commit: its content, and whether it is stored as an LFS object."""
+
+    content: bytes
+    lfs: bool
+
+    @property
+    def oid(self) -> str:
+        """What git would call it; for an LFS file, what git would call its pointer."""
+        data = self.content
+        if self.lfs:
+            data = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n" % (
+                self.sha256.encode(),
+                len(self.content),
+            )
+        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def etag(self) -> str:
+        return self.sha256 if self.lfs else self.oid
+
+
+@dataclass
+class Repository:
+    """Commits by id, each the files by path; references to them by name."""
+
+    private: bool
+    commits: dict[str, dict[str, File]] = field(default_factory=dict)
+    references: dict[str, str] = field(default_factory=dict)
+    pull_requests: int = 0
+
+    def commit(self, reference: str, files: dict[str, File]) -> str:
+        """Moves `reference` to a new commit of `files`, whose id follows from its parent and its content."""
+        content = [self.references.get(reference, ""), *(f"{path} {file.oid}" for path, file in sorted(files.items()))]
+        sha = hashlib.sha1("\n".join(content).encode()).hexdigest()
+        self.commits[sha] = files
+        self.references[reference] = sha
+        return sha
+
+    def resolve(self, revision: str) -> str:
+        sha = self.references.get(revision, revision)
+        if sha not in self.commits:
+            raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return sha
+
+
+class LoopbackHub:
+    """The stand-in; serves while used as a context manager.
+
+    Attributes:
+        endpoint (`str`): its address.
+        repositories (`dict[str, Repository]`): by id, such as "me/model".
+        calls (`list[tuple[str, str]]`): method and path of every request so far.
+        before_commit (`Callable` or `None`): called with the repository right before each commit, as if somebody
+            else were at work.
+    """
+
+    def __init__(self):
+        self.repositories: dict[str, Repository] = {}
+        self.lfs: dict[str, bytes] = {}
+        self.calls: list[tuple[str, str]] = []
+        self.before_commit = None
+        self.lock = RLock()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+
+    def __enter__(self) -> "LoopbackHub":
+        Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def environment(self, home) -> dict[str, str]:
+        """Variables for a client process whose caches are below `home`."""
+        return {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(home),
+            "HF_MODULES_CACHE": str(home / "modules"),
+        }
+
+    def add(self, repo_id: str, directory) -> str:
+        """Puts the files of `directory` into a new public repository, without HTTP; returns the commit."""
+        paths = (path for path in directory.iterdir() if path.is_file())
+        files = {path.name: File(path.read_bytes(), path.name.endswith(LFS_SUFFIXES)) for path in paths}
+        repository = self.repositories[repo_id] = Repository(private=False)
+        return repository.commit("main", files)
+
+    # What follows answers one kind of request each, with (headers, body).
+
+    def create(self, body: dict) -> dict:
+        repo_id = f"{body['organization']}/{body['name']}" if body.get("organization") else f"me/{body['name']}"
+        if repo_id in self.repositories:
+            raise HubError(409, "You already created this model repo", url=f"{self.endpoint}/{repo_id}")
+        private = body.get("private") or body.get("visibility") == "private"
+        repository = self.repositories[repo_id] = Repository(private=bool(private))
+        repository.commit(
+            "main", {".gitattributes": File(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", False)}
+        )
+        return {"url": f"{self.endpoint}/{repo_id}", "name": repo_id}
+
+    def info(self, repo_id: str, repository: Repository, revision: str) -> dict:
+        sha = repository.resolve(revision)
+        siblings = [{"rfilename": path} for path in sorted(repository.commits[sha])]
+        return {"id": repo_id, "sha": sha, "private": repository.private, "tags": [], "siblings": siblings}
+
+    def tree(self, repository: Repository, revision: str, folder: str) -> list[dict]:
+        """The files below `folder`; the stand-in holds no folders, so every listing is a recursive one."""
+        sha = repository.resolve(revision)
+        paths = [path for path in sorted(repository.commits[sha]) if path.startswith(folder)]
+        if folder and not paths:
+            raise HubError(404, f"{folder} does not exist on {revision!r}", "EntryNotFound", commit=sha)
+        listing = []
+        for path in paths:
+            file = repository.commits[sha][path]
+            listing.append({"type": "file", "path": path, "size": len(file.content), "oid": file.oid})
+            if file.lfs:
+                listing[-1]["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
+        return listing
+
+    def preupload(self, body: dict) -> dict:
+        modes = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular",
+                "shouldIgnore": False,
+            }
+            for file in body["files"]
+        ]
+        return {"files": modes}
+
+    def lfs_batch(self, repo_id: str, body: dict) -> dict:
+        """Asks for the objects that are not there yet."""
+        objects = []
+        for entry in body["objects"]:
+            if entry["oid"] not in self.lfs:
+                upload = {"href": f"{self.endpoint}/lfs/{entry['oid']}"}
+                verify = {"href": f"{self.endpoint}/{repo_id}.git/info/lfs/objects/verify"}
+                entry = {**entry, "actions": {"upload": upload, "verify": verify}}
+            objects.append(entry)
+        return {"transfer": "basic", "objects": objects}
+
+    def lfs_put(self, oid: str, content: bytes) -> dict:
+        if hashlib.sha256(content).hexdigest() != oid:
+            raise HubError(400, "The content does not have the announced sha256")
+        self.lfs[oid] = content
+        return {}
+
+    def lfs_verify(self, body: dict) -> dict:
+        if len(self.lfs.get(body["oid"], b"")) != body["size"]:
+            raise HubError(404, "The object was not uploaded")
+        return {}
+
+    def commit(self, repo_id: str, repository: Repository, reference: str, lines: list[dict], create_pr: bool) -> dict:
+        if self.before_commit is not None:
+            self.before_commit(repository)
+        header = next(line["value"] for line in lines if line["key"] == "header")
+        if header.get("parentCommit", repository.references[reference]) != repository.references[reference]:
+            raise HubError(412, "A commit has happened since. Please refresh and try again.")
+        files = dict(repository.commits[repository.references[reference]])
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = File(base64.b64decode(value["content"]), lfs=False)
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = File(self.lfs[value["oid"]], lfs=True)
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        answer = {"success": True}
+        if create_pr:
+            repository.pull_requests += 1
+            number = repository.pull_requests
+            repository.references[f"refs/pr/{number}"] = repository.references[reference]
+            reference = f"refs/pr/{number}"
+            answer["pullRequestUrl"] = f"{self.endpoint}/{repo_id}/discussions/{number}"
+        sha = repository.commit(reference, files)
+        return {**answer, "commitOid": sha, "commitUrl": f"{self.endpoint}/{repo_id}/commit/{sha}"}
+
+    def tag(self, repository: Repository, revision: str, name: str) -> dict:
+        if name in repository.references:
+            raise HubError(409, f"Tag {name} already exists")
+        repository.references[name] = repository.resolve(revision)
+        return {}
+
+    def references(self, repository: Repository) -> dict:
+        refs = [
+            {"name": name, "ref": f"refs/tags/{name}", "targetCommit": sha}
+            for name, sha in repository.references.items()
+        ]
+        branches = [{**ref, "ref": "refs/heads/main"} for ref in refs if ref["name"] == "main"]
+        tags = [ref for ref in refs if ref["name"] != "main" and not ref["name"].startswith("refs/pr/")]
+        return {"branches": branches, "tags": tags, "converts": []}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Takes requests apart and hands them to `hub`."""
+
+    hub: LoopbackHub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+    def handle_request(self) -> None:
+        url = urlsplit(self.path)
+        parts = [unquote(part) for part in url.path.strip("/").split("/")]
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        try:
+            with self.hub.lock:
+                self.hub.calls.append((self.command, url.path))
+                headers, content = self.route(parts, parse_qs(url.query), body)
+            status = 200
+        except HubError as error:
+            status, headers, content = error.status, error.headers, json.dumps(error.answer).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": len(content), **headers}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_request
+
+    def route(self, parts: list[str], query: dict, body: bytes) -> tuple[dict, bytes]:
+        hub = self.hub
+        authorized = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if parts[0] == "lfs":  # as on the Hub, the address itself is the permission
+            return _json(hub.lfs_put(parts[1], body))
+        if self.command not in ("GET", "HEAD") and not authorized:
+            raise HubError(401, "Invalid username or password.")
+        if parts == ["api", "repos", "create"]:
+            return _json(hub.create(json.loads(body)))
+        if parts == ["api", "validate-yaml"]:
+            return _json({"errors": [], "warnings": []})
+        if parts[2:] and parts[1].endswith(".git"):
+            repo_id = "/".join(parts[:2]).removesuffix(".git")
+            return _json(
+                hub.lfs_batch(repo_id, json.loads(body)) if parts[-1] == "batch" else hub.lfs_verify(json.loads(body))
+            )
+
+        parts = parts[2:] if parts[:2] == ["api", "models"] else parts
+        repo_id, call, rest = "/".join(parts[:2]), parts[2:3], parts[3:]
+        repository = hub.repositories.get(repo_id)
+        if repository is None or (repository.private and not authorized):
+            raise HubError(404 if authorized else 401, "Repository not found", "RepoNotFound")
+        match call:
+            case []:
+                return _json(hub.info(repo_id, repository, "main"))
+            case ["revision"]:
+                return _json(hub.info(repo_id, repository, "/".join(rest)))
+            case ["refs"]:
+                return _json(hub.references(repository))
+            case ["tree"]:
+                return _json(hub.tree(repository, rest[0], "/".join(rest[1:])))
+            case ["preupload"]:
+                return _json(hub.preupload(json.loads(body)))
+            case ["commit"]:
+                lines = [json.loads(line) for line in body.splitlines()]
+                return _json(hub.commit(repo_id, repository, rest[0], lines, "create_pr" in query))
+            case ["tag"]:
+                return _json(hub.tag(repository, rest[0], json.loads(body)["tag"]))
+            case ["resolve"]:
+                return self.resolve(repository, rest[0], "/".join(rest[1:]))
+        raise HubError(404, f"The stand-in does not know {self.command} {self.path}")
+
+    def resolve(self, repository: Repository, revision: str, path: str) -> tuple[dict, bytes]:
+        sha = repository.resolve(revision)
+        file = repository.commits[sha].get(path)
+        if file is None:
+            raise HubError(404, f"{path} does not exist on {revision!r}", "EntryNotFound", commit=sha)
+        headers = {"X-Repo-Commit": sha, "ETag": f'"{file.etag}"'}
+        if file.lfs:
+            headers |= {"X-Linked-ETag": f'"{file.etag}"', "X-Linked-Size": len(file.content)}
+        return headers, file.content
+
+
+def _json(answer) -> tuple[dict, bytes]:
+    return {"Content-Type": "application/json"}, json.dumps(answer).encode()

@@ -1,0 +1,153 @@
+"""A server that speaks OpenAI's API, asked by OpenAI's client and by `transformers chat`; pipelines; and what cannot serve."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from small_models import HYBRID, random_model, small_config
+from tiny_sources import tiny_tokenizer
+from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
+
+from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
+
+
+ROOT = Path(__file__).resolve().parents[1]
+CHAT = [{"role": "user", "content": "the people of the state"}]
+NEW_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Both attention kinds and both geometries; a prompt is longer than the window."""
+    return random_model(small_config(**HYBRID, sliding_window=4, num_pseudo_heads=3))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("serving") / "iha"
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def reply(model):
+    """The text that the model itself answers `CHAT` with, and the number of tokens of the prompt."""
+    inputs = tiny_tokenizer().apply_chat_template(
+        CHAT, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    length = inputs["input_ids"].shape[1]
+    tokens = model.generate(inputs["input_ids"], max_new_tokens=NEW_TOKENS, do_sample=False)[0, length:]
+    return tiny_tokenizer().decode(tokens, skip_special_tokens=True), length
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    """The address of a server on the loopback interface that gives up after a minute."""
+    home = tmp_path_factory.mktemp("server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with open(home / "log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, ROOT / "conversion_scripts" / "serve.py", checkpoint, "--host", "127.0.0.1"]
+            + ["--port", str(port), "--device", "cpu"],
+            env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            except OSError:
+                running = process.poll() is None and time.monotonic() < deadline
+                assert running, (home / "log").read_text()
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def test_openai_client(server, checkpoint, reply):
+    """Whole and streamed, greedily: the words of the model itself."""
+    text, length = reply
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60, max_retries=0)
+    request = {"model": checkpoint, "messages": CHAT, "max_tokens": NEW_TOKENS, "temperature": 0}
+    whole = client.chat.completions.create(**request)
+    assert whole.choices[0].message.content == text and whole.choices[0].finish_reason == "length"
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (length, NEW_TOKENS)
+
+    pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**request, stream=True)]
+    pieces = [piece for piece in pieces if piece]
+    assert "".join(pieces) == text and len(pieces) > NEW_TOKENS // 2
+
+
+def test_transformers_chat(server, checkpoint, reply, tmp_path):
+    """The command takes its turns from standard input."""
+    process = subprocess.run(
+        [Path(sys.executable).with_name("transformers"), "chat", checkpoint, server]
+        + [f"max_new_tokens={NEW_TOKENS}", "do_sample=False"],
+        input=f"{CHAT[0]['content']}\nn\n!exit\n",
+        env=os.environ
+        | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 0 and reply[0] in process.stdout, process.stdout + process.stderr
+
+
+def test_text_generation_pipeline(checkpoint, reply):
+    generate = pipeline("text-generation", checkpoint, device="cpu")
+    output = generate(CHAT, max_new_tokens=NEW_TOKENS, do_sample=False)[0]["generated_text"]
+    assert output == [*CHAT, {"role": "assistant", "content": reply[0]}]
+    # Prompts of different lengths in one batch, which the pipeline pads.
+    prompts = ["the people", "the people of the state of the union"]
+    together = generate(prompts, max_new_tokens=4, do_sample=False, batch_size=2)
+    assert together == [generate([prompt], max_new_tokens=4, do_sample=False)[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"num_pseudo_heads": 1},
+        {**HYBRID, "sliding_window": 4},
+        {"attention_kinds": "mha", "layer_types": "sliding_attention", "sliding_window": 4},
+    ],
+    ids=["iha", "one_pseudo_head", "hybrid", "window_mha"],
+)
+def test_continuous_batching_is_refused(overrides):
+    model = random_model(small_config(**overrides))
+    with pytest.raises(NotImplementedError, match="Continuous batching .* Use generate"):
+        model.generate_batch([[5, 6, 7], [8, 9]], max_new_tokens=4)
+
+
+def test_continuous_batching_of_plain_attention():
+    model = random_model(small_config(attention_kinds="mha"))
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = [[5, 6, 7, 8, 9], [10, 11]]
+    # By default the cache takes most of the memory there is.
+    batching = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    outputs = model.generate_batch(prompts, config, batching, warmup=False).values()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        alone = model.generate(torch.tensor([prompt]), config)[0, len(prompt) :]
+        assert output.generated_tokens == alone.tolist()
+
+
+@pytest.mark.parametrize("model_class", [IHAModel, IHAForCausalLM, IHAForSequenceClassification])
+def test_servers_with_their_own_attention_are_told_no(model_class):
+    """vLLM and SGLang ask this before they fall back on a Transformers model."""
+    assert not model_class.is_backend_compatible()
