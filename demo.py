@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent
 OUTPUT = Path("outputs/demo")
 # Sums of three digits with the running sums as reasoning: SmolLM2 answers few of them before the fine-tuning.
 DATA = ["--generator", "chain_sum", "--options", "min_terms=3", "max_terms=3", "min_digits=1", "max_digits=1"]
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def smollm2_gguf() -> Path:
@@ -87,9 +87,14 @@ def main() -> None:
     after = score("Answer after fine-tuning", final, OUTPUT / "after.json")
 
     print("\n== Reload in a process that cannot import this package, and generate", flush=True)
-    replies = {
-        name: load_in_clean_process(path, QUESTION, 32) for name, path in (("converted", converted), ("final", final))
-    }
+    with test.open() as rows:
+        row = json.loads(next(rows))
+    sum_ = [
+        {"role": "system", "content": row["system"]},
+        {"role": "user", "content": row["conversations"][0]["value"]},
+    ]
+    unchanged, tuned = load_in_clean_process(converted, CAPITAL, 32), load_in_clean_process(final, sum_, 96)
+    same = tuned["text"] == json.loads((OUTPUT / "after.json").read_text())["replies"][0]
 
     losses = json.loads((OUTPUT / "sft/loss.json").read_text())
     print(f"""
@@ -99,10 +104,10 @@ greedy {figures["converted"]["greedy_agreement"]}/{figures["converted"]["greedy_
 broken control {figures["control"]["max_logit_difference"]:.1e}
   held-out loss {losses["eval"][0][1]:.3f} -> {losses["eval"][-1][1]:.3f} nats per token in {losses["eval"][-1][0]} steps
   accuracy      {before:.0%} -> {after:.0%} of the held-out questions
-  "{QUESTION[0]["content"]}"
-    converted:  {replies["converted"]["text"]}
-    fine-tuned: {replies["final"]["text"]}
-  checkpoint    {final} (loaded as {replies["final"]["module"].partition(".")[0]}, not from this package)
+  converted     {CAPITAL[-1]["content"]} -> {unchanged["text"]}
+  fine-tuned    {sum_[-1]["content"]} -> {" ".join(tuned["text"].split())}
+                ({"the same" if same else "NOT the same"} reply as before the reload)
+  checkpoint    {final} (loaded as {tuned["module"].partition(".")[0]}, not from this package)
   loss curve    {OUTPUT / "sft/loss.png"}""")
 
 
