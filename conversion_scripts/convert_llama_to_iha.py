@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gguf import GGUFReader
-from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     LlamaForCausalLM,
@@ -26,7 +24,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.activations import ACT2FN
-from transformers.utils import cached_file
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -40,7 +37,7 @@ from conversion_scripts.checkpoint_io import (  # noqa: E402
     one_line,
     run_cli,
 )
-from model_cards.render import render_card  # noqa: E402
+from model_cards.render import render_card, source_license, source_name  # noqa: E402
 from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
 
 
@@ -307,17 +304,6 @@ def build(
     return model
 
 
-def source_license(source: str) -> str | None:
-    """The license that a checkpoint names in its model card or GGUF header, if any."""
-    if source.endswith(".gguf"):
-        field = GGUFReader(source).get_field("general.license")
-        return field.contents() if field else None
-    card = cached_file(
-        source, "README.md", _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-    )
-    return ModelCard.load(card, ignore_metadata_errors=True).data.license if card else None
-
-
 def describe(source: str, source_config: PreTrainedConfig, config: IHAConfig, schedule: str) -> str:
     """What was converted and for which lengths it is exact, as Markdown for the model card."""
     length = exact_length(source_config, config)
@@ -329,11 +315,6 @@ def describe(source: str, source_config: PreTrainedConfig, config: IHAConfig, sc
         f"pseudo-heads and the {schedule} schedule. Before any further training the model computes what its source does, up to "
         f"rounding, for {lengths}."
     )
-
-
-def source_name(source: str) -> str:
-    """What to call the source in public: a Hub id whole, of a local path only its last part."""
-    return Path(source).name if Path(source).exists() else source
 
 
 def parse_arguments() -> argparse.Namespace:

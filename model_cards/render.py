@@ -3,7 +3,9 @@
 from collections import Counter
 from pathlib import Path
 
+from gguf import GGUFReader
 from huggingface_hub import ModelCard, ModelCardData
+from transformers.utils import cached_file
 
 from modeling_iha import IHAConfig
 
@@ -55,6 +57,22 @@ def render_card(
             architecture=_architecture(config),
         )
     )
+
+
+def source_license(source: str) -> str | None:
+    """The license that a checkpoint names in its model card or GGUF header, if any."""
+    if source.endswith(".gguf"):
+        field = GGUFReader(source).get_field("general.license")
+        return field.contents() if field else None
+    card = cached_file(
+        source, "README.md", _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return ModelCard.load(card, ignore_metadata_errors=True).data.license if card else None
+
+
+def source_name(source: str) -> str:
+    """What to call the source in public: a Hub id whole, of a local path only its last part."""
+    return Path(source).name if Path(source).exists() else source
 
 
 def _architecture(config: IHAConfig) -> str:

@@ -31,8 +31,7 @@ from conversion_scripts.checkpoint_io import (  # noqa: E402
     one_line,
     run_cli,
 )
-from conversion_scripts.convert_llama_to_iha import source_license, source_name  # noqa: E402
-from model_cards.render import render_card  # noqa: E402
+from model_cards.render import render_card, source_license, source_name  # noqa: E402
 from sft.data import load_messages, tokenize, write_whole  # noqa: E402
 
 
