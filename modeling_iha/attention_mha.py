@@ -1,6 +1,7 @@
 """Multi-head attention, kind "mha": Llama's attention with QK-norm and a window, and the base of the other kinds."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers.cache_utils import Cache
@@ -13,6 +14,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_iha import IHAConfig
+from .window_blocks import window_attention
 
 
 class MultiHeadAttention(LlamaAttention):
@@ -72,6 +74,8 @@ class MultiHeadAttention(LlamaAttention):
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
+        if self.config._attn_implementation == "sdpa" and attention_mask is not None and attention_mask.ndim == 2:
+            attention_interface = partial(window_attention, attention_interface)
         return attention_interface(
             self,
             query_states,

@@ -11,6 +11,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
 from .configuration_iha import IHAConfig
+from .window_blocks import BLOCK
 
 
 # The largest dense mask that is built for an interleaved sequence; on "sdpa" a row of N * P = 65536 virtual tokens takes it.
@@ -161,7 +162,7 @@ def _check_mask_size(
     size = rows * queries * keys * virtual**2 * entry
     if size <= MAX_MASK_BYTES:
         return
-    # SDPA needs no mask for causal attention over the whole input.
+    # SDPA needs no mask for causal attention over the whole input, and `window_attention` makes small ones of its own.
     if core == "sdpa" and not custom:
         windowed = layer_type == "sliding_attention" and keys >= config.sliding_window
         cached = past_key_values is not None and past_key_values.get_query_offset(layer_idx) != 0
@@ -177,6 +178,38 @@ def _check_mask_size(
     )
 
 
+def _window_documents(
+    config: IHAConfig,
+    geometry: tuple[str, int],
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    past_key_values: Cache | None,
+    position_ids: torch.Tensor | None,
+    layer_idx: int,
+) -> torch.Tensor | None:
+    """What `window_attention` takes in place of a mask, int [batch or 1, N * P]: the document of each virtual token, -1 for
+    padding. `None` where SDPA's own mask is as good: for short inputs, chunks that continue a cache, and compiled calls."""
+    layer_type, virtual = geometry
+    length = inputs_embeds.shape[1]
+    if config._attn_implementation != "sdpa" or layer_type != "sliding_attention" or is_tracing(inputs_embeds):
+        return None
+    if (length - config.sliding_window) * virtual <= BLOCK or (
+        attention_mask is not None and attention_mask.ndim != 2
+    ):
+        return None
+    if past_key_values is not None:
+        keys, _ = past_key_values.get_mask_sizes(length, layer_idx)
+        if keys != length or past_key_values.get_query_offset(layer_idx) != 0:
+            return None
+    if attention_mask is not None:
+        documents = -(attention_mask == 0).int()
+    elif past_key_values is None and position_ids is not None:
+        documents = (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).int().cumsum(dim=-1)
+    else:
+        documents = torch.zeros(1, length, dtype=torch.int, device=inputs_embeds.device)
+    return documents.repeat_interleave(virtual, dim=1)
+
+
 def create_masks(
     config: IHAConfig,
     geometries: list[tuple[str, int]],
@@ -186,7 +219,7 @@ def create_masks(
     position_ids: torch.Tensor | None,
 ) -> dict[tuple[str, int], torch.Tensor | None]:
     """The mask of each geometry (layer type, virtual tokens per token) among the layers, as Transformers builds it for the
-    core of `config._attn_implementation`.
+    core of `config._attn_implementation`; for a long input to a window layer on SDPA what `window_attention` takes instead.
 
     Args:
         geometries (`list[tuple[str, int]]`): (layer type, virtual tokens per token) of each layer.
@@ -205,6 +238,10 @@ def create_masks(
             continue
         sliding = layer_type == "sliding_attention"
         tokens = (inputs_embeds, attention_mask, past_key_values, position_ids)
+        documents = _window_documents(config, (layer_type, virtual), *tokens, layer_idx)
+        if documents is not None:
+            masks[layer_type, virtual] = documents
+            continue
         if virtual > 1:
             _check_mask_size(config, (layer_type, virtual), *tokens, layer_idx)
         if custom:

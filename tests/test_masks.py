@@ -249,9 +249,10 @@ def masks_for(core, geometry, rows, length, attention_mask=None, cache=None, dty
 
 @pytest.mark.parametrize("geometry", ["window", "hybrid"])
 def test_a_mask_that_would_not_fit_is_refused(geometry):
-    """At its real size: 16 GiB for a window layer of 65536 tokens and P = 2; nothing is allocated on the meta device."""
-    with pytest.raises(ValueError, match="(?s)'sdpa' needs a mask of 16 GiB.*65536 x 2.*'flash_attention_4'.*batch"):
-        masks_for("sdpa", geometry, 1, 65536, device="meta")
+    """At its real size: 64 GiB for a window layer of 65536 tokens and P = 2; nothing is allocated on the meta device. On SDPA window layers
+    run in blocks (test_window_blocks.py)."""
+    with pytest.raises(ValueError, match="(?s)'eager' needs a mask of 64 GiB.*65536 x 2.*'flash_attention_4'.*batch"):
+        masks_for("eager", geometry, 1, 65536, device="meta")
 
 
 def test_no_mask_is_refused_where_none_is_built(monkeypatch):

@@ -1,0 +1,135 @@
+"""Window layers on SDPA run in blocks of queries: the same result as with a dense mask, which is never built."""
+
+import pytest
+import torch
+from small_models import HYBRID, random_ids, random_model, small_config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from modeling_iha import attention_mha, virtual_sequence, window_blocks
+from modeling_iha.virtual_sequence import create_masks
+from modeling_iha.window_blocks import window_attention
+
+
+LENGTH = 45
+CONFIGS = {
+    "iha": {"layer_types": "sliding_attention", "sliding_window": 5, "num_pseudo_heads": 3},
+    "iha_window_of_1": {"layer_types": "sliding_attention", "sliding_window": 1},
+    "mha": {"layer_types": "sliding_attention", "sliding_window": 5, "attention_kinds": "mha"},
+    "hybrid": {**HYBRID, "sliding_window": 9},
+}
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Blocks of 8 queries, so that short inputs have several; gives the lengths that went through them."""
+    lengths = []
+
+    def counted(core, module, query, *args, **kwargs):
+        lengths.append(query.shape[2])
+        return window_attention(core, module, query, *args, **kwargs)
+
+    monkeypatch.setattr(window_blocks, "BLOCK", 8)
+    monkeypatch.setattr(virtual_sequence, "BLOCK", 8)
+    monkeypatch.setattr(attention_mha, "window_attention", counted)
+    return lengths
+
+
+def naive(query, key, value, documents, window):
+    """One query at a time, in float64."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    rows = []
+    for b in range(len(query)):
+        out = []
+        for v in range(query.shape[2]):
+            seen = [u for u in range(max(0, v - window + 1), v + 1) if documents[b, u] == documents[b, v]]
+            scores = torch.einsum("hd,hud->hu", query[b, :, v], key[b][:, seen]) / query.shape[-1] ** 0.5
+            out.append(torch.einsum("hu,hud->hd", scores.softmax(-1), value[b][:, seen]))
+        rows.append(torch.stack(out))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 100])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 33])
+def test_blocks_equal_single_queries(length, window, monkeypatch):
+    monkeypatch.setattr(window_blocks, "BLOCK", 8)
+    generator = torch.Generator().manual_seed(length)
+    query, key, value = (
+        torch.randn(2, heads, length, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    documents = torch.stack([torch.zeros(length), torch.arange(length) // 5]).int()
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    weight = torch.randn(2, length, 4, 6, generator=generator, dtype=torch.float64)
+    output, _ = window_attention(sdpa_attention_forward, module, query, key, value, documents, window, scaling=6**-0.5)
+    expected = naive(query, key, value, documents, window)
+    torch.testing.assert_close(output, expected)
+    gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
+    for actual, target in zip(gradients, torch.autograd.grad((expected * weight).sum(), (query, key, value))):
+        torch.testing.assert_close(actual, target)
+
+
+def logits_and_gradients(model, core, **inputs):
+    model.set_attn_implementation(core)
+    model.zero_grad()
+    logits = model(**inputs).logits
+    real = inputs.get("attention_mask", torch.ones(logits.shape[:2]))[..., None]
+    (logits * real).square().sum().backward()
+    return [(logits * real).detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("case", ["plain", "cache", "left_padding", "right_padding", "packed"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equal_to_a_dense_mask(name, case, blocks):
+    model = random_model(small_config(**CONFIGS[name]))
+    inputs = {"input_ids": random_ids(2, LENGTH), "use_cache": case == "cache"}
+    if case.endswith("padding"):
+        mask = torch.ones(2, LENGTH, dtype=torch.long)
+        mask[0, slice(0, 13) if case == "left_padding" else slice(-13, None)] = 0
+        inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    if case == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(20), torch.arange(LENGTH - 20)]).expand(2, -1)
+    actual = logits_and_gradients(model, "sdpa", **inputs)
+    assert blocks
+    for value, target in zip(actual, logits_and_gradients(model, "eager", **inputs), strict=True):
+        assert (value - target).abs().max() <= 2e-5 * target.abs().max()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generation_after_a_long_prompt(name, cache, blocks):
+    model = random_model(small_config(**CONFIGS[name])).eval()
+    inputs = {"input_ids": random_ids(2, LENGTH), "attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.set_attn_implementation("eager")
+    expected = model.generate(**inputs, **settings)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model.generate(**inputs, **settings, cache_implementation=cache), expected)
+    # The prompt went through in blocks, once for each window layer; single tokens do not.
+    assert set(blocks) <= {LENGTH, LENGTH * model.config.num_pseudo_heads}
+    assert len(blocks) == model.config.layer_types.count("sliding_attention")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_a_long_chunk_on_a_cache(name, blocks):
+    """Its keys reach back into the cache: the core's own mask."""
+    model = random_model(small_config(**CONFIGS[name])).eval()
+    input_ids = random_ids(2, 2 * LENGTH)
+    cache = model(input_ids[:, :LENGTH], use_cache=True).past_key_values
+    calls = len(blocks)
+    logits = model(input_ids[:, LENGTH:], past_key_values=cache).logits
+    assert calls > 0 and len(blocks) == calls
+    expected = model(input_ids, use_cache=False).logits[:, LENGTH:]
+    assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_no_dense_mask_for_a_long_input():
+    """64k tokens of four pseudo-heads: a dense mask would take 64 GiB."""
+    config = small_config(layer_types="sliding_attention", sliding_window=512)
+    config._attn_implementation = "sdpa"
+    length, geometry = 65536, ("sliding_attention", 4)
+    positions = torch.arange(length)[None]
+    mask = create_masks(config, [geometry], torch.empty(1, length, 0), None, None, positions)[geometry]
+    assert mask.shape == (1, length * 4)
