@@ -162,7 +162,7 @@ def _check_mask_size(
     size = rows * queries * keys * virtual**2 * entry
     if size <= MAX_MASK_BYTES:
         return
-    # SDPA needs no mask for causal attention over the whole input, and `window_attention` makes small ones of its own.
+    # SDPA needs no mask for causal attention over the whole input.
     if core == "sdpa" and not custom:
         windowed = layer_type == "sliding_attention" and keys >= config.sliding_window
         cached = past_key_values is not None and past_key_values.get_query_offset(layer_idx) != 0
@@ -202,7 +202,8 @@ def _window_documents(
         if keys != length or past_key_values.get_query_offset(layer_idx) != 0:
             return None
     if attention_mask is not None:
-        documents = -(attention_mask == 0).int()
+        # As in Transformers' masks: it may come from another device, and be long enough for tokens to come.
+        documents = -(attention_mask[:, :length].to(inputs_embeds.device) == 0).int()
     elif past_key_values is None and position_ids is not None:
         documents = (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).int().cumsum(dim=-1)
     else:

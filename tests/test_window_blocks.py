@@ -96,6 +96,21 @@ def test_equal_to_a_dense_mask(name, case, blocks):
         assert (value - target).abs().max() <= 2e-5 * target.abs().max()
 
 
+def test_a_mask_long_enough_for_tokens_to_come(blocks):
+    model = random_model(small_config(**CONFIGS["iha"]))
+    mask = torch.ones(2, LENGTH + 5, dtype=torch.long)
+    mask[0, :13] = 0
+    logits = {}
+    for core in ("eager", "sdpa"):
+        model.set_attn_implementation(core)
+        with torch.no_grad():
+            logits[core] = (
+                model(random_ids(2, LENGTH), attention_mask=mask, use_cache=True).logits * mask[:, :LENGTH, None]
+            )
+    assert blocks
+    assert (logits["sdpa"] - logits["eager"]).abs().max() <= 2e-5 * logits["eager"].abs().max()
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generation_after_a_long_prompt(name, cache, blocks):
