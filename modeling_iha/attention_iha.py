@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from .attention_mha import MultiHeadAttention
@@ -18,6 +19,13 @@ class HeadMixing(nn.Module):
     def __init__(self, num_heads: int, num_pseudo_heads: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads, num_heads, num_pseudo_heads))
+
+    def init_mechanism(self, config: IHAConfig):
+        """Every pseudo-head near its own head, as the paper gives no start: the layer starts close to MHA, and the noise sets the
+        pseudo-heads apart."""
+        noise = torch.randn_like(self.weight) * config.initializer_range
+        identity = torch.eye(self.weight.shape[0], device=noise.device, dtype=noise.dtype)
+        init.copy_(self.weight, identity.unsqueeze(-1) + noise)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """The virtual tokens [batch, N, P, M, head_dim] of the heads' states [batch, M, N, head_dim]."""
@@ -39,6 +47,14 @@ class HeadCollapse(nn.Module):
         self.num_pseudo_heads = num_pseudo_heads
         columns = num_pseudo_heads if pseudo_collapse == "per_head" else num_heads * num_pseudo_heads
         self.weight = nn.Parameter(torch.empty(num_heads, columns))
+
+    def init_mechanism(self, config: IHAConfig):
+        """The mean over the pseudo-heads."""
+        identity = torch.eye(self.weight.shape[0], device=self.weight.device, dtype=self.weight.dtype)
+        if self.weight.shape[1] == self.num_pseudo_heads:
+            identity = torch.ones_like(identity[:, :1])
+        mean = identity / self.num_pseudo_heads
+        init.copy_(self.weight, mean.repeat_interleave(self.num_pseudo_heads, dim=1))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Heads [batch, N, H, head_dim] of the attention output [batch, N * P, H, head_dim]."""

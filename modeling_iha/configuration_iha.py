@@ -24,8 +24,8 @@ AUTO_MAP = {
     "AutoModelForQuestionAnswering": "modeling_iha.IHAForQuestionAnswering",
 }
 
-# Options that `attention_options` may hold, by attention kind.
-ATTENTION_OPTIONS = {"mha": {}, "iha": {}}
+# Options that `attention_options` may hold, by attention kind: (default, test of a value, what the test asks for).
+ATTENTION_OPTIONS: dict[str, dict[str, tuple]] = {"mha": {}, "iha": {}}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PSEUDO_POSITIONS = ("interleaved", "shared")
 PSEUDO_COLLAPSES = ("per_head", "all_heads")
@@ -245,6 +245,16 @@ class IHAConfig(LlamaConfig):
                     raise ValueError(
                         f"attention_options[{kind!r}] has the option {option!r}; options of this kind: {allowed}."
                     )
+                _, is_valid, expected = ATTENTION_OPTIONS[kind][option]
+                if not is_valid(options[option]):
+                    raise ValueError(
+                        f"attention_options[{kind!r}] has {option}={options[option]!r}; it must be {expected}."
+                    )
+
+    def options_of(self, kind: str) -> dict:
+        """The options of an attention kind, defaults included."""
+        defaults = {option: default for option, (default, *_) in ATTENTION_OPTIONS[kind].items()}
+        return {**defaults, **self.attention_options.get(kind, {})}
 
     def _validate_rope(self):
         rope_types = ("default", *ROPE_INIT_FUNCTIONS)

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 from transformers import AutoModel
-from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -24,7 +23,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_iha import HeadCollapse, HeadMixing, InterleavedHeadAttention
+from .attention_iha import InterleavedHeadAttention
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .virtual_sequence import check_packing, create_masks
@@ -132,19 +131,10 @@ class IHAPreTrainedModel(PreTrainedModel):
         return False
 
     def _init_weights(self, module: nn.Module):
-        """Llama's; and, where the paper gives none, every pseudo-head near its own head and the mean as collapse: the layer
-        starts close to MHA, and the noise sets the pseudo-heads apart."""
+        """Llama's, and what a mechanism's own modules say in `init_mechanism`."""
         super()._init_weights(module)
-        if isinstance(module, HeadMixing):
-            noise = torch.randn_like(module.weight) * self.config.initializer_range
-            identity = torch.eye(module.weight.shape[0], device=noise.device, dtype=noise.dtype)
-            init.copy_(module.weight, identity.unsqueeze(-1) + noise)
-        elif isinstance(module, HeadCollapse):
-            identity = torch.eye(module.weight.shape[0], device=module.weight.device, dtype=module.weight.dtype)
-            if module.weight.shape[1] == module.num_pseudo_heads:
-                identity = torch.ones_like(identity[:, :1])
-            mean = identity / module.num_pseudo_heads
-            init.copy_(module.weight, mean.repeat_interleave(module.num_pseudo_heads, dim=1))
+        if hasattr(module, "init_mechanism"):
+            module.init_mechanism(self.config)
 
 
 class IHAModel(IHAPreTrainedModel):
