@@ -5,7 +5,9 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
+from .absorbed_decode import absorbed_attention
 from .attention_mha import MultiHeadAttention
+from .collapse_first import collapse_first_attention, collapses_first
 from .configuration_iha import IHAConfig
 from .virtual_sequence import virtual_kwargs
 
@@ -27,8 +29,10 @@ class HeadMixing(nn.Module):
         identity = torch.eye(self.weight.shape[0], device=noise.device, dtype=noise.dtype)
         init.copy_(self.weight, identity.unsqueeze(-1) + noise)
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """The virtual tokens [batch, N, P, M, head_dim] of the heads' states [batch, M, N, head_dim]."""
+    def forward(self, states: torch.Tensor | None) -> torch.Tensor:
+        """The virtual tokens [batch, N, P, M, head_dim] of the heads' states [batch, M, N, head_dim]; of `None`, alpha itself."""
+        if states is None:
+            return self.weight
         num_heads, _, num_pseudo_heads = self.weight.shape
         alpha = self.weight.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
         mixed = torch.matmul(alpha, states.transpose(1, 2))
@@ -56,8 +60,10 @@ class HeadCollapse(nn.Module):
         mean = identity / self.num_pseudo_heads
         init.copy_(self.weight, mean.repeat_interleave(self.num_pseudo_heads, dim=1))
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Heads [batch, N, H, head_dim] of the attention output [batch, N * P, H, head_dim]."""
+    def forward(self, states: torch.Tensor | None) -> torch.Tensor:
+        """Heads [batch, N, H, head_dim] of the attention output [batch, N * P, H, head_dim]; of `None`, R itself."""
+        if states is None:
+            return self.weight
         states = states.unflatten(1, (-1, self.num_pseudo_heads))
         weight = self.weight.to(states.dtype)
         if weight.shape[1] == self.num_pseudo_heads:
@@ -104,6 +110,38 @@ class InterleavedHeadAttention(MultiHeadAttention):
         x1, x2 = states.chunk(2, dim=-1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
+    def attend_base(
+        self,
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        documents: torch.Tensor | None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Collapsed output [batch, N, H, head_dim] straight from the base states, without a virtual sequence: see `collapse_first.py`
+        and, for one new token, `absorbed_decode.py`."""
+        if query_states.shape[2] > 1 and documents is None:
+            # As SDPA without a mask: a static cache that was empty is longer than what is filled.
+            key_states, value_states = (x[:, :, : query_states.shape[2]] for x in (key_states, value_states))
+        # Called, not read: a module may be wrapped (PEFT) or have its weight elsewhere until then (offloading).
+        q_mix, k_mix, v_mix, collapse = (m(None) for m in (self.q_mix, self.k_mix, self.v_mix, self.collapse))
+        window = None if self.sliding_window is None else self.sliding_window // self.num_virtual_tokens
+        decoding = query_states.shape[2] == 1 and not torch.is_grad_enabled()
+        attention = absorbed_attention if decoding else collapse_first_attention
+        return attention(
+            query_states,
+            key_states,
+            value_states,
+            q_mix,
+            k_mix,
+            v_mix,
+            collapse,
+            rotation,
+            documents,
+            window,
+            self.scaling,
+        )
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -114,6 +152,14 @@ class InterleavedHeadAttention(MultiHeadAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         input_shape = hidden_states.shape[:-1]
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings, past_key_values)
+
+        if collapses_first(self.config, query_states, key_states.shape[2]) and (
+            attention_mask is None or attention_mask.ndim == 2
+        ):
+            attn_output = self.attend_base(
+                query_states, key_states, value_states, attention_mask, position_embeddings.get("pseudo_head")
+            )
+            return self.o_proj(attn_output.reshape(*input_shape, -1)), None
 
         query_states = self.rotate_pseudo_heads(self.q_mix(query_states), position_embeddings)
         key_states = self.rotate_pseudo_heads(self.k_mix(key_states), position_embeddings)

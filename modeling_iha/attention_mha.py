@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
+from .collapse_first import SDPA_CORES
 from .configuration_iha import IHAConfig
 from .window_blocks import window_attention
 
@@ -74,7 +75,8 @@ class MultiHeadAttention(LlamaAttention):
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        if self.config._attn_implementation == "sdpa" and attention_mask is not None and attention_mask.ndim == 2:
+        if self.config._attn_implementation in SDPA_CORES and attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = attention_mask.repeat_interleave(self.num_virtual_tokens, dim=1)
             attention_interface = partial(window_attention, attention_interface)
         return attention_interface(
             self,

@@ -130,6 +130,10 @@ class IHAPreTrainedModel(PreTrainedModel):
         cache, which hold one key per token. Pseudo-keys number P for each token, and are rebuilt, not cached."""
         return False
 
+    def get_correct_attn_implementation(self, requested_attention: str | None, *args, **kwargs) -> str:
+        """Transformers' check; what nobody chose is "collapse_first", which is SDPA with faster forms of it on a CPU."""
+        return super().get_correct_attn_implementation(requested_attention or "collapse_first", *args, **kwargs)
+
     def _init_weights(self, module: nn.Module):
         """Llama's, and what a mechanism's own modules say in `init_mechanism`."""
         super()._init_weights(module)

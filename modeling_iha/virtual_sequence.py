@@ -10,6 +10,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
+from .collapse_first import SDPA_CORES, collapses_first
 from .configuration_iha import IHAConfig
 from .window_blocks import BLOCK
 
@@ -102,7 +103,7 @@ def check_packing(
     """Raises a ValueError for packed documents that the attention core would silently join. They are declared by `position_ids`
     [batch, N] that restart or by `cu_seq_lens_q`; masks and flash cores look for them in some cases only."""
     flash = is_flash_attention_requested(config)
-    if not flash and config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
+    if not flash and config._attn_implementation not in ("eager", "flex_attention", *SDPA_CORES):
         return  # Another core has a way of its own, such as the paged ones.
     if is_tracing(inputs_embeds) or inputs_embeds.is_meta or (attention_mask is not None and attention_mask.ndim == 4):
         return  # There are no values to look at, or a custom mask says itself who sees whom.
@@ -153,7 +154,7 @@ def _check_mask_size(
     """Raises a ValueError where a dense mask larger than MAX_MASK_BYTES would be built for an interleaved sequence."""
     layer_type, virtual = geometry
     core = config._attn_implementation
-    if core not in ("eager", "sdpa") or is_tracing(inputs_embeds):
+    if core not in ("eager", *SDPA_CORES) or is_tracing(inputs_embeds):
         return
     rows, queries = inputs_embeds.shape[:2]
     keys = queries if past_key_values is None else past_key_values.get_mask_sizes(queries, layer_idx)[0]
@@ -163,7 +164,7 @@ def _check_mask_size(
     if size <= MAX_MASK_BYTES:
         return
     # SDPA needs no mask for causal attention over the whole input.
-    if core == "sdpa" and not custom:
+    if core != "eager" and not custom:
         windowed = layer_type == "sliding_attention" and keys >= config.sliding_window
         cached = past_key_values is not None and past_key_values.get_query_offset(layer_idx) != 0
         padded = attention_mask is not None and not attention_mask.all()
@@ -178,7 +179,7 @@ def _check_mask_size(
     )
 
 
-def _window_documents(
+def _documents(
     config: IHAConfig,
     geometry: tuple[str, int],
     inputs_embeds: torch.Tensor,
@@ -187,28 +188,30 @@ def _window_documents(
     position_ids: torch.Tensor | None,
     layer_idx: int,
 ) -> torch.Tensor | None:
-    """What `window_attention` takes in place of a mask, int [batch or 1, N * P]: the document of each virtual token, -1 for
-    padding. `None` where SDPA's own mask is as good: for short inputs, chunks that continue a cache, and compiled calls."""
+    """What attention without a dense mask takes in place of one, int [batch or 1, keys]: the document of each token, -1 for padding.
+    It is given to `collapse_first_attention` and to `window_attention`; `None` where neither runs."""
     layer_type, virtual = geometry
-    length = inputs_embeds.shape[1]
-    if config._attn_implementation != "sdpa" or layer_type != "sliding_attention" or is_tracing(inputs_embeds):
-        return None
-    if (length - config.sliding_window) * virtual <= BLOCK or (
-        attention_mask is not None and attention_mask.ndim != 2
-    ):
+    length = num_keys = inputs_embeds.shape[1]
+    first = past = 0
+    if is_tracing(inputs_embeds) or (attention_mask is not None and attention_mask.ndim != 2):
         return None
     if past_key_values is not None:
-        keys, _ = past_key_values.get_mask_sizes(length, layer_idx)
-        if keys != length or past_key_values.get_query_offset(layer_idx) != 0:
+        past = past_key_values.get_query_offset(layer_idx)
+        num_keys, first = past_key_values.get_mask_sizes(length, layer_idx)
+        if first + num_keys != past + length:
+            return None  # A static cache: its keys do not end with the new tokens.
+    if not (virtual > 1 and collapses_first(config, inputs_embeds, num_keys)):
+        # For short inputs and chunks that continue a cache SDPA's own mask is as good.
+        if config._attn_implementation not in SDPA_CORES or layer_type != "sliding_attention" or past > 0:
+            return None
+        if (length - config.sliding_window) * virtual <= BLOCK:
             return None
     if attention_mask is not None:
         # As in Transformers' masks: it may come from another device, and be long enough for tokens to come.
-        documents = -(attention_mask[:, :length].to(inputs_embeds.device) == 0).int()
-    elif past_key_values is None and position_ids is not None:
-        documents = (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).int().cumsum(dim=-1)
-    else:
-        documents = torch.zeros(1, length, dtype=torch.int, device=inputs_embeds.device)
-    return documents.repeat_interleave(virtual, dim=1)
+        return -(attention_mask[:, first : first + num_keys].to(inputs_embeds.device) == 0).int()
+    if past_key_values is None and position_ids is not None:
+        return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).int().cumsum(dim=-1)
+    return torch.zeros(1, num_keys, dtype=torch.int, device=inputs_embeds.device)
 
 
 def create_masks(
@@ -220,7 +223,7 @@ def create_masks(
     position_ids: torch.Tensor | None,
 ) -> dict[tuple[str, int], torch.Tensor | None]:
     """The mask of each geometry (layer type, virtual tokens per token) among the layers, as Transformers builds it for the
-    core of `config._attn_implementation`; for a long input to a window layer on SDPA what `window_attention` takes instead.
+    core of `config._attn_implementation`; where attention runs without a dense mask, the document of each token instead (see `_documents`).
 
     Args:
         geometries (`list[tuple[str, int]]`): (layer type, virtual tokens per token) of each layer.
@@ -239,7 +242,7 @@ def create_masks(
             continue
         sliding = layer_type == "sliding_attention"
         tokens = (inputs_embeds, attention_mask, past_key_values, position_ids)
-        documents = _window_documents(config, (layer_type, virtual), *tokens, layer_idx)
+        documents = _documents(config, (layer_type, virtual), *tokens, layer_idx)
         if documents is not None:
             masks[layer_type, virtual] = documents
             continue

@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import torch
 
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM, collapse_first
 
 
 # Every pairing of attention kind and layer type; takes a `sliding_window`.
@@ -62,3 +62,10 @@ def random_model(config, model_class=IHAForCausalLM, dtype=torch.float32, seed=0
 def random_ids(*shape, vocab_size=61, seed=1):
     """Token ids above the special ones, `[*shape]`."""
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def collapse_short_inputs_first(monkeypatch):
+    """From here on "collapse_first" does what it says however short the input, in several blocks."""
+    monkeypatch.setattr(collapse_first, "MIN_KEYS", 0)
+    monkeypatch.setattr(collapse_first, "MIN_BLOCK", 1)
+    monkeypatch.setattr(collapse_first, "MAX_BLOCK", 3)

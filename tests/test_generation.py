@@ -4,7 +4,7 @@ as they went."""
 import fake_flash
 import pytest
 import torch
-from small_models import HYBRID, random_ids, random_model, small_config
+from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, small_config
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -38,10 +38,11 @@ GEOMETRIES = {
 LENGTH = 11
 
 
-@pytest.fixture(params=["eager", "sdpa", "flash_attention_2", "flex_attention"])
+@pytest.fixture(params=["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"])
 def core(request, monkeypatch):
     """Every attention core: the flash one is the CPU stand-in, flex_attention runs uncompiled."""
     fake_flash.install(monkeypatch)
+    collapse_short_inputs_first(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield request.param
 

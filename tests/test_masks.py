@@ -4,14 +4,14 @@ what a core would silently ignore is refused."""
 import fake_flash
 import pytest
 import torch
-from small_models import HYBRID, random_ids, random_model, small_config
+from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, small_config
 from test_generation import GEOMETRIES, assert_close
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from modeling_iha import virtual_sequence
 
 
-CORES = ["eager", "sdpa", "flash_attention_2", "flex_attention"]
+CORES = ["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"]
 FLASH = "flash_attention_2"
 LENGTHS = [5, 1, 4]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
@@ -24,6 +24,7 @@ ONES = torch.ones(1, 10, dtype=torch.long)
 def on_cpu(monkeypatch):
     """The flash core is the CPU stand-in, flex_attention runs uncompiled."""
     fake_flash.install(monkeypatch)
+    collapse_short_inputs_first(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -89,7 +90,7 @@ def causal_4d(attention_mask, kind):
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("core", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("core", ["collapse_first", "eager", "sdpa", "flex_attention"])
 @torch.no_grad()
 def test_custom_masks_equal_the_padding_they_express(core, geometry, kind):
     """At once, and in chunks through a cache; window layers keep their window."""
@@ -160,11 +161,11 @@ PACKINGS = {
     "positions": ({"position_ids": POSITIONS, "use_cache": False}, CORES),
     "positions_in_two_rows": (
         {"position_ids": POSITIONS.expand(2, -1), "use_cache": False, "rows": 2},
-        ["eager", "sdpa", "flex_attention"],
+        ["collapse_first", "eager", "sdpa", "flex_attention"],
     ),
     "positions_for_two_rows": (
         {"position_ids": POSITIONS, "use_cache": False, "rows": 2},
-        ["eager", "sdpa", "flex_attention"],
+        ["collapse_first", "eager", "sdpa", "flex_attention"],
     ),
     "positions_with_a_cache": ({"position_ids": POSITIONS, "use_cache": True}, [FLASH]),
     "positions_with_a_mask": ({"position_ids": POSITIONS, "attention_mask": ONES, "use_cache": False}, [FLASH]),
@@ -285,8 +286,14 @@ def test_the_largest_mask(core, dtype, entry, monkeypatch):
 
 @torch.no_grad()
 def test_a_large_mask_is_refused_in_every_use(monkeypatch):
-    """Windows, padding, packing, a chunk on top of a cache, a custom mask; not a plain forward, not "mha" layers."""
-    model = random_model(small_config())
+    """On SDPA: windows, padding, packing, a chunk on top of a cache, a custom mask; not a plain forward, not "mha" layers."""
+
+    def sdpa_model(**overrides):
+        model = random_model(small_config(**overrides))
+        model.set_attn_implementation("sdpa")
+        return model
+
+    model = sdpa_model()
     monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 0)
     input_ids = random_ids(1, 10)
     cache = model(input_ids, attention_mask=ONES).past_key_values
@@ -300,6 +307,6 @@ def test_a_large_mask_is_refused_in_every_use(monkeypatch):
         with pytest.raises(ValueError, match="needs a mask of"):
             model(input_ids, **inputs)
     with pytest.raises(ValueError, match="needs a mask of"):
-        random_model(small_config(layer_types="sliding_attention", sliding_window=10))(input_ids)
-    random_model(small_config(layer_types="sliding_attention", sliding_window=11))(input_ids)
-    random_model(small_config(**{**HYBRID, "attention_kinds": "mha"}, sliding_window=3))(input_ids)
+        sdpa_model(layer_types="sliding_attention", sliding_window=10)(input_ids)
+    sdpa_model(layer_types="sliding_attention", sliding_window=11)(input_ids)
+    sdpa_model(**{**HYBRID, "attention_kinds": "mha"}, sliding_window=3)(input_ids)

@@ -8,7 +8,7 @@ import fake_flash
 import pytest
 import torch
 from references.iha import AttentionOptions, causal_lm, iha_attention, llama_inv_freq
-from small_models import HYBRID, random_ids, random_model, small_config
+from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, small_config
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -40,7 +40,7 @@ LLAMA = {
     "attention_bias": True,
     "mlp_bias": True,
 }
-CORES = ["eager", "sdpa", "flash_attention_2", "flex_attention"]
+CORES = ["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"]
 
 
 def relative_error(actual, expected):
@@ -132,6 +132,7 @@ def cpu_cores(monkeypatch):
     """Every attention core on CPU: a stand-in for flash (yields its calls), and flex_attention in its uncompiled form,
     which is the same mathematics without minutes of compilation."""
     calls = fake_flash.install(monkeypatch)
+    collapse_short_inputs_first(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield calls
 
@@ -313,6 +314,7 @@ def test_cores_agree(cpu_cores, core, positions, length):
 @pytest.mark.parametrize(
     "core",
     [
+        "collapse_first",
         "eager",
         "sdpa",
         "flash_attention_2",

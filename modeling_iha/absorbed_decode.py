@@ -1,0 +1,75 @@
+"""Decoding from a cache of base keys and values, without rebuilding one pseudo-key or pseudo-value.
+
+Mixing and rotation are linear, so for query pseudo-head i and key pseudo-head j of a head in group g
+
+    q_i . R_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] R_j^T q_i) . k_m
+
+where the bracket is as small as a query: the mixing and the rotation of the keys move into the query, and the scores are one product with the
+cache as it is. Likewise alpha_V moves behind the sum over the cached values, and the collapse before it (see `collapse_first.py`).
+"""
+
+import torch
+
+
+def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    x1, x2 = states.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+@torch.no_grad()
+@torch.autocast("cpu", enabled=False)
+def absorbed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    q_mix: torch.Tensor,
+    k_mix: torch.Tensor,
+    v_mix: torch.Tensor,
+    collapse: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    documents: torch.Tensor | None,
+    window: int | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Output [batch, 1, H, head_dim] of one new token, without gradients, with the arguments of `collapse_first_attention`."""
+    batch, heads = query.shape[:2]
+    virtual, dtype = collapse.shape[1], query.dtype
+    if window is not None:
+        # The window of all pseudo-heads but the last begins one token earlier.
+        key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
+        documents = None if documents is None else documents[:, -window - 1 :]
+    groups, num_keys = key.shape[1:3]
+    q_mix, k_mix, v_mix = (w.to(dtype) for w in (q_mix, k_mix, v_mix))
+    k_mix, v_mix = (w.repeat_interleave(heads // groups, dim=1) for w in (k_mix, v_mix))
+
+    query = torch.einsum("bmnd,mhi->bhid", query, q_mix * scaling).unsqueeze(3)  # [batch, H, i, 1, head_dim]
+    if rotation is not None:
+        cos, sin = rotation
+        query = _rotate(_rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)  # [batch, H, i, j, head_dim]
+    absorbed = query.unsqueeze(1) * k_mix[:, :, None, :, None]
+    absorbed = absorbed.expand(-1, -1, -1, virtual, virtual, -1).flatten(2, 4)  # [batch, m, H * i * j, head_dim]
+    if dtype == torch.float32:
+        scores = query.new_zeros(batch, absorbed.shape[2], num_keys)
+        for m in range(groups):
+            scores.baddbmm_(absorbed[:, m], key[:, m].transpose(1, 2))
+    else:
+        # One product over all cached heads rounds a score once, and is the faster one in half precision.
+        scores = torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
+    scores = scores.view(batch, heads, virtual, virtual, num_keys)
+
+    hidden = torch.full((virtual, virtual), -torch.inf, dtype=scores.dtype, device=scores.device)
+    scores[..., -1] += hidden.triu(1)
+    if window is not None and num_keys == window + 1:
+        scores[..., 0] += hidden.tril()
+    if documents is not None:
+        scores.masked_fill_((documents != documents[:, -1:])[:, None, None, None], -torch.inf)
+    # In float32 at least: half precision would lose what a long row of small weights adds up to.
+    weights = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(dtype, torch.float32))
+
+    collapsed = torch.matmul(collapse.to(weights.dtype).unsqueeze(1), weights).view(
+        batch, 1, heads * virtual, num_keys
+    )
+    output = torch.matmul(collapsed.to(value.dtype), value).unflatten(
+        2, (heads, virtual)
+    )  # [batch, m, H, j, head_dim]
+    return torch.einsum("bmhjd,mhj->bhd", output, v_mix.to(value.dtype)).unsqueeze(1)
