@@ -156,6 +156,10 @@ class InterleavedHeadAttention(MultiHeadAttention):
         if collapses_first(self.config, query_states, key_states.shape[2]) and (
             attention_mask is None or attention_mask.ndim == 2
         ):
+            # One by one, so that of the memory order that `project` leaves nothing is kept.
+            query_states = query_states.contiguous()
+            key_states = key_states.contiguous()
+            value_states = value_states.contiguous()
             attn_output = self.attend_base(
                 query_states, key_states, value_states, attention_mask, position_embeddings.get("pseudo_head")
             )

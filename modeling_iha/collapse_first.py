@@ -8,6 +8,9 @@ Queries go in blocks and heads one by one, so that scores stay in the processor'
 autograd keeps the base queries, keys and values, as for multi-head attention, and the backward recomputes the rest.
 """
 
+import itertools
+import math
+
 import torch
 from torch.autograd.function import once_differentiable
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -22,14 +25,17 @@ from .configuration_iha import IHAConfig
 AttentionInterface.register("collapse_first", sdpa_attention_forward)
 AttentionMaskInterface.register("collapse_first", sdpa_mask)
 SDPA_CORES = ("sdpa", "collapse_first")
+# The shortest virtual sequence for which it wins over SDPA.
+MIN_KEYS = 512
 
 # The scores of a block: they are read and written five times, so they should stay in a core's cache.
 BLOCK_BYTES = 4 * 2**20
 MIN_BLOCK, MAX_BLOCK = 4, 32
-
-
-# The shortest virtual sequence for which it wins over SDPA.
-MIN_KEYS = 512
+# Tokens that are expanded into pseudo-heads at a time.
+EXPANDED = 512
+# Virtual keys whose gradients the backward holds at a time.
+SEGMENT = 4096
+LN2 = math.log(2)
 
 
 def collapses_first(config: IHAConfig, states: torch.Tensor, num_keys: int) -> bool:
@@ -61,10 +67,10 @@ def _rotate(
 
 def _expand(
     base: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None, out: torch.Tensor
-) -> torch.Tensor:
+) -> None:
     """The pseudo-heads of one head, [P, n, head_dim] into `out`, from base states [M, n, head_dim] and its alpha [M, P]."""
-    mixed = torch.mm(alpha.t(), base.flatten(1)).view(out.shape)
-    return _rotate(mixed, rotation, out)
+    for base, out in zip(base.split(EXPANDED, dim=1), out.split(EXPANDED, dim=1)):
+        _rotate(torch.mm(alpha.t(), base.flatten(1)).view(out.shape), rotation, out)
 
 
 class _Layer:
@@ -76,28 +82,29 @@ class _Layer:
         self.virtual = collapse.shape[1]
         self.offset = self.num_keys - self.num_queries
         self.rotation, self.window, self.scaling = rotation, window, scaling
+        self.dtype = torch.promote_types(query.dtype, torch.float32)
         # One for each row of the batch, `None` where all tokens may see each other.
         self.documents = [None] * self.batch
         if documents is not None:
             rows = documents.expand(self.batch, -1)
             self.documents = [None if (row == row[0]).all() else row for row in rows]
-        self.dtype = torch.promote_types(query.dtype, torch.float32)
         self.bands = {}
 
-    def buffers(self, count: int) -> tuple[torch.Tensor, ...]:
-        """So many buffers for the scores of a block, which together fit in BLOCK_BYTES, and with them the size of the blocks."""
-        span = self.num_keys if self.window is None else min(self.num_keys, self.window)
+    def buffers(self, count: int, num_keys: int) -> tuple[torch.Tensor, ...]:
+        """So many buffers for the scores of a block against so many keys, which together fit in BLOCK_BYTES, and with them the size of
+        the blocks."""
+        span = num_keys if self.window is None else min(num_keys, self.window)
         entries = BLOCK_BYTES // (self.dtype.itemsize * count)
         self.block = max(MIN_BLOCK, min(MAX_BLOCK, entries // (span * self.virtual**2)))
-        span = self.num_keys if self.window is None else min(self.num_keys, self.window + self.block)
+        span = num_keys if self.window is None else min(num_keys, self.window + self.block)
         return torch.empty(count, self.block * span * self.virtual**2, dtype=self.dtype).unbind()
 
-    def blocks(self):
-        """(rows, columns): tokens of each block of queries, and of the keys that any of them sees."""
-        for start in range(0, self.num_queries, self.block):
+    def blocks(self, first: int, last: int):
+        """(rows, columns): tokens of each block of queries, and of the keys from `first` to `last` that any of them sees."""
+        for start in range(max(0, first - self.offset), self.num_queries, self.block):
             stop = min(start + self.block, self.num_queries)
-            first = 0 if self.window is None else max(0, start + self.offset - self.window)
-            yield slice(start, stop), slice(first, stop + self.offset)
+            begin = 0 if self.window is None else start + self.offset - self.window
+            yield slice(start, stop), slice(max(first, begin), min(last, stop + self.offset))
 
     def band(self, rows: int, first: int, last: int) -> torch.Tensor:
         """0 or -inf, [P * rows, (last - first) * P]: causality and window between `rows` queries and the keys from token `first` to
@@ -113,35 +120,38 @@ class _Layer:
             )
         return self.bands[rows, first, last]
 
-    def weights(self, query, keys, b, rows, columns, buffer) -> torch.Tensor:
-        """The softmax [P * rows, columns * P] of queries [P, rows, head_dim] over keys [columns * P, head_dim], in `buffer`."""
+    def scores(self, query, keys, b, rows, columns, buffer) -> torch.Tensor:
+        """Scores [P * rows, columns * P] of queries [P, rows, head_dim] and keys [columns * P, head_dim], masked, in `buffer`."""
         num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
         scores = buffer[: num_rows * num_columns * self.virtual**2].view(num_rows * self.virtual, -1)
         torch.mm(query.reshape(-1, self.head_dim), keys.t(), out=scores)
         # Only the tokens of the block itself may lie ahead of a query, and only as many at the other end behind its window.
-        scores[:, -num_rows * self.virtual :] += self.band(num_rows, 0, num_rows)
+        start = rows.start + self.offset
+        if (ahead := columns.stop - max(start, columns.start)) > 0:
+            band = self.band(num_rows, columns.stop - ahead - start, columns.stop - start)
+            scores[:, -ahead * self.virtual :] += band
         if self.window is not None and (behind := rows.stop + self.offset - self.window - columns.start) > 0:
-            first = columns.start - rows.start - self.offset
-            scores[:, : behind * self.virtual] += self.band(num_rows, first, first + behind)
+            scores[:, : behind * self.virtual] += self.band(
+                num_rows, columns.start - start, columns.start - start + behind
+            )
         if (documents := self.documents[b]) is not None:
-            own = documents[rows.start + self.offset : rows.stop + self.offset]
-            apart = own[:, None] != documents[columns]
-            scores = scores.view(self.virtual, num_rows, num_columns, self.virtual)
-            scores = scores.masked_fill_(apart[..., None], -torch.inf).view(num_rows * self.virtual, -1)
-        return torch.softmax(scores, dim=-1, out=scores)
+            apart = documents[start : rows.stop + self.offset, None] != documents[columns]
+            by_token = scores.view(self.virtual, num_rows, num_columns, self.virtual)
+            by_token.masked_fill_(apart[..., None], -torch.inf)
+        return scores
 
 
 class _CollapseFirst(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx, query, key, value, q_mix, k_mix, v_mix, collapse, layer):
-        ctx.save_for_backward(query, key, value, q_mix, k_mix, v_mix, collapse)
-        ctx.layer = layer
         virtual, dtype, head_dim = layer.virtual, layer.dtype, layer.head_dim
         output = torch.empty(layer.batch, layer.num_queries, layer.heads, head_dim, dtype=dtype)
+        log_sums = torch.empty(layer.batch, layer.heads, virtual, layer.num_queries, dtype=dtype)
+        training = any(ctx.needs_input_grad)
         queries = torch.empty(virtual, layer.num_queries, head_dim, dtype=dtype)
         keys, values = torch.empty(2, layer.num_keys * virtual, head_dim, dtype=dtype).unbind()
-        (buffer,) = layer.buffers(1)
+        (buffer,) = layer.buffers(1, layer.num_keys)
         for b in range(layer.batch):
             q, k, v = query[b].to(dtype), key[b].to(dtype), value[b].to(dtype)
             for h in range(layer.heads):
@@ -150,18 +160,25 @@ class _CollapseFirst(torch.autograd.Function):
                     _expand(k, k_mix[:, g], layer.rotation, keys.view(-1, virtual, head_dim).transpose(0, 1))
                     _expand(v, v_mix[:, g], None, values.view(-1, virtual, head_dim).transpose(0, 1))
                 _expand(q, q_mix[:, h] * layer.scaling, layer.rotation, queries)
-                for rows, columns in layer.blocks():
+                for rows, columns in layer.blocks(0, layer.num_keys):
                     virtual_columns = slice(columns.start * virtual, columns.stop * virtual)
-                    weights = layer.weights(queries[:, rows], keys[virtual_columns], b, rows, columns, buffer)
-                    collapsed = torch.mm(collapse[h : h + 1], weights.view(virtual, -1)).view(-1, weights.shape[1])
-                    torch.mm(collapsed, values[virtual_columns], out=output[b, rows, h])
+                    scores = layer.scores(queries[:, rows], keys[virtual_columns], b, rows, columns, buffer)
+                    if training:
+                        log_sums[b, h, :, rows] = scores.amax(dim=-1).view(virtual, -1)
+                    weights = torch.softmax(scores, dim=-1, out=scores)
+                    if training:
+                        log_sums[b, h, :, rows] -= weights.amax(dim=-1).log_().view(virtual, -1)
+                    collapsed = torch.mm(collapse[h : h + 1], weights.view(virtual, -1))
+                    torch.mm(collapsed.view(-1, weights.shape[1]), values[virtual_columns], out=output[b, rows, h])
+        ctx.save_for_backward(query, key, value, q_mix, k_mix, v_mix, collapse, log_sums)
+        ctx.layer = layer
         return output.to(query.dtype)
 
     @staticmethod
     @once_differentiable
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx, grad_output):
-        query, key, value, q_mix, k_mix, v_mix, collapse = ctx.saved_tensors
+        query, key, value, q_mix, k_mix, v_mix, collapse, log_sums = ctx.saved_tensors
         layer = ctx.layer
         virtual, dtype, head_dim = layer.virtual, layer.dtype, layer.head_dim
         grad_query, grad_key, grad_value = (torch.zeros_like(states, dtype=dtype) for states in (query, key, value))
@@ -169,57 +186,88 @@ class _CollapseFirst(torch.autograd.Function):
             torch.zeros_like(w) for w in (q_mix, k_mix, v_mix, collapse)
         )
         inverse = None if layer.rotation is None else (layer.rotation[0], -layer.rotation[1])
-        keys, values, grad_keys, grad_values = torch.empty(4, layer.num_keys * virtual, head_dim, dtype=dtype).unbind()
-        buffer, grad_buffer = layer.buffers(2)
+
+        # Keys go in segments, so that their gradients stay in the cache too. A window keeps them together by itself.
+        length = layer.num_keys if layer.window is not None else max(1, SEGMENT // virtual)
+        segments = [slice(first, min(first + length, layer.num_keys)) for first in range(0, layer.num_keys, length)]
+        buffer, grad_buffer = layer.buffers(2, segments[0].stop)
         queries = torch.empty(virtual * layer.block * head_dim, dtype=dtype)
+        keys, values, grad_keys, grad_values = torch.empty(
+            4, segments[0].stop * virtual, head_dim, dtype=dtype
+        ).unbind()
+        deltas = torch.zeros(layer.heads // layer.groups, virtual, layer.num_queries, dtype=dtype)
 
         def fold(grads, base, alpha, rotation, grad_base, grad_alpha):
             """Adds the gradients of a head's pseudo-heads [P, n, head_dim] to those of what they were expanded from."""
             grads = _rotate(grads, rotation, torch.empty(grads.shape, dtype=dtype)).flatten(1)
             grad_alpha.addmm_(base.flatten(1), grads.t())
-            grad_base += torch.mm(alpha, grads).view(base.shape)
+            grad_base.flatten(1).addmm_(alpha, grads)
 
-        for b in range(layer.batch):
+        def blocks(b, h, q, segment):
+            """Of every block of queries that sees the segment: its rows, virtual columns in the segment, virtual queries, weights, gradient
+            of the output and that of the collapsed weights."""
+            for rows, columns in layer.blocks(segment.start, segment.stop):
+                n = rows.stop - rows.start
+                block = queries[: virtual * n * head_dim].view(virtual, n, head_dim)
+                _expand(q[:, rows], q_mix[:, h] * (layer.scaling / LN2), layer.rotation, block)
+                inside = slice((columns.start - segment.start) * virtual, (columns.stop - segment.start) * virtual)
+                weights = layer.scores(block, keys[inside], b, rows, columns, buffer)
+                # Powers of two: of the exponentials, PyTorch's fast one.
+                weights = weights.sub_(log_sums[b, h, :, rows].reshape(-1, 1) / LN2).exp2_().view(virtual, n, -1)
+                grad_out = grad_output[b, rows, h].to(dtype)
+                yield rows, inside, block, weights, grad_out, torch.mm(grad_out, values[inside].t())
+
+        for b, g in itertools.product(range(layer.batch), range(layer.groups)):
             q, k, v = query[b].to(dtype), key[b].to(dtype), value[b].to(dtype)
-            for h in range(layer.heads):
-                g, place_in_group = divmod(h, layer.heads // layer.groups)
-                if place_in_group == 0:
-                    _expand(k, k_mix[:, g], layer.rotation, keys.view(-1, virtual, head_dim).transpose(0, 1))
-                    _expand(v, v_mix[:, g], None, values.view(-1, virtual, head_dim).transpose(0, 1))
-                    grad_keys.zero_(), grad_values.zero_()
-                for rows, columns in layer.blocks():
-                    n, virtual_columns = rows.stop - rows.start, slice(columns.start * virtual, columns.stop * virtual)
-                    block = queries[: virtual * n * head_dim].view(virtual, n, -1)
-                    block = _expand(q[:, rows], q_mix[:, h] * layer.scaling, layer.rotation, block)
-                    weights = layer.weights(block, keys[virtual_columns], b, rows, columns, buffer)
-                    collapsed = torch.mm(collapse[h : h + 1], weights.view(virtual, -1)).view(n, -1)
-                    grad_out = grad_output[b, rows, h].to(dtype)
-                    grad_values[virtual_columns].addmm_(collapsed.t(), grad_out)
-                    grad_collapsed = torch.mm(grad_out, values[virtual_columns].t())
-                    grad_collapse[h] += torch.mv(weights.view(virtual, -1), grad_collapsed.flatten())
-                    # Without the factor R[h, p], which the smaller queries take.
-                    grad_scores = grad_buffer[: weights.numel()].view(virtual, n, -1)
-                    for p in range(virtual):
-                        torch.ops.aten._softmax_backward_data.out(
-                            grad_collapsed, weights.view(grad_scores.shape)[p], -1, dtype, grad_input=grad_scores[p]
-                        )
-                    grad_scores = grad_scores.view(weights.shape)
-                    factor = collapse[h, :, None, None]
-                    grad_block = torch.mm(grad_scores, keys[virtual_columns]).view(block.shape).mul_(factor)
-                    grad_keys[virtual_columns].addmm_(grad_scores.t(), block.mul_(factor).view(-1, head_dim))
-                    fold(
-                        grad_block.mul_(layer.scaling),
-                        q[:, rows],
-                        q_mix[:, h],
-                        inverse,
-                        grad_query[b][:, rows],
-                        grad_q_mix[:, h],
+            heads = range(g * len(deltas), (g + 1) * len(deltas))
+            deltas.zero_()
+
+            def expand(segment):
+                n = segment.stop - segment.start
+                for states, alpha, rotation, out in ((k, k_mix, layer.rotation, keys), (v, v_mix, None, values)):
+                    _expand(
+                        states[:, segment],
+                        alpha[:, g],
+                        rotation,
+                        out[: n * virtual].view(n, virtual, -1).transpose(0, 1),
                     )
-                if place_in_group == layer.heads // layer.groups - 1:
-                    by_pseudo_head = grad_keys.view(-1, virtual, head_dim).transpose(0, 1)
-                    fold(by_pseudo_head, k, k_mix[:, g], inverse, grad_key[b], grad_k_mix[:, g])
-                    by_pseudo_head = grad_values.view(-1, virtual, head_dim).transpose(0, 1)
-                    fold(by_pseudo_head, v, v_mix[:, g], None, grad_value[b], grad_v_mix[:, g])
+
+            def add_deltas(place, rows, weights, grad_collapsed):
+                """What the softmax's backward subtracts: the sum over the keys of weight times gradient, here without R[h, p]."""
+                deltas[place, :, rows] += (
+                    torch.bmm(weights.transpose(0, 1), grad_collapsed.unsqueeze(-1)).squeeze(-1).t()
+                )
+
+            if len(segments) > 1:
+                for segment in segments:
+                    expand(segment)
+                    for place, h in enumerate(heads):
+                        for rows, _, _, weights, _, grad_collapsed in blocks(b, h, q, segment):
+                            add_deltas(place, rows, weights, grad_collapsed)
+            for segment in segments:
+                expand(segment)
+                grad_keys.zero_(), grad_values.zero_()
+                for place, h in enumerate(heads):
+                    for rows, inside, block, weights, grad_out, grad_collapsed in blocks(b, h, q, segment):
+                        if len(segments) == 1:
+                            add_deltas(place, rows, weights, grad_collapsed)
+                        collapsed = torch.mm(collapse[h : h + 1], weights.flatten(1)).view(grad_collapsed.shape)
+                        grad_values[inside].addmm_(collapsed.t(), grad_out)
+                        # Without the factor R[h, p], which the smaller queries take.
+                        grad_scores = grad_buffer[: weights.numel()].view(weights.shape)
+                        torch.sub(grad_collapsed, deltas[place, :, rows, None], out=grad_scores).mul_(weights)
+                        grad_scores = grad_scores.flatten(0, 1)
+                        factor = collapse[h, :, None, None]
+                        grad_block = torch.mm(grad_scores, keys[inside]).view(block.shape).mul_(factor * layer.scaling)
+                        fold(grad_block, q[:, rows], q_mix[:, h], inverse, grad_query[b][:, rows], grad_q_mix[:, h])
+                        grad_keys[inside].addmm_(grad_scores.t(), block.mul_(factor * LN2).flatten(0, 1))
+                n = segment.stop - segment.start
+                by_pseudo_head = grad_keys[: n * virtual].view(n, virtual, -1).transpose(0, 1)
+                fold(by_pseudo_head, k[:, segment], k_mix[:, g], inverse, grad_key[b][:, segment], grad_k_mix[:, g])
+                by_pseudo_head = grad_values[: n * virtual].view(n, virtual, -1).transpose(0, 1)
+                fold(by_pseudo_head, v[:, segment], v_mix[:, g], None, grad_value[b][:, segment], grad_v_mix[:, g])
+            grad_collapse[heads.start : heads.stop] += deltas.sum(dim=-1)
+
         grads = (grad.to(states.dtype) for grad, states in ((grad_query, query), (grad_key, key), (grad_value, value)))
         return *grads, grad_q_mix, grad_k_mix, grad_v_mix, grad_collapse, None
 
@@ -240,8 +288,8 @@ def collapse_first_attention(
     """Causal attention of an IHA layer from its base states (IHA, Algorithm 1, steps 2 to 5), the queries being the last tokens.
 
     Args:
-        query: [batch, H, N, head_dim], rotated to the position of pseudo-head 0.
-        key, value: [batch, G, cached + N, head_dim], keys rotated likewise.
+        query: [batch, H, N, head_dim], contiguous, rotated to the position of pseudo-head 0.
+        key, value: [batch, G, cached + N, head_dim], contiguous, keys rotated likewise.
         q_mix, k_mix, v_mix: alpha, [H, H, P] and twice [G, G, P].
         collapse: R, [H, P].
         rotation: (cos, sin) [P, head_dim / 2] of R_p, the rotation of pseudo-head p within its token; `None` for shared positions.
@@ -259,5 +307,4 @@ def collapse_first_attention(
         if rotation is not None:
             rotation = tuple(table.to(dtype).unsqueeze(1) for table in rotation)
         layer = _Layer(query, key, collapse, rotation, documents, window, scaling)
-        states = (x.contiguous() for x in (query, key, value))
-        return _CollapseFirst.apply(*states, q_mix, k_mix, v_mix, collapse, layer)
+        return _CollapseFirst.apply(query, key, value, q_mix, k_mix, v_mix, collapse, layer)

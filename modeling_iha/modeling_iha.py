@@ -262,6 +262,8 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
                 "Continuous batching (generate_batch, transformers serve --continuous-batching) stores one key per token in its "
                 "paged cache, and this model has layers with several, or with a window. Use generate, which takes batches too."
             )
+        if self.config._attn_implementation == "collapse_first":
+            self.set_attn_implementation("sdpa")  # What it is for these layers, by the name that paged caches know
         return super().init_continuous_batching(*args, **kwargs)
 
     def create_masks_for_generate(

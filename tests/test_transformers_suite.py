@@ -122,6 +122,12 @@ class IHASuite(
     def setUp(self):
         self.model_tester = IHAModelTester(self)
 
+    def test_sdpa_can_dispatch_non_composite_models(self):
+        """Expected difference: what nobody chose is "collapse_first", SDPA with faster forms of it for "iha" layers on a CPU."""
+        for core in (None, "sdpa", "eager"):
+            model = IHAModel._from_config(self.model_tester.get_config(), attn_implementation=core)
+            self.assertEqual(model.config._attn_implementation, core or "collapse_first")
+
     def test_attention_outputs(self):
         """Expected difference: an "iha" layer attends, and returns weights, between virtual tokens."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
