@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from matplotlib.figure import Figure
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
