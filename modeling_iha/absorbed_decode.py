@@ -32,22 +32,22 @@ def absorbed_attention(
     scaling: float,
 ) -> torch.Tensor:
     """Output [batch, 1, H, head_dim] of one new token, without gradients, with the arguments of `collapse_first_attention`."""
-    batch, heads = query.shape[:2]
+    batch, heads, _, head_dim = query.shape
     virtual, dtype = collapse.shape[1], query.dtype
     if window is not None:
         # The window of all pseudo-heads but the last begins one token earlier.
         key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
         documents = None if documents is None else documents[:, -window - 1 :]
     groups, num_keys = key.shape[1:3]
-    q_mix, k_mix, v_mix = (w.to(dtype) for w in (q_mix, k_mix, v_mix))
-    k_mix, v_mix = (w.repeat_interleave(heads // groups, dim=1) for w in (k_mix, v_mix))
+    q_mix, k_mix = q_mix.to(dtype), k_mix.to(dtype).repeat_interleave(heads // groups, dim=1)
+    v_mix = v_mix.to(value.dtype).repeat_interleave(heads // groups, dim=1)
 
-    query = torch.einsum("bmnd,mhi->bhid", query, q_mix * scaling).unsqueeze(3)  # [batch, H, i, 1, head_dim]
+    query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2)).view(batch, heads, virtual, 1, head_dim)
     if rotation is not None:
         cos, sin = rotation
         query = _rotate(_rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)  # [batch, H, i, j, head_dim]
     absorbed = query.unsqueeze(1) * k_mix[:, :, None, :, None]
-    absorbed = absorbed.expand(-1, -1, -1, virtual, virtual, -1).flatten(2, 4)  # [batch, m, H * i * j, head_dim]
+    absorbed = absorbed.flatten(2, 4)  # [batch, m, H * i * j, head_dim]
     if dtype == torch.float32:
         scores = query.new_zeros(batch, absorbed.shape[2], num_keys)
         for m in range(groups):
@@ -72,4 +72,4 @@ def absorbed_attention(
     output = torch.matmul(collapsed.to(value.dtype), value).unflatten(
         2, (heads, virtual)
     )  # [batch, m, H, j, head_dim]
-    return torch.einsum("bmhjd,mhj->bhd", output, v_mix.to(value.dtype)).unsqueeze(1)
+    return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1)

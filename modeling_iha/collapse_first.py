@@ -40,13 +40,14 @@ LN2 = math.log(2)
 
 def collapses_first(config: IHAConfig, states: torch.Tensor, num_keys: int) -> bool:
     """Whether an "iha" layer attends from its base states: under the attention implementation "collapse_first", where that is exact and,
-    as far as measured, faster than SDPA on the virtual sequence. `states` are on the layer's device."""
+    as far as measured, faster than SDPA on the virtual sequence. `states` [batch, ..., N, any] are those of the new tokens."""
+    one_token = states.shape[-2] == 1
     return (
         config._attn_implementation == "collapse_first"
         and config.pseudo_collapse == "per_head"
         and config.num_pseudo_heads > 1
         and config.attention_dropout == 0.0
-        and num_keys * config.num_pseudo_heads >= MIN_KEYS
+        and (one_token or num_keys * config.num_pseudo_heads >= MIN_KEYS)
         and states.device.type == "cpu"
         and not is_tracing(states)
     )
