@@ -1,13 +1,13 @@
-"""Triton kernels of Interleaved Head Attention (IHA, Algorithm 1): the virtual tokens in one pass (step 2 and RoPE), and the
-whole attention (steps 2 to 5) without virtual queries, keys or values in global memory, forward and backward.
+"""Triton kernels of Interleaved Head Attention (IHA, Algorithm 1), forward and backward: the virtual tokens in one pass
+(steps 2 and 3), and the whole attention (steps 2 to 5) without virtual queries, keys or values in global memory.
 
-Triton is optional: the module imports without it, and the two public functions say what is missing. Correctness is tested in
-Triton's interpreter and by compiling for sm_90; the speed on a GPU has not been measured.
+Triton is optional: without it the module imports, and its two functions say what is missing. The tests run the kernels
+in Triton's interpreter and compile them for sm_90. Their speed has not been measured.
 
-In the kernels, a tile is TOKENS tokens of a head with PADDED >= P rows each, so that the rows of a token can be summed by a
-reshape: row r is pseudo-head r % PADDED of token r // PADDED. A state is two tensors [rows, COLUMNS], its halves that RoPE turns
-against one another, of which the first HALF = head_dim / 2 columns count. Sums are in float32, tensor-core factors in the dtype of the
-states.
+In the kernels a tile is TOKENS tokens of one head with PADDED rows each, the power of two from P up, so that the rows
+of a token can be summed by a reshape: row r is pseudo-head r % PADDED of token r // PADDED. A state is two tensors
+[rows, COLUMNS], the halves that RoPE turns against one another, whose first HALF = head_dim / 2 columns count. Sums are
+in float32, the factors of tensor-core products in the dtype of the states.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _tile(start, N, P: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr)
 
 @jit
 def _offsets(row, valid, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offsets and mask [rows, COLUMNS] of the first halves of the rows `row` of a tensor [any, head_dim]."""
+    """Offsets and mask [rows, COLUMNS] of the first halves of rows `row` of a tensor [any, head_dim]."""
     column = tl.arange(0, COLUMNS)
     return row[:, None].to(tl.int64) * (2 * HALF) + column[None, :], valid[:, None] & (column < HALF)[None, :]
 
@@ -63,7 +63,7 @@ def _store(states, x1, x2, row, valid, HALF: tl.constexpr, COLUMNS: tl.constexpr
 
 @jit
 def _turn(x1, x2, cos, sin, pseudo, valid, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """R_p of the rows, with tables [P, HALF]; the transpose of R_p where the caller exchanges the halves on both sides."""
+    """R_p of the rows, by tables [P, HALF]; its transpose where the caller exchanges the halves on both sides."""
     column = tl.arange(0, COLUMNS)
     offsets, mask = pseudo[:, None] * HALF + column[None, :], valid[:, None] & (column < HALF)[None, :]
     cos, sin = tl.load(cos + offsets, mask=mask, other=0.0), tl.load(sin + offsets, mask=mask, other=0.0)
@@ -75,7 +75,7 @@ def _virtual(
     states, alpha, cos, sin, token, pseudo, valid, N,
     M: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Virtual tokens R_p sum_m alpha[m, h, p] states[m, n] of a tile, float32, from states [M, N, head_dim] and alpha at [0, h, 0]."""
+    """Virtual tokens R_p sum_m alpha[m, h, p] states[m, n] of a tile, float32, with `alpha` at [0, h, 0]."""
     x1 = tl.zeros([token.shape[0], COLUMNS], tl.float32)
     x2 = tl.zeros([token.shape[0], COLUMNS], tl.float32)
     for m in range(M):
@@ -91,7 +91,8 @@ def _virtual(
 @jit
 def _virtual_backward(
     d1, d2, states, alpha, cos, sin, d_states, d_alpha, start, N,
-    M: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    M: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Adds what the gradients d1, d2 of the virtual tokens of a tile give the float32 `d_states` and `d_alpha`."""
     token, pseudo, valid = _tile(start, N, P, PADDED, TOKENS)
@@ -102,11 +103,13 @@ def _virtual_backward(
     for m in range(M):
         y1, y2 = _load(states, m * N + token, valid, HALF, COLUMNS)
         d_share = tl.sum(d1 * y1.to(tl.float32) + d2 * y2.to(tl.float32), axis=1)
-        tl.atomic_add(d_alpha + m * M * P + p, tl.sum(tl.reshape(d_share, (TOKENS, PADDED)), axis=0), mask=p < P)
+        tl.atomic_add(
+            d_alpha + m * M * P + p, tl.sum(tl.reshape(d_share, (TOKENS, PADDED)), axis=0), mask=p < P, sem="relaxed"
+        )
         share = tl.load(alpha + m * M * P + pseudo, mask=valid, other=0.0).to(tl.float32)[:, None]
         offsets, mask = _offsets(m * N + n, n < N, HALF, COLUMNS)
-        tl.atomic_add(d_states + offsets, _token_sum(share * d1, PADDED, TOKENS), mask=mask)
-        tl.atomic_add(d_states + HALF + offsets, _token_sum(share * d2, PADDED, TOKENS), mask=mask)
+        tl.atomic_add(d_states + offsets, _token_sum(share * d1, PADDED, TOKENS), mask=mask, sem="relaxed")
+        tl.atomic_add(d_states + HALF + offsets, _token_sum(share * d2, PADDED, TOKENS), mask=mask, sem="relaxed")
 
 
 @jit
@@ -143,10 +146,10 @@ def _scores(q1, q2, n, i, query_valid, k1, k2, u, j, key_valid, documents, scale
 @jit
 def _weights_and_pull(
     q1, q2, n, i, query_valid, row_lse, g1, g2, k, v, alpha_k, alpha_v, cos, sin, documents, scale, window, key, N,
-    G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attention weights of a tile of queries on the tile of keys at token `key`, the pull d_out[n] . v~ on them, and the keys."""
+    """Weights of a tile of queries on the keys from token `key`, the pull d_out[n] . v~ on them, and those keys."""
     u, j, key_valid = _tile(key, N, P, PADDED, KEYS)
     k1, k2 = _virtual(k, alpha_k, cos, sin, u, j, key_valid, N, G, P, HALF, COLUMNS)
     v1, v2 = _virtual(v, alpha_v, None, None, u, j, key_valid, N, G, P, HALF, COLUMNS)
@@ -159,10 +162,11 @@ def _weights_and_pull(
 @jit
 def _mix_rotate_forward(
     states, alpha, cos, sin, out, N,
-    M: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    M: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     token, pseudo, valid = _tile(tl.program_id(0) * TOKENS, N, P, PADDED, TOKENS)
-    batch, h = (tl.program_id(1) // M).to(tl.int64), tl.program_id(1) % M
+    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     states += batch * M * N * 2 * HALF
     x1, x2 = _virtual(states, alpha + h * P, cos, sin, token, pseudo, valid, N, M, P, HALF, COLUMNS)
     _store(out + batch * N * P * M * 2 * HALF, x1, x2, (token * P + pseudo) * M + h, valid, HALF, COLUMNS)
@@ -171,11 +175,12 @@ def _mix_rotate_forward(
 @jit
 def _mix_rotate_backward(
     states, alpha, cos, sin, d_out, d_states, d_alpha, N,
-    M: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    M: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * TOKENS
     token, pseudo, valid = _tile(start, N, P, PADDED, TOKENS)
-    batch, h = (tl.program_id(1) // M).to(tl.int64), tl.program_id(1) % M
+    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     base = batch * M * N * 2 * HALF
     d1, d2 = _load(d_out + base * P, (token * P + pseudo) * M + h, valid, HALF, COLUMNS)
     _virtual_backward(
@@ -187,11 +192,11 @@ def _mix_rotate_backward(
 @jit
 def _attention_forward(
     q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, out, lse, scale, window, N,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * QUERIES
-    batch, h = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
+    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     g = h // (H // G)
     q += batch * H * N * 2 * HALF
     k += batch * G * N * 2 * HALF
@@ -233,14 +238,16 @@ def _attention_forward(
 
 @jit
 def _attention_backward_queries(
-    q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, d_out, lse, mean_pull, d_q, d_alpha_q, scale, window, N,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, d_out, lse, mean_pull, d_q, d_alpha_q,
+    scale, window, N,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of q and alpha_q, and mean_pull[n, i] = sum_(u, j) weights * pull = d_out[n] . O_i[n]: the gradient of R[h, i] summed
-    over n, and what the softmax subtracts. The pull d_out[n] . v~ on a weight is, but for R[h, i], the same for every i."""
+    """The gradients of q and alpha_q, and mean_pull[n, i] = sum_(u, j) weights * pull = d_out[n] . O_i[n], which the
+    softmax's gradient subtracts and whose sum over n is the gradient of R[h, i]. The gradient of a weight is R[h, i] times
+    the pull d_out[n] . v~ on it, which is one product for all i."""
     start = tl.program_id(0) * QUERIES
-    batch, h = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
+    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     g = h // (H // G)
     q += batch * H * N * 2 * HALF
     k += batch * G * N * 2 * HALF
@@ -261,8 +268,8 @@ def _attention_backward_queries(
     mean = tl.zeros([QUERIES * PADDED], tl.float32)
     for key in range(first, last, KEYS):
         weights, pull, k1, k2 = _weights_and_pull(
-            q1, q2, n, i, query_valid, row_lse, g1, g2, k, v, alpha_k + g * P, alpha_v + g * P, cos, sin, documents, scale,
-            window, key, N, G, P, PADDED, HALF, COLUMNS, QUERIES, KEYS,
+            q1, q2, n, i, query_valid, row_lse, g1, g2, k, v, alpha_k + g * P, alpha_v + g * P, cos, sin, documents,
+            scale, window, key, N, G, P, PADDED, HALF, COLUMNS, QUERIES, KEYS,
         )  # fmt: skip
         mean += tl.sum(weights * pull, axis=1)
     tl.store(mean_pull + row, mean, mask=query_valid)
@@ -272,8 +279,8 @@ def _attention_backward_queries(
     d2 = tl.zeros([QUERIES * PADDED, COLUMNS], tl.float32)
     for key in range(first, last, KEYS):
         weights, pull, k1, k2 = _weights_and_pull(
-            q1, q2, n, i, query_valid, row_lse, g1, g2, k, v, alpha_k + g * P, alpha_v + g * P, cos, sin, documents, scale,
-            window, key, N, G, P, PADDED, HALF, COLUMNS, QUERIES, KEYS,
+            q1, q2, n, i, query_valid, row_lse, g1, g2, k, v, alpha_k + g * P, alpha_v + g * P, cos, sin, documents,
+            scale, window, key, N, G, P, PADDED, HALF, COLUMNS, QUERIES, KEYS,
         )  # fmt: skip
         d_scores = (weights * (pull - mean[:, None]) * share[:, None]).to(dtype)
         d1 = tl.dot(d_scores, k1, d1, input_precision="ieee")
@@ -286,14 +293,14 @@ def _attention_backward_queries(
 
 @jit
 def _attention_backward_keys(
-    q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, d_out, lse, mean_pull, d_k, d_v, d_alpha_k, d_alpha_v, scale,
-    window, N,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, d_out, lse, mean_pull, d_k, d_v,
+    d_alpha_k, d_alpha_v, scale, window, N,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of k, v, alpha_k and alpha_v that head h gives. The values see the weights collapsed over a token's pseudo-heads."""
+    """What head h gives the gradients of k, v, alpha_k and alpha_v; v~ sees the collapsed weights, one row a token."""
     start = tl.program_id(0) * KEYS
-    batch, h = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
+    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     g = h // (H // G)
     q += batch * H * N * 2 * HALF
     k += batch * G * N * 2 * HALF
@@ -342,16 +349,14 @@ def _attention_backward_keys(
 
 
 def _check(states: dict[str, torch.Tensor], shapes: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]]) -> None:
-    """Raises an ImportError without Triton, and a ValueError for states, or other tensors than `shapes` says, that the kernels
-    cannot read."""
+    """Raises an ImportError without Triton, and a ValueError for tensors that the kernels cannot read."""
     if triton is None:
         raise ImportError("The Triton kernels need Triton: `pip install triton`.")
     name, first = next(iter(states.items()))
-    interpreted = triton.knobs.runtime.interpret
-    if first.device.type == "cpu" and not interpreted:
+    if first.device.type == "cpu" and not triton.knobs.runtime.interpret:
         raise ValueError(
-            f"Triton kernels run on a GPU, and {name} is on the CPU: move the model, or choose another attn_implementation. (For "
-            f"tests, TRITON_INTERPRET=1 in the environment before Triton is imported runs them on the CPU.)"
+            f"The Triton kernels run on a GPU, and {name} is on the CPU: move the tensors to a GPU. (For tests, "
+            f"TRITON_INTERPRET=1 in the environment before Triton is imported runs the kernels on the CPU.)"
         )
     if first.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"{name} must be float32, float16 or bfloat16, not {first.dtype}.")
@@ -391,7 +396,7 @@ class _MixRotate(torch.autograd.Function):
         ctx.save_for_backward(states, alpha, cos, sin)
         out = states.new_empty(batch, length, alpha.shape[-1], heads, head_dim)
         tokens = _tokens(states, alpha.shape[-1])
-        _mix_rotate_forward[triton.cdiv(length, tokens), batch * heads](
+        _mix_rotate_forward[triton.cdiv(length, tokens), heads, batch](
             states, alpha, cos, sin, out, length, M=heads, TOKENS=tokens, **_constants(states, alpha.shape[-1])
         )
         return out
@@ -403,7 +408,7 @@ class _MixRotate(torch.autograd.Function):
         batch, heads, length, _ = states.shape
         d_states, d_alpha = (torch.zeros_like(x, dtype=torch.float32) for x in (states, alpha))
         tokens = _tokens(states, alpha.shape[-1])
-        _mix_rotate_backward[triton.cdiv(length, tokens), batch * heads](
+        _mix_rotate_backward[triton.cdiv(length, tokens), heads, batch](
             states, alpha, cos, sin, d_out.contiguous(), d_states, d_alpha, length, M=heads, TOKENS=tokens,
             **_constants(states, alpha.shape[-1]),
         )  # fmt: skip
@@ -427,7 +432,7 @@ class _FusedAttention(torch.autograd.Function):
             "KEYS": _tokens(q, num_pseudo_heads),
             **_constants(q, num_pseudo_heads),
         }
-        _attention_forward[triton.cdiv(length, ctx.constants["QUERIES"]), batch * heads](
+        _attention_forward[triton.cdiv(length, ctx.constants["QUERIES"]), heads, batch](
             *inputs, cos, sin, documents, out, lse, scale, window, length, **ctx.constants
         )
         ctx.save_for_backward(*inputs, cos, sin, documents, lse)
@@ -445,10 +450,10 @@ class _FusedAttention(torch.autograd.Function):
         mean_pull = torch.empty_like(lse)
         shared = (*inputs, cos, sin, documents, d_out.contiguous(), lse, mean_pull)
         geometry = (ctx.scale, ctx.window, length)
-        _attention_backward_queries[triton.cdiv(length, ctx.constants["QUERIES"]), batch * heads](
+        _attention_backward_queries[triton.cdiv(length, ctx.constants["QUERIES"]), heads, batch](
             *shared, d_q, d_alpha_q, *geometry, **ctx.constants
         )
-        _attention_backward_keys[triton.cdiv(length, ctx.constants["KEYS"]), batch * heads](
+        _attention_backward_keys[triton.cdiv(length, ctx.constants["KEYS"]), heads, batch](
             *shared, d_k, d_v, d_alpha_k, d_alpha_v, *geometry, **ctx.constants
         )
         gradients = (d_q, d_k, d_v, d_alpha_q, d_alpha_k, d_alpha_v, mean_pull.sum(dim=(0, 2)))
@@ -458,8 +463,9 @@ class _FusedAttention(torch.autograd.Function):
 def mix_rotate(
     states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Virtual tokens [batch, N, P, M, head_dim] in one pass: out[n, p, h] = R_p sum_m alpha[m, h, p] states[m, n] (IHA, Algorithm 1,
-    steps 2 and 3), rounded once to the dtype of the states. [batch, N * P, M, head_dim] is a view of it.
+    """Virtual tokens [batch, N, P, M, head_dim] in one pass: out[n, p, h] = R_p sum_m alpha[m, h, p] states[m, n]
+    (IHA, Algorithm 1, steps 2 and 3), rounded once to the dtype of the states. [batch, N * P, M, head_dim] is a
+    view of it.
 
     The gradients are summed by atomic additions in float32: their last bits can differ between runs.
 
@@ -477,7 +483,8 @@ def mix_rotate(
     table = (alpha.shape[-1], head_dim // 2)
     shapes = {"alpha": (alpha, (heads, heads, alpha.shape[-1])), "cos": (cos, table), "sin": (sin, table)}
     _check({"states": states}, shapes)
-    return _MixRotate.apply(states, alpha, cos, sin)
+    with torch.cuda.device_of(states):
+        return _MixRotate.apply(states, alpha, cos, sin)
 
 
 def fused_attention(
@@ -493,26 +500,28 @@ def fused_attention(
     window: int | None = None,
     documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Collapsed heads [batch, N, H, head_dim] of causal attention over the virtual tokens (IHA, Algorithm 1, steps 2 to 5; per-head
-    collapse), from base states: virtual queries, keys and values live in registers. For the backward pass it keeps the base
-    states and a log-sum-exp [batch, H, N, P].
+    """Collapsed heads [batch, N, H, head_dim] of causal attention over the virtual tokens (IHA, Algorithm 1, steps 2 to
+    5, per-head collapse), in the dtype of q. Virtual queries, keys and values are made from the base states tile by tile
+    and never written; kept for the backward pass are the base states and float32 log-sum-exps [batch, H, N, P].
 
-    With A = sum_i R[h, i] softmax_i the output is A v~, so the backward pass needs d_out . v~ and A once for all P pseudo-heads.
-    The gradients are summed by atomic additions in float32: their last bits can differ between runs. Sixteen tokens, of P rows
-    each (rounded up to a power of two), are the smallest tile of queries: P above 8 is exact, but spills registers.
+    With A = sum_i R[h, i] softmax_i the output is A v~: the backward pass forms d_out . v~ and A^T d_out once for all P
+    pseudo-heads. The gradients are summed by atomic additions in float32: their last bits can differ between runs. A
+    tile of queries has at least 16 tokens, so that P above 8 is exact but spills registers.
 
     Args:
-        q: [batch, H, N, head_dim] in float32, float16 or bfloat16, rotated to n * P (to n for shared positions); head_dim is even.
+        q: [batch, H, N, head_dim] in float32, float16 or bfloat16, rotated to n * P, or to n for shared positions;
+            head_dim is even.
         k, v: [batch, G, N, head_dim], likewise, where G divides H. Head h reads group h // (H / G).
         alpha_q: [H, H, P]. alpha_k, alpha_v: [G, G, P]. collapse: [H, P]. Any floating dtype of Triton.
-        rotation: cosine and sine of R_p, each [P, head_dim / 2], which get no gradients, or `None` for shared positions.
+        rotation: cosine and sine of R_p, each [P, head_dim / 2], which get no gradients; `None` for shared positions.
         scale: of the scores.
         window: W in tokens, or `None`: virtual query v sees the virtual keys v - W * P < u <= v.
-        documents: int32 [batch, N], equal where tokens may see each other (padding is a document of its own), or `None`.
+        documents: integers [batch, N], equal where tokens may see each other (padding is one more document), or `None`.
 
     Raises:
         ImportError: without Triton.
-        ValueError: for another dtype or shape, a window below 1, or a CPU tensor outside Triton's interpreter, which takes no bfloat16.
+        ValueError: for another dtype or shape, a window below 1, a CPU tensor outside Triton's interpreter, or bfloat16
+            in it.
     """
     cos, sin = rotation if rotation is not None else (None, None)
     (batch, heads, length, head_dim), groups, num_pseudo_heads = q.shape, k.shape[1], alpha_q.shape[-1]
@@ -539,4 +548,5 @@ def fused_attention(
         )
     # A window of N tokens hides nothing.
     window = length if window is None else min(window, length)
-    return _FusedAttention.apply(q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, scale, window)
+    with torch.cuda.device_of(q):
+        return _FusedAttention.apply(q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, scale, window)
