@@ -1,13 +1,13 @@
-"""Triton kernels of Interleaved Head Attention (IHA, Algorithm 1), forward and backward: the virtual tokens in one pass
-(steps 2 and 3), and the whole attention (steps 2 to 5) without virtual queries, keys or values in global memory.
+"""Triton kernels of Interleaved Head Attention (IHA, Algorithm 1), forward and backward: the virtual tokens in one
+pass (steps 2 and 3), and the whole attention (steps 2 to 5) without virtual queries, keys or values in global memory.
 
-Triton is optional: without it the module imports, and its two functions say what is missing. The tests run the kernels
-in Triton's interpreter and compile them for sm_90. Their speed has not been measured.
+Triton is optional: without it the module imports, and its two functions say what is missing. The tests run the
+kernels in Triton's interpreter and compile them for sm_90. Their speed has not been measured.
 
 In the kernels a tile is TOKENS tokens of one head with PADDED rows each, the power of two from P up, so that the rows
 of a token can be summed by a reshape: row r is pseudo-head r % PADDED of token r // PADDED. A state is two tensors
-[rows, COLUMNS], the halves that RoPE turns against one another, whose first HALF = head_dim / 2 columns count. Sums are
-in float32, the factors of tensor-core products in the dtype of the states.
+[rows, COLUMNS], the halves that RoPE turns against one another, whose first HALF = head_dim / 2 columns count. Sums
+are in float32, the factors of tensor-core products in the dtype of the states.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ def _attention_backward_queries(
     COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of q and alpha_q, and mean_pull[n, i] = sum_(u, j) weights * pull = d_out[n] . O_i[n], which the
-    softmax's gradient subtracts and whose sum over n is the gradient of R[h, i]. The gradient of a weight is R[h, i] times
-    the pull d_out[n] . v~ on it, which is one product for all i."""
+    softmax's gradient subtracts and whose sum over n is the gradient of R[h, i]. The gradient of a weight is R[h, i]
+    times the pull d_out[n] . v~ on it, which is one product for all i."""
     start = tl.program_id(0) * QUERIES
     batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     g = h // (H // G)
@@ -500,12 +500,12 @@ def fused_attention(
     window: int | None = None,
     documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Collapsed heads [batch, N, H, head_dim] of causal attention over the virtual tokens (IHA, Algorithm 1, steps 2 to
-    5, per-head collapse), in the dtype of q. Virtual queries, keys and values are made from the base states tile by tile
-    and never written; kept for the backward pass are the base states and float32 log-sum-exps [batch, H, N, P].
+    """Collapsed heads [batch, N, H, head_dim] of causal attention over the virtual tokens (IHA, Algorithm 1, steps 2
+    to 5, per-head collapse), in the dtype of q. Virtual queries, keys and values are made from the base states tile by
+    tile and never written; kept for the backward pass are the base states and float32 log-sum-exps [batch, H, N, P].
 
-    With A = sum_i R[h, i] softmax_i the output is A v~: the backward pass forms d_out . v~ and A^T d_out once for all P
-    pseudo-heads. The gradients are summed by atomic additions in float32: their last bits can differ between runs. A
+    With A = sum_i R[h, i] softmax_i the output is A v~: the backward pass forms d_out . v~ and A^T d_out once for all
+    P pseudo-heads. The gradients are summed by atomic additions in float32: their last bits can differ between runs. A
     tile of queries has at least 16 tokens, so that P above 8 is exact but spills registers.
 
     Args:
@@ -516,12 +516,12 @@ def fused_attention(
         rotation: cosine and sine of R_p, each [P, head_dim / 2], which get no gradients; `None` for shared positions.
         scale: of the scores.
         window: W in tokens, or `None`: virtual query v sees the virtual keys v - W * P < u <= v.
-        documents: integers [batch, N], equal where tokens may see each other (padding is one more document), or `None`.
+        documents: integers [batch, N], equal where tokens may see each other (padding is one of them), or `None`.
 
     Raises:
         ImportError: without Triton.
-        ValueError: for another dtype or shape, a window below 1, a CPU tensor outside Triton's interpreter, or bfloat16
-            in it.
+        ValueError: for another dtype or shape, a window below 1, a CPU tensor outside Triton's interpreter, or
+            bfloat16 in it.
     """
     cos, sin = rotation if rotation is not None else (None, None)
     (batch, heads, length, head_dim), groups, num_pseudo_heads = q.shape, k.shape[1], alpha_q.shape[-1]
