@@ -13,7 +13,7 @@ from modeling_iha.triton_kernels import fused_attention, mix_rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest entry, or to 0.1 where gradients vanish (a query that sees one key). float32 rounds to 6e-8
-# and sums of at most some hundred terms lose a digit or two; float16 rounds tiles, weights and their gradients to 5e-4.
+# and sums of at most some hundred terms lose a digit or two; float16 rounds tiles, weights and gradients to 5e-4.
 ERRORS = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 HALVES = [torch.bfloat16] if DEVICE == "cuda" else []
 
@@ -216,13 +216,13 @@ def test_nothing_as_large_as_the_virtual_tokens_is_allocated(small_tiles):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
             if isinstance(result, torch.Tensor):
-                self.largest = max(self.largest, result.numel())
+                self.largest = max(self.largest, result.nbytes)
             return result
 
     inputs = {name: x.float().to(DEVICE).requires_grad_() for name, x in attention_inputs(pseudo=4).items()}
     with Sizes() as sizes:
         fused_attention(**inputs, rotation=None, scale=1.0).sum().backward()
-    assert sizes.largest == inputs["q"].numel()
+    assert sizes.largest == inputs["q"].nbytes
 
 
 @pytest.mark.parametrize(
