@@ -370,6 +370,10 @@ def _check(states: dict[str, torch.Tensor], shapes: dict[str, tuple[torch.Tensor
             raise ValueError(f"{other} must have the shape {list(shape)}, not {list(tensor.shape)}.")
 
 
+def _contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [tensor if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
 def _tokens(states: torch.Tensor, num_pseudo_heads: int) -> int:
     """Tokens in a tile of about ROWS rows, and half as many where a row is so wide that registers spill."""
     rows = ROWS if states.shape[-1] * states.itemsize <= 256 else ROWS // 2
@@ -392,7 +396,6 @@ class _MixRotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states, alpha, cos, sin):
         batch, heads, length, head_dim = states.shape
-        states, alpha = states.contiguous(), alpha.contiguous()
         ctx.save_for_backward(states, alpha, cos, sin)
         out = states.new_empty(batch, length, alpha.shape[-1], heads, head_dim)
         tokens = _tokens(states, alpha.shape[-1])
@@ -420,7 +423,7 @@ class _FusedAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, scale, window):
         batch, heads, length, head_dim = q.shape
         num_pseudo_heads = alpha_q.shape[-1]
-        inputs = [x.contiguous() for x in (q, k, v, alpha_q, alpha_k, alpha_v, collapse)]
+        inputs = (q, k, v, alpha_q, alpha_k, alpha_v, collapse)
         out = q.new_empty(batch, length, heads, head_dim)
         lse = q.new_empty(batch, heads, length, num_pseudo_heads, dtype=torch.float32)
         ctx.scale, ctx.window = scale, window
@@ -484,7 +487,7 @@ def mix_rotate(
     shapes = {"alpha": (alpha, (heads, heads, alpha.shape[-1])), "cos": (cos, table), "sin": (sin, table)}
     _check({"states": states}, shapes)
     with torch.cuda.device_of(states):
-        return _MixRotate.apply(states, alpha, cos, sin)
+        return _MixRotate.apply(*_contiguous(states, alpha, cos, sin))
 
 
 def fused_attention(
@@ -549,4 +552,5 @@ def fused_attention(
     # A window of N tokens hides nothing.
     window = length if window is None else min(window, length)
     with torch.cuda.device_of(q):
-        return _FusedAttention.apply(q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, scale, window)
+        tensors = _contiguous(q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents)
+        return _FusedAttention.apply(*tensors, scale, window)

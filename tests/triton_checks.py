@@ -4,6 +4,7 @@ Triton's interpreter, in a process of its own: Triton is told which when it is i
 import pytest
 import torch
 import triton
+from small_models import random_model, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
@@ -195,18 +196,15 @@ def test_attention_in_half_precision(small_tiles, dtype):
     compare_attention(dtype, pseudo=3, window=5, head_dim=16)
 
 
-def test_states_of_any_strides(small_tiles):
-    inputs = attention_inputs()
-    strided = {name: inputs[name].transpose(1, 2).contiguous().transpose(1, 2) for name in "qkv"}
-    options = {"rotation": None, "scale": 0.1, "window": None, "documents": None}
-    compare(fused_attention, plain_attention, inputs | strided, torch.float32, **options)
-    compare(
-        mix_rotate,
-        plain_mix_rotate,
-        {"states": strided["q"], "alpha": inputs["alpha_q"]},
-        torch.float32,
-        rotation=None,
-    )
+def test_tensors_of_any_strides(small_tiles):
+    inputs = attention_inputs(batch=2, groups=1)
+    strided = {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in inputs.items()}
+    rotation = tuple(table.T.contiguous().T for table in rotation_tables(2, 8))
+    documents = torch.tensor([[0] * 10 + [1] * 9], dtype=torch.int32).expand(2, -1)
+    options = {"rotation": rotation, "scale": 0.1, "window": None, "documents": documents}
+    compare(fused_attention, plain_attention, strided, torch.float32, **options)
+    mix_inputs = {"states": strided["q"], "alpha": strided["alpha_q"]}
+    compare(mix_rotate, plain_mix_rotate, mix_inputs, torch.float32, rotation=rotation)
 
 
 def test_nothing_as_large_as_the_virtual_tokens_is_allocated(small_tiles):
@@ -260,3 +258,21 @@ def test_bfloat16_products_are_refused_by_the_interpreter():
     inputs = {name: x.bfloat16() for name, x in attention_inputs().items()}
     with pytest.raises(ValueError, match="multiplies the bits of bfloat16 as integers"):
         fused_attention(**inputs, rotation=None, scale=1.0)
+
+
+@pytest.mark.parametrize("pseudo_positions", ["interleaved", "shared"])
+def test_layer(small_tiles, pseudo_positions):
+    """The layer's own weights and tables mean the same to the kernels."""
+    model = random_model(small_config(num_pseudo_heads=3, pseudo_positions=pseudo_positions)).to(DEVICE).model
+    layer = model.layers[0].self_attn
+    hidden_states = draw(1, 19, 32, seed=1).float().to(DEVICE)
+    tables = model.rotary_emb.tables(hidden_states, torch.arange(19, device=DEVICE)[None])
+    with torch.no_grad():
+        expected, _ = layer(hidden_states, tables)
+        states = layer.project(hidden_states, tables, None)
+        weights = [part.weight for part in (layer.q_mix, layer.k_mix, layer.v_mix, layer.collapse)]
+        heads = fused_attention(*states, *weights, tables.get("pseudo_head"), layer.scaling)
+        assert_same(layer.o_proj(heads.flatten(2)), expected.double().cpu(), torch.float32, "layer")
+        mixed = layer.rotate_pseudo_heads(layer.q_mix(states[0]), tables)
+        rotated = mix_rotate(states[0], layer.q_mix.weight, tables.get("pseudo_head"))
+        assert_same(rotated, mixed.double().cpu(), torch.float32, "virtual queries")
