@@ -1,0 +1,135 @@
+"""Base of the attention kinds that change the scores or the weights between query and key, which no stock core exposes."""
+
+import torch
+import torch.utils.checkpoint
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from .attention_mha import MultiHeadAttention
+from .configuration_iha import IHAConfig
+
+
+# Queries to a block: its scores, [batch, H, BLOCK, keys], are all that exists of the score matrix at a time.
+BLOCK = 128
+
+
+def block_bias(
+    mask: torch.Tensor | None, rows: slice, columns: slice, offset: int, window: int | None, like: torch.Tensor
+) -> torch.Tensor:
+    """The additive float32 mask [batch or 1, 1 or H, rows, columns] of a block of queries: 0 where a query sees a key.
+
+    Args:
+        mask: in any form that `create_masks` gives for "eager" and "sdpa": `None` (causal), boolean or additive
+            [batch or 1, 1 or H, N, keys], or the document of each token, int [batch or 1, N], for a long input to a window layer.
+        offset: position of the first query among the keys; read where the mask is not a matrix.
+        window: in tokens, `None` for all; read where the mask is not a matrix.
+        like: tensor on the device wanted.
+    """
+    lowest = torch.finfo(torch.float32).min
+    if mask is not None and mask.ndim == 4:
+        block = mask[..., rows, columns]
+        if block.dtype != torch.bool:
+            return block.float()
+        return torch.zeros_like(block, dtype=torch.float32).masked_fill(~block, lowest)
+    i = torch.arange(rows.start, rows.stop, device=like.device)[:, None] + offset
+    j = torch.arange(columns.start, columns.stop, device=like.device)
+    visible = j <= i
+    if window is not None:
+        visible &= j > i - window
+    visible = visible[None]
+    if mask is not None:
+        visible = visible & (mask[:, rows, None] == mask[:, None, columns])
+    return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest).unsqueeze(1)
+
+
+class ScoreMatrixAttention(MultiHeadAttention):
+    """Attention in blocks of queries, in which a kind may change the scores before the softmax and the weights after it.
+
+    In training each block is recomputed in the backward, so that scores are never kept for all queries. Masks are SDPA's or
+    eager's; a flash core or FlexAttention never builds the scores and is refused.
+    """
+
+    def __init__(self, config: IHAConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.check_core()
+
+    def check_core(self):
+        """Raises a ValueError for a core that never builds the scores."""
+        core = self.config._attn_implementation
+        if core is not None and ("flash" in core or "flex" in core):
+            raise ValueError(
+                f"Attention kind {self.config.attention_kinds[self.layer_idx]!r} changes the scores, which attn_implementation={core!r} "
+                f"never builds: use 'sdpa' or 'eager'."
+            )
+
+    def compose_scores(self, scores: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
+        """The scores [batch, H, rows, columns] before mask and softmax, changed as the kind wants."""
+        return scores
+
+    def compose_weights(self, weights: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
+        """The weights [batch, H, rows, columns] after the softmax, changed as the kind wants."""
+        return weights
+
+    def raw_scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Scaled scores [batch, H, rows, columns] of queries [batch, H, rows, any] and keys [batch, G, columns, any]."""
+        return torch.matmul(query, repeat_kv(key, self.num_key_value_groups).transpose(2, 3)) * self.scaling
+
+    def attend_block(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: torch.Tensor,
+        rows: slice,
+        columns: slice,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries."""
+        scores = self.compose_scores(self.raw_scores(query, key), rows, columns, **kwargs)
+        weights = torch.softmax(scores.float() + bias, dim=-1).to(query.dtype)
+        weights = self.compose_weights(weights, rows, columns, **kwargs)
+        weights = torch.nn.functional.dropout(weights, p=self.attention_dropout, training=self.training)
+        output = torch.matmul(weights, repeat_kv(value, self.num_key_value_groups))
+        return output.transpose(1, 2), weights
+
+    def attend(
+        self,
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.check_core()
+        length, num_keys = query_states.shape[2], key_states.shape[2]
+        # Without a mask a single query sees every key, and a longer input has no cached keys before it.
+        offset = num_keys - 1 if length == 1 else 0
+        from_positions = attention_mask is None or attention_mask.ndim == 2
+        window = self.sliding_window if attention_mask is not None and from_positions else None
+
+        outputs, weights = [], []
+        for start in range(0, length, BLOCK):
+            rows = slice(start, min(start + BLOCK, length))
+            columns = slice(0, num_keys)
+            if from_positions:
+                first = 0 if window is None else max(0, start + offset - window + 1)
+                columns = slice(first, min(rows.stop + offset, num_keys))
+            bias = block_bias(attention_mask, rows, columns, offset, window, query_states)
+            block = (
+                query_states[:, :, rows],
+                key_states[:, :, columns],
+                value_states[:, :, columns],
+                bias,
+                rows,
+                columns,
+            )
+            if torch.is_grad_enabled() and length > BLOCK:
+                output, block_weights = torch.utils.checkpoint.checkpoint(
+                    self.attend_block, *block, use_reentrant=False, **kwargs
+                )
+            else:
+                output, block_weights = self.attend_block(*block, **kwargs)
+            outputs.append(output)
+            if self.config._attn_implementation == "eager":
+                weights.append(block_weights)
+        weights = torch.cat(weights, dim=2) if weights else None
+        return torch.cat(outputs, dim=1), weights

@@ -1,0 +1,556 @@
+"""Triton kernels of Interleaved Head Attention (IHA, Algorithm 1), forward and backward: the virtual tokens in one
+pass (steps 2 and 3), and the whole attention (steps 2 to 5) without virtual queries, keys or values in global memory.
+
+Triton is optional: without it the module imports, and its two functions say what is missing. The tests run the
+kernels in Triton's interpreter and compile them for sm_90. Their speed has not been measured.
+
+In the kernels a tile is TOKENS tokens of one head with PADDED rows each, the power of two from P up, so that the rows
+of a token can be summed by a reshape: row r is pseudo-head r % PADDED of token r // PADDED. A state is two tensors
+[rows, COLUMNS], the halves that RoPE turns against one another, whose first HALF = head_dim / 2 columns count. Sums
+are in float32, the factors of tensor-core products in the dtype of the states.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+except ImportError:
+    triton = None
+
+    def jit(kernel):
+        return kernel
+
+
+# Rows of a tile, P of them (or the next power of two) to a token.
+ROWS = 64
+# The shortest side of a tensor-core product.
+MIN_SIDE = 16
+
+
+@jit
+def _tile(start, N, P: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr):
+    """Token, pseudo-head and validity of each row of the tile that starts at token `start`."""
+    row = tl.arange(0, TOKENS * PADDED)
+    token, pseudo = start + row // PADDED, row % PADDED
+    return token, pseudo, (token < N) & (pseudo < P)
+
+
+@jit
+def _offsets(row, valid, HALF: tl.constexpr, COLUMNS: tl.constexpr):
+    """Offsets and mask [rows, COLUMNS] of the first halves of rows `row` of a tensor [any, head_dim]."""
+    column = tl.arange(0, COLUMNS)
+    return row[:, None].to(tl.int64) * (2 * HALF) + column[None, :], valid[:, None] & (column < HALF)[None, :]
+
+
+@jit
+def _load(states, row, valid, HALF: tl.constexpr, COLUMNS: tl.constexpr):
+    offsets, mask = _offsets(row, valid, HALF, COLUMNS)
+    return tl.load(states + offsets, mask=mask, other=0.0), tl.load(states + HALF + offsets, mask=mask, other=0.0)
+
+
+@jit
+def _store(states, x1, x2, row, valid, HALF: tl.constexpr, COLUMNS: tl.constexpr):
+    offsets, mask = _offsets(row, valid, HALF, COLUMNS)
+    tl.store(states + offsets, x1.to(states.dtype.element_ty), mask=mask)
+    tl.store(states + HALF + offsets, x2.to(states.dtype.element_ty), mask=mask)
+
+
+@jit
+def _turn(x1, x2, cos, sin, pseudo, valid, HALF: tl.constexpr, COLUMNS: tl.constexpr):
+    """R_p of the rows, by tables [P, HALF]; its transpose where the caller exchanges the halves on both sides."""
+    column = tl.arange(0, COLUMNS)
+    offsets, mask = pseudo[:, None] * HALF + column[None, :], valid[:, None] & (column < HALF)[None, :]
+    cos, sin = tl.load(cos + offsets, mask=mask, other=0.0), tl.load(sin + offsets, mask=mask, other=0.0)
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+@jit
+def _virtual(
+    states, alpha, cos, sin, token, pseudo, valid, N,
+    M: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Virtual tokens R_p sum_m alpha[m, h, p] states[m, n] of a tile, float32, with `alpha` at [0, h, 0]."""
+    x1 = tl.zeros([token.shape[0], COLUMNS], tl.float32)
+    x2 = tl.zeros([token.shape[0], COLUMNS], tl.float32)
+    for m in range(M):
+        share = tl.load(alpha + m * M * P + pseudo, mask=valid, other=0.0).to(tl.float32)[:, None]
+        y1, y2 = _load(states, m * N + token, valid, HALF, COLUMNS)
+        x1 += share * y1.to(tl.float32)
+        x2 += share * y2.to(tl.float32)
+    if cos is not None:
+        x1, x2 = _turn(x1, x2, cos, sin, pseudo, valid, HALF, COLUMNS)
+    return x1, x2
+
+
+@jit
+def _virtual_backward(
+    d1, d2, states, alpha, cos, sin, d_states, d_alpha, start, N,
+    M: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Adds what the gradients d1, d2 of the virtual tokens of a tile give the float32 `d_states` and `d_alpha`."""
+    token, pseudo, valid = _tile(start, N, P, PADDED, TOKENS)
+    if cos is not None:
+        d2, d1 = _turn(d2, d1, cos, sin, pseudo, valid, HALF, COLUMNS)
+    p = tl.arange(0, PADDED)
+    n = start + tl.arange(0, TOKENS)
+    for m in range(M):
+        y1, y2 = _load(states, m * N + token, valid, HALF, COLUMNS)
+        d_share = tl.sum(d1 * y1.to(tl.float32) + d2 * y2.to(tl.float32), axis=1)
+        tl.atomic_add(
+            d_alpha + m * M * P + p, tl.sum(tl.reshape(d_share, (TOKENS, PADDED)), axis=0), mask=p < P, sem="relaxed"
+        )
+        share = tl.load(alpha + m * M * P + pseudo, mask=valid, other=0.0).to(tl.float32)[:, None]
+        offsets, mask = _offsets(m * N + n, n < N, HALF, COLUMNS)
+        tl.atomic_add(d_states + offsets, _token_sum(share * d1, PADDED, TOKENS), mask=mask, sem="relaxed")
+        tl.atomic_add(d_states + HALF + offsets, _token_sum(share * d2, PADDED, TOKENS), mask=mask, sem="relaxed")
+
+
+@jit
+def _token_sum(x, PADDED: tl.constexpr, TOKENS: tl.constexpr):
+    """[TOKENS, columns] from [TOKENS * PADDED, columns]."""
+    return tl.sum(tl.reshape(x, (TOKENS, PADDED, x.shape[1])), axis=1)
+
+
+@jit
+def _token_repeat(x, PADDED: tl.constexpr, TOKENS: tl.constexpr):
+    """[TOKENS * PADDED, columns] from [TOKENS, columns]."""
+    x = tl.broadcast_to(x[:, None, :], (TOKENS, PADDED, x.shape[1]))
+    return tl.reshape(x, (TOKENS * PADDED, x.shape[2]))
+
+
+@jit
+def _products(x1, x2, y1, y2):
+    """Scalar products [rows of x, rows of y]."""
+    return tl.dot(x2, tl.trans(y2), tl.dot(x1, tl.trans(y1), input_precision="ieee"), input_precision="ieee")
+
+
+@jit
+def _scores(q1, q2, n, i, query_valid, k1, k2, u, j, key_valid, documents, scale, window, P: tl.constexpr):
+    """Scaled scores of virtual queries (n, i) and keys (u, j), minus infinity where the key is hidden."""
+    query, key = n * P + i, u * P + j
+    visible = (key[None, :] <= query[:, None]) & (key[None, :] > query[:, None] - window * P)
+    visible &= query_valid[:, None] & key_valid[None, :]
+    if documents is not None:
+        query_document = tl.load(documents + n, mask=query_valid, other=0)
+        visible &= query_document[:, None] == tl.load(documents + u, mask=key_valid, other=0)[None, :]
+    return tl.where(visible, _products(q1, q2, k1, k2) * scale, float("-inf"))
+
+
+@jit
+def _weights_and_pull(
+    q1, q2, n, i, query_valid, row_lse, g1, g2, k, v, alpha_k, alpha_v, cos, sin, documents, scale, window, key, N,
+    G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Weights of a tile of queries on the keys from token `key`, the pull d_out[n] . v~ on them, and those keys."""
+    u, j, key_valid = _tile(key, N, P, PADDED, KEYS)
+    k1, k2 = _virtual(k, alpha_k, cos, sin, u, j, key_valid, N, G, P, HALF, COLUMNS)
+    v1, v2 = _virtual(v, alpha_v, None, None, u, j, key_valid, N, G, P, HALF, COLUMNS)
+    k1, k2, v1, v2 = k1.to(q1.dtype), k2.to(q1.dtype), v1.to(q1.dtype), v2.to(q1.dtype)
+    scores = _scores(q1, q2, n, i, query_valid, k1, k2, u, j, key_valid, documents, scale, window, P)
+    weights = tl.exp(scores - row_lse[:, None])
+    return weights, _token_repeat(_products(g1, g2, v1, v2), PADDED, QUERIES), k1, k2
+
+
+@jit
+def _mix_rotate_forward(
+    states, alpha, cos, sin, out, N,
+    M: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    token, pseudo, valid = _tile(tl.program_id(0) * TOKENS, N, P, PADDED, TOKENS)
+    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    states += batch * M * N * 2 * HALF
+    x1, x2 = _virtual(states, alpha + h * P, cos, sin, token, pseudo, valid, N, M, P, HALF, COLUMNS)
+    _store(out + batch * N * P * M * 2 * HALF, x1, x2, (token * P + pseudo) * M + h, valid, HALF, COLUMNS)
+
+
+@jit
+def _mix_rotate_backward(
+    states, alpha, cos, sin, d_out, d_states, d_alpha, N,
+    M: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0) * TOKENS
+    token, pseudo, valid = _tile(start, N, P, PADDED, TOKENS)
+    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    base = batch * M * N * 2 * HALF
+    d1, d2 = _load(d_out + base * P, (token * P + pseudo) * M + h, valid, HALF, COLUMNS)
+    _virtual_backward(
+        d1.to(tl.float32), d2.to(tl.float32), states + base, alpha + h * P, cos, sin, d_states + base, d_alpha + h * P,
+        start, N, M, P, PADDED, HALF, COLUMNS, TOKENS,
+    )  # fmt: skip
+
+
+@jit
+def _attention_forward(
+    q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, out, lse, scale, window, N,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0) * QUERIES
+    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    g = h // (H // G)
+    q += batch * H * N * 2 * HALF
+    k += batch * G * N * 2 * HALF
+    v += batch * G * N * 2 * HALF
+    if documents is not None:
+        documents += batch * N
+    dtype: tl.constexpr = q.dtype.element_ty
+
+    n, i, query_valid = _tile(start, N, P, PADDED, QUERIES)
+    q1, q2 = _virtual(q, alpha_q + h * P, cos, sin, n, i, query_valid, N, H, P, HALF, COLUMNS)
+    q1, q2 = q1.to(dtype), q2.to(dtype)
+    # Finite, so that a row that has seen no key yet weighs it 0 and not NaN.
+    peak = tl.full([QUERIES * PADDED], -1e30, tl.float32)
+    total = tl.zeros([QUERIES * PADDED], tl.float32)
+    o1 = tl.zeros([QUERIES * PADDED, COLUMNS], tl.float32)
+    o2 = tl.zeros([QUERIES * PADDED, COLUMNS], tl.float32)
+    for key in range(tl.maximum(start - window, 0), tl.minimum(start + QUERIES, N), KEYS):
+        u, j, key_valid = _tile(key, N, P, PADDED, KEYS)
+        k1, k2 = _virtual(k, alpha_k + g * P, cos, sin, u, j, key_valid, N, G, P, HALF, COLUMNS)
+        k1, k2 = k1.to(dtype), k2.to(dtype)
+        scores = _scores(q1, q2, n, i, query_valid, k1, k2, u, j, key_valid, documents, scale, window, P)
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.exp(scores - new_peak[:, None])
+        decay = tl.exp(peak - new_peak)
+        total = total * decay + tl.sum(weights, axis=1)
+        v1, v2 = _virtual(v, alpha_v + g * P, None, None, u, j, key_valid, N, G, P, HALF, COLUMNS)
+        weights = weights.to(dtype)
+        o1 = tl.dot(weights, v1.to(dtype), o1 * decay[:, None], input_precision="ieee")
+        o2 = tl.dot(weights, v2.to(dtype), o2 * decay[:, None], input_precision="ieee")
+        peak = new_peak
+
+    total = tl.where(query_valid, total, 1.0)
+    share = tl.load(collapse + h * P + i, mask=query_valid, other=0.0).to(tl.float32) / total
+    n_out = start + tl.arange(0, QUERIES)
+    o1, o2 = _token_sum(o1 * share[:, None], PADDED, QUERIES), _token_sum(o2 * share[:, None], PADDED, QUERIES)
+    _store(out + batch * N * H * 2 * HALF, o1, o2, n_out * H + h, n_out < N, HALF, COLUMNS)
+    tl.store(lse + (batch * H + h) * N * P + n * P + i, peak + tl.log(total), mask=query_valid)
+
+
+@jit
+def _attention_backward_queries(
+    q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, d_out, lse, mean_pull, d_q, d_alpha_q,
+    scale, window, N,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of q and alpha_q, and mean_pull[n, i] = sum_(u, j) weights * pull = d_out[n] . O_i[n], which the
+    softmax's gradient subtracts and whose sum over n is the gradient of R[h, i]. The gradient of a weight is R[h, i]
+    times the pull d_out[n] . v~ on it, which is one product for all i."""
+    start = tl.program_id(0) * QUERIES
+    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    g = h // (H // G)
+    q += batch * H * N * 2 * HALF
+    k += batch * G * N * 2 * HALF
+    v += batch * G * N * 2 * HALF
+    if documents is not None:
+        documents += batch * N
+    dtype: tl.constexpr = q.dtype.element_ty
+
+    n, i, query_valid = _tile(start, N, P, PADDED, QUERIES)
+    q1, q2 = _virtual(q, alpha_q + h * P, cos, sin, n, i, query_valid, N, H, P, HALF, COLUMNS)
+    q1, q2 = q1.to(dtype), q2.to(dtype)
+    n_out = start + tl.arange(0, QUERIES)
+    g1, g2 = _load(d_out + batch * N * H * 2 * HALF, n_out * H + h, n_out < N, HALF, COLUMNS)
+    row = (batch * H + h) * N * P + n * P + i
+    row_lse = tl.load(lse + row, mask=query_valid, other=0.0)
+
+    first, last = tl.maximum(start - window, 0), tl.minimum(start + QUERIES, N)
+    mean = tl.zeros([QUERIES * PADDED], tl.float32)
+    for key in range(first, last, KEYS):
+        weights, pull, k1, k2 = _weights_and_pull(
+            q1, q2, n, i, query_valid, row_lse, g1, g2, k, v, alpha_k + g * P, alpha_v + g * P, cos, sin, documents,
+            scale, window, key, N, G, P, PADDED, HALF, COLUMNS, QUERIES, KEYS,
+        )  # fmt: skip
+        mean += tl.sum(weights * pull, axis=1)
+    tl.store(mean_pull + row, mean, mask=query_valid)
+
+    share = tl.load(collapse + h * P + i, mask=query_valid, other=0.0).to(tl.float32) * scale
+    d1 = tl.zeros([QUERIES * PADDED, COLUMNS], tl.float32)
+    d2 = tl.zeros([QUERIES * PADDED, COLUMNS], tl.float32)
+    for key in range(first, last, KEYS):
+        weights, pull, k1, k2 = _weights_and_pull(
+            q1, q2, n, i, query_valid, row_lse, g1, g2, k, v, alpha_k + g * P, alpha_v + g * P, cos, sin, documents,
+            scale, window, key, N, G, P, PADDED, HALF, COLUMNS, QUERIES, KEYS,
+        )  # fmt: skip
+        d_scores = (weights * (pull - mean[:, None]) * share[:, None]).to(dtype)
+        d1 = tl.dot(d_scores, k1, d1, input_precision="ieee")
+        d2 = tl.dot(d_scores, k2, d2, input_precision="ieee")
+    _virtual_backward(
+        d1, d2, q, alpha_q + h * P, cos, sin, d_q + batch * H * N * 2 * HALF, d_alpha_q + h * P,
+        start, N, H, P, PADDED, HALF, COLUMNS, QUERIES,
+    )  # fmt: skip
+
+
+@jit
+def _attention_backward_keys(
+    q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, d_out, lse, mean_pull, d_k, d_v,
+    d_alpha_k, d_alpha_v, scale, window, N,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """What head h gives the gradients of k, v, alpha_k and alpha_v; v~ sees the collapsed weights, one row a token."""
+    start = tl.program_id(0) * KEYS
+    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    g = h // (H // G)
+    q += batch * H * N * 2 * HALF
+    k += batch * G * N * 2 * HALF
+    v += batch * G * N * 2 * HALF
+    if documents is not None:
+        documents += batch * N
+    dtype: tl.constexpr = q.dtype.element_ty
+
+    u, j, key_valid = _tile(start, N, P, PADDED, KEYS)
+    k1, k2 = _virtual(k, alpha_k + g * P, cos, sin, u, j, key_valid, N, G, P, HALF, COLUMNS)
+    v1, v2 = _virtual(v, alpha_v + g * P, None, None, u, j, key_valid, N, G, P, HALF, COLUMNS)
+    k1, k2, v1, v2 = k1.to(dtype), k2.to(dtype), v1.to(dtype), v2.to(dtype)
+    d_k1 = tl.zeros([KEYS * PADDED, COLUMNS], tl.float32)
+    d_k2 = tl.zeros([KEYS * PADDED, COLUMNS], tl.float32)
+    d_v1 = tl.zeros([KEYS * PADDED, COLUMNS], tl.float32)
+    d_v2 = tl.zeros([KEYS * PADDED, COLUMNS], tl.float32)
+    for query in range(start, tl.minimum(start + KEYS + window, N), QUERIES):
+        n, i, query_valid = _tile(query, N, P, PADDED, QUERIES)
+        q1, q2 = _virtual(q, alpha_q + h * P, cos, sin, n, i, query_valid, N, H, P, HALF, COLUMNS)
+        q1, q2 = q1.to(dtype), q2.to(dtype)
+        scores = _scores(q1, q2, n, i, query_valid, k1, k2, u, j, key_valid, documents, scale, window, P)
+        row = (batch * H + h) * N * P + n * P + i
+        weights = tl.exp(scores - tl.load(lse + row, mask=query_valid, other=0.0)[:, None])
+        weights *= tl.load(collapse + h * P + i, mask=query_valid, other=0.0).to(tl.float32)[:, None]
+
+        n_out = query + tl.arange(0, QUERIES)
+        g1, g2 = _load(d_out + batch * N * H * 2 * HALF, n_out * H + h, n_out < N, HALF, COLUMNS)
+        collapsed = tl.trans(_token_sum(weights, PADDED, QUERIES).to(dtype))
+        d_v1 = tl.dot(collapsed, g1, d_v1, input_precision="ieee")
+        d_v2 = tl.dot(collapsed, g2, d_v2, input_precision="ieee")
+
+        pull = _token_repeat(_products(g1, g2, v1, v2), PADDED, QUERIES)
+        mean = tl.load(mean_pull + row, mask=query_valid, other=0.0)
+        d_scores = tl.trans((weights * (pull - mean[:, None]) * scale).to(dtype))
+        d_k1 = tl.dot(d_scores, q1, d_k1, input_precision="ieee")
+        d_k2 = tl.dot(d_scores, q2, d_k2, input_precision="ieee")
+    base = batch * G * N * 2 * HALF
+    _virtual_backward(
+        d_k1, d_k2, k, alpha_k + g * P, cos, sin, d_k + base, d_alpha_k + g * P,
+        start, N, G, P, PADDED, HALF, COLUMNS, KEYS,
+    )  # fmt: skip
+    _virtual_backward(
+        d_v1, d_v2, v, alpha_v + g * P, None, None, d_v + base, d_alpha_v + g * P,
+        start, N, G, P, PADDED, HALF, COLUMNS, KEYS,
+    )  # fmt: skip
+
+
+def _check(states: dict[str, torch.Tensor], shapes: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]]) -> None:
+    """Raises an ImportError without Triton, and a ValueError for tensors that the kernels cannot read."""
+    if triton is None:
+        raise ImportError("The Triton kernels need Triton: `pip install triton`.")
+    name, first = next(iter(states.items()))
+    if first.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            f"The Triton kernels run on a GPU, and {name} is on the CPU: move the tensors to a GPU. (For tests, "
+            f"TRITON_INTERPRET=1 in the environment before Triton is imported runs the kernels on the CPU.)"
+        )
+    if first.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{name} must be float32, float16 or bfloat16, not {first.dtype}.")
+    for other, tensor in states.items():
+        if tensor.dtype != first.dtype:
+            raise ValueError(f"{other} must have the dtype of {name}, {first.dtype}, not {tensor.dtype}.")
+    if first.shape[-1] % 2:
+        raise ValueError(f"head_dim must be even, but {name} has {first.shape[-1]}.")
+    for other, (tensor, shape) in shapes.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{other} must have the shape {list(shape)}, not {list(tensor.shape)}.")
+
+
+def _contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [tensor if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _tokens(states: torch.Tensor, num_pseudo_heads: int) -> int:
+    """Tokens in a tile of about ROWS rows, and half as many where a row is so wide that registers spill."""
+    rows = ROWS if states.shape[-1] * states.itemsize <= 256 else ROWS // 2
+    return max(1, rows // triton.next_power_of_2(num_pseudo_heads))
+
+
+def _constants(states: torch.Tensor, num_pseudo_heads: int) -> dict[str, int]:
+    """The constants that all kernels take, and the launch option."""
+    head_dim = states.shape[-1]
+    return {
+        "P": num_pseudo_heads,
+        "PADDED": triton.next_power_of_2(num_pseudo_heads),
+        "HALF": head_dim // 2,
+        "COLUMNS": max(MIN_SIDE, triton.next_power_of_2(head_dim // 2)),
+        "num_warps": 4 if head_dim * states.itemsize <= 128 else 8,
+    }
+
+
+class _MixRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states, alpha, cos, sin):
+        batch, heads, length, head_dim = states.shape
+        ctx.save_for_backward(states, alpha, cos, sin)
+        out = states.new_empty(batch, length, alpha.shape[-1], heads, head_dim)
+        tokens = _tokens(states, alpha.shape[-1])
+        _mix_rotate_forward[triton.cdiv(length, tokens), heads, batch](
+            states, alpha, cos, sin, out, length, M=heads, TOKENS=tokens, **_constants(states, alpha.shape[-1])
+        )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        states, alpha, cos, sin = ctx.saved_tensors
+        batch, heads, length, _ = states.shape
+        d_states, d_alpha = (torch.zeros_like(x, dtype=torch.float32) for x in (states, alpha))
+        tokens = _tokens(states, alpha.shape[-1])
+        _mix_rotate_backward[triton.cdiv(length, tokens), heads, batch](
+            states, alpha, cos, sin, d_out.contiguous(), d_states, d_alpha, length, M=heads, TOKENS=tokens,
+            **_constants(states, alpha.shape[-1]),
+        )  # fmt: skip
+        return d_states.to(states.dtype), d_alpha.to(alpha.dtype), None, None
+
+
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, scale, window):
+        batch, heads, length, head_dim = q.shape
+        num_pseudo_heads = alpha_q.shape[-1]
+        inputs = (q, k, v, alpha_q, alpha_k, alpha_v, collapse)
+        out = q.new_empty(batch, length, heads, head_dim)
+        lse = q.new_empty(batch, heads, length, num_pseudo_heads, dtype=torch.float32)
+        ctx.scale, ctx.window = scale, window
+        ctx.constants = {
+            "H": heads,
+            "G": k.shape[1],
+            # The backward pass multiplies by the queries' tokens, one row each.
+            "QUERIES": max(MIN_SIDE, _tokens(q, num_pseudo_heads)),
+            "KEYS": _tokens(q, num_pseudo_heads),
+            **_constants(q, num_pseudo_heads),
+        }
+        _attention_forward[triton.cdiv(length, ctx.constants["QUERIES"]), heads, batch](
+            *inputs, cos, sin, documents, out, lse, scale, window, length, **ctx.constants
+        )
+        ctx.save_for_backward(*inputs, cos, sin, documents, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        *inputs, cos, sin, documents, lse = ctx.saved_tensors
+        q, k, v, alpha_q, alpha_k, alpha_v, collapse = inputs
+        batch, heads, length, _ = q.shape
+        d_q, d_k, d_v, d_alpha_q, d_alpha_k, d_alpha_v = (
+            torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v, alpha_q, alpha_k, alpha_v)
+        )
+        mean_pull = torch.empty_like(lse)
+        shared = (*inputs, cos, sin, documents, d_out.contiguous(), lse, mean_pull)
+        geometry = (ctx.scale, ctx.window, length)
+        _attention_backward_queries[triton.cdiv(length, ctx.constants["QUERIES"]), heads, batch](
+            *shared, d_q, d_alpha_q, *geometry, **ctx.constants
+        )
+        _attention_backward_keys[triton.cdiv(length, ctx.constants["KEYS"]), heads, batch](
+            *shared, d_k, d_v, d_alpha_k, d_alpha_v, *geometry, **ctx.constants
+        )
+        gradients = (d_q, d_k, d_v, d_alpha_q, d_alpha_k, d_alpha_v, mean_pull.sum(dim=(0, 2)))
+        return *(gradient.to(x.dtype) for gradient, x in zip(gradients, inputs)), None, None, None, None, None
+
+
+def mix_rotate(
+    states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Virtual tokens [batch, N, P, M, head_dim] in one pass: out[n, p, h] = R_p sum_m alpha[m, h, p] states[m, n]
+    (IHA, Algorithm 1, steps 2 and 3), rounded once to the dtype of the states. [batch, N * P, M, head_dim] is a
+    view of it.
+
+    The gradients are summed by atomic additions in float32: their last bits can differ between runs.
+
+    Args:
+        states: [batch, M, N, head_dim] in float32, float16 or bfloat16; head_dim is even.
+        alpha: [M, M, P] in any floating dtype of Triton.
+        rotation: cosine and sine of R_p, each [P, head_dim / 2], which get no gradients, or `None` for no rotation.
+
+    Raises:
+        ImportError: without Triton.
+        ValueError: for another dtype or shape, or a CPU tensor outside Triton's interpreter.
+    """
+    cos, sin = rotation if rotation is not None else (None, None)
+    heads, head_dim = states.shape[1], states.shape[3]
+    table = (alpha.shape[-1], head_dim // 2)
+    shapes = {"alpha": (alpha, (heads, heads, alpha.shape[-1])), "cos": (cos, table), "sin": (sin, table)}
+    _check({"states": states}, shapes)
+    with torch.cuda.device_of(states):
+        return _MixRotate.apply(*_contiguous(states, alpha, cos, sin))
+
+
+def fused_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alpha_q: torch.Tensor,
+    alpha_k: torch.Tensor,
+    alpha_v: torch.Tensor,
+    collapse: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    scale: float,
+    window: int | None = None,
+    documents: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Collapsed heads [batch, N, H, head_dim] of causal attention over the virtual tokens (IHA, Algorithm 1, steps 2
+    to 5, per-head collapse), in the dtype of q. Virtual queries, keys and values are made from the base states tile by
+    tile and never written; kept for the backward pass are the base states and float32 log-sum-exps [batch, H, N, P].
+
+    With A = sum_i R[h, i] softmax_i the output is A v~: the backward pass forms d_out . v~ and A^T d_out once for all
+    P pseudo-heads. The gradients are summed by atomic additions in float32: their last bits can differ between runs. A
+    tile of queries has at least 16 tokens, so that P above 8 is exact but spills registers.
+
+    Args:
+        q: [batch, H, N, head_dim] in float32, float16 or bfloat16, rotated to n * P, or to n for shared positions;
+            head_dim is even.
+        k, v: [batch, G, N, head_dim], likewise, where G divides H. Head h reads group h // (H / G).
+        alpha_q: [H, H, P]. alpha_k, alpha_v: [G, G, P]. collapse: [H, P]. Any floating dtype of Triton.
+        rotation: cosine and sine of R_p, each [P, head_dim / 2], which get no gradients; `None` for shared positions.
+        scale: of the scores.
+        window: W in tokens, or `None`: virtual query v sees the virtual keys v - W * P < u <= v.
+        documents: integers [batch, N], equal where tokens may see each other (padding is one of them), or `None`.
+
+    Raises:
+        ImportError: without Triton.
+        ValueError: for another dtype or shape, a window below 1, a CPU tensor outside Triton's interpreter, or
+            bfloat16 in it.
+    """
+    cos, sin = rotation if rotation is not None else (None, None)
+    (batch, heads, length, head_dim), groups, num_pseudo_heads = q.shape, k.shape[1], alpha_q.shape[-1]
+    table = (num_pseudo_heads, head_dim // 2)
+    shapes = {
+        "k": (k, (batch, groups, length, head_dim)),
+        "v": (v, (batch, groups, length, head_dim)),
+        "alpha_q": (alpha_q, (heads, heads, num_pseudo_heads)),
+        "alpha_k": (alpha_k, (groups, groups, num_pseudo_heads)),
+        "alpha_v": (alpha_v, (groups, groups, num_pseudo_heads)),
+        "collapse": (collapse, (heads, num_pseudo_heads)),
+        "cos": (cos, table),
+        "sin": (sin, table),
+        "documents": (documents, (batch, length)),
+    }
+    _check({"q": q, "k": k, "v": v}, shapes)
+    if heads % groups:
+        raise ValueError(f"The heads of k and v must divide those of q, but there are {groups} and {heads}.")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 token, not {window}.")
+    if q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
+        raise ValueError(
+            "Triton's interpreter multiplies the bits of bfloat16 as integers: use float32 or float16 there."
+        )
+    # A window of N tokens hides nothing.
+    window = length if window is None else min(window, length)
+    with torch.cuda.device_of(q):
+        tensors = _contiguous(q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents)
+        return _FusedAttention.apply(*tensors, scale, window)

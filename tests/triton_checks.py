@@ -1,0 +1,278 @@
+"""The Triton kernels against their definition in plain float64 torch. test_triton.py runs this, on a GPU or in
+Triton's interpreter, in a process of its own: Triton is told which when it is imported."""
+
+import pytest
+import torch
+import triton
+from small_models import random_model, small_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
+
+from modeling_iha import triton_kernels
+from modeling_iha.triton_kernels import fused_attention, mix_rotate
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Relative to the largest entry, or to 0.1 where gradients vanish (a query that sees one key). float32 rounds to 6e-8
+# and sums of at most some hundred terms lose a digit or two; float16 rounds tiles, weights and gradients to 5e-4.
+ERRORS = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+HALVES = [torch.bfloat16] if DEVICE == "cuda" else []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def range_in_the_interpreter():
+    """Triton 3.6 keeps scalars as arrays of one entry, from which NumPy 2.4 makes no bound of a `range`."""
+    if not triton.knobs.runtime.interpret:
+        yield
+        return
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+        yield
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles of queries and keys in a short sequence."""
+    monkeypatch.setattr(triton_kernels, "ROWS", 32)
+
+
+def draw(*shape, seed):
+    """float64 noise that every dtype of ERRORS represents."""
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return noise.bfloat16().double()
+
+
+def rotation_tables(num_pseudo_heads, head_dim):
+    """cos and sin [P, head_dim / 2], float64, of RoPE's base 10 at 0..P-1."""
+    angles = torch.arange(num_pseudo_heads)[:, None] * 10.0 ** (
+        -torch.arange(head_dim // 2).double() / (head_dim // 2)
+    )
+    return angles.cos(), angles.sin()
+
+
+def plain_mix_rotate(states, alpha, rotation):
+    mixed = torch.einsum("mhp,bmnd->bnphd", alpha, states)
+    if rotation is None:
+        return mixed
+    cos, sin = (table[:, None] for table in rotation)
+    x1, x2 = mixed.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+def plain_attention(q, k, v, alpha_q, alpha_k, alpha_v, collapse, rotation, scale, window, documents):
+    batch, num_heads, length, _ = q.shape
+    num_pseudo_heads = collapse.shape[1]
+    queries = plain_mix_rotate(q, alpha_q, rotation).flatten(1, 2)
+    keys = plain_mix_rotate(k, alpha_k, rotation).flatten(1, 2).repeat_interleave(num_heads // k.shape[1], dim=2)
+    values = plain_mix_rotate(v, alpha_v, None).flatten(1, 2).repeat_interleave(num_heads // k.shape[1], dim=2)
+    position = torch.arange(length * num_pseudo_heads)
+    distance = position[:, None] - position
+    visible = (distance >= 0).expand(batch, -1, -1)
+    if window is not None:
+        visible = visible & (distance < window * num_pseudo_heads)
+    if documents is not None:
+        document = documents.repeat_interleave(num_pseudo_heads, dim=1)
+        visible = visible & (document[:, :, None] == document[:, None, :])
+    scores = scale * torch.einsum("bvhd,buhd->bhvu", queries, keys)
+    weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(dim=-1)
+    heads = torch.einsum("bhvu,buhd->bvhd", weights, values).unflatten(1, (length, num_pseudo_heads))
+    return torch.einsum("hp,bnphd->bnhd", collapse, heads)
+
+
+def assert_same(actual, expected, dtype, what):
+    assert actual.isfinite().all(), what
+    error = ((actual.double().cpu() - expected).abs().max() / expected.abs().max().clamp(min=0.1)).item()
+    assert error <= ERRORS[dtype], f"{what}: {error:.1e}"
+
+
+def compare(kernel, plain, inputs, dtype, **options):
+    """Output and gradients of all inputs, at a random gradient of the output."""
+    expected_inputs = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    actual_inputs = {name: x.to(DEVICE, dtype).requires_grad_() for name, x in inputs.items()}
+    expected = plain(**expected_inputs, **options)
+    on_device = {
+        name: tuple(table.to(DEVICE, torch.float32) for table in option) if isinstance(option, tuple) else option
+        for name, option in options.items()
+    }
+    if on_device.get("documents") is not None:
+        on_device["documents"] = on_device["documents"].to(DEVICE)
+    actual = kernel(**actual_inputs, **on_device)
+    assert actual.dtype == dtype and actual.shape == expected.shape
+    assert_same(actual, expected, dtype, "output")
+    gradient = draw(*expected.shape, seed=100)
+    expected.backward(gradient)
+    actual.backward(gradient.to(DEVICE, dtype))
+    for name, x in actual_inputs.items():
+        assert x.grad.dtype == dtype
+        assert_same(x.grad, expected_inputs[name].grad, dtype, f"gradient of {name}")
+
+
+@pytest.mark.parametrize(
+    "heads,pseudo,length,head_dim,rotated,dtype",
+    [
+        (1, 1, 1, 4, True, torch.float32),
+        (3, 1, 37, 16, True, torch.float32),
+        (4, 2, 19, 8, True, torch.float32),
+        (4, 2, 19, 8, False, torch.float32),
+        (2, 3, 9, 40, True, torch.float32),
+        (2, 4, 12, 32, True, torch.float16),
+        (3, 3, 9, 6, True, torch.bfloat16),
+    ],
+)
+def test_mix_rotate(small_tiles, heads, pseudo, length, head_dim, rotated, dtype):
+    inputs = {"states": draw(2, heads, length, head_dim, seed=1), "alpha": draw(heads, heads, pseudo, seed=2)}
+    rotation = rotation_tables(pseudo, head_dim) if rotated else None
+    compare(mix_rotate, plain_mix_rotate, inputs, dtype, rotation=rotation)
+
+
+def attention_inputs(batch=1, heads=2, groups=2, pseudo=2, length=19, head_dim=8):
+    return {
+        "q": draw(batch, heads, length, head_dim, seed=1),
+        "k": draw(batch, groups, length, head_dim, seed=2),
+        "v": draw(batch, groups, length, head_dim, seed=3),
+        "alpha_q": draw(heads, heads, pseudo, seed=4),
+        "alpha_k": draw(groups, groups, pseudo, seed=5),
+        "alpha_v": draw(groups, groups, pseudo, seed=6),
+        "collapse": draw(heads, pseudo, seed=7),
+    }
+
+
+def compare_attention(dtype=torch.float32, rotated=True, window=None, documents=None, **sizes):
+    inputs = attention_inputs(**sizes)
+    pseudo, head_dim = inputs["collapse"].shape[1], inputs["q"].shape[-1]
+    rotation = rotation_tables(pseudo, head_dim) if rotated else None
+    options = {"rotation": rotation, "scale": 0.4 * head_dim**-0.5, "window": window, "documents": documents}
+    compare(fused_attention, plain_attention, inputs, dtype, **options)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pseudo": 1, "length": 1, "batch": 2},
+        {"pseudo": 1, "length": 35, "heads": 4},
+        {"pseudo": 2, "heads": 3, "groups": 1, "head_dim": 6},
+        {"pseudo": 2, "rotated": False},
+        {"pseudo": 3, "head_dim": 40, "length": 18, "batch": 2},
+        {"pseudo": 4, "heads": 4, "groups": 2},
+        {"pseudo": 5, "length": 7, "rotated": False},
+    ],
+    ids=str,
+)
+def test_attention(small_tiles, sizes):
+    compare_attention(**sizes)
+
+
+def test_attention_in_the_tiles_of_a_gpu():
+    compare_attention(heads=1, groups=1, length=40, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    "pseudo,length,window", [(1, 35, 1), (1, 35, 3), (1, 35, 34), (3, 19, 1), (3, 19, 2), (3, 19, 9), (3, 19, 10**9)]
+)
+def test_window(small_tiles, pseudo, length, window):
+    compare_attention(pseudo=pseudo, length=length, window=window)
+
+
+DOCUMENTS = {
+    "packed": torch.tensor([[0] * 5 + [1] * 12 + [2] * 2, [0] + [1] * 17 + [2]], dtype=torch.int32),
+    "padded": torch.tensor([[-1] * 10 + [0] * 9, [0] * 17 + [-1] * 2], dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("documents,window", [("packed", None), ("packed", 4), ("padded", None)])
+def test_documents(small_tiles, documents, window):
+    compare_attention(batch=2, heads=1, groups=1, pseudo=3, window=window, documents=DOCUMENTS[documents])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *HALVES], ids=str)
+def test_attention_in_half_precision(small_tiles, dtype):
+    compare_attention(dtype, pseudo=2)
+    compare_attention(dtype, pseudo=3, window=5, head_dim=16)
+
+
+def test_tensors_of_any_strides(small_tiles):
+    inputs = attention_inputs(batch=2, groups=1)
+    strided = {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in inputs.items()}
+    rotation = tuple(table.T.contiguous().T for table in rotation_tables(2, 8))
+    documents = torch.tensor([[0] * 10 + [1] * 9], dtype=torch.int32).expand(2, -1)
+    options = {"rotation": rotation, "scale": 0.1, "window": None, "documents": documents}
+    compare(fused_attention, plain_attention, strided, torch.float32, **options)
+    mix_inputs = {"states": strided["q"], "alpha": strided["alpha_q"]}
+    compare(mix_rotate, plain_mix_rotate, mix_inputs, torch.float32, rotation=rotation)
+
+
+def test_nothing_as_large_as_the_virtual_tokens_is_allocated(small_tiles):
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.largest = max(self.largest, result.nbytes)
+            return result
+
+    inputs = {name: x.float().to(DEVICE).requires_grad_() for name, x in attention_inputs(pseudo=4).items()}
+    with Sizes() as sizes:
+        fused_attention(**inputs, rotation=None, scale=1.0).sum().backward()
+    assert sizes.largest == inputs["q"].nbytes
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"q": torch.zeros(1, 2, 19, 8, dtype=torch.float64)}, "q must be float32, float16 or bfloat16"),
+        ({"k": torch.zeros(1, 2, 19, 8, dtype=torch.float16)}, "k must have the dtype of q"),
+        ({"k": torch.zeros(1, 2, 18, 8)}, r"k must have the shape \[1, 2, 19, 8\], not \[1, 2, 18, 8\]"),
+        ({"alpha_v": torch.zeros(2, 2, 3)}, r"alpha_v must have the shape \[2, 2, 2\]"),
+        ({"collapse": torch.zeros(2, 4)}, r"collapse must have the shape \[2, 2\]"),
+        ({"rotation": (torch.zeros(2, 4), torch.zeros(2, 8))}, r"sin must have the shape \[2, 4\]"),
+        ({"documents": torch.zeros(19, dtype=torch.int32)}, r"documents must have the shape \[1, 19\]"),
+        ({"window": 0}, "window must be at least 1 token, not 0"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_refusals(changes, message):
+    arguments = {name: x.float() for name, x in attention_inputs().items()} | {"rotation": None, "scale": 1.0}
+    arguments = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in (arguments | changes).items()}
+    with pytest.raises(ValueError, match=message):
+        fused_attention(**arguments)
+
+
+def test_head_dim_and_groups_are_refused():
+    inputs = {name: x.float().to(DEVICE) for name, x in attention_inputs(head_dim=7).items()}
+    with pytest.raises(ValueError, match="head_dim must be even, but q has 7"):
+        fused_attention(**inputs, rotation=None, scale=1.0)
+    inputs = {name: x.float().to(DEVICE) for name, x in attention_inputs(heads=3, groups=2).items()}
+    with pytest.raises(ValueError, match="must divide those of q, but there are 2 and 3"):
+        fused_attention(**inputs, rotation=None, scale=1.0)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about the interpreter")
+def test_bfloat16_products_are_refused_by_the_interpreter():
+    inputs = {name: x.bfloat16() for name, x in attention_inputs().items()}
+    with pytest.raises(ValueError, match="multiplies the bits of bfloat16 as integers"):
+        fused_attention(**inputs, rotation=None, scale=1.0)
+
+
+@pytest.mark.parametrize("pseudo_positions", ["interleaved", "shared"])
+def test_layer(small_tiles, pseudo_positions):
+    """The layer's own weights and tables mean the same to the kernels."""
+    model = random_model(small_config(num_pseudo_heads=3, pseudo_positions=pseudo_positions)).to(DEVICE).model
+    layer = model.layers[0].self_attn
+    hidden_states = draw(1, 19, 32, seed=1).float().to(DEVICE)
+    tables = model.rotary_emb.tables(hidden_states, torch.arange(19, device=DEVICE)[None])
+    with torch.no_grad():
+        expected, _ = layer(hidden_states, tables)
+        states = layer.project(hidden_states, tables, None)
+        weights = [part.weight for part in (layer.q_mix, layer.k_mix, layer.v_mix, layer.collapse)]
+        heads = fused_attention(*states, *weights, tables.get("pseudo_head"), layer.scaling)
+        assert_same(layer.o_proj(heads.flatten(2)), expected.double().cpu(), torch.float32, "layer")
+        mixed = layer.rotate_pseudo_heads(layer.q_mix(states[0]), tables)
+        rotated = mix_rotate(states[0], layer.q_mix.weight, tables.get("pseudo_head"))
+        assert_same(rotated, mixed.double().cpu(), torch.float32, "virtual queries")
