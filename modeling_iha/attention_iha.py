@@ -1,14 +1,17 @@
 """Interleaved Head Attention, kind "iha" (IHA, Algorithm 1 and Definition 3)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.utils.import_utils import is_tracing
 
-from .absorbed_decode import absorbed_attention
 from .attention_mha import MultiHeadAttention
-from .collapse_first import collapse_first_attention, collapses_first
+from .base_attention import base_attention
 from .configuration_iha import IHAConfig
+from .triton_kernels import mix_rotate
 from .virtual_sequence import virtual_kwargs
 
 
@@ -101,46 +104,37 @@ class InterleavedHeadAttention(MultiHeadAttention):
         """Virtual tokens [batch, N, P, heads, head_dim] as the sequence [batch, heads, N * P, head_dim] of the cores; a view."""
         return states.flatten(1, 2).transpose(1, 2)
 
-    def rotate_pseudo_heads(self, states: torch.Tensor, position_embeddings: dict) -> torch.Tensor:
-        """R_p, the rotation of pseudo-head p within its token, of states [batch, N, P, heads, head_dim]."""
-        if self.rope_table == "token":
+    def expand(
+        self, mix: nn.Module, states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """The virtual tokens [batch, N, P, heads, head_dim] of states [batch, heads, N, head_dim]: mixed, and turned by R_p, the
+        rotation of pseudo-head p within its token."""
+        if self.config._attn_implementation == "fused_triton" and not is_tracing(states):
+            return mix_rotate(states, mix(None), rotation)
+        states = mix(states)
+        if rotation is None:
             return states
-        cos, sin = position_embeddings["pseudo_head"]
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        cos, sin = rotation[0].unsqueeze(1), rotation[1].unsqueeze(1)
         x1, x2 = states.chunk(2, dim=-1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
     def attend_base(
         self,
+        attention: Callable,
         query_states: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         documents: torch.Tensor | None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Collapsed output [batch, N, H, head_dim] straight from the base states, without a virtual sequence: see `collapse_first.py`
-        and, for one new token, `absorbed_decode.py`."""
+        """Collapsed output [batch, N, H, head_dim] straight from the base states, without a virtual sequence (see `base_attention.py`)."""
         if query_states.shape[2] > 1 and documents is None:
             # As SDPA without a mask: a static cache that was empty is longer than what is filled.
             key_states, value_states = (x[:, :, : query_states.shape[2]] for x in (key_states, value_states))
         # Called, not read: a module may be wrapped (PEFT) or have its weight elsewhere until then (offloading).
-        q_mix, k_mix, v_mix, collapse = (m(None) for m in (self.q_mix, self.k_mix, self.v_mix, self.collapse))
+        weights = (mix(None) for mix in (self.q_mix, self.k_mix, self.v_mix, self.collapse))
         window = None if self.sliding_window is None else self.sliding_window // self.num_virtual_tokens
-        decoding = query_states.shape[2] == 1 and not torch.is_grad_enabled()
-        attention = absorbed_attention if decoding else collapse_first_attention
-        return attention(
-            query_states,
-            key_states,
-            value_states,
-            q_mix,
-            k_mix,
-            v_mix,
-            collapse,
-            rotation,
-            documents,
-            window,
-            self.scaling,
-        )
+        return attention(query_states, key_states, value_states, *weights, rotation, self.scaling, window, documents)
 
     def forward(
         self,
@@ -153,21 +147,20 @@ class InterleavedHeadAttention(MultiHeadAttention):
         input_shape = hidden_states.shape[:-1]
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings, past_key_values)
 
-        if collapses_first(self.config, query_states, key_states.shape[2]) and (
-            attention_mask is None or attention_mask.ndim == 2
-        ):
+        rotation = position_embeddings["pseudo_head"] if self.rope_table == "interleaved" else None
+
+        attention = base_attention(self.config, query_states, key_states.shape[2])
+        if attention is not None and (attention_mask is None or attention_mask.ndim == 2):
             # One by one, so that of the memory order that `project` leaves nothing is kept.
             query_states = query_states.contiguous()
             key_states = key_states.contiguous()
             value_states = value_states.contiguous()
-            attn_output = self.attend_base(
-                query_states, key_states, value_states, attention_mask, position_embeddings.get("pseudo_head")
-            )
+            attn_output = self.attend_base(attention, query_states, key_states, value_states, attention_mask, rotation)
             return self.o_proj(attn_output.reshape(*input_shape, -1)), None
 
-        query_states = self.rotate_pseudo_heads(self.q_mix(query_states), position_embeddings)
-        key_states = self.rotate_pseudo_heads(self.k_mix(key_states), position_embeddings)
-        value_states = self.v_mix(value_states)
+        query_states = self.expand(self.q_mix, query_states, rotation)
+        key_states = self.expand(self.k_mix, key_states, rotation)
+        value_states = self.expand(self.v_mix, value_states, None)
 
         attn_output, attn_weights = self.attend(
             self.interleave(query_states),

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .collapse_first import SDPA_CORES
+from .base_attention import SDPA_CORES
 from .configuration_iha import IHAConfig
 from .window_blocks import window_attention
 

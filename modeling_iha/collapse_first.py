@@ -13,20 +13,7 @@ import math
 
 import torch
 from torch.autograd.function import once_differentiable
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
-from transformers.utils.import_utils import is_tracing
 
-from .configuration_iha import IHAConfig
-
-
-# The attention implementation of this file, which is SDPA wherever `collapses_first` says no, masks included.
-AttentionInterface.register("collapse_first", sdpa_attention_forward)
-AttentionMaskInterface.register("collapse_first", sdpa_mask)
-SDPA_CORES = ("sdpa", "collapse_first")
-# The shortest virtual sequence for which it wins over SDPA.
-MIN_KEYS = 512
 
 # The scores of a block: they are read and written five times, so they should stay in a core's cache.
 BLOCK_BYTES = 4 * 2**20
@@ -36,21 +23,6 @@ EXPANDED = 512
 # Virtual keys whose gradients the backward holds at a time.
 SEGMENT = 4096
 LN2 = math.log(2)
-
-
-def collapses_first(config: IHAConfig, states: torch.Tensor, num_keys: int) -> bool:
-    """Whether an "iha" layer attends from its base states: under the attention implementation "collapse_first", where that is exact and,
-    as far as measured, faster than SDPA on the virtual sequence. `states` [batch, ..., N, any] are those of the new tokens."""
-    one_token = states.shape[-2] == 1
-    return (
-        config._attn_implementation == "collapse_first"
-        and config.pseudo_collapse == "per_head"
-        and config.num_pseudo_heads > 1
-        and config.attention_dropout == 0.0
-        and (one_token or num_keys * config.num_pseudo_heads >= MIN_KEYS)
-        and states.device.type == "cpu"
-        and not is_tracing(states)
-    )
 
 
 def _rotate(
@@ -282,9 +254,9 @@ def collapse_first_attention(
     v_mix: torch.Tensor,
     collapse: torch.Tensor,
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
-    documents: torch.Tensor | None,
-    window: int | None,
     scaling: float,
+    window: int | None = None,
+    documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of an IHA layer from its base states (IHA, Algorithm 1, steps 2 to 5), the queries being the last tokens.
 
@@ -294,9 +266,9 @@ def collapse_first_attention(
         q_mix, k_mix, v_mix: alpha, [H, H, P] and twice [G, G, P].
         collapse: R, [H, P].
         rotation: (cos, sin) [P, head_dim / 2] of R_p, the rotation of pseudo-head p within its token; `None` for shared positions.
-        documents: int [batch or 1, cached + N], equal where tokens may see each other; `None` if all may.
-        window: W in tokens: virtual query v sees the keys u with v - W * P < u <= v; `None` for all.
         scaling: factor of the scores.
+        window: W in tokens: virtual query v sees the keys u with v - W * P < u <= v; `None` for all.
+        documents: int [batch or 1, cached + N], equal where tokens may see each other; `None` if all may.
 
     Returns:
         [batch, N, H, head_dim] in the dtype of `query`; computed in float32 or, for float64, float64.

@@ -499,12 +499,12 @@ def fused_attention(
     alpha_v: torch.Tensor,
     collapse: torch.Tensor,
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
-    scale: float,
+    scaling: float,
     window: int | None = None,
     documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Collapsed heads [batch, N, H, head_dim] of causal attention over the virtual tokens (IHA, Algorithm 1, steps 2
-    to 5, per-head collapse), in the dtype of q. Virtual queries, keys and values are made from the base states tile by
+    to 5, per-head collapse), in the dtype of v. Virtual queries, keys and values are made from the base states tile by
     tile and never written; kept for the backward pass are the base states and float32 log-sum-exps [batch, H, N, P].
 
     With A = sum_i R[h, i] softmax_i the output is A v~: the backward pass forms d_out . v~ and A^T d_out once for all
@@ -512,14 +512,14 @@ def fused_attention(
     tile of queries has at least 16 tokens, so that P above 8 is exact but spills registers.
 
     Args:
-        q: [batch, H, N, head_dim] in float32, float16 or bfloat16, rotated to n * P, or to n for shared positions;
-            head_dim is even.
-        k, v: [batch, G, N, head_dim], likewise, where G divides H. Head h reads group h // (H / G).
+        q: [batch, H, N, head_dim], rotated to n * P, or to n for shared positions; head_dim is even.
+        k, v: [batch, G, N, head_dim], where G divides H. Head h reads group h // (H / G). The dtype of v, float32, float16
+            or bfloat16, is that of the tensor-core products: autocast leaves what was rotated in float32.
         alpha_q: [H, H, P]. alpha_k, alpha_v: [G, G, P]. collapse: [H, P]. Any floating dtype of Triton.
         rotation: cosine and sine of R_p, each [P, head_dim / 2], which get no gradients; `None` for shared positions.
-        scale: of the scores.
+        scaling: factor of the scores.
         window: W in tokens, or `None`: virtual query v sees the virtual keys v - W * P < u <= v.
-        documents: integers [batch, N], equal where tokens may see each other (padding is one of them), or `None`.
+        documents: integers [batch or 1, N], equal where tokens may see each other (padding is one of them), or `None`.
 
     Raises:
         ImportError: without Triton.
@@ -527,8 +527,11 @@ def fused_attention(
             bfloat16 in it.
     """
     cos, sin = rotation if rotation is not None else (None, None)
+    q, k = q.to(v.dtype), k.to(v.dtype)
     (batch, heads, length, head_dim), groups, num_pseudo_heads = q.shape, k.shape[1], alpha_q.shape[-1]
     table = (num_pseudo_heads, head_dim // 2)
+    if documents is not None and len(documents) == 1:
+        documents = documents.expand(batch, -1)
     shapes = {
         "k": (k, (batch, groups, length, head_dim)),
         "v": (v, (batch, groups, length, head_dim)),
@@ -553,4 +556,4 @@ def fused_attention(
     window = length if window is None else min(window, length)
     with torch.cuda.device_of(q):
         tensors = _contiguous(q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents)
-        return _FusedAttention.apply(*tensors, scale, window)
+        return _FusedAttention.apply(*tensors, scaling, window)

@@ -10,7 +10,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
-from .collapse_first import SDPA_CORES, collapses_first
+from .base_attention import SDPA_CORES, base_attention
 from .configuration_iha import IHAConfig
 from .window_blocks import BLOCK
 
@@ -189,7 +189,7 @@ def _documents(
     layer_idx: int,
 ) -> torch.Tensor | None:
     """What attention without a dense mask takes in place of one, int [batch or 1, keys]: the document of each token, -1 for padding.
-    It is given to `collapse_first_attention` and to `window_attention`; `None` where neither runs."""
+    It is given to `base_attention` and to `window_attention`; `None` where neither runs."""
     layer_type, virtual = geometry
     length = num_keys = inputs_embeds.shape[1]
     first = past = 0
@@ -200,7 +200,7 @@ def _documents(
         num_keys, first = past_key_values.get_mask_sizes(length, layer_idx)
         if first + num_keys != past + length:
             return None  # A static cache: its keys do not end with the new tokens.
-    if not (virtual > 1 and collapses_first(config, inputs_embeds, num_keys)):
+    if virtual == 1 or base_attention(config, inputs_embeds, num_keys) is None:
         # For short inputs and chunks that continue a cache SDPA's own mask is as good.
         if config._attn_implementation not in SDPA_CORES or layer_type != "sliding_attention" or past > 0:
             return None

@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import torch
 
-from modeling_iha import IHAConfig, IHAForCausalLM, collapse_first
+from modeling_iha import IHAConfig, IHAForCausalLM, base_attention, collapse_first
 
 
 # Every pairing of attention kind and layer type; takes a `sliding_window`.
@@ -66,6 +66,6 @@ def random_ids(*shape, vocab_size=61, seed=1):
 
 def collapse_short_inputs_first(monkeypatch):
     """From here on "collapse_first" does what it says however short the input, in several blocks."""
-    monkeypatch.setattr(collapse_first, "MIN_KEYS", 0)
+    monkeypatch.setattr(base_attention, "MIN_KEYS", 0)
     monkeypatch.setattr(collapse_first, "MIN_BLOCK", 1)
     monkeypatch.setattr(collapse_first, "MAX_BLOCK", 3)

@@ -26,7 +26,7 @@ from test_reference import (  # noqa: F401
 )
 from transformers import StaticCache
 
-from modeling_iha import attention_iha, collapse_first
+from modeling_iha import base_attention
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +36,13 @@ def calls(monkeypatch):
     calls = []
 
     def spy(name):
-        function = getattr(attention_iha, name)
+        function = getattr(base_attention, name)
 
         def spied(query, key, *args):
             calls.append((name, query.shape[2], key.shape[2]))
             return function(query, key, *args)
 
-        monkeypatch.setattr(attention_iha, name, spied)
+        monkeypatch.setattr(base_attention, name, spied)
 
     spy("collapse_first_attention")
     spy("absorbed_attention")
@@ -84,7 +84,7 @@ def test_where_it_is_sdpa(case, calls):
 
 @torch.no_grad()
 def test_short_inputs_are_sdpa(calls, monkeypatch):
-    monkeypatch.setattr(collapse_first, "MIN_KEYS", 16)
+    monkeypatch.setattr(base_attention, "MIN_KEYS", 16)
     model = random_model(small_config(num_hidden_layers=1))
     model(random_ids(1, 7))
     assert not calls

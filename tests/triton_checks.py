@@ -4,7 +4,7 @@ Triton's interpreter, in a process of its own: Triton is told which when it is i
 import pytest
 import torch
 import triton
-from small_models import random_model, small_config
+from small_models import HYBRID, random_ids, random_model, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
@@ -219,7 +219,7 @@ def test_nothing_as_large_as_the_virtual_tokens_is_allocated(small_tiles):
 
     inputs = {name: x.float().to(DEVICE).requires_grad_() for name, x in attention_inputs(pseudo=4).items()}
     with Sizes() as sizes:
-        fused_attention(**inputs, rotation=None, scale=1.0).sum().backward()
+        fused_attention(**inputs, rotation=None, scaling=1.0).sum().backward()
     assert sizes.largest == inputs["q"].nbytes
 
 
@@ -247,17 +247,17 @@ def test_refusals(changes, message):
 def test_head_dim_and_groups_are_refused():
     inputs = {name: x.float().to(DEVICE) for name, x in attention_inputs(head_dim=7).items()}
     with pytest.raises(ValueError, match="head_dim must be even, but q has 7"):
-        fused_attention(**inputs, rotation=None, scale=1.0)
+        fused_attention(**inputs, rotation=None, scaling=1.0)
     inputs = {name: x.float().to(DEVICE) for name, x in attention_inputs(heads=3, groups=2).items()}
     with pytest.raises(ValueError, match="must divide those of q, but there are 2 and 3"):
-        fused_attention(**inputs, rotation=None, scale=1.0)
+        fused_attention(**inputs, rotation=None, scaling=1.0)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="about the interpreter")
 def test_bfloat16_products_are_refused_by_the_interpreter():
     inputs = {name: x.bfloat16() for name, x in attention_inputs().items()}
     with pytest.raises(ValueError, match="multiplies the bits of bfloat16 as integers"):
-        fused_attention(**inputs, rotation=None, scale=1.0)
+        fused_attention(**inputs, rotation=None, scaling=1.0)
 
 
 @pytest.mark.parametrize("pseudo_positions", ["interleaved", "shared"])
@@ -276,3 +276,30 @@ def test_layer(small_tiles, pseudo_positions):
         mixed = layer.rotate_pseudo_heads(layer.q_mix(states[0]), tables)
         rotated = mix_rotate(states[0], layer.q_mix.weight, tables.get("pseudo_head"))
         assert_same(rotated, mixed.double().cpu(), torch.float32, "virtual queries")
+
+
+@pytest.mark.parametrize(
+    "overrides", [HYBRID | {"sliding_window": 3}, {"num_pseudo_heads": 3, "pseudo_positions": "shared"}], ids=str
+)
+def test_model_on_fused_triton(overrides):
+    """attn_implementation="fused_triton" against eager: logits and gradients with left padding, then a chunk and a token on the cache
+    (whose virtual tokens are made by `mix_rotate` and not at all)."""
+    results = {}
+    input_ids = random_ids(2, 9).to(DEVICE)
+    mask = torch.ones(2, 9, dtype=torch.long, device=DEVICE)
+    mask[0, :2] = 0
+    for core in ("eager", "fused_triton"):
+        model = random_model(small_config(**overrides)).to(DEVICE)
+        model.set_attn_implementation(core)
+        logits = model(input_ids, attention_mask=mask).logits * mask[..., None]
+        logits.square().sum().backward()
+        chunks, cache = [], None
+        with torch.no_grad():
+            for chunk in input_ids.split([5, 3, 1], dim=1):
+                output = model(chunk, past_key_values=cache, use_cache=True)
+                chunks.append(output.logits)
+                cache = output.past_key_values
+        gradients = [parameter.grad for parameter in model.parameters()]
+        results[core] = [logits.detach(), torch.cat(chunks, dim=1), *gradients]
+    for actual, expected in zip(results["fused_triton"], results["eager"], strict=True):
+        assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()
