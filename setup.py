@@ -14,7 +14,7 @@ setup(
         "scripts": ["datasets", "gguf", "huggingface_hub", "matplotlib", "peft", "reasoning-gym", "trl"],
         "dev": [
             *("parameterized", "pytest", "ruff"),
-            *("bitsandbytes", "hqq", "lm_eval", "torchao"),
+            *("bitsandbytes", "hqq", "lm_eval", "torchao", "triton; platform_system == 'Linux'"),
             *("fastapi", "openai", "pydantic", "rich", "uvicorn"),
         ],
     },

@@ -65,7 +65,7 @@ def plain_mix_rotate(states, alpha, rotation):
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
-def plain_attention(q, k, v, alpha_q, alpha_k, alpha_v, collapse, rotation, scale, window, documents):
+def plain_attention(q, k, v, alpha_q, alpha_k, alpha_v, collapse, rotation, scaling, window, documents):
     batch, num_heads, length, _ = q.shape
     num_pseudo_heads = collapse.shape[1]
     queries = plain_mix_rotate(q, alpha_q, rotation).flatten(1, 2)
@@ -79,7 +79,7 @@ def plain_attention(q, k, v, alpha_q, alpha_k, alpha_v, collapse, rotation, scal
     if documents is not None:
         document = documents.repeat_interleave(num_pseudo_heads, dim=1)
         visible = visible & (document[:, :, None] == document[:, None, :])
-    scores = scale * torch.einsum("bvhd,buhd->bhvu", queries, keys)
+    scores = scaling * torch.einsum("bvhd,buhd->bhvu", queries, keys)
     weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(dim=-1)
     heads = torch.einsum("bhvu,buhd->bvhd", weights, values).unflatten(1, (length, num_pseudo_heads))
     return torch.einsum("hp,bnphd->bnhd", collapse, heads)
@@ -147,7 +147,7 @@ def compare_attention(dtype=torch.float32, rotated=True, window=None, documents=
     inputs = attention_inputs(**sizes)
     pseudo, head_dim = inputs["collapse"].shape[1], inputs["q"].shape[-1]
     rotation = rotation_tables(pseudo, head_dim) if rotated else None
-    options = {"rotation": rotation, "scale": 0.4 * head_dim**-0.5, "window": window, "documents": documents}
+    options = {"rotation": rotation, "scaling": 0.4 * head_dim**-0.5, "window": window, "documents": documents}
     compare(fused_attention, plain_attention, inputs, dtype, **options)
 
 
@@ -201,7 +201,7 @@ def test_tensors_of_any_strides(small_tiles):
     strided = {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in inputs.items()}
     rotation = tuple(table.T.contiguous().T for table in rotation_tables(2, 8))
     documents = torch.tensor([[0] * 10 + [1] * 9], dtype=torch.int32).expand(2, -1)
-    options = {"rotation": rotation, "scale": 0.1, "window": None, "documents": documents}
+    options = {"rotation": rotation, "scaling": 0.1, "window": None, "documents": documents}
     compare(fused_attention, plain_attention, strided, torch.float32, **options)
     mix_inputs = {"states": strided["q"], "alpha": strided["alpha_q"]}
     compare(mix_rotate, plain_mix_rotate, mix_inputs, torch.float32, rotation=rotation)
@@ -226,8 +226,7 @@ def test_nothing_as_large_as_the_virtual_tokens_is_allocated(small_tiles):
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"q": torch.zeros(1, 2, 19, 8, dtype=torch.float64)}, "q must be float32, float16 or bfloat16"),
-        ({"k": torch.zeros(1, 2, 19, 8, dtype=torch.float16)}, "k must have the dtype of q"),
+        ({"v": torch.zeros(1, 2, 19, 8, dtype=torch.float64)}, "q must be float32, float16 or bfloat16"),
         ({"k": torch.zeros(1, 2, 18, 8)}, r"k must have the shape \[1, 2, 19, 8\], not \[1, 2, 18, 8\]"),
         ({"alpha_v": torch.zeros(2, 2, 3)}, r"alpha_v must have the shape \[2, 2, 2\]"),
         ({"collapse": torch.zeros(2, 4)}, r"collapse must have the shape \[2, 2\]"),
@@ -238,7 +237,7 @@ def test_nothing_as_large_as_the_virtual_tokens_is_allocated(small_tiles):
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
 def test_refusals(changes, message):
-    arguments = {name: x.float() for name, x in attention_inputs().items()} | {"rotation": None, "scale": 1.0}
+    arguments = {name: x.float() for name, x in attention_inputs().items()} | {"rotation": None, "scaling": 1.0}
     arguments = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in (arguments | changes).items()}
     with pytest.raises(ValueError, match=message):
         fused_attention(**arguments)
@@ -251,6 +250,15 @@ def test_head_dim_and_groups_are_refused():
     inputs = {name: x.float().to(DEVICE) for name, x in attention_inputs(heads=3, groups=2).items()}
     with pytest.raises(ValueError, match="must divide those of q, but there are 2 and 3"):
         fused_attention(**inputs, rotation=None, scaling=1.0)
+
+
+def test_rotated_states_under_autocast():
+    """They are float32 while the values are not: the products are in the values' dtype."""
+    inputs = {name: x.float().to(DEVICE) for name, x in attention_inputs().items()}
+    inputs["v"] = inputs["v"].half()
+    output = fused_attention(**inputs, rotation=None, scaling=0.3)
+    inputs |= {"q": inputs["q"].half(), "k": inputs["k"].half()}
+    assert output.dtype == torch.float16 and torch.equal(output, fused_attention(**inputs, rotation=None, scaling=0.3))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="about the interpreter")
@@ -273,7 +281,7 @@ def test_layer(small_tiles, pseudo_positions):
         weights = [part.weight for part in (layer.q_mix, layer.k_mix, layer.v_mix, layer.collapse)]
         heads = fused_attention(*states, *weights, tables.get("pseudo_head"), layer.scaling)
         assert_same(layer.o_proj(heads.flatten(2)), expected.double().cpu(), torch.float32, "layer")
-        mixed = layer.rotate_pseudo_heads(layer.q_mix(states[0]), tables)
+        mixed = layer.expand(layer.q_mix, states[0], tables.get("pseudo_head"))
         rotated = mix_rotate(states[0], layer.q_mix.weight, tables.get("pseudo_head"))
         assert_same(rotated, mixed.double().cpu(), torch.float32, "virtual queries")
 
