@@ -97,7 +97,10 @@ class _Layer:
         """Scores [P * rows, columns * P] of queries [P, rows, head_dim] and keys [columns * P, head_dim], masked, in `buffer`."""
         num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
         scores = buffer[: num_rows * num_columns * self.virtual**2].view(num_rows * self.virtual, -1)
-        torch.mm(query.reshape(-1, self.head_dim), keys.t(), out=scores)
+        query = query.reshape(-1, self.head_dim)
+        # In parts, or the product's own copy of the keys would be as large as all of them.
+        for part, out in zip(keys.split(SEGMENT), scores.split(SEGMENT, dim=1)):
+            torch.mm(query, part.t(), out=out)
         # Only the tokens of the block itself may lie ahead of a query, and only as many at the other end behind its window.
         start = rows.start + self.offset
         if (ahead := columns.stop - max(start, columns.start)) > 0:
