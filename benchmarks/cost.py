@@ -86,12 +86,12 @@ def mha(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Multi-head attention between the projections. SDPA keeps queries, keys, values, output and a sum for each query."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     form = "sdpa" if form == "collapse_first" else form
-    keys = tokens if window is None else min(tokens, window - 1)
+    cached = tokens if window is None else min(tokens, window - 1)
     return Cost(
         prefill=heads * d * score_products(form, tokens, 1, window),
         training=heads * d * score_products(form, tokens, 1, window, training=True),
-        decode=2 * heads * d * keys,
-        cache=2 * groups * d * keys,
+        decode=2 * heads * d * (cached + 1),
+        cache=2 * groups * d * cached,
         kept=tokens * ((2 * heads + 2 * groups) * d + heads),
     )
 
@@ -102,19 +102,20 @@ def iha(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     virtual, per_head = config.num_pseudo_heads, config.pseudo_collapse == "per_head"
     if not per_head or virtual == 1:
         form = "sdpa" if form == "collapse_first" else form
-    keys = tokens if window is None else min(tokens, window)
+    cached = tokens if window is None else min(tokens, window)
+    keys = cached + 1
     mixing = (heads**2 + 2 * groups**2) * virtual
     collapse = heads * virtual * (1 if per_head else heads)
     base = tokens * (heads + 2 * groups) * d
     forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
-    cost = Cost(parameters=mixing + collapse, cache=2 * groups * d * keys)
+    cost = Cost(parameters=mixing + collapse, cache=2 * groups * d * cached)
     if form == "collapse_first":
         # The collapse is of weights, and the mixing happens once more in the backward. A new token goes to every cached head.
         pairs = heads * visible_pairs(tokens, virtual, window)
         return cost + Cost(
             prefill=forward + tokens * mixing * d + pairs,
             training=training + 4 * tokens * mixing * d + 3 * pairs,
-            decode=groups * heads * virtual * (virtual + 1) * keys * d + heads * virtual**2 * keys + mixing * d,
+            decode=heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + (heads + groups) * d),
             kept=base + tokens * heads * (d + virtual),
         )
     linear_parts = tokens * (mixing + collapse) * d
@@ -188,10 +189,13 @@ def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:
 
 def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:
     """Parameters in millions; FLOPs, two to a multiply-add; bytes."""
-    return (
-        f"{title:<28}{cost.parameters / 1e6:>11.3f} M{2 * cost.prefill / 1e9:>13.1f} G{2 * cost.training / 1e9:>13.1f} G"
-        f"{2 * cost.decode / 1e6:>12.1f} M{value_bytes * cost.cache / tokens:>10.0f} B{value_bytes * cost.kept / 1e6:>12.1f} MB"
+    figures = (
+        f"{cost.parameters / 1e6:.3f} M",
+        *(f"{2 * products / 1e9:.3f} G" for products in (cost.prefill, cost.training, cost.decode)),
+        f"{value_bytes * cost.cache / tokens:.0f} B",
+        f"{value_bytes * cost.kept / 1e6:.1f} MB",
     )
+    return f"{title:<30}{''.join(f'{figure:>16}' for figure in figures)}"
 
 
 def main() -> None:
@@ -208,7 +212,7 @@ def main() -> None:
     config = IHAConfig.from_preset(args.preset) if args.preset else IHAConfig.from_pretrained(args.config)
 
     columns = ("parameters", "prefill FLOPs", "training FLOPs", "decode FLOPs", "cache / token", "kept")
-    print(f"{'':<28}{''.join(f'{name:>14}' for name in columns)}")
+    print(f"{'':<30}{''.join(f'{name:>16}' for name in columns)}")
     for kind, layer_type in dict.fromkeys(zip(config.attention_kinds, config.layer_types)):
         cost = attention(config, kind, layer_type, args.tokens, args.form)
         print(row(f"{kind}, {layer_type}", cost, args.tokens, args.bytes))
@@ -218,7 +222,7 @@ def main() -> None:
     print(row("whole model", whole, args.tokens, args.bytes))
     for title, other in (("mha", with_mha(config)), ("global mha", with_mha(config, "full_attention"))):
         ratios = (a / b for a, b in zip(astuple(whole), astuple(model(other, args.tokens, args.form))))
-        print(f"{f'ratio to {title} everywhere':<28}{''.join(f'{ratio:>14.3f}' for ratio in ratios)}")
+        print(f"{f'ratio to {title} everywhere':<30}{''.join(f'{ratio:>16.3f}' for ratio in ratios)}")
 
 
 if __name__ == "__main__":
