@@ -1,8 +1,9 @@
-"""Cost model: multiply-adds, parameters, cached and kept values of a model, layer kind by layer kind, and the ratio to "mha" everywhere.
+"""Cost model: multiply-adds, parameters, cached and kept values of a model, layer kind by layer kind, and the ratio to
+"mha" everywhere.
 
-Multiply-adds are those of matrix products; norms, rotations and softmax are left out. N tokens, P pseudo-heads, H heads of d in G groups, and
-S pairs of a query and a key that see each other: an "iha" layer has P^2 times those of an "mha" layer and as many with a window W = N / (2 P^2)
-as half of a global one (IHA, Appendix C).
+Multiply-adds are those of matrix products; norms, rotations and softmax are left out. N tokens, P pseudo-heads, H
+heads of d in G groups, and S pairs of a query and a key that see each other: an "iha" layer has P^2 times those of an
+"mha" layer, and with a window W = N / (2 P^2) about as many as a global "mha" layer (IHA, Appendix C).
 
 example: python benchmarks/cost.py --preset paper-2.4b-iha --tokens 8192
 """
@@ -29,7 +30,8 @@ class Cost:
 
     Attributes:
         parameters: their number.
-        prefill, training, decode: multiply-adds of a forward, of a forward with its backward, and of one more token after N cached ones.
+        prefill, training, decode: multiply-adds of a forward, of a forward with its backward, and of one more token
+            after N cached ones.
         cache: keys and values that the cache holds, their number.
         kept: values that autograd keeps for the backward, their number.
     """
@@ -58,9 +60,10 @@ def score_products(
     """Multiply-adds of one head of size 1, of its products with keys and values, forward or with the backward.
 
     Args:
-        form: "eager" and "dense mask" (SDPA with one) compute all pairs, "sdpa" those that are visible, "blocks" those in the blocks of
-            `window_blocks.py`. Of 2 products forward and 4 backward all but "eager" repeat the first in the backward.
-            "collapse_first" needs 1 + 1/P and 3 + 2/P, and once more 1 + 1/P where its backward takes keys in segments.
+        form: "eager" and "dense mask" (SDPA with one) compute all pairs, "sdpa" those that are visible, "blocks" those
+            in the blocks of `window_blocks.py`. Of 2 products forward and 4 backward all but "eager" repeat the first
+            in the backward. "collapse_first" needs 1 + 1/P and 3 + 2/P, and once more 1 + 1/P where its backward takes
+            keys in segments.
     """
     length = tokens * virtual
     if form == "eager":
@@ -83,7 +86,7 @@ def linear(tokens: int, inputs: int, outputs: int, bias: bool = False) -> Cost:
 
 
 def mha(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Multi-head attention between the projections. SDPA keeps queries, keys, values, output and a sum for each query."""
+    """Multi-head attention between the projections. Kept are queries, keys, values, output and a sum for each query."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     form = "sdpa" if form == "collapse_first" else form
     cached = tokens if window is None else min(tokens, window - 1)
@@ -110,7 +113,8 @@ def iha(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
     cost = Cost(parameters=mixing + collapse, cache=2 * groups * d * cached)
     if form == "collapse_first":
-        # The collapse is of weights, and the mixing happens once more in the backward. A new token goes to every cached head.
+        # The collapse is of weights, and the mixing happens once more in the backward. Each pseudo-query of a new token
+        # goes to every cached head.
         pairs = heads * visible_pairs(tokens, virtual, window)
         return cost + Cost(
             prefill=forward + tokens * mixing * d + pairs,
@@ -148,8 +152,8 @@ def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: 
 
 
 def ffn(config: IHAConfig, tokens: int) -> Cost:
-    """The FFN. Kept are its input, and of the inner width the input and output of the activation, with a gate also the other factor and
-    the product."""
+    """The FFN. Kept are its input, and of the inner width the input and output of the activation; with a gate also the
+    other factor and the product."""
     hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
     cost = linear(tokens, hidden, inner, bias) + linear(tokens, inner, hidden, bias)
     kept = hidden + 2 * inner

@@ -1,9 +1,9 @@
 """One new token after N cached ones in one attention layer. Width 512, 8 heads.
 
-Forms: "absorbed", the model's own, and "remixing", which rebuilds the virtual tokens for SDPA, both from a cache of base keys and values; and caches
-that hold the virtual keys and values themselves, P times as large, on SDPA ("pseudo cache, SDPA") and by two products and a float32 softmax
-("pseudo cache, eager"). All start from the same tokens, and their outputs are compared. A cached token's bytes are those of Llama's cache times the
-ratio given.
+Forms: "absorbed", the model's own, and "remixing", which rebuilds the virtual tokens for SDPA, both from a cache of
+base keys and values; and caches that hold the virtual keys and values themselves, P times as large, on SDPA ("pseudo
+cache, SDPA") and by two products and a float32 softmax ("pseudo cache, eager"). All start from the same tokens, and
+their outputs are compared. A cached token's bytes are those of Llama's cache times the ratio given.
 
 example: python benchmarks/decode.py --tokens 512 2048 8192 --pseudo-heads 2 4
 """
@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 
 BETTER = "better pseudo cache"
-# Outputs are about 0.01 in size; bfloat16 rounds the cached states of each form at another place.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+# Of the norm of the output. In bfloat16 each form rounds at another place.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 
 
 def cache_of(keys: torch.Tensor, values: torch.Tensor) -> DynamicCache:
@@ -86,9 +86,9 @@ def measure_layer(tokens: int, virtual: int, dtype: torch.dtype, repeats: int) -
     forms = layer_forms(tokens, virtual, dtype)
     outputs = {name: step().float() for name, step in forms.items()}
     for name, output in outputs.items():
-        difference = (output - outputs["absorbed"]).abs().max().item()
+        difference = ((output - outputs["absorbed"]).norm() / outputs["absorbed"].norm()).item()
         if not difference <= TOLERANCE[dtype]:
-            raise RuntimeError(f"{name} and absorbed differ by {difference:.2g} at {tokens} tokens: a form is wrong.")
+            raise RuntimeError(f"{name} and absorbed differ by {difference:.1%} at {tokens} tokens: a form is wrong.")
     seconds = medians(forms, repeats)
     seconds[BETTER] = min(seconds["pseudo cache, SDPA"], seconds["pseudo cache, eager"])
     bytes_read = {"absorbed": 1, BETTER: virtual}

@@ -1,5 +1,5 @@
-"""Greedy decoding by a Llama checkpoint converted to IHA with P = 2 in every layer, against its source; fp32, after a prompt of random tokens. Both must
-choose the same tokens.
+"""Greedy decoding by a Llama checkpoint converted to IHA with P = 2 in every layer, against its source; fp32, after a
+prompt of random tokens. Both must choose the same tokens.
 
 example: python benchmarks/decode_model.py --tokens 512 --new-tokens 24
 """
@@ -39,7 +39,7 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int) -> Cal
 
 
 def values_read(iha: PreTrainedModel, kind: str, tokens: int) -> int:
-    """Weights and cached values that one more token reads, with attention of `kind` in every layer of the converted model."""
+    """Weights and cached values that one more token reads, with `kind` in every layer of the converted model."""
     costs = [attention(iha.config, kind, layer_type, tokens) for layer_type in iha.config.layer_types]
     others = sum(parameter.numel() for name, parameter in iha.named_parameters() if "self_attn" not in name)
     return others + sum(cost.parameters + cost.cache for cost in costs)

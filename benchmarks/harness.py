@@ -1,4 +1,6 @@
-"""What the benchmarks share: layers of one size, interleaved times, peaks of memory, and results as JSON with a plot beside it."""
+"""What the benchmarks share: layers of one size, interleaved times, peaks of memory, and results as JSON with a plot
+beside it.
+"""
 
 import argparse
 import json
@@ -31,7 +33,7 @@ PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.fi
 
 
 class Attention(torch.nn.Module):
-    """The attention modules of a model of width 512 with 8 heads, one layer unless `overrides` of its config say otherwise."""
+    """The attention modules of a model, width 512, 8 heads and one layer unless `overrides` of its config say otherwise."""
 
     def __init__(self, core: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
         super().__init__()
@@ -45,7 +47,8 @@ class Attention(torch.nn.Module):
     def attend(
         self, states: torch.Tensor, past_key_values: Cache | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The attention of every layer, one after the other, for hidden states [1, N, 512] like `states`, with masks and rotary tables at hand."""
+        """The attention of every layer, one after the other, for hidden states [1, N, 512] like `states`, with masks and
+        rotary tables at hand."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         positions = torch.arange(past, past + states.shape[1])[None]
         masks = self.model.create_masks(states, None, past_key_values, positions)
@@ -66,8 +69,8 @@ class Attention(torch.nn.Module):
         return self.attend(hidden_states)(hidden_states)
 
     def from_base(self) -> Callable[..., torch.Tensor]:
-        """What an "iha" layer does between its projections and RoPE, by default: mixing, attention and collapse of queries, keys and values
-        [1, 8, N, 64]."""
+        """What an "iha" layer does by default between RoPE and its output projection: mixing, attention and collapse of
+        queries, keys and values [1, 8, N, 64]."""
         rotation = self.model.rotary_emb.tables(torch.empty(0), torch.zeros(1, 1))["pseudo_head"]
         attend_base = self.model.layers[0].self_attn.attend_base
         return lambda query, key, value: attend_base(query, key, value, None, rotation)
@@ -106,7 +109,8 @@ def training(
 
 
 def medians(forms: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Seconds that each function takes, medians of so many interleaved runs after one that warms up; a single run goes without."""
+    """Seconds that each function takes, medians of so many interleaved runs after one that warms up; a single run goes
+    without."""
     seconds = {name: [] for name in forms}
     for repeat in range(repeats + (repeats > 1)):
         for name, function in forms.items():
@@ -133,8 +137,8 @@ def _extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
 
 
 def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
-    """Bytes that the function `prepare(*sizes)` takes at its peak beyond what its process holds before. The process is its own, on Linux, and
-    has run `prepare(*small)()`. `prepare` is a function of a module, by name."""
+    """Bytes that the function `prepare(*sizes)` takes at its peak beyond what its process holds before. The process is
+    its own, on Linux, and has run `prepare(*small)()`. `prepare` is a function of a module, by name."""
     # Blocks from this size on come straight from the system, so that nothing freed earlier hides in a peak.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     context = multiprocessing.get_context("forkserver")

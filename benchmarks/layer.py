@@ -1,7 +1,8 @@
 """An "iha" layer against bare SDPA on its virtual sequence, and against a Llama layer. Width 512, 8 heads, fp32.
 
-Forms: "bare SDPA" on random queries, keys and values of the N * P virtual tokens; "attention", the layer's from base queries, keys and values:
-mixing, attention and collapse; "layer", the whole of it with projections and RoPE; "mha layer", Llama's.
+Forms: "bare SDPA" on random queries, keys and values of the N * P virtual tokens; "attention", the layer's from base
+queries, keys and values: mixing, attention and collapse; "layer", the whole of it with projections and RoPE; "mha
+layer", Llama's.
 
 example: python benchmarks/layer.py --tokens 512 2048 --pseudo-heads 4 8
 """

@@ -1,5 +1,6 @@
-"""Prefill of long inputs by small models of five layers (heads of 64, fp32, logits of the last token): the schedule of four sliding "iha" layers and
-a global "mha" layer, the same with sliding "mha" layers, and five global "mha" layers. The window stays the same at every length.
+"""Prefill of long inputs by small models of five layers (heads of 64, fp32, logits of the last token): the schedule of
+four sliding "iha" layers and a global "mha" layer, the same with sliding "mha" layers, and five global "mha" layers.
+The window stays the same at every length.
 
 example: python benchmarks/prefill.py --tokens 4096 8192 16384 32768 65536
 """

@@ -1,7 +1,8 @@
-"""Writes benchmarks/results/README.md: targets, what was measured and what the cost model predicts, from the JSON files beside it.
+"""Writes benchmarks/results/README.md: targets, what was measured and what the cost model predicts, from the JSON
+files beside it.
 
-A JSON file holds rows; a row holds its setting, and by name "seconds", "extra_bytes" where they were measured, "ratios" and the same ratios as
-"predicted" by the cost model, if it knows them.
+A JSON file holds rows; a row holds its setting, and by name "seconds", "extra_bytes" where they were measured,
+"ratios" and the same ratios as "predicted" by the cost model, if it knows them.
 
 example: python benchmarks/report.py
 """
@@ -97,8 +98,9 @@ def render(results: dict[str, dict]) -> str:
     """The README as Markdown."""
     lines = [
         "# Benchmarks: targets and results",
-        "Written by `python benchmarks/report.py` from the JSON files beside it; `make bench` measures anew. Every figure is a ratio of medians of "
-        "interleaved runs in one process, or of peaks of memory in processes of their own. Predictions are of `benchmarks/cost.py`.",
+        "Written by `python benchmarks/report.py` from the JSON files beside it; `make bench` measures anew. Every figure",
+        "is a ratio of medians of interleaved runs in one process, or of peaks of memory in processes of their own.",
+        "Predictions are of `benchmarks/cost.py`.",
         "",
         "| | ratio | target | measured | predicted | met | why not |",
         "|---|---|---|---|---|---|---|",

@@ -1,5 +1,6 @@
-"""The paper's schedule, four sliding "iha" layers with W = N / (2 P^2) and a global "mha" layer, against five global "mha" layers, which take
-about as many multiply-adds (IHA, Appendix C). Width 512, 8 heads, fp32; attention modules alone, and whole models with a gated FFN.
+"""The paper's schedule, four sliding "iha" layers with W = N / (2 P^2) and a global "mha" layer, against five global
+"mha" layers, which take about as many multiply-adds (IHA, Appendix C). Width 512, 8 heads, fp32; attention modules
+alone, and whole models with a gated FFN.
 
 example: python benchmarks/schedule.py --tokens 4096 8192
 """

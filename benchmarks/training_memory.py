@@ -1,5 +1,6 @@
-"""Peak memory and time of a forward and backward of one attention module: "mha", "iha" as the model runs it by default, and "iha" unchunked, on
-SDPA over the virtual sequence. Width 512, 8 heads, fp32. Peaks are of processes of their own, times of other runs.
+"""Peak memory and time of a forward and backward of one attention module: "mha", "iha" as the model runs it by
+default, and "iha" unchunked, on SDPA over the virtual sequence. Width 512, 8 heads, fp32. Peaks are of processes of
+their own, times of other runs.
 
 example: python benchmarks/training_memory.py --tokens 1024 2048 4096
 """

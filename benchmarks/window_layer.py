@@ -1,6 +1,7 @@
-"""Time and extra memory of the forward of a sliding "iha" layer: as the model runs it by default, on SDPA in blocks of queries, and on SDPA
-with a dense mask. Width 512, 8 heads, fp32. "attention" and "bare SDPA" are the same without projections and RoPE: from base queries, keys and values,
-and from those of the virtual tokens. The time of a mask is part of each form's.
+"""Time and extra memory of the forward of a sliding "iha" layer: as the model runs it by default, on SDPA in blocks of
+queries, and on SDPA with a dense mask. Width 512, 8 heads, fp32. "attention" and "bare SDPA" are the same without
+projections and RoPE: from base queries, keys and values, and from those of the virtual tokens. The time of a mask is
+part of each form's.
 
 example: python benchmarks/window_layer.py --tokens 1024 2048 4096
 """
@@ -13,6 +14,8 @@ from cost import attention, linear, score_products
 from harness import Attention, arguments, extra_bytes, inference, medians, report, write
 
 from modeling_iha import virtual_sequence
+from modeling_iha.collapse_first import BLOCK_BYTES
+from modeling_iha.window_blocks import BLOCK
 
 
 LAYERS = {"layer": "collapse_first", "layer, blocks": "blocks", "layer, dense mask": "dense mask"}
@@ -58,22 +61,46 @@ def products(form: str, tokens: int, pseudo_heads: int, window: int) -> float:
     return layer + 512 * difference
 
 
-def base_ratios(values: dict[str, float]) -> dict[str, float]:
+def extra(form: str, tokens: int, pseudo_heads: int, window: int) -> int:
+    """Bytes of the tensors that a form holds at its peak; SDPA turns a boolean mask into a float32 one."""
+    virtual_states, states = tokens * pseudo_heads * 512, tokens * 512
+    if form == "bare SDPA, dense mask":
+        return 4 * virtual_states + 5 * (tokens * pseudo_heads) ** 2
+    if form == "attention":
+        # The output, virtual keys, values and queries of one head, and scores.
+        return 4 * (states + 3 * virtual_states // 8) + BLOCK_BYTES
+    if form == "layer":
+        # Besides, queries, keys and values, and both copies of one of them while it gets its memory order.
+        return 4 * (5 * states + 3 * virtual_states // 8) + BLOCK_BYTES
+    if form == "layer, dense mask":
+        return 4 * (3 * states + 4 * virtual_states) + 5 * (tokens * pseudo_heads) ** 2
+    blocks, span = -(-tokens * pseudo_heads // BLOCK), BLOCK + window * pseudo_heads - 1
+    # Padded queries, keys and values; the blocks of one sequence are views of them.
+    return 4 * (3 * states + 6 * virtual_states) + 5 * BLOCK * blocks * span
+
+
+def both_ratios(time: dict[str, float], memory: dict[str, float]) -> dict[str, float]:
     """Each form over the one with a dense mask."""
-    return {f"{form} / {base}": values[form] / values[base] for form, base in BASES.items()}
+    return {
+        f"{kind}{form} / {base}": values[form] / values[base]
+        for kind, values in (("", time), ("memory: ", memory))
+        for form, base in BASES.items()
+    }
 
 
 def measure(tokens: int, pseudo_heads: int, window: int, repeats: int) -> dict:
     sizes = (tokens, pseudo_heads, window)
     small = (tokens // 8, pseudo_heads, max(1, window // 8))
-    extra = {form: extra_bytes(prepare, (form, *sizes), (form, *small)) for form in FORMS}
+    measured = {form: extra_bytes(prepare, (form, *sizes), (form, *small)) for form in FORMS}
     seconds = medians({form: prepare(form, *sizes) for form in FORMS}, repeats)
     return {
         "tokens": tokens,
         "seconds": seconds,
-        "extra_bytes": extra,
-        "ratios": {**base_ratios(seconds), **{f"memory: {name}": x for name, x in base_ratios(extra).items()}},
-        "predicted": base_ratios({form: products(form, *sizes) for form in FORMS}),
+        "extra_bytes": measured,
+        "ratios": both_ratios(seconds, measured),
+        "predicted": both_ratios(
+            {form: products(form, *sizes) for form in FORMS}, {form: extra(form, *sizes) for form in FORMS}
+        ),
     }
 
 
@@ -88,7 +115,8 @@ def main() -> None:
         report(rows[-1])
     panels = {"seconds": lambda row: row["seconds"], "extra bytes": lambda row: row["extra_bytes"]}
     setting = {"pseudo_heads": args.pseudo_heads, "window": args.window, "dtype": "float32"}
-    write(args.out, "window_layer", rows, "tokens", panels, **setting, predicted_by="multiply-adds")
+    predicted_by = "multiply-adds; memory: the largest tensors"
+    write(args.out, "window_layer", rows, "tokens", panels, **setting, predicted_by=predicted_by)
 
 
 if __name__ == "__main__":
