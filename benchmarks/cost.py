@@ -119,7 +119,7 @@ def iha(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
         return cost + Cost(
             prefill=forward + tokens * mixing * d + pairs,
             training=training + 4 * tokens * mixing * d + 3 * pairs,
-            decode=heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + (heads + groups) * d),
+            decode=heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + heads * d),
             kept=base + tokens * heads * (d + virtual),
         )
     linear_parts = tokens * (mixing + collapse) * d

@@ -53,8 +53,8 @@ def layer_forms(tokens: int, virtual: int, dtype: torch.dtype) -> dict[str, Call
     tables = absorbed.model.rotary_emb.tables(hidden_states, torch.tensor([[tokens]]))
 
     def expand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query = layer.rotate_pseudo_heads(layer.q_mix(query), tables)
-        key = layer.rotate_pseudo_heads(layer.k_mix(key), tables)
+        rotation = tables["pseudo_head"]
+        query, key = layer.expand(layer.q_mix, query, rotation), layer.expand(layer.k_mix, key, rotation)
         return tuple(layer.interleave(states) for states in (query, key, layer.v_mix(value)))
 
     hidden = torch.full((virtual, virtual), -torch.inf, dtype=dtype).triu(1)

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel  # noqa: E402
+from modeling_iha.collapse_first import collapse_first_attention  # noqa: E402
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -73,7 +74,7 @@ class Attention(torch.nn.Module):
         queries, keys and values [1, 8, N, 64]."""
         rotation = self.model.rotary_emb.tables(torch.empty(0), torch.zeros(1, 1))["pseudo_head"]
         attend_base = self.model.layers[0].self_attn.attend_base
-        return lambda query, key, value: attend_base(query, key, value, None, rotation)
+        return lambda query, key, value: attend_base(collapse_first_attention, query, key, value, None, rotation)
 
     def mechanism(self) -> list[torch.nn.Parameter]:
         """The parameters of `from_base`."""
