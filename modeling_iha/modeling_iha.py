@@ -23,8 +23,10 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention_diff import DifferentialAttention
 from .attention_iha import InterleavedHeadAttention
 from .attention_mha import MultiHeadAttention
+from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
 from .virtual_sequence import check_packing, create_masks
 
@@ -33,6 +35,8 @@ from .virtual_sequence import check_packing, create_masks
 ATTENTION_CLASSES = {
     "mha": MultiHeadAttention,
     "iha": InterleavedHeadAttention,
+    "talking_heads": TalkingHeadsAttention,
+    "diff": DifferentialAttention,
 }
 
 
