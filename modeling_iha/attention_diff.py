@@ -37,8 +37,9 @@ class HeadDifference(nn.Module):
         attn_output1, attn_output2 = attn_output.chunk(2, dim=2)
         lambda_1 = torch.exp(torch.sum(self.lambda_q1 * self.lambda_k1, dim=-1, dtype=torch.float32))
         lambda_2 = torch.exp(torch.sum(self.lambda_q2 * self.lambda_k2, dim=-1, dtype=torch.float32))
-        # Each rounded before the difference, as a DiffLlama checkpoint was trained.
-        lambda_full = lambda_1.to(attn_output.dtype) - lambda_2.to(attn_output.dtype) + self.lambda_init
+        # Rounded one by one, and not to the dtype of autocast, as a DiffLlama checkpoint was trained.
+        dtype = self.lambda_q1.dtype
+        lambda_full = lambda_1.to(dtype) - lambda_2.to(dtype) + self.lambda_init
         return (1 - self.lambda_init) * self.groupnorm(attn_output1 - lambda_full * attn_output2)
 
 
