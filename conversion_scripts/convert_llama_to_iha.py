@@ -345,8 +345,8 @@ def describe(source: str, source_config: PreTrainedConfig, config: IHAConfig, sc
     if "iha" in config.attention_kinds:
         how = f"with {config.num_pseudo_heads} pseudo-heads and the {schedule} schedule"
     return (
-        f"## Conversion\n\nConverted from {source_name(source)} ({source_config.model_type}) {how}. Before any further training the model computes what its source does, up to "
-        f"rounding, for {lengths}."
+        f"## Conversion\n\nConverted from {source_name(source)} ({source_config.model_type}) {how}. Before any further training "
+        f"the model computes what its source does, up to rounding, for {lengths}."
     )
 
 
@@ -369,7 +369,8 @@ def write_checkpoint(
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Convert a Llama, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to Interleaved Head Attention or talking heads, losslessly.",
+        description="Convert a Llama, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to Interleaved Head Attention or to talking heads, "
+        "losslessly.",
         epilog="example: python conversion_scripts/convert_llama_to_iha.py HuggingFaceTB/SmolLM2-135M-Instruct "
         "smollm2-iha --num-pseudo-heads 2",
     )
