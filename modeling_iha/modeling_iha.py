@@ -255,12 +255,12 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """As in [`GenerationMixin`], whose paged cache is filled inside the attention core, where the keys are already those of
-        virtual tokens: refused but for a model of full "mha" layers."""
+        """As in [`GenerationMixin`], whose paged cache is filled inside the attention core: an "iha" layer's keys are those of virtual
+        tokens there, a "diff" layer calls its core twice. Refused but for a model of full "mha" layers."""
         if set(self.config.attention_kinds) != {"mha"} or "sliding_attention" in self.config.layer_types:
             raise NotImplementedError(
-                "Continuous batching (generate_batch, transformers serve --continuous-batching) stores one key per token in its "
-                "paged cache, and this model has layers with several, or with a window. Use generate, which takes batches too."
+                "Continuous batching (generate_batch, transformers serve --continuous-batching) fills a paged cache inside the attention "
+                "core, which only full-attention layers of kind 'mha' allow. Use generate, which takes batches too."
             )
         return super().init_continuous_batching(*args, **kwargs)
 
