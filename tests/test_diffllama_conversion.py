@@ -58,6 +58,7 @@ def test_a_wrong_layer_shows():
     """The comparison can fail: a lambda vector in another layer's place gives other logits."""
     source = tiny_source("diffllama")
     model = convert(source)
+    assert_equal_logits(logits(model), logits(source))
     first, second = (model.model.layers[i].self_attn.difference.lambda_k2 for i in (1, 2))
     first.data, second.data = second.data, first.data
     assert (logits(model) - logits(source)).abs().max() > 1e-2
