@@ -25,7 +25,14 @@ AUTO_MAP = {
 }
 
 # Options that `attention_options` may hold, by attention kind: (default, test of a value, what the test asks for).
-ATTENTION_OPTIONS: dict[str, dict[str, tuple]] = {"mha": {}, "iha": {}}
+ATTENTION_OPTIONS: dict[str, dict[str, tuple]] = {
+    "mha": {},
+    "iha": {},
+    "talking_heads": {},
+    "diff": {
+        "lambda_std_dev": (0.1, lambda value: type(value) in (int, float) and value >= 0, "a number, at least 0"),
+    },
+}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PSEUDO_POSITIONS = ("interleaved", "shared")
 PSEUDO_COLLAPSES = ("per_head", "all_heads")
@@ -63,6 +70,8 @@ PRESETS = {
         "layer_types": _FOUR_LOCAL_ONE_GLOBAL,
         "num_pseudo_heads": 20,
     },
+    "paper-2.4b-talking-heads": {**_PAPER_2_4B, "attention_kinds": "talking_heads"},
+    "paper-2.4b-diff": {**_PAPER_2_4B, "attention_kinds": "diff"},
     "tiny": {
         "vocab_size": 256,
         "hidden_size": 64,
@@ -111,7 +120,8 @@ class IHAConfig(LlamaConfig):
     Args:
         attention_kinds (`str` or `list[str]`, *optional*, defaults to `"iha"`):
             Attention mechanism of each layer: one name for all, a short repeating pattern, or one name per layer; stored
-            expanded. `"mha"` is Llama's attention, `"iha"` Interleaved Head Attention.
+            expanded. `"mha"` is Llama's attention, `"iha"` Interleaved Head Attention, `"talking_heads"` Talking-Heads Attention,
+            `"diff"` the Differential Transformer's as in DiffLlama, which needs an even `num_key_value_heads` and no dropout.
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
             Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`; expanded likewise.
         sliding_window (`int`, *optional*):
@@ -130,7 +140,8 @@ class IHAConfig(LlamaConfig):
         use_qk_norm (`bool`, *optional*, defaults to `False`):
             RMSNorm over each head's query and key, before RoPE and before the mixing (as in Qwen3).
         attention_options (`dict[str, dict]`, *optional*):
-            Options of single mechanisms, `{kind: {option: value}}`. `"mha"` and `"iha"` have none.
+            Options of single mechanisms, `{kind: {option: value}}`. `"diff"` has `lambda_std_dev` (default 0.1), the standard
+            deviation from which its lambda vectors start; `"mha"`, `"iha"` and `"talking_heads"` have none.
 
     ```python
     >>> from modeling_iha import IHAConfig, IHAForCausalLM
@@ -206,6 +217,7 @@ class IHAConfig(LlamaConfig):
         self._validate_layer_list("layer_types", LAYER_TYPES)
         self._validate_window()
         self._validate_attention_options()
+        self._validate_diff()
         self._validate_rope()
 
     def _validate_layer_list(self, field: str, allowed: tuple[str, ...]):
@@ -251,6 +263,20 @@ class IHAConfig(LlamaConfig):
                         f"attention_options[{kind!r}] has {option}={options[option]!r}; it must be {expected}."
                     )
 
+    def _validate_diff(self):
+        if "diff" not in self.attention_kinds:
+            return
+        if self.num_key_value_heads % 2 != 0:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} is odd; attention kind 'diff' subtracts the second half of the heads "
+                "from the first, each with half of the key/value heads, so it must be even."
+            )
+        if self.attention_dropout > 0:
+            raise ValueError(
+                f"attention_dropout={self.attention_dropout} with attention kind 'diff', whose paper gives dropout no place in a "
+                "difference of two softmaxes: set it to 0."
+            )
+
     def options_of(self, kind: str) -> dict:
         """The options of an attention kind, defaults included."""
         defaults = {option: default for option, (default, *_) in ATTENTION_OPTIONS[kind].items()}
@@ -274,7 +300,8 @@ class IHAConfig(LlamaConfig):
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "IHAConfig":
         """A named configuration: the paper's 2.4B model (IHA, Section 5.1) as `"paper-2.4b-global"`,
-        `"paper-2.4b-global-local"` or `"paper-2.4b-iha"`, or `"tiny"` for tests; `overrides` replace single fields.
+        `"paper-2.4b-global-local"`, `"paper-2.4b-iha"`, `"paper-2.4b-talking-heads"` or `"paper-2.4b-diff"`, or `"tiny"` for tests;
+        `overrides` replace single fields.
         The window of `"paper-2.4b-iha"` follows P and the context length (`flop_matched_window`) unless it is given."""
         if name not in PRESETS:
             raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, PRESETS))}.")

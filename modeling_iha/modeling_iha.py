@@ -23,8 +23,10 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention_diff import DifferentialAttention
 from .attention_iha import InterleavedHeadAttention
 from .attention_mha import MultiHeadAttention
+from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
 from .virtual_sequence import check_packing, create_masks
 
@@ -33,6 +35,8 @@ from .virtual_sequence import check_packing, create_masks
 ATTENTION_CLASSES = {
     "mha": MultiHeadAttention,
     "iha": InterleavedHeadAttention,
+    "talking_heads": TalkingHeadsAttention,
+    "diff": DifferentialAttention,
 }
 
 
@@ -255,12 +259,12 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """As in [`GenerationMixin`], whose paged cache is filled inside the attention core, where the keys are already those of
-        virtual tokens: refused but for a model of full "mha" layers."""
+        """As in [`GenerationMixin`], whose paged cache is filled inside the attention core: an "iha" layer's keys are those of virtual
+        tokens there, a "diff" layer calls its core twice. Refused but for a model of full "mha" layers."""
         if set(self.config.attention_kinds) != {"mha"} or "sliding_attention" in self.config.layer_types:
             raise NotImplementedError(
-                "Continuous batching (generate_batch, transformers serve --continuous-batching) stores one key per token in its "
-                "paged cache, and this model has layers with several, or with a window. Use generate, which takes batches too."
+                "Continuous batching (generate_batch, transformers serve --continuous-batching) fills a paged cache inside the attention "
+                "core, which only full-attention layers of kind 'mha' allow. Use generate, which takes batches too."
             )
         if self.config._attn_implementation == "collapse_first":
             self.set_attn_implementation("sdpa")  # What it is for these layers, by the name that paged caches know

@@ -21,6 +21,8 @@ GEOMETRIES = {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 4,
     },
+    "talking_heads": {"num_hidden_layers": 1, "attention_kinds": "talking_heads"},
+    "diff": {"num_hidden_layers": 1, "attention_kinds": "diff"},
 }
 
 
@@ -57,7 +59,7 @@ def test_forward(geometry, core):
 
 
 @pytest.mark.parametrize("inputs", ["plain", "padded", "packed"])
-@pytest.mark.parametrize("geometry", ["global", "hybrid"])
+@pytest.mark.parametrize("geometry", ["global", "hybrid", "talking_heads", "diff"])
 def test_backward(geometry, inputs):
     model = geometry_model(geometry)
     input_ids = random_ids(1, 8)

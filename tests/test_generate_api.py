@@ -26,7 +26,7 @@ from transformers import (
 
 PROMPT, NEW = 9, 8
 # A global layer keeps everything and a window layer drops tokens; a prompt of 9 fills every window here.
-KEEPING_AND_DROPPING = ["global", "window", "window_mha", "hybrid", "hybrid_window_of_1"]
+KEEPING_AND_DROPPING = ["global", "window", "window_mha", "hybrid", "hybrid_window_of_1", "talking_heads", "diff"]
 
 
 def geometry_model(geometry, **options):
