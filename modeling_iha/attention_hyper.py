@@ -6,6 +6,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from transformers.models.llama.modeling_llama import repeat_kv
+from transformers.utils.import_utils import is_tracing
 
 from .configuration_iha import IHAConfig
 from .score_matrix import HIDDEN, ScoreMatrixAttention, block_bias
@@ -16,6 +17,16 @@ BLOCK = 32
 MAX_SCORES = 2**24
 # Tokens whose running sums, [batch, keys, CHUNK, head_dim, head_dim], exist at a time in the linear form.
 CHUNK = 32
+
+
+def query_blocks(query: torch.Tensor, size: int, scores: int) -> list[slice]:
+    """The rows of each block of the queries [batch, H, N, head_dim]: `size` of them, or as few as keep to MAX_SCORES where each query
+    has so many scores. As in `ScoreMatrixAttention`, one block takes all where a loop would be unrolled."""
+    length = query.shape[2]
+    if is_tracing(query):
+        return [slice(0, length)]
+    size = max(1, min(size, MAX_SCORES // max(1, scores)))
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def nearest(bias: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -71,7 +82,8 @@ class HyperAttention(ScoreMatrixAttention):
     `v_proj` stack the heads of all n - 1 keys and values, and so does the cache.
 
     `windows` [w1, w2] let j and k reach back w1 and w2 tokens, the current one included; by default both span the layer's
-    `sliding_window`. Blocks of queries keep O(w1 w2) scores for each query of one block, and are recomputed in the backward.
+    `sliding_window`. Scores exist for a block of queries at a time, O(w1 w2) for each, and are recomputed in the backward; inside
+    `torch.compile` for all queries at once.
 
     With `linear`, of any order, the scores are the weights and tuples are not ordered: the sums over j and k are then separate
     running sums, O(N head_dim^2) in all (Section G.3). Under a mask matrix (padding, packing, a chunk that continues a cache)
@@ -160,16 +172,15 @@ class HyperAttention(ScoreMatrixAttention):
         offset = num_keys - 1 if length == 1 else 0
         from_positions = attention_mask is None or attention_mask.ndim == 2
         reach = [num_keys if window is None else min(num_keys, window + BLOCK) for window in self.windows]
-        block = max(1, min(BLOCK, MAX_SCORES // (batch * heads * reach[0] * max(reach[1], head_dim))))
+        blocks = query_blocks(query_states, BLOCK, batch * heads * reach[0] * max(reach[1], head_dim))
 
         outputs, weights = [], []
-        for start in range(0, length, block):
-            rows = slice(start, min(start + block, length))
+        for rows in blocks:
             columns, biases = [], []
             for window in self.windows:
                 columns.append(slice(0, num_keys))
                 if from_positions:
-                    first = 0 if window is None else max(0, start + offset - window + 1)
+                    first = 0 if window is None else max(0, rows.start + offset - window + 1)
                     columns[-1] = slice(first, min(rows.stop + offset, num_keys))
                 bias = block_bias(attention_mask, rows, columns[-1], offset, None, query_states)
                 biases.append(nearest(bias, window))
@@ -181,7 +192,7 @@ class HyperAttention(ScoreMatrixAttention):
                 tuple(biases),
                 self.order_mask(j[:, None], k),
             )
-            if torch.is_grad_enabled() and length > block:
+            if torch.is_grad_enabled() and len(blocks) > 1:
                 output, of_block = torch.utils.checkpoint.checkpoint(
                     self.attend_block, *arguments, use_reentrant=False
                 )
@@ -208,17 +219,15 @@ class HyperAttention(ScoreMatrixAttention):
         state = query.new_zeros(
             (batch, heads, stack, head_dim, head_dim), dtype=torch.promote_types(query.dtype, torch.float32)
         )
-        block = CHUNK if running else max(1, min(CHUNK, MAX_SCORES // (batch * heads * stack * num_keys * head_dim)))
-
+        blocks = query_blocks(query, CHUNK, 0 if running else batch * heads * stack * num_keys * head_dim)
         outputs = []
-        for start in range(0, length, block):
-            rows = slice(start, min(start + block, length))
+        for rows in blocks:
             if running:
                 step, arguments = linear_step, (state, query[:, :, rows], keys[:, :, :, rows], values[:, :, :, rows])
             else:
                 bias = block_bias(attention_mask, rows, slice(0, num_keys), num_keys - 1, None, query)
                 step, arguments = masked_step, (state, query[:, :, rows], keys, values, bias > HIDDEN)
-            if torch.is_grad_enabled() and length > block:
+            if torch.is_grad_enabled() and len(blocks) > 1:
                 output, state = torch.utils.checkpoint.checkpoint(step, *arguments, use_reentrant=False)
             else:
                 output, state = step(*arguments)

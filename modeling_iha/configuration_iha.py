@@ -372,6 +372,10 @@ class IHAConfig(LlamaConfig):
             raise ValueError(
                 f"{where} order={options['order']} with softmax, which is for order 3 only: set linear=True for other orders."
             )
+        if options["strict_order"] and ((windows and windows[1] == 1) or (any(sliding) and self.sliding_window == 1)):
+            raise ValueError(
+                f"{where} strict_order=True with a window of 1 token for k, which leaves no pair with j > k."
+            )
         if windows and not (all(sliding) and max(windows) == self.sliding_window):
             raise ValueError(
                 f"{where} windows={windows}; its layers must be 'sliding_attention', with sliding_window={max(windows)}, the larger "

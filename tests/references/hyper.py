@@ -74,6 +74,11 @@ def hyper_attention(
     def turned(vectors):
         return torch.stack([rotate(vectors[n], position_ids[n], options.theta) for n in range(length)])
 
+    heads_per_group = options.num_heads // groups
+    queries = [turned(q[:, h]) for h in range(options.num_heads)]
+    keys = [[turned(k[:, 0 if options.sharing else a, g]) for a in members] for g in range(groups)]
+    values = [[v[:, 0 if options.sharing else a, g] for a in members] for g in range(groups)]
+
     rows = []
     for i in range(length):
         tuples = list(product(*[[j for j in range(length) if visible[a][i, j]] for a in members]))
@@ -81,19 +86,16 @@ def hyper_attention(
             tuples = [(j, k) for j, k in tuples if (j > k if options.kept == "j > k" else j >= k)]
         heads = []
         for h in range(options.num_heads):
-            g = h // (options.num_heads // groups)
             if not tuples:
                 heads.append(hidden_states.new_zeros(width))
                 continue
-            query = turned(q[:, h])[i]
-            keys = [turned(k[:, 0 if options.sharing else a, g]) for a in members]
-            values = [v[:, 0 if options.sharing else a, g] for a in members]
+            g = h // heads_per_group
             scores, of_tuples = [], []
             for positions in tuples:
-                key, value = torch.ones_like(query), torch.ones_like(query)
+                key, value = 1.0, 1.0
                 for a, j in zip(members, positions):
-                    key, value = key * keys[a][j], value * values[a][j]
-                scores.append((query * key).sum() / math.sqrt(width))
+                    key, value = key * keys[g][a][j], value * values[g][a][j]
+                scores.append((queries[h][i] * key).sum() / math.sqrt(width))
                 of_tuples.append(value)
             scores = torch.stack(scores)
             attention = scores if options.linear else torch.softmax(scores, dim=0)

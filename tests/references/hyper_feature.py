@@ -78,28 +78,32 @@ def hyper_feature_attention(
         values.append(value)
         first += count
 
+    def turned(vectors, order):
+        """RoPE on each of the features of the vectors `[N, d]` of one head: a list of `[N, w]`."""
+        features = vectors.split(width // order, dim=-1)
+        return [torch.stack([rotate(x[n], position_ids[n], options.theta) for n in range(length)]) for x in features]
+
+    queries = [turned(q[:, h], options.orders[h]) for h in range(options.num_heads)]
+    keys = [turned(k[:, g], options.orders[g * heads_per_group]) for g in range(options.num_kv_heads)]
+
     rows = []
     for i in range(length):
         heads = []
         for h in range(options.num_heads):
-            g, order = h // heads_per_group, options.orders[h]
-            w = width // order
-            keys = [j for j in range(length) if visible[i, j]]
-            if not keys:
+            g = h // heads_per_group
+            seen = [j for j in range(length) if visible[i, j]]
+            if not seen:
                 heads.append(hidden_states.new_zeros(width))
                 continue
             scores = []
-            for j in keys:
+            for j in seen:
                 score = 1.0
-                for a in range(order):
-                    feature = slice(a * w, (a + 1) * w)
-                    query = rotate(q[i, h, feature], position_ids[i], options.theta)
-                    key = rotate(k[j, g, feature], position_ids[j], options.theta)
-                    score = score * (query @ key) / math.sqrt(w)
+                for query, key in zip(queries[h], keys[g]):
+                    score = score * (query[i] @ key[j]) / math.sqrt(query.shape[-1])
                 scores.append(score)
             scores = torch.stack(scores)
             attention = scores if options.linear else torch.softmax(scores, dim=0)
-            heads.append(sum(attention[n] * values[g][j] for n, j in enumerate(keys)))
+            heads.append(sum(attention[n] * values[g][j] for n, j in enumerate(seen)))
         rows.append(torch.cat(heads))
     return linear(torch.stack(rows), weights, "o_proj")
 
