@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from references.hyper import HyperOptions, hyper_attention
 from references.hyper_feature import visible_keys
 from small_models import random_ids, random_model, small_config
-from test_generation import assert_close, uncached_logits
+from test_generation import GEOMETRIES, assert_close, uncached_logits
+from test_numerics import LOGITS
 from test_reference import (
     BF16_GRADIENT,
     BF16_OUTPUT,
@@ -352,6 +354,44 @@ def test_round_trip(case, tmp_path):
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.config.attention_options == model.config.attention_options
     assert torch.equal(uncached_logits(loaded, random_ids(2, 9)), uncached_logits(model, random_ids(2, 9)))
+
+
+KINDS = ["hyper_feature", "hyper", "hyper_linear", "simplicial"]
+
+
+@pytest.mark.parametrize("how", ["loaded", "autocast"])
+@pytest.mark.parametrize("dtype", LOGITS, ids=str)
+@pytest.mark.parametrize("geometry", KINDS)
+def test_half_precision(geometry, dtype, how):
+    """Logits near those in float32, and gradients that are finite: loaded in the dtype, and float32 weights under autocast."""
+    config, input_ids = small_config(use_qk_norm=True, **GEOMETRIES[geometry]), random_ids(2, 24)
+    expected = uncached_logits(random_model(config), input_ids)
+    model = random_model(config, dtype=dtype if how == "loaded" else torch.float32)
+    with torch.autocast("cpu", dtype, enabled=how == "autocast"):
+        output = model(input_ids, labels=input_ids, use_cache=False)
+    assert output.logits.dtype == dtype
+    assert_close(output.logits.detach().float(), expected, LOGITS[dtype])
+    output.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("geometry", KINDS)
+def test_adapters_train_come_back_and_merge(geometry, tmp_path):
+    """LoRA on the projections, of which some are wider than Llama's."""
+    config, input_ids = small_config(**GEOMETRIES[geometry]), random_ids(2, 9)
+    base = random_model(config)
+    expected = uncached_logits(base, input_ids)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model = get_peft_model(
+        random_model(config), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
+    )
+    model(input_ids, labels=input_ids).loss.backward()
+    assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)
+    adapted = uncached_logits(model.eval(), input_ids)
+    assert (adapted - expected).abs().max() > 0.1
+    model.save_pretrained(tmp_path)
+    assert torch.equal(uncached_logits(PeftModel.from_pretrained(base, tmp_path), input_ids), adapted)
+    assert_close(uncached_logits(model.merge_and_unload(), input_ids), adapted)
 
 
 @pytest.mark.parametrize(
