@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
 
 from .configuration_iha import IHAConfig
-from .score_matrix import HIDDEN, ScoreMatrixAttention, block_bias
+from .score_matrix import HIDDEN, ScoreMatrixAttention, block_bias, join
 
 
 # Queries to a block at most, and scores to a block: 64 MiB of float32, kept for one block at a time.
@@ -200,9 +200,8 @@ class HyperAttention(ScoreMatrixAttention):
                 output, of_block = self.attend_block(*arguments)
             outputs.append(output)
             if self.config._attn_implementation == "eager":
-                weights.append(torch.nn.functional.pad(of_block, (columns[0].start, num_keys - columns[0].stop)))
-        weights = torch.cat(weights, dim=2) if weights else None
-        return torch.cat(outputs, dim=1), weights
+                weights.append(of_block)
+        return join(outputs, dim=1), join(weights, dim=2) if weights else None
 
     def attend_linear(
         self,
@@ -232,4 +231,4 @@ class HyperAttention(ScoreMatrixAttention):
             else:
                 output, state = step(*arguments)
             outputs.append(output)
-        return torch.cat(outputs, dim=2).transpose(1, 2)
+        return join(outputs, dim=2).transpose(1, 2)

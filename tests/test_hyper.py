@@ -19,9 +19,10 @@ from test_reference import (
     reference_weights,
     relative_error,
 )
+from test_window_blocks import logits_and_gradients
 from transformers import AutoModelForCausalLM
 
-from modeling_iha import IHAConfig, IHAForCausalLM, attention_hyper
+from modeling_iha import IHAConfig, IHAForCausalLM, attention_hyper, score_matrix, virtual_sequence
 from modeling_iha.attention_hyper import linear_step
 
 
@@ -185,6 +186,29 @@ def test_padding_and_packing_match_reference(case, windows, core):
     hidden, output = attention_of_first_layer(model, **inputs)
     expected = reference(model, hidden.double(), weights, position_ids, document=document)
     assert relative_error(output, expected) < FP32
+
+
+@pytest.mark.parametrize("case", ["plain", "left_padding", "packed"])
+@pytest.mark.parametrize("kind", ["hyper_feature", "hyper", "simplicial"])
+def test_long_window_inputs_equal_a_dense_mask(kind, case, monkeypatch):
+    """On SDPA a long input to a window layer has no mask matrix: blocks take the columns that their windows reach. Gradients included."""
+    monkeypatch.setattr(virtual_sequence, "BLOCK", 8)
+    for module in (attention_hyper, score_matrix):
+        monkeypatch.setattr(module, "BLOCK", 4)
+    options = {} if kind == "hyper_feature" else {kind: {"windows": [3, 5]}}
+    window = {"layer_types": "sliding_attention", "sliding_window": 5, "num_hidden_layers": 1}
+    model = random_model(small_config(attention_kinds=kind, attention_options=options, **window))
+    inputs = {"input_ids": random_ids(2, 30), "use_cache": False}
+    if case == "left_padding":
+        inputs["attention_mask"] = torch.tensor([[0] * 13 + [1] * 17, [1] * 30])
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    if case == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(13), torch.arange(17)]).expand(2, -1)
+    masks = model.model.create_masks(torch.empty(2, 30, 0), inputs.get("attention_mask"), None, None)
+    assert masks["sliding_attention", 1].ndim == 2
+    actual, expected = (logits_and_gradients(model, core, **inputs) for core in ("sdpa", "eager"))
+    for value, target in zip(actual, expected, strict=True):
+        assert_close(value, target)
 
 
 # Cost

@@ -1,6 +1,6 @@
 """Transformers' own common tests, from the source distribution of the installed version, on a model that mixes attention kinds
 and geometries: the model, training, FSDP2 and tensor-parallel tests. A test that the model is expected to fail is overridden in
-`IHASuite`, with the reason; one that is skipped for a reason not in `EXPECTED_SKIPS` fails."""
+`CommonTests`, with the reason; one that is skipped for a reason not in `EXPECTED_SKIPS` fails."""
 
 import unittest
 
@@ -86,7 +86,7 @@ class IHAModelTester:
             num_attention_heads=self.num_attention_heads,
             num_key_value_heads=2,
             num_pseudo_heads=2,
-            attention_kinds=["iha", "mha"],
+            attention_kinds=self.parent.attention_kinds,
             layer_types=["sliding_attention", "full_attention"],
             sliding_window=4,
             max_position_embeddings=512,
@@ -102,14 +102,7 @@ class IHAModelTester:
     prepare_config_and_inputs = prepare_config_and_inputs_for_common
 
 
-class IHASuite(
-    ModelTesterMixin,
-    GenerationTesterMixin,
-    TrainingTesterMixin,
-    TensorParallelTesterMixin,
-    FSDPTesterMixin,
-    unittest.TestCase,
-):
+class CommonTests:
     all_model_classes = (
         IHAModel,
         IHAForCausalLM,
@@ -132,3 +125,31 @@ class IHASuite(
                 length = self.model_tester.seq_length * (config.num_pseudo_heads if kind == "iha" else 1)
                 self.assertEqual(weights.shape, (2, config.num_attention_heads, length, length))
                 torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+
+
+class IHASuite(
+    CommonTests,
+    ModelTesterMixin,
+    GenerationTesterMixin,
+    TrainingTesterMixin,
+    TensorParallelTesterMixin,
+    FSDPTesterMixin,
+    unittest.TestCase,
+):
+    attention_kinds = ["iha", "mha"]
+
+
+class HyperFeatureAndHyperSuite(
+    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
+):
+    """Without the distributed tests: they shard nothing that one kind has and another has not."""
+
+    attention_kinds = ["hyper_feature", "hyper"]
+
+
+class SimplicialAndHyperSuite(
+    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
+):
+    """As above."""
+
+    attention_kinds = ["simplicial", "hyper"]
