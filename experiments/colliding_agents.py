@@ -112,7 +112,7 @@ def study(name: str, args: argparse.Namespace) -> dict:
     return {"row": row, "curve": curve, "matrices": {"learned C": layer.interaction.detach(), "learned T": learned}}
 
 
-def plot(studies: list[dict], table: torch.Tensor, path: Path) -> None:
+def plot(studies: list[dict], path: Path) -> None:
     figure = Figure(figsize=(13, 6.5))
     for row, result in zip(figure.subplots(len(studies), 4), studies):
         name, tests = result["row"]["embedding"], result["row"]["test_error_by_agents"]
@@ -120,9 +120,7 @@ def plot(studies: list[dict], table: torch.Tensor, path: Path) -> None:
         row[0].set(title=f"{name}: training error", xlabel="step")
         for axes, (title, matrix) in zip(row[1:3], result["matrices"].items()):
             axes.imshow(matrix)
-            axes.set_title(
-                f"{title}\nconstructed T: 0 to {table.min():.0f}; here {matrix.max():.2g} to {matrix.min():.2g}"
-            )
+            axes.set_title(f"{title}: {matrix.min():.2g} to {matrix.max():.2g}")
         row[3].semilogy(list(tests), list(tests.values()), marker="o")
         row[3].set(title="test error", xlabel="agents")
     figure.tight_layout()
@@ -156,7 +154,7 @@ def main() -> None:
     (args.output / "colliding_agents.json").write_text(
         json.dumps({**setting, **versions, "rows": rows}, indent=1) + "\n"
     )
-    plot(studies, interactions(args.cells, args.radius), args.output / "colliding_agents.png")
+    plot(studies, args.output / "colliding_agents.png")
     for row in rows:
         tests = ", ".join(f"{n}: {value:.1e}" for n, value in row["test_error_by_agents"].items())
         apart = ", ".join(
