@@ -24,6 +24,21 @@ AUTO_MAP = {
     "AutoModelForQuestionAnswering": "modeling_iha.IHAForQuestionAnswering",
 }
 
+
+def _is_positive(value) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _are_orders(value) -> bool:
+    return _is_positive(value) or (isinstance(value, list) and all(map(_is_positive, value)))
+
+
+def _are_windows(value) -> bool:
+    return value is None or (isinstance(value, list) and len(value) == 2 and all(map(_is_positive, value)))
+
+
+_SWITCH = (False, lambda value: type(value) is bool, "true or false")
+_WINDOWS = (None, _are_windows, "a list of two numbers of tokens, at least 1, or null")
 # Options that `attention_options` may hold, by attention kind: (default, test of a value, what the test asks for).
 ATTENTION_OPTIONS: dict[str, dict[str, tuple]] = {
     "mha": {},
@@ -32,6 +47,19 @@ ATTENTION_OPTIONS: dict[str, dict[str, tuple]] = {
     "diff": {
         "lambda_std_dev": (0.1, lambda value: type(value) in (int, float) and value >= 0, "a number, at least 0"),
     },
+    "hyper_feature": {
+        "orders": (2, _are_orders, "a whole number, at least 1, or a list of one for each head"),
+        "value_product": _SWITCH,
+        "linear": _SWITCH,
+    },
+    "hyper": {
+        "order": (3, lambda value: _is_positive(value) and value >= 2, "a whole number, at least 2"),
+        "sharing": (True, *_SWITCH[1:]),
+        "strict_order": _SWITCH,
+        "linear": _SWITCH,
+        "windows": _WINDOWS,
+    },
+    "simplicial": {"windows": _WINDOWS},
 }
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PSEUDO_POSITIONS = ("interleaved", "shared")
@@ -53,6 +81,21 @@ _PAPER_2_4B = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+# The small model of GPT-3, whose sizes A Theoretical Study of (Hyper) Self-Attention (Section 7.2, Table 1) takes, with GPT-2's
+# vocabulary. Positions (RoPE for learned ones) and norms (RMSNorm for LayerNorm) are this model's, and there are no biases.
+_GPT3_SMALL = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "hidden_act": "gelu_new",
+    "gated_mlp": False,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+}
 _FOUR_LOCAL_ONE_GLOBAL = ["sliding_attention"] * 4 + ["full_attention"]
 
 PRESETS = {
@@ -72,6 +115,28 @@ PRESETS = {
     },
     "paper-2.4b-talking-heads": {**_PAPER_2_4B, "attention_kinds": "talking_heads"},
     "paper-2.4b-diff": {**_PAPER_2_4B, "attention_kinds": "diff"},
+    "gpt3-small": {**_GPT3_SMALL, "attention_kinds": "mha"},
+    "gpt3-small-hyper-feature": {
+        **_GPT3_SMALL,
+        "attention_kinds": "hyper_feature",
+        "attention_options": {"hyper_feature": {"orders": 4}},
+    },
+    # "HFA v2", half of the heads ordinary. The paper gives it for a three-layer model of four heads (Table 2); here at Table 1's size.
+    "gpt3-small-hyper-feature-v2": {
+        **_GPT3_SMALL,
+        "attention_kinds": "hyper_feature",
+        "attention_options": {"hyper_feature": {"orders": [1] * 6 + [4] * 6}},
+    },
+    "gpt3-small-hyper": {
+        **_GPT3_SMALL,
+        "attention_kinds": "hyper",
+        "attention_options": {"hyper": {"order": 3, "sharing": True}},
+    },
+    "gpt3-small-hyper-no-sharing": {
+        **_GPT3_SMALL,
+        "attention_kinds": "hyper",
+        "attention_options": {"hyper": {"order": 3, "sharing": False}},
+    },
     "tiny": {
         "vocab_size": 256,
         "hidden_size": 64,
@@ -121,7 +186,8 @@ class IHAConfig(LlamaConfig):
         attention_kinds (`str` or `list[str]`, *optional*, defaults to `"iha"`):
             Attention mechanism of each layer: one name for all, a short repeating pattern, or one name per layer; stored
             expanded. `"mha"` is Llama's attention, `"iha"` Interleaved Head Attention, `"talking_heads"` Talking-Heads Attention,
-            `"diff"` the Differential Transformer's as in DiffLlama, which needs an even `num_key_value_heads` and no dropout.
+            `"diff"` the Differential Transformer's as in DiffLlama, which needs an even `num_key_value_heads` and no dropout,
+            `"hyper_feature"` HyperFeatureAttention, `"hyper"` HyperAttention, `"simplicial"` 2-simplicial attention.
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
             Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`; expanded likewise.
         sliding_window (`int`, *optional*):
@@ -140,8 +206,14 @@ class IHAConfig(LlamaConfig):
         use_qk_norm (`bool`, *optional*, defaults to `False`):
             RMSNorm over each head's query and key, before RoPE and before the mixing (as in Qwen3).
         attention_options (`dict[str, dict]`, *optional*):
-            Options of single mechanisms, `{kind: {option: value}}`. `"diff"` has `lambda_std_dev` (default 0.1), the standard
-            deviation from which its lambda vectors start; `"mha"`, `"iha"` and `"talking_heads"` have none.
+            Options of single mechanisms, `{kind: {option: value}}`. `"mha"`, `"iha"` and `"talking_heads"` have none.
+            `"diff"` has `lambda_std_dev` (0.1), the standard deviation from which its lambda vectors start.
+            `"hyper_feature"` has `orders` (2; the number of scores that a head multiplies, or a list of one number for each
+            head), `value_product` (`False`: multiply as many values, too) and `linear` (`False`: no softmax).
+            `"hyper"` has `order` (3: from a token to pairs), `sharing` (`True`: one key and value for all tokens of a tuple),
+            `strict_order` (`False`: j >= k; `True`: j > k), `linear` (`False`: no softmax; of any order) and `windows`
+            (`None`: both `sliding_window`; else [w1, w2] for j and k in tokens, the larger being `sliding_window`).
+            `"simplicial"` has `windows`.
 
     ```python
     >>> from modeling_iha import IHAConfig, IHAForCausalLM
@@ -263,6 +335,12 @@ class IHAConfig(LlamaConfig):
                         f"attention_options[{kind!r}] has {option}={options[option]!r}; it must be {expected}."
                     )
 
+        if "hyper_feature" in self.attention_kinds:
+            self._validate_hyper_feature()
+        for kind in ("hyper", "simplicial"):
+            if kind in self.attention_kinds:
+                self._validate_hyper(kind)
+
     def _validate_diff(self):
         if "diff" not in self.attention_kinds:
             return
@@ -276,6 +354,62 @@ class IHAConfig(LlamaConfig):
                 f"attention_dropout={self.attention_dropout} with attention kind 'diff', whose paper gives dropout no place in a "
                 "difference of two softmaxes: set it to 0."
             )
+
+    def _validate_hyper_feature(self):
+        orders = self.hyper_feature_orders
+        where = f"attention_options['hyper_feature'] has orders={self.options_of('hyper_feature')['orders']}"
+        if len(orders) != self.num_attention_heads:
+            raise ValueError(f"{where}; it must be one number, or one for each of {self.num_attention_heads} heads.")
+        for order in orders:
+            if self.head_dim % (2 * order) != 0:
+                raise ValueError(
+                    f"{where} and head_dim={self.head_dim}; each of a head's features has head_dim / order channels, which must "
+                    "be an even number, for RoPE rotates pairs."
+                )
+        heads_per_group = self.num_attention_heads // self.num_key_value_heads
+        for head, order in enumerate(orders):
+            if order != orders[head - head % heads_per_group]:
+                raise ValueError(
+                    f"{where} with num_key_value_heads={self.num_key_value_heads}; the {heads_per_group} heads of a group share "
+                    "its keys, so they must have one order."
+                )
+
+    def _validate_hyper(self, kind: str):
+        options = {"order": 3, "linear": False, "strict_order": False, **self.options_of(kind)}
+        where = f"attention_options[{kind!r}] has"
+        windows = options["windows"]
+        sliding = [
+            layer_type == "sliding_attention"
+            for layer_kind, layer_type in zip(self.attention_kinds, self.layer_types)
+            if layer_kind == kind
+        ]
+        if options["linear"]:
+            for option in ("strict_order", "windows"):
+                if options[option]:
+                    raise ValueError(
+                        f"{where} linear=True, whose tuples are all of the past: {option} must not be set."
+                    )
+            if any(sliding):
+                raise ValueError(f"{where} linear=True, which has no window: its layers must be 'full_attention'.")
+        elif options["order"] != 3:
+            raise ValueError(
+                f"{where} order={options['order']} with softmax, which is for order 3 only: set linear=True for other orders."
+            )
+        if options["strict_order"] and ((windows and windows[1] == 1) or (any(sliding) and self.sliding_window == 1)):
+            raise ValueError(
+                f"{where} strict_order=True with a window of 1 token for k, which leaves no pair with j > k."
+            )
+        if windows and not (all(sliding) and max(windows) == self.sliding_window):
+            raise ValueError(
+                f"{where} windows={windows}; its layers must be 'sliding_attention', with sliding_window={max(windows)}, the larger "
+                "of the two."
+            )
+
+    @property
+    def hyper_feature_orders(self) -> list[int]:
+        """The order of each head of a "hyper_feature" layer."""
+        orders = self.options_of("hyper_feature")["orders"]
+        return [orders] * self.num_attention_heads if isinstance(orders, int) else orders
 
     def options_of(self, kind: str) -> dict:
         """The options of an attention kind, defaults included."""
@@ -300,7 +434,9 @@ class IHAConfig(LlamaConfig):
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "IHAConfig":
         """A named configuration: the paper's 2.4B model (IHA, Section 5.1) as `"paper-2.4b-global"`,
-        `"paper-2.4b-global-local"`, `"paper-2.4b-iha"`, `"paper-2.4b-talking-heads"` or `"paper-2.4b-diff"`, or `"tiny"` for tests;
+        `"paper-2.4b-global-local"`, `"paper-2.4b-iha"`, `"paper-2.4b-talking-heads"` or `"paper-2.4b-diff"`, GPT-3's small model
+        (A Theoretical Study of (Hyper) Self-Attention, Section 7.2) as `"gpt3-small"`, `"-hyper-feature"`, `"-hyper-feature-v2"`,
+        `"-hyper"` or `"-hyper-no-sharing"`, or `"tiny"` for tests;
         `overrides` replace single fields.
         The window of `"paper-2.4b-iha"` follows P and the context length (`flop_matched_window`) unless it is given."""
         if name not in PRESETS:

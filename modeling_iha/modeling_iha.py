@@ -24,8 +24,11 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_diff import DifferentialAttention
+from .attention_hyper import HyperAttention
+from .attention_hyper_feature import HyperFeatureAttention
 from .attention_iha import InterleavedHeadAttention
 from .attention_mha import MultiHeadAttention
+from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
 from .virtual_sequence import check_packing, create_masks
@@ -37,6 +40,9 @@ ATTENTION_CLASSES = {
     "iha": InterleavedHeadAttention,
     "talking_heads": TalkingHeadsAttention,
     "diff": DifferentialAttention,
+    "hyper_feature": HyperFeatureAttention,
+    "hyper": HyperAttention,
+    "simplicial": SimplicialAttention,
 }
 
 
@@ -269,6 +275,13 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         if self.config._attn_implementation == "collapse_first":
             self.set_attn_implementation("sdpa")  # What it is for these layers, by the name that paged caches know
         return super().init_continuous_batching(*args, **kwargs)
+
+    def _get_static_cache_init_shape(self):
+        """As in [`GenerationMixin`], which allocates static caches ahead of a prefill in chunks; but a kind that caches more than
+        Llama waits for its first keys and values (`None`)."""
+        if not all(layer.self_attn.caches_like_llama for layer in self.model.layers):
+            return None
+        return super()._get_static_cache_init_shape()
 
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs

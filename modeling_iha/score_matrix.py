@@ -11,6 +11,8 @@ from .configuration_iha import IHAConfig
 
 # Queries to a block: its scores, [batch, H, BLOCK, keys], are all that exists of the score matrix at a time.
 BLOCK = 128
+# Masks hide by the lowest number of their dtype, of which float16's is the highest.
+HIDDEN = torch.finfo(torch.float16).min
 
 
 def block_bias(
@@ -79,6 +81,10 @@ class ScoreMatrixAttention(MultiHeadAttention):
         """Scaled scores [batch, H, rows, columns] of queries [batch, H, rows, any] and keys [batch, G, columns, any]."""
         return torch.matmul(query, repeat_kv(key, self.num_key_value_groups).transpose(2, 3)) * self.scaling
 
+    def normalize_scores(self, scores: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """The weights [batch, H, rows, columns] of the scores under the additive float32 mask of `block_bias`."""
+        return torch.softmax(scores.float() + bias, dim=-1).to(scores.dtype)
+
     def attend_block(
         self,
         query: torch.Tensor,
@@ -91,7 +97,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries."""
         scores = self.compose_scores(self.raw_scores(query, key), rows, columns, **kwargs)
-        weights = torch.softmax(scores.float() + bias, dim=-1).to(query.dtype)
+        weights = self.normalize_scores(scores, bias)
         weights = self.compose_weights(weights, rows, columns, **kwargs)
         weights = torch.nn.functional.dropout(weights, p=self.attention_dropout, training=self.training)
         output = torch.matmul(weights, repeat_kv(value, self.num_key_value_groups))

@@ -23,6 +23,28 @@ GEOMETRIES = {
     },
     "talking_heads": {"num_hidden_layers": 1, "attention_kinds": "talking_heads"},
     "diff": {"num_hidden_layers": 1, "attention_kinds": "diff"},
+    "hyper_feature": {
+        "num_hidden_layers": 1,
+        "attention_kinds": "hyper_feature",
+        "attention_options": {"hyper_feature": {"orders": [1, 1, 2, 2], "value_product": True}},
+    },
+    "hyper": {
+        "num_hidden_layers": 1,
+        "attention_kinds": "hyper",
+        "attention_options": {"hyper": {"sharing": False}},
+    },
+    "hyper_linear": {
+        "num_hidden_layers": 1,
+        "attention_kinds": "hyper",
+        "attention_options": {"hyper": {"linear": True, "order": 4}},
+    },
+    "simplicial": {
+        "num_hidden_layers": 1,
+        "attention_kinds": "simplicial",
+        "attention_options": {"simplicial": {"windows": [2, 4]}},
+        "layer_types": "sliding_attention",
+        "sliding_window": 4,
+    },
 }
 
 
@@ -59,7 +81,10 @@ def test_forward(geometry, core):
 
 
 @pytest.mark.parametrize("inputs", ["plain", "padded", "packed"])
-@pytest.mark.parametrize("geometry", ["global", "hybrid", "talking_heads", "diff"])
+@pytest.mark.parametrize(
+    "geometry",
+    ["global", "hybrid", "talking_heads", "diff", "hyper_feature", "hyper", "hyper_linear", "simplicial"],
+)
 def test_backward(geometry, inputs):
     model = geometry_model(geometry)
     input_ids = random_ids(1, 8)
@@ -95,7 +120,7 @@ def test_decoding_from_a_static_cache(geometry):
         assert_close(logits, expected[:, n : n + 1])
         compiled_after.append(graphs())
     assert not counters["graph_break"]
-    if geometry == "hybrid":
+    if model.config.sliding_window is not None:
         assert compiled_after[-1] <= 3 and compiled_after[2:] == compiled_after[-1:] * 9
     else:
         assert compiled_after == [1] * 11

@@ -38,9 +38,29 @@ GEOMETRIES = {
     "hybrid_window_of_1": {**HYBRID, "sliding_window": 1},
     "talking_heads": {"attention_kinds": "talking_heads", **_WINDOW_AND_GLOBAL},
     "diff": {"attention_kinds": "diff", **_WINDOW_AND_GLOBAL},
+    "hyper_feature": {
+        "attention_kinds": "hyper_feature",
+        "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
+        **_WINDOW_AND_GLOBAL,
+    },
+    "hyper": {
+        "attention_kinds": "hyper",
+        "attention_options": {"hyper": {"sharing": False, "strict_order": True}},
+        **_WINDOW_AND_GLOBAL,
+    },
+    "hyper_linear": {
+        "attention_kinds": "hyper",
+        "attention_options": {"hyper": {"order": 4, "sharing": False, "linear": True}},
+    },
+    "simplicial": {
+        "attention_kinds": "simplicial",
+        "attention_options": {"simplicial": {"windows": [2, 3]}},
+        "layer_types": "sliding_attention",
+        "sliding_window": 3,
+    },
 }
 # Of kinds that change the score matrix, which flash cores and FlexAttention never build: refused there.
-SCORE_MATRIX = {"talking_heads"}
+SCORE_MATRIX = {"talking_heads", "hyper_feature", "hyper", "hyper_linear", "simplicial"}
 LENGTH = 11
 
 
@@ -95,7 +115,7 @@ def test_cached_equals_uncached(geometry, positions, chunks):
     assert_close(logits_in_chunks(model, input_ids, chunks), uncached_logits(model, input_ids))
 
 
-@pytest.mark.parametrize("geometry", ["global", "window", "hybrid", "talking_heads", "diff"])
+@pytest.mark.parametrize("geometry", ["global", "window", "hybrid", "diff", *sorted(SCORE_MATRIX)])
 def test_cached_equals_uncached_on_every_core(core, geometry):
     skip_if_refused(geometry, core)
     model = random_model(small_config(num_pseudo_heads=3, **GEOMETRIES[geometry]))
@@ -106,7 +126,7 @@ def test_cached_equals_uncached_on_every_core(core, geometry):
 
 
 @pytest.mark.parametrize("make_cache", [lambda config: DynamicCache(config=config), lambda config: DynamicCache()])
-@pytest.mark.parametrize("geometry", ["global", "window", "hybrid", "talking_heads", "diff"])
+@pytest.mark.parametrize("geometry", ["global", "window", "hybrid", "diff", *sorted(SCORE_MATRIX)])
 def test_a_cache_of_the_caller(geometry, make_cache):
     """A stock cache made outside works, with the config (window layers drop tokens) and without (they keep all)."""
     model = random_model(small_config(num_pseudo_heads=3, **GEOMETRIES[geometry]))
@@ -186,7 +206,7 @@ def test_generate_is_the_same_without_cache(geometry, options):
 
 
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
-@pytest.mark.parametrize("geometry", ["global", "window", "window_of_1", "hybrid", "talking_heads", "diff"])
+@pytest.mark.parametrize("geometry", ["global", "window", "window_of_1", "hybrid", "diff", *sorted(SCORE_MATRIX)])
 def test_left_padded_batch_equals_each_row_alone(core, geometry, positions):
     skip_if_refused(geometry, core)
     config = small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})

@@ -151,3 +151,29 @@ class TalkingHeadsAndDiffSuite(
     """Without the distributed tests, whose plans name no module of an attention kind."""
 
     attention_kinds = ["talking_heads", "diff"]
+
+
+class PairTests(CommonTests):
+    """Without the distributed tests: they shard nothing that one kind has and another has not."""
+
+    def test_retain_grad_hidden_states_attentions(self):
+        """Expected difference: "hyper" and "simplicial" return sums of their weights of pairs, from which nothing is computed."""
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        config._attn_implementation = "eager"
+        outputs = IHAModel(config)(**inputs, output_hidden_states=True)
+        for hidden_states in outputs.hidden_states:
+            hidden_states.retain_grad()
+        outputs.last_hidden_state[0, 0, 0].backward()
+        self.assertTrue(all(hidden_states.grad is not None for hidden_states in outputs.hidden_states))
+
+
+class HyperFeatureAndHyperSuite(
+    PairTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
+):
+    attention_kinds = ["hyper_feature", "hyper"]
+
+
+class SimplicialAndHyperSuite(
+    PairTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
+):
+    attention_kinds = ["simplicial", "hyper"]
