@@ -117,15 +117,11 @@ def load_config(source: str | os.PathLike) -> PreTrainedConfig:
 
 def load_config_dict(source: str | os.PathLike) -> dict:
     """The entries of the config.json of `source`, a directory or a Hub id, of whatever model. Raises `UserError`."""
+    location, _ = _locate(source)
     try:
-        config, _ = PreTrainedConfig.get_config_dict(_locate(source)[0])
-    except UserError:
-        raise
+        return json.loads(Path(cached_file(location, "config.json")).read_text(encoding="utf-8"))
     except Exception as error:
         raise UserError(f"{source} has no usable configuration: {one_line(error)}") from error
-    if not config:
-        raise UserError(f"{source} has no usable configuration: it holds no config.json.")
-    return config
 
 
 def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:

@@ -81,8 +81,10 @@ LAYER_PARAMETERS = {
 }
 # The order in which the official parameters stack what a layer composes with.
 COMPOSITIONS = ("pre_query", "pre_key", "post_query", "post_key")
-# What the official code derives from the other parameters (dw_m, qkw_m), or saves with them and never reads.
-DERIVED = (".dyn_w_proj.dw_m", ".dyn_w_proj.qkw_m", ".pre_proj.w", ".post_proj.w")
+# What the official code derives from the other parameters.
+DERIVED = (".dyn_w_proj.dw_m", ".dyn_w_proj.qkw_m")
+# Static maps, which the official code saves and reads as an identity.
+STATIC_MAPS = (".pre_proj.w", ".post_proj.w")
 
 
 def iha_config(source: dict) -> IHAConfig:
@@ -160,6 +162,10 @@ def convert_weights(weights: dict[str, torch.Tensor], num_layers: int) -> dict[s
     weights = {
         name: tensor for name, tensor in weights.items() if not name.endswith(DERIVED) and ".kv_cache." not in name
     }
+    for name in [name for name in weights if name.endswith(STATIC_MAPS)]:
+        static_map = weights.pop(name)
+        if not torch.equal(static_map, torch.eye(static_map.shape[-1]).expand_as(static_map).to(static_map)):
+            raise UserError(f"{name} is not the identity: the official code would read it as one.")
     state = {}
     try:
         for theirs, ours in PARAMETERS.items():
@@ -179,9 +185,9 @@ def convert_weights(weights: dict[str, torch.Tensor], num_layers: int) -> dict[s
             w2 = weights.pop(f"{dynamic}qkw").squeeze(0).unbind(0)  # of [1, 4, I, 2 R, H], each [I, 2 R, H]
             gate = weights.pop(f"{dynamic}dd").squeeze(1).chunk(4, dim=1)  # of [D, 1, 4 H], each [D, H]
             for c, composition in enumerate(COMPOSITIONS):
-                state[f"{layer}self_attn.{composition}.w1.weight"] = w1[c].T
-                state[f"{layer}self_attn.{composition}.w2"] = w2[c].permute(1, 2, 0).unsqueeze(0)
-                state[f"{layer}self_attn.{composition}.gate.weight"] = gate[c].T
+                state[f"{layer}self_attn.{composition}.w1.weight"] = w1[c].T.contiguous()
+                state[f"{layer}self_attn.{composition}.w2"] = w2[c].permute(1, 2, 0).unsqueeze(0).contiguous()
+                state[f"{layer}self_attn.{composition}.gate.weight"] = gate[c].T.contiguous()
     except KeyError as error:
         raise UserError(f"The source weights lack {error.args[0]}.") from None
     if weights:

@@ -46,6 +46,15 @@ class CompositionWeights(nn.Module):
         if self.gate is not None:
             init.normal_(self.gate.weight, std=0.05 * math.sqrt(2 / sum(self.gate.weight.shape)))
 
+    @torch.no_grad()
+    def init_identity(self):
+        """A start at which the composition is the identity: the exact start from a multi-head attention. w_1 keeps its start: were it
+        zero beside w_2, neither would ever get a gradient."""
+        if self.rank > 0:
+            self.w2[:, self.rank :].zero_()
+        if self.gate is not None:
+            self.gate.weight.zero_()
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """w_1 (R numbers), w_2 (R) and w_g (1) of every head, [batch, N, H, 2 R + 1], from [batch, N, hidden_size]."""
         weights = []  # each [batch, N, groups, R or 1, M]
