@@ -94,6 +94,8 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     cached with its key and those after it with its value, (H / G) (2 R + 1) numbers more in each, in any stock cache.
     """
 
+    caches_like_llama = False
+
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         options = config.options_of("dcmha")

@@ -28,6 +28,8 @@ class MultiHeadAttention(LlamaAttention):
     num_virtual_tokens = 1
     # Which of the rotary tables of `IHARotaryEmbedding` rotates the queries and keys.
     rope_table = "token"
+    # Whether the cached keys and values are [batch, G, N, head_dim], as config says to whoever allocates a cache.
+    caches_like_llama = True
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

@@ -284,6 +284,13 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
             )
         return super().init_continuous_batching(*args, **kwargs)
 
+    def _get_static_cache_init_shape(self):
+        """As in [`GenerationMixin`], which allocates static caches ahead of a prefill in chunks; but a kind that caches more than
+        Llama waits for its first keys and values (`None`)."""
+        if not all(layer.self_attn.caches_like_llama for layer in self.model.layers):
+            return None
+        return super()._get_static_cache_init_shape()
+
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
     ):

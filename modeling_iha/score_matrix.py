@@ -3,6 +3,7 @@
 import torch
 import torch.utils.checkpoint
 from transformers.models.llama.modeling_llama import repeat_kv
+from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
@@ -44,8 +45,8 @@ def block_bias(
 class ScoreMatrixAttention(MultiHeadAttention):
     """Attention in blocks of queries, in which a kind may change the scores before the softmax and the weights after it.
 
-    In training each block is recomputed in the backward, so that scores are never kept for all queries. Masks are SDPA's or
-    eager's; a flash core or FlexAttention never builds the scores and is refused.
+    In training each block is recomputed in the backward, so that scores are never kept for all queries (not inside
+    `torch.compile`). Masks are SDPA's or eager's; a flash core or FlexAttention never builds the scores and is refused.
     """
 
     def __init__(self, config: IHAConfig, layer_idx: int):
@@ -106,9 +107,11 @@ class ScoreMatrixAttention(MultiHeadAttention):
         from_positions = attention_mask is None or attention_mask.ndim == 2
         window = self.sliding_window if attention_mask is not None and from_positions else None
 
+        # A traced loop is unrolled, and would be compiled anew for every number of blocks: there one block takes all queries.
+        block_size, starts = (length, [0]) if is_tracing(query_states) else (BLOCK, range(0, length, BLOCK))
         outputs, weights = [], []
-        for start in range(0, length, BLOCK):
-            rows = slice(start, min(start + BLOCK, length))
+        for start in starts:
+            rows = slice(start, min(start + block_size, length))
             columns = slice(0, num_keys)
             if from_positions:
                 first = 0 if window is None else max(0, start + offset - window + 1)
@@ -122,7 +125,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
                 rows,
                 columns,
             )
-            if torch.is_grad_enabled() and length > BLOCK:
+            if torch.is_grad_enabled() and len(starts) > 1:
                 output, block_weights = torch.utils.checkpoint.checkpoint(
                     self.attend_block, *block, use_reentrant=False, **kwargs
                 )

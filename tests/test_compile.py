@@ -21,6 +21,7 @@ GEOMETRIES = {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 4,
     },
+    "dcmha": {"num_hidden_layers": 1, "attention_kinds": "dcmha"},
 }
 
 
@@ -57,7 +58,7 @@ def test_forward(geometry, core):
 
 
 @pytest.mark.parametrize("inputs", ["plain", "padded", "packed"])
-@pytest.mark.parametrize("geometry", ["global", "hybrid"])
+@pytest.mark.parametrize("geometry", ["global", "hybrid", "dcmha"])
 def test_backward(geometry, inputs):
     model = geometry_model(geometry)
     input_ids = random_ids(1, 8)

@@ -2,10 +2,12 @@
 the DCFormers. Tolerances are relative to the largest entry of what is compared."""
 
 import math
+from copy import deepcopy
 
 import fake_flash
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from references.dcmha import dcmha_attention, group_gated_mlp
 from small_models import random_ids, random_model, small_config
 from test_generation import logits_in_chunks, uncached_logits
@@ -212,16 +214,23 @@ def test_overfits_one_batch():
 def test_initialisation():
     """The standard deviations of DCMHA, Section 4, and a composition that starts near the identity."""
     torch.manual_seed(0)
-    model = IHAForCausalLM(dcmha_config(options={"base_map": True}, hidden_size=256, num_hidden_layers=1))
+    config = small_config(
+        attention_kinds="dcmha",
+        attention_options={"dcmha": {"base_map": True}},
+        hidden_size=256,
+        num_attention_heads=32,
+        num_hidden_layers=1,
+    )
+    model = IHAForCausalLM(config)
     weights = model.model.layers[0].self_attn.post_key
     for parameter, std in (
-        (weights.w1.weight, math.sqrt(2 / (256 + 16))),  # Xavier; I = 2 H R = 16
-        (weights.w2, 0.02 / (math.sqrt(16) * (4 + 2))),
-        (weights.gate.weight, 0.05 * math.sqrt(2 / (256 + 4))),
+        (weights.w1.weight, math.sqrt(2 / (256 + 128))),  # Xavier; I = 2 H R = 128
+        (weights.w2, 0.02 / (math.sqrt(128) * (32 + 2))),
+        (weights.gate.weight, 0.05 * math.sqrt(2 / (256 + 32))),
     ):
         # The standard deviation of n normal numbers is known to 1 / sqrt(2 n).
         assert abs(parameter.std().item() / std - 1) < 4 / math.sqrt(2 * parameter.numel())
-    assert torch.equal(model.model.layers[0].self_attn.pre_base.weight, torch.eye(4)[None])
+    assert torch.equal(model.model.layers[0].self_attn.pre_base.weight, torch.eye(32)[None])
 
 
 @pytest.mark.parametrize("options", ["paper", "all", "groups"])
@@ -340,6 +349,26 @@ def test_round_trip(options, tmp_path):
     assert loaded.config.options_of("dcmha") == config.options_of("dcmha")
     input_ids = random_ids(2, 7)
     assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model, input_ids))
+
+
+def test_adapters_beside_trained_composition_weights(tmp_path):
+    """PEFT's modules_to_save on the modules of the composition: they train, and come back."""
+    base = random_model(dcmha_config(options={"base_map": True}))
+    names = [f"{stage}_{part}" for stage in ("pre", "post") for part in ("base", "query", "key")]
+    model = get_peft_model(
+        deepcopy(base), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=names)
+    )
+    trainable = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    input_ids = random_ids(2, 7)
+    model(input_ids, labels=input_ids).loss.backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            assert not torch.equal(parameter, trainable[name]), name
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(deepcopy(base), tmp_path)
+    assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model.eval(), input_ids))
 
 
 # The FFN of the released models
