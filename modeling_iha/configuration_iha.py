@@ -57,8 +57,9 @@ _PAPER_2_4B = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-# DCMHA, Section 4: untied embeddings, context 2048, a window of 256 in every other layer. What the paper does not say is the released
-# training configs': GPT-2's vocabulary on the Pile, RoPE base 10,000, norm epsilon 1e-5, and QK-norm (but at 2.8B).
+# DCMHA, Section 4: untied embeddings, context 2048, a window of 256 in every other layer. What the paper does not say is as in the
+# training configs that its authors released for 405M and 2.8B: GPT-2's vocabulary, RoPE base 10,000, norm epsilon 1e-5, and QK-norm,
+# which 2.8B alone goes without.
 _DCFORMER = {
     "vocab_size": 50257,
     "num_hidden_layers": 24,

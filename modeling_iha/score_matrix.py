@@ -42,6 +42,11 @@ def block_bias(
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest).unsqueeze(1)
 
 
+def join(blocks: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """The blocks in one tensor; a single block is that tensor itself, of which a caller may ask for its gradient."""
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=dim)
+
+
 class ScoreMatrixAttention(MultiHeadAttention):
     """Attention in blocks of queries, in which a kind may change the scores before the softmax and the weights after it.
 
@@ -134,5 +139,4 @@ class ScoreMatrixAttention(MultiHeadAttention):
             outputs.append(output)
             if self.config._attn_implementation == "eager":
                 weights.append(block_weights)
-        weights = torch.cat(weights, dim=2) if weights else None
-        return torch.cat(outputs, dim=1), weights
+        return join(outputs, dim=1), join(weights, dim=2) if weights else None
