@@ -79,7 +79,8 @@ class BaseMap(nn.Module):
 
     def init_mechanism(self, config: IHAConfig):
         """The identity: the skip connection that the map stands in for."""
-        init.copy_(self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight))
+        identity = torch.eye(self.weight.shape[-1], device=self.weight.device, dtype=self.weight.dtype)
+        init.copy_(self.weight, identity.expand_as(self.weight))
 
     def forward(self, attention: torch.Tensor) -> torch.Tensor:
         """[batch, groups, M, rows, columns] from the same."""
