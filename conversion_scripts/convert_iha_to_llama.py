@@ -70,7 +70,7 @@ def _deviations(attention: torch.nn.Module, kind: str, config: IHAConfig) -> dic
 def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]:
     """The first row of `ARCHITECTURES` that can hold `model`, and its config. Raises `UserError` when there is none."""
     config = model.config
-    if config.gated_mlp:
+    if config.gated_mlp and config.mlp_gate_groups is None:
         for model_type, architecture in ARCHITECTURES.items():
             target = _target_config(config, model_type)
             fixed = {"attention_bias": architecture.attention_bias, "mlp_bias": architecture.mlp_bias}
@@ -84,7 +84,8 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
             ):
                 return architecture, target
     raise UserError(
-        f"None of {', '.join(ARCHITECTURES)} has this combination: gated_mlp={config.gated_mlp}, use_qk_norm={config.use_qk_norm}, "
+        f"None of {', '.join(ARCHITECTURES)} has this combination: gated_mlp={config.gated_mlp}, "
+        f"mlp_gate_groups={config.mlp_gate_groups}, use_qk_norm={config.use_qk_norm}, "
         f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, layer_types={sorted(set(config.layer_types))}."
     )
 

@@ -60,6 +60,14 @@ ATTENTION_OPTIONS: dict[str, dict[str, tuple]] = {
         "windows": _WINDOWS,
     },
     "simplicial": {"windows": _WINDOWS},
+    "dcmha": {
+        "rank": (2, lambda value: type(value) is int and value >= 0, "a whole number, 0 for no projection"),
+        "gate": (True, lambda value: type(value) is bool, "true or false"),
+        "base_map": (False, lambda value: type(value) is bool, "true or false"),
+        "stages": ("both", lambda value: value in ("both", "pre", "post"), "'both', 'pre' or 'post'"),
+        "sides": ("both", lambda value: value in ("both", "query", "key"), "'both', 'query' or 'key'"),
+        "num_groups": (1, lambda value: type(value) is int and value >= 1, "a whole number, at least 1"),
+    },
 }
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PSEUDO_POSITIONS = ("interleaved", "shared")
@@ -95,6 +103,21 @@ _GPT3_SMALL = {
     "tie_word_embeddings": True,
     "bos_token_id": 50256,
     "eos_token_id": 50256,
+}
+# DCMHA, Section 4: untied embeddings, context 2048, a window of 256 in every other layer. What the paper does not say is as in the
+# training configs that its authors released for 405M and 2.8B: GPT-2's vocabulary, RoPE base 10,000, norm epsilon 1e-5, and QK-norm,
+# which 2.8B alone goes without.
+_DCFORMER = {
+    "vocab_size": 50257,
+    "num_hidden_layers": 24,
+    "attention_kinds": "dcmha",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 256,
+    "use_qk_norm": True,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
 }
 _FOUR_LOCAL_ONE_GLOBAL = ["sliding_attention"] * 4 + ["full_attention"]
 
@@ -136,6 +159,26 @@ PRESETS = {
         **_GPT3_SMALL,
         "attention_kinds": "hyper",
         "attention_options": {"hyper": {"order": 3, "sharing": False}},
+    },
+    # DCMHA, Table 3, with 8/3 hidden_size of SwiGLU rounded as in the released training configs and code; the "2.8B" and "6.9B" of
+    # Section 4.4 are Pythia's sizes with Llama's architecture.
+    "dcformer-405m": {**_DCFORMER, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16},
+    "dcformer-834m": {**_DCFORMER, "hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 24},
+    "dcformer-1.4b": {**_DCFORMER, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32},
+    "dcformer-2.8b": {
+        **_DCFORMER,
+        "hidden_size": 2560,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "use_qk_norm": False,
+    },
+    "dcformer-6.9b": {
+        **_DCFORMER,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
     },
     "tiny": {
         "vocab_size": 256,
@@ -187,7 +230,8 @@ class IHAConfig(LlamaConfig):
             Attention mechanism of each layer: one name for all, a short repeating pattern, or one name per layer; stored
             expanded. `"mha"` is Llama's attention, `"iha"` Interleaved Head Attention, `"talking_heads"` Talking-Heads Attention,
             `"diff"` the Differential Transformer's as in DiffLlama, which needs an even `num_key_value_heads` and no dropout,
-            `"hyper_feature"` HyperFeatureAttention, `"hyper"` HyperAttention, `"simplicial"` 2-simplicial attention.
+            `"hyper_feature"` HyperFeatureAttention, `"hyper"` HyperAttention, `"simplicial"` 2-simplicial attention,
+            `"dcmha"` Dynamically Composable Multi-Head Attention.
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
             Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`; expanded likewise.
         sliding_window (`int`, *optional*):
@@ -203,6 +247,9 @@ class IHAConfig(LlamaConfig):
             (Definition 3).
         gated_mlp (`bool`, *optional*, defaults to `True`):
             Llama's gated three-matrix FFN; `False` for the paper's two-matrix FFN.
+        mlp_gate_groups (`int`, *optional*):
+            Groups of channels of the gated FFN that a softmax over the groups scales, as in released DCFormers (44); `None`
+            for no such gate.
         use_qk_norm (`bool`, *optional*, defaults to `False`):
             RMSNorm over each head's query and key, before RoPE and before the mixing (as in Qwen3).
         attention_options (`dict[str, dict]`, *optional*):
@@ -214,6 +261,10 @@ class IHAConfig(LlamaConfig):
             `strict_order` (`False`: j >= k; `True`: j > k), `linear` (`False`: no softmax; of any order) and `windows`
             (`None`: both `sliding_window`; else [w1, w2] for j and k in tokens, the larger being `sliding_window`).
             `"simplicial"` has `windows`.
+            `"dcmha"` has `rank` (2; 0:
+            gates only), `gate` (`True`), `base_map` (`False`: a skip connection in place of a learned map), `stages`
+            (`"both"`, `"pre"` or `"post"`: compose before, after the softmax), `sides` (`"both"`, `"query"` or `"key"`:
+            whose token computes weights), and `num_groups` (1), the groups that heads are composed within.
 
     ```python
     >>> from modeling_iha import IHAConfig, IHAForCausalLM
@@ -238,6 +289,7 @@ class IHAConfig(LlamaConfig):
     pseudo_positions: str = "interleaved"
     pseudo_collapse: str = "per_head"
     gated_mlp: bool = True
+    mlp_gate_groups: int | None = None
     use_qk_norm: bool = False
     attention_options: dict | None = None
 
@@ -288,8 +340,10 @@ class IHAConfig(LlamaConfig):
         self._validate_layer_list("attention_kinds", tuple(ATTENTION_OPTIONS))
         self._validate_layer_list("layer_types", LAYER_TYPES)
         self._validate_window()
+        self._validate_mlp()
         self._validate_attention_options()
         self._validate_diff()
+        self._validate_composition()
         self._validate_rope()
 
     def _validate_layer_list(self, field: str, allowed: tuple[str, ...]):
@@ -311,6 +365,14 @@ class IHAConfig(LlamaConfig):
             raise ValueError(
                 f"sliding_window={self.sliding_window} with 'sliding_attention' in layer_types; it must be a number of "
                 "tokens, at least 1."
+            )
+
+    def _validate_mlp(self):
+        groups = self.mlp_gate_groups
+        if groups is not None and (not self.gated_mlp or groups < 1 or self.intermediate_size % groups != 0):
+            raise ValueError(
+                f"mlp_gate_groups={groups} with intermediate_size={self.intermediate_size} and gated_mlp={self.gated_mlp}; it "
+                "must be a divisor of intermediate_size, with gated_mlp=True, or None."
             )
 
     def _validate_attention_options(self):
@@ -411,6 +473,19 @@ class IHAConfig(LlamaConfig):
         orders = self.options_of("hyper_feature")["orders"]
         return [orders] * self.num_attention_heads if isinstance(orders, int) else orders
 
+    def _validate_composition(self):
+        options = self.options_of("dcmha")
+        if self.num_attention_heads % options["num_groups"] != 0 and "dcmha" in self.attention_kinds:
+            raise ValueError(
+                f"attention_options['dcmha'] has num_groups={options['num_groups']}, which does not divide "
+                f"num_attention_heads={self.num_attention_heads}; heads are composed within groups of equal size."
+            )
+        if options["rank"] == 0 and not options["gate"] and not options["base_map"]:
+            raise ValueError(
+                "attention_options['dcmha'] has rank=0, gate=False and base_map=False, which composes nothing: turn one of "
+                "them on, or use the kind 'mha'."
+            )
+
     def options_of(self, kind: str) -> dict:
         """The options of an attention kind, defaults included."""
         defaults = {option: default for option, (default, *_) in ATTENTION_OPTIONS[kind].items()}
@@ -436,8 +511,8 @@ class IHAConfig(LlamaConfig):
         """A named configuration: the paper's 2.4B model (IHA, Section 5.1) as `"paper-2.4b-global"`,
         `"paper-2.4b-global-local"`, `"paper-2.4b-iha"`, `"paper-2.4b-talking-heads"` or `"paper-2.4b-diff"`, GPT-3's small model
         (A Theoretical Study of (Hyper) Self-Attention, Section 7.2) as `"gpt3-small"`, `"-hyper-feature"`, `"-hyper-feature-v2"`,
-        `"-hyper"` or `"-hyper-no-sharing"`, or `"tiny"` for tests;
-        `overrides` replace single fields.
+        `"-hyper"` or `"-hyper-no-sharing"`, DCFormer++ (DCMHA, Section 4) as `"dcformer-405m"`, `"-834m"`, `"-1.4b"`, `"-2.8b"` or
+        `"-6.9b"`, or `"tiny"` for tests; `overrides` replace single fields.
         The window of `"paper-2.4b-iha"` follows P and the context length (`flop_matched_window`) unless it is given."""
         if name not in PRESETS:
             raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, PRESETS))}.")

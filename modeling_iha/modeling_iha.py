@@ -23,6 +23,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention_dcmha import DynamicallyComposableAttention
 from .attention_diff import DifferentialAttention
 from .attention_hyper import HyperAttention
 from .attention_hyper_feature import HyperFeatureAttention
@@ -43,6 +44,7 @@ ATTENTION_CLASSES = {
     "hyper_feature": HyperFeatureAttention,
     "hyper": HyperAttention,
     "simplicial": SimplicialAttention,
+    "dcmha": DynamicallyComposableAttention,
 }
 
 
@@ -97,8 +99,30 @@ class IHAMLP(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
+class GroupGatedMLP(LlamaMLP):
+    """Llama's FFN with a softmax over groups of its channels that scales each group: the "mgate" FFN of the released DCFormers."""
+
+    def __init__(self, config: IHAConfig):
+        super().__init__(config)
+        self.group_size = config.intermediate_size // config.mlp_gate_groups
+        self.group_gate = nn.Linear(config.hidden_size, config.mlp_gate_groups, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        groups = (self.act_fn(self.gate_proj(x)) * self.up_proj(x)).unflatten(-1, (-1, self.group_size))
+        scores = self.group_gate(x)
+        gate = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
+        return self.down_proj((groups * gate.unsqueeze(-1)).flatten(-2))
+
+
+def make_mlp(config: IHAConfig) -> nn.Module:
+    """The FFN that the config asks for."""
+    if config.mlp_gate_groups is not None:
+        return GroupGatedMLP(config)
+    return LlamaMLP(config) if config.gated_mlp else IHAMLP(config)
+
+
 class IHADecoderLayer(LlamaDecoderLayer):
-    """Llama's layer, its forward included, with the layer's own kind of attention and either FFN."""
+    """Llama's layer, its forward included, with the layer's own kind of attention and the config's FFN."""
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         nn.Module.__init__(self)  # Llama's would first build the attention and FFN that are replaced here
@@ -106,7 +130,7 @@ class IHADecoderLayer(LlamaDecoderLayer):
 
         self.self_attn = ATTENTION_CLASSES[config.attention_kinds[layer_idx]](config=config, layer_idx=layer_idx)
 
-        self.mlp = LlamaMLP(config) if config.gated_mlp else IHAMLP(config)
+        self.mlp = make_mlp(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 

@@ -45,6 +45,7 @@ GEOMETRIES = {
         "layer_types": "sliding_attention",
         "sliding_window": 4,
     },
+    "dcmha": {"num_hidden_layers": 1, "attention_kinds": "dcmha"},
 }
 
 
@@ -83,7 +84,7 @@ def test_forward(geometry, core):
 @pytest.mark.parametrize("inputs", ["plain", "padded", "packed"])
 @pytest.mark.parametrize(
     "geometry",
-    ["global", "hybrid", "talking_heads", "diff", "hyper_feature", "hyper", "hyper_linear", "simplicial"],
+    ["global", "hybrid", "talking_heads", "diff", "dcmha", "hyper_feature", "hyper", "hyper_linear", "simplicial"],
 )
 def test_backward(geometry, inputs):
     model = geometry_model(geometry)

@@ -299,6 +299,10 @@ def test_no_stock_architecture_is_refused():
         convert_back(IHAForCausalLM(IHAConfig.from_preset("tiny", attention_kinds="mha", gated_mlp=False)))
     with pytest.raises(UserError, match="Layer 0 is of kind 'diff'"):
         convert_back(IHAForCausalLM(IHAConfig.from_preset("tiny", attention_kinds="diff")))
+    with pytest.raises(UserError, match="mlp_gate_groups=4"):
+        convert_back(IHAForCausalLM(IHAConfig.from_preset("tiny", attention_kinds="mha", mlp_gate_groups=4)))
+    with pytest.raises(UserError, match="Layer 0 is of kind 'dcmha'"):
+        convert_back(IHAForCausalLM(IHAConfig.from_preset("tiny", attention_kinds="dcmha")))
     model = convert(tiny_source(), 2)
     model.config.pseudo_positions = "interleaved"
     with pytest.raises(UserError, match="pseudo_positions='interleaved'"):

@@ -38,6 +38,7 @@ GEOMETRIES = {
     "hybrid_window_of_1": {**HYBRID, "sliding_window": 1},
     "talking_heads": {"attention_kinds": "talking_heads", **_WINDOW_AND_GLOBAL},
     "diff": {"attention_kinds": "diff", **_WINDOW_AND_GLOBAL},
+    "dcmha": {"attention_kinds": "dcmha", **_WINDOW_AND_GLOBAL},
     "hyper_feature": {
         "attention_kinds": "hyper_feature",
         "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
@@ -60,7 +61,7 @@ GEOMETRIES = {
     },
 }
 # Of kinds that change the score matrix, which flash cores and FlexAttention never build: refused there.
-SCORE_MATRIX = {"talking_heads", "hyper_feature", "hyper", "hyper_linear", "simplicial"}
+SCORE_MATRIX = {"talking_heads", "dcmha", "hyper_feature", "hyper", "hyper_linear", "simplicial"}
 LENGTH = 11
 
 
