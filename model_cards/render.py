@@ -19,6 +19,11 @@ MECHANISMS = {
     "{config.num_pseudo_heads} interleaved pseudo-tokens. The KV cache holds base keys and values only, so it is as large as that of "
     "the same model with ordinary attention.",
     "talking_heads": "Talking-Heads Attention: the heads mix their attention scores before the softmax and their weights after it.",
+    "dcmha": "Dynamically Composable Multi-Head Attention: before and after the softmax, heads are combined with weights that the "
+    "query's and key's tokens compute. The KV cache holds the key's weights beside each key and value.",
+    "hyper_feature": "HyperFeatureAttention: a head's scores are products of several features' scores.",
+    "hyper": "HyperAttention: every token attends to tuples of tokens.",
+    "simplicial": "2-simplicial attention: every token attends to pairs of tokens.",
     "diff": "differential attention as in DiffLlama: the difference of two softmaxes over the same values.",
 }
 

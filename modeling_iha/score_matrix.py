@@ -1,5 +1,8 @@
 """Base of the attention kinds that change the scores or the weights between query and key, which no stock core exposes."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.utils.checkpoint
 from transformers.models.llama.modeling_llama import repeat_kv
@@ -90,14 +93,15 @@ class ScoreMatrixAttention(MultiHeadAttention):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        bias: torch.Tensor,
+        bias: Callable[[], torch.Tensor],
         rows: slice,
         columns: slice,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries."""
+        """Output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries, under the mask that `bias`
+        makes: made here, it is not kept for the backward."""
         scores = self.compose_scores(self.raw_scores(query, key), rows, columns, **kwargs)
-        weights = self.normalize_scores(scores, bias)
+        weights = self.normalize_scores(scores, bias())
         weights = self.compose_weights(weights, rows, columns, **kwargs)
         weights = torch.nn.functional.dropout(weights, p=self.attention_dropout, training=self.training)
         output = torch.matmul(weights, repeat_kv(value, self.num_key_value_groups))
@@ -127,7 +131,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
             if from_positions:
                 first = 0 if window is None else max(0, start + offset - window + 1)
                 columns = slice(first, min(rows.stop + offset, num_keys))
-            bias = block_bias(attention_mask, rows, columns, offset, window, query_states)
+            bias = partial(block_bias, attention_mask, rows, columns, offset, window, query_states)
             block = (
                 query_states[:, :, rows],
                 key_states[:, :, columns],
