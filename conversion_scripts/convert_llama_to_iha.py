@@ -5,7 +5,8 @@ its causal form): every pseudo-head is its own head, RoPE positions are shared b
 selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal mask. Value
 offsets that sum to zero over the pseudo-heads set them apart without changing the result, since their keys are still equal.
 
-A layer of talking heads is the attention it replaces while both of its maps are the identity.
+A layer of talking heads is the attention it replaces while both of its maps are the identity, one of Dynamically Composable
+Multi-Head Attention while the second projections and the gates of its compositions are zero.
 """
 
 import argparse
@@ -42,6 +43,7 @@ from conversion_scripts.checkpoint_io import (  # noqa: E402
 )
 from model_cards.render import render_card, source_license, source_name  # noqa: E402
 from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
+from modeling_iha.attention_dcmha import CompositionWeights  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ HARMLESS_FIELDS = {
     "unsloth_version",
 }
 
-ATTENTION_KINDS = ("iha", "talking_heads")
+ATTENTION_KINDS = ("iha", "talking_heads", "dcmha")
 SCHEDULES = ("global", "hybrid")
 VALUE_OFFSETS = ("balanced", "none")
 
@@ -289,8 +291,8 @@ def convert(
             layers, then a plain global one, and is exact for sequences of at most `exact_length` tokens.
         window (`int`, *optional*): of the sliding layers of "hybrid", in tokens.
         value_offsets (`str`): "balanced" (`balanced_offsets`) or "none", which leaves the pseudo-heads symmetric.
-        seed (`int`): of the offsets.
-        attention_kind (`str`): "iha" or "talking_heads".
+        seed (`int`): of the offsets, and of the first projections of "dcmha".
+        attention_kind (`str`): "iha", "talking_heads" or "dcmha".
 
     Raises `UserError` when the source is not supported or an argument does not fit it.
     """
@@ -314,7 +316,21 @@ def convert(
         if kind == "talking_heads":
             for name in ("score_mix", "weight_mix"):
                 state[layer + f"self_attn.{name}.weight"] = torch.eye(num_heads, dtype=source.dtype)
+        if kind == "dcmha":
+            for name in ("pre_query", "pre_key", "post_query", "post_key"):
+                for parameter, value in identity_composition(config, generator).items():
+                    state[layer + f"self_attn.{name}.{parameter}"] = value.to(source.dtype)
     return build(IHAForCausalLM, config, state, source)
+
+
+def identity_composition(config: IHAConfig, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """The parameters of a `CompositionWeights` that composes nothing yet, float32; its first projections start as usual."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        composition = CompositionWeights(config)
+        composition.init_mechanism(config)
+    composition.init_identity()
+    return composition.state_dict()
 
 
 def build(
@@ -341,7 +357,7 @@ def describe(source: str, source_config: PreTrainedConfig, config: IHAConfig, sc
     lengths = (
         "sequences of any length" if length is None else f"sequences of at most {length} tokens; longer ones differ"
     )
-    how = "to talking-heads attention"
+    how = f"to attention of kind {config.attention_kinds[0]!r}"
     if "iha" in config.attention_kinds:
         how = f"with {config.num_pseudo_heads} pseudo-heads and the {schedule} schedule"
     return (
@@ -369,8 +385,8 @@ def write_checkpoint(
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Convert a Llama, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to Interleaved Head Attention or to talking heads, "
-        "losslessly.",
+        description="Convert a Llama, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to Interleaved Head Attention, talking heads or "
+        "DCMHA, losslessly.",
         epilog="example: python conversion_scripts/convert_llama_to_iha.py HuggingFaceTB/SmolLM2-135M-Instruct "
         "smollm2-iha --num-pseudo-heads 2",
     )
@@ -405,7 +421,7 @@ def parse_arguments() -> argparse.Namespace:
         default="auto",
         help="of the weights (default: the source's)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the value offsets (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is random (default: 0)")
     return parser.parse_args()
 
 

@@ -23,7 +23,13 @@ from modeling_iha import IHAForCausalLM  # noqa: E402
 DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
 MAX_LOGIT_DIFFERENCE = 1e-3
 # The parameter of each kind of layer whose sign the control reverses.
-CONTROLS = {"iha": "v_mix.weight", "talking_heads": "weight_mix.weight", "diff": "difference.lambda_q1"}
+CONTROLS = {
+    "iha": "v_mix.weight",
+    "talking_heads": "weight_mix.weight",
+    "diff": "difference.lambda_q1",
+    # Its own parameters multiply others that are zero at the exact start.
+    "dcmha": "v_proj.weight",
+}
 
 
 @dataclass(frozen=True)

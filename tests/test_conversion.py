@@ -96,7 +96,27 @@ def test_converted_to_talking_heads(name):
         convert_back(model)
 
 
-@pytest.mark.parametrize("arguments", [{"num_pseudo_heads": 3}, {"attention_kind": "talking_heads"}], ids=str)
+@pytest.mark.parametrize("name", SOURCES)
+def test_converted_to_dcmha(name):
+    """The same logits, and nothing is dead: the second projections and the gates get gradients at once, the first after a step."""
+    source = tiny_source(name)
+    expected, tokens = logits(source), continuation(source)
+    model = convert(source, attention_kind="dcmha")
+    assert_equal_logits(logits(model), expected)
+    assert continuation(model) == tokens
+    own = {name: p for name, p in model.named_parameters() if "pre_" in name or "post_" in name}
+    for step in range(2):
+        model(torch.arange(5, 14)[None]).logits.square().sum().backward()
+        assert all(p.grad.abs().max() > 0 for name, p in own.items() if step or "w1" not in name)
+        torch.optim.SGD(own.values(), lr=1e-3).step()
+    assert (logits(model) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"num_pseudo_heads": 3}, {"attention_kind": "talking_heads"}, {"attention_kind": "dcmha"}],
+    ids=str,
+)
 @pytest.mark.parametrize("name", SOURCES)
 def test_bfloat16_conversion_adds_no_rounding(name, arguments):
     """Mixing, offsets included, is exact in bfloat16: both models upcast to float32 agree as float32 models do."""
@@ -425,11 +445,21 @@ def test_verify_accepts_the_conversion(converted, tmp_path, monkeypatch, capsys)
     assert figures["control"]["mean_kl"] > 1e-3
 
 
+def test_dcmha_command(converted, tmp_path, monkeypatch, capsys):
+    """There, and verified."""
+    to_dcmha = (converted / "source", tmp_path / "dcmha", "--attention-kind", "dcmha")
+    code, out, err = command(monkeypatch, capsys, convert_llama_to_iha, *to_dcmha)
+    assert code == 0 and "to attention of kind 'dcmha'" in out, err
+    check = (converted / "source", tmp_path / "dcmha", "--tokens", 40, "--max-new-tokens", 20)
+    code, out, err = command(monkeypatch, capsys, verify_conversion, *check)
+    assert code == 0 and "exact up to rounding" in out, err
+
+
 def test_talking_heads_command(converted, tmp_path, monkeypatch, capsys):
     """There, verified, and back."""
     to_talking = (converted / "source", tmp_path / "talking", "--attention-kind", "talking_heads")
     code, out, err = command(monkeypatch, capsys, convert_llama_to_iha, *to_talking)
-    assert code == 0 and "to talking-heads attention" in out, err
+    assert code == 0 and "to attention of kind 'talking_heads'" in out, err
     card = (tmp_path / "talking" / "README.md").read_text()
     assert "| Attention layers | 3 talking_heads (full_attention), 3 talking_heads (sliding_attention) |" in card
     assert "pseudo" not in card.lower()
