@@ -3,13 +3,14 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 OLDEST := .venv-oldest/bin/python
 
-.PHONY: help demo test test-full test-oldest lint clean
+.PHONY: help demo test test-full test-oldest bench lint clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
 	@echo "make test   lint and the whole test suite (15 minutes on 2 cores)"
 	@echo "make test-full  the same with the slow tests; writes tests/full_result.json"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (2 minutes)"
+	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
 	@echo "make lint   ruff only"
 	@echo "make clean  remove .venv, .venv-oldest and outputs"
 
@@ -53,6 +54,12 @@ test-full: lint
 test-oldest: .venv-oldest/installed
 	$(OLDEST) -m pytest --deselect tests/test_conversion.py::test_real_weights tests/test_reference.py tests/test_generation.py \
 		tests/test_conversion.py tests/test_check_remote_code.py tests/test_versions.py tests/test_serving.py
+
+# From the cheapest to the dearest, so that what is broken shows early.
+bench: .venv/installed
+	@set -e; for name in decode_model decode window_layer layer prefill schedule training_memory report; do \
+		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) benchmarks/$$name.py; \
+	done
 
 clean:
 	rm -rf .venv .venv-oldest outputs

@@ -1,61 +1,123 @@
-"""What the benchmarks share: layers of one size, interleaved times, peaks of memory, and results as JSON with a plot beside it."""
+"""What the benchmarks share: layers of one size, interleaved times, peaks of memory, and results as JSON with a plot
+beside it.
+"""
 
+import argparse
 import json
+import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
+from matplotlib.figure import Figure
+from transformers.cache_utils import Cache
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from modeling_iha import IHAConfig, IHAModel  # noqa: E402
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel  # noqa: E402
+from modeling_iha.collapse_first import collapse_first_attention  # noqa: E402
 
 
-RESULTS = Path(__file__).parent / "results"
-# Blocks from here on come straight from the system, so that what was freed does not hide in a peak.
-MMAP_THRESHOLD = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+RESULTS = Path(__file__).resolve().parent / "results"
+# What processes that measure memory start with, so that each need not import it again.
+PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.figure"]
 
 
 class Attention(torch.nn.Module):
-    """The attention modules of a model of width 512 with 8 heads, one for each kind, with their masks and rotary tables."""
+    """The attention modules of a model, width 512, 8 heads and one layer unless `overrides` of its config say otherwise."""
 
-    def __init__(self, core: str | None = None, **overrides):
+    def __init__(self, core: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
         super().__init__()
         sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
         config = IHAConfig.from_preset("tiny", **{**sizes, "num_hidden_layers": 1, **overrides})
-        self.model = IHAModel._from_config(config, attn_implementation=core).eval()
+        self.model = IHAModel._from_config(config, attn_implementation=core, dtype=dtype).eval()
+
+    def leaves(self) -> list[torch.nn.Parameter]:
+        return [parameter for layer in self.model.layers for parameter in layer.self_attn.parameters()]
+
+    def attend(
+        self, states: torch.Tensor, past_key_values: Cache | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The attention of every layer, one after the other, for hidden states [1, N, 512] like `states`, with masks and
+        rotary tables at hand."""
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        positions = torch.arange(past, past + states.shape[1])[None]
+        masks = self.model.create_masks(states, None, past_key_values, positions)
+        tables = self.model.rotary_emb.tables(states, positions)
+
+        def run(hidden_states: torch.Tensor) -> torch.Tensor:
+            for layer in self.model.layers:
+                mask = masks[layer.geometry]
+                hidden_states, _ = layer.self_attn(
+                    hidden_states, tables, mask, past_key_values, position_ids=positions
+                )
+            return hidden_states
+
+        return run
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[1, N, 512] through the attention of every layer, one after the other."""
-        positions = torch.arange(hidden_states.shape[1])[None]
-        masks = self.model.create_masks(hidden_states, None, None, positions)
-        tables = self.model.rotary_emb.tables(hidden_states, positions)
-        for layer in self.model.layers:
-            hidden_states = layer.self_attn(hidden_states, tables, masks[layer.geometry], position_ids=positions)[0]
-        return hidden_states
+        """[1, N, 512], masks and rotary tables included."""
+        return self.attend(hidden_states)(hidden_states)
+
+    def from_base(self) -> Callable[..., torch.Tensor]:
+        """What an "iha" layer does by default between RoPE and its output projection: mixing, attention and collapse of
+        queries, keys and values [1, 8, N, 64]."""
+        rotation = self.model.rotary_emb.tables(torch.empty(0), torch.zeros(1, 1))["pseudo_head"]
+        attend_base = self.model.layers[0].self_attn.attend_base
+        return lambda query, key, value: attend_base(collapse_first_attention, query, key, value, None, rotation)
+
+    def mechanism(self) -> list[torch.nn.Parameter]:
+        """The parameters of `from_base`."""
+        layer = self.model.layers[0].self_attn
+        return [p for module in (layer.q_mix, layer.k_mix, layer.v_mix, layer.collapse) for p in module.parameters()]
 
 
-def train(attention: torch.nn.Module, hidden_states: torch.Tensor) -> None:
-    """A forward and a backward, to the input and every parameter."""
-    attention(hidden_states.requires_grad_()).sum().backward()
+def causal_lm(config: IHAConfig) -> IHAForCausalLM:
+    return IHAForCausalLM._from_config(config).eval()
 
 
-def medians(forms: dict[str, Callable], repeats: int) -> dict[str, float]:
-    """Seconds that each function takes, medians of so many interleaved runs after one that warms up."""
+def inference(function: Callable, *inputs) -> Callable[[], None]:
+    """`function(*inputs)` without gradients, ready to run."""
+
+    @torch.no_grad()
+    def run() -> None:
+        function(*inputs)
+
+    return run
+
+
+def training(
+    function: Callable, inputs: list[torch.Tensor], parameters: list[torch.Tensor] = ()
+) -> Callable[[], None]:
+    """A forward and a backward to the inputs and parameters, ready to run."""
+    inputs = [states.requires_grad_() for states in inputs]
+
+    def run() -> None:
+        output = function(*inputs)
+        torch.autograd.grad(output, [*inputs, *parameters], torch.ones_like(output))
+
+    return run
+
+
+def medians(forms: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Seconds that each function takes, medians of so many interleaved runs after one that warms up; a single run goes
+    without."""
     seconds = {name: [] for name in forms}
-    for repeat in range(repeats + 1):
+    for repeat in range(repeats + (repeats > 1)):
         for name, function in forms.items():
             start = time.perf_counter()
             function()
-            if repeat:
+            if repeat or repeats == 1:
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
@@ -65,41 +127,106 @@ def _memory(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def extra_bytes(warm_up: Callable, function: Callable) -> int:
-    """Bytes that a function takes at its peak beyond what this process holds before, after a small run of the same. It should run in a
-    process of its own, see `in_own_process`."""
-    warm_up()
-    # Not the earlier peak: imports hold more for a moment than they keep.
-    before, peak = _memory("VmRSS"), _memory("VmHWM")
+def _extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
+    torch.set_num_threads(1)
+    prepare(*small)()
+    function = prepare(*sizes)
+    Path("/proc/self/clear_refs").write_text("5")  # The peak is from here on.
+    before = _memory("VmRSS")
     function()
-    if _memory("VmHWM") == peak:
-        raise RuntimeError("The process held more before the function ran: measure a larger size.")
-    return _memory("VmHWM") - before
+    return max(0, _memory("VmHWM") - before)
 
 
-def in_own_process(script: str, *arguments) -> int:
-    """The last number that `python script --one *arguments` prints."""
-    command = [sys.executable, script, "--one", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **MMAP_THRESHOLD})
-    if result.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
-    return int(result.stdout.split()[-1])
+def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
+    """Bytes that the function `prepare(*sizes)` takes at its peak beyond what its process holds before. The process is
+    its own, on Linux, and has run `prepare(*small)()`. `prepare` is a function of a module, by name."""
+    # Blocks from this size on come straight from the system, so that nothing freed earlier hides in a peak.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_extra_bytes, prepare, sizes, small).result()
 
 
-def write(name: str, rows: list[dict], panels: dict[str, tuple[str, Callable]], lines: list[str], **setting) -> None:
-    """Writes results/{name}.json and results/{name}.png.
+def ratios(values: dict[str, float], base: str) -> dict[str, float]:
+    """Each value over that of `base`, where that was measured and is not zero."""
+    return {
+        f"{name} / {base}": value / values[base] for name, value in values.items() if name != base and values[base]
+    }
+
+
+def arguments(doc: str, tokens: list[int], repeats: int = 3) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have; `doc` holds an example."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, help=f"lengths ({tokens})")
+    parser.add_argument("--repeats", type=int, default=repeats, help=f"timed runs of each form ({repeats})")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (benchmarks/results)")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return parser
+
+
+def report(row: dict) -> None:
+    """One line of progress."""
+    setting = ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, dict))
+    measured = "; ".join(f"{name} {value:.3g}" for name, value in {**row["seconds"], **row["ratios"]}.items())
+    print(f"{setting}: {measured}", flush=True)
+
+
+@contextmanager
+def whole(path: Path):
+    """A path to write to that becomes `path` once all is written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def processor() -> str:
+    names = (
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    )
+    return f"{next(names, platform.machine())}, {os.cpu_count()} cores"
+
+
+def write(
+    out: Path, name: str, rows: list[dict], x: str, panels: dict[str, Callable[[dict], dict]], **setting
+) -> None:
+    """Writes {name}.json and {name}.png to the directory `out`.
 
     Args:
-        rows: one measurement each.
-        panels: for each panel of the plot its label on the vertical axis, and (x, y) of a row and a line.
-        lines: what is drawn in each panel.
-        setting: what all rows have in common; versions and threads are added.
+        rows: one measurement each, see benchmarks/report.py for what they hold.
+        x: the key of a row that is drawn along the horizontal axis.
+        panels: for each panel of the plot the label of its vertical axis, and a function from a row to {line: value}.
+        setting: what all rows have in common; command, machine and versions are added.
     """
-    versions = {
+    environment = {
+        "command": f"python {' '.join(sys.argv)}",
+        "machine": processor(),
+        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    RESULTS.mkdir(exist_ok=True)
-    text = json.dumps({**setting, "threads": torch.get_num_threads(), **versions, "rows": rows}, indent=1)
-    (RESULTS / f"{name}.json").write_text(text + "\n")
+    figure = Figure(figsize=(6 * len(panels), 4.5))
+    for axes, (label, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+        lines = {}
+        for row in rows:
+            for line, value in values(row).items():
+                lines.setdefault(line, []).append((row[x], value))
+        for line, points in lines.items():
+            axes.loglog(*zip(*sorted(points)), marker="o", label=line)
+        axes.set(xlabel=x.replace("_", " "), ylabel=label)
+        axes.legend(fontsize="small")
+    figure.suptitle(f"{name}: {processor()}, one thread", fontsize="small")
+    figure.tight_layout()
+    with whole(out / f"{name}.png") as path:
+        figure.savefig(path, dpi=100, format="png")
+    with whole(out / f"{name}.json") as path:
+        path.write_text(json.dumps({**environment, **setting, "rows": rows}, indent=1) + "\n")
+    print(f"Wrote {out / name}.json and .png", flush=True)

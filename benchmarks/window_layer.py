@@ -1,116 +1,122 @@
-"""Time and peak memory of a sliding "iha" layer on SDPA: in blocks of queries, as the model runs it, against SDPA with a dense mask.
-
-Forward of one layer (width 512, 8 heads) on one CPU thread, fp32. Times are interleaved, medians of --repeats; each peak is from a process of
-its own. Writes window_layer.json and window_layer.png to benchmarks/results.
+"""Time and extra memory of the forward of a sliding "iha" layer: as the model runs it by default, on SDPA in blocks of
+queries, and on SDPA with a dense mask. Width 512, 8 heads, fp32. "attention" and "bare SDPA" are the same without
+projections and RoPE: from base queries, keys and values, and from those of the virtual tokens. The time of a mask is
+part of each form's.
 
 example: python benchmarks/window_layer.py --tokens 1024 2048 4096
 """
 
-import argparse
-import json
-import platform
-import statistics
-import subprocess
-import sys
-import time
-from pathlib import Path
+from collections.abc import Callable
+from unittest import mock
 
 import torch
-import transformers
-from matplotlib.figure import Figure
+from cost import attention, linear, score_products
+from harness import Attention, arguments, extra_bytes, inference, medians, report, write
+
+from modeling_iha import virtual_sequence
+from modeling_iha.collapse_first import BLOCK_BYTES
+from modeling_iha.window_blocks import BLOCK
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from modeling_iha import IHAConfig, IHAModel, virtual_sequence  # noqa: E402
-
-
-RESULTS = Path(__file__).parent / "results"
-FORMS = {"blocks": virtual_sequence._window_documents, "dense mask": lambda *_: None}
+LAYERS = {"layer": "collapse_first", "layer, blocks": "blocks", "layer, dense mask": "dense mask"}
+BASES = {"layer": "layer, dense mask", "layer, blocks": "layer, dense mask", "attention": "bare SDPA, dense mask"}
+FORMS = (*LAYERS, "attention", "bare SDPA, dense mask")
 
 
-def forward(form: str, tokens: int, pseudo_heads: int, window: int) -> float:
-    """Seconds of one forward of a fresh layer."""
-    virtual_sequence._window_documents = FORMS[form]
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
-    layer = {"num_hidden_layers": 1, "num_pseudo_heads": pseudo_heads}
-    config = IHAConfig.from_preset("tiny", **sizes, **layer, layer_types="sliding_attention", sliding_window=window)
-    model = IHAModel(config).eval()
-    hidden_states = torch.randn(1, tokens, 512)
-    start = time.perf_counter()
-    with torch.no_grad():
-        model(inputs_embeds=hidden_states, use_cache=False)
-    return time.perf_counter() - start
+def window_attention(form: str, pseudo_heads: int, window: int) -> Attention:
+    core = "collapse_first" if form in ("layer", "attention") else "sdpa"
+    sizes = {"num_pseudo_heads": pseudo_heads, "layer_types": "sliding_attention", "sliding_window": window}
+    return Attention(core, **sizes)
 
 
-def peak_bytes() -> int:
-    """The most memory this process has held."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+def dense_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
+    mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril_().triu_(1 - window)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
-def extra_memory(form: str, *sizes: int) -> int:
-    """Bytes by which a forward raises the peak of a process of its own."""
-    command = [sys.executable, __file__, "--one", form, *map(str, sizes)]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+def prepare(form: str, tokens: int, pseudo_heads: int, window: int) -> Callable[[], None]:
+    """A forward of a fresh layer."""
+    if form == "bare SDPA, dense mask":
+        return inference(dense_mask, *torch.randn(3, 1, 8, tokens * pseudo_heads, 64), window * pseudo_heads)
+    module = window_attention(form, pseudo_heads, window)
+    if form == "attention":
+        return inference(module.from_base(), *torch.randn(3, 1, 8, tokens, 64))
+    run = inference(module, torch.randn(1, tokens, 512))
+    if form == "layer, dense mask":
+        # Without the documents that blocks go by, the model builds the mask that any core of Transformers gets.
+        run = mock.patch.object(virtual_sequence, "_documents", lambda *_: None)(run)
+    return run
+
+
+def products(form: str, tokens: int, pseudo_heads: int, window: int) -> float:
+    """Multiply-adds of a form."""
+    if form == "bare SDPA, dense mask":
+        return 512 * score_products("dense mask", tokens, pseudo_heads, window)
+    config = window_attention(form, pseudo_heads, window).model.config
+    layer = attention(config, "iha", "sliding_attention", tokens).prefill
+    if form == "attention":
+        return layer - linear(tokens, 512, 4 * 512).prefill
+    difference = score_products(LAYERS[form], tokens, pseudo_heads, window)
+    difference -= score_products("collapse_first", tokens, pseudo_heads, window)
+    return layer + 512 * difference
+
+
+def extra(form: str, tokens: int, pseudo_heads: int, window: int) -> int:
+    """Bytes of the tensors that a form holds at its peak; SDPA turns a boolean mask into a float32 one."""
+    virtual_states, states = tokens * pseudo_heads * 512, tokens * 512
+    if form == "bare SDPA, dense mask":
+        return 4 * virtual_states + 5 * (tokens * pseudo_heads) ** 2
+    if form == "attention":
+        # The output, virtual keys, values and queries of one head, and scores.
+        return 4 * (states + 3 * virtual_states // 8) + BLOCK_BYTES
+    if form == "layer":
+        # Besides, queries, keys and values, and both copies of one of them while it gets its memory order.
+        return 4 * (5 * states + 3 * virtual_states // 8) + BLOCK_BYTES
+    if form == "layer, dense mask":
+        return 4 * (3 * states + 4 * virtual_states) + 5 * (tokens * pseudo_heads) ** 2
+    blocks, span = -(-tokens * pseudo_heads // BLOCK), BLOCK + window * pseudo_heads - 1
+    # Padded queries, keys and values; the blocks of one sequence are views of them.
+    return 4 * (3 * states + 6 * virtual_states) + 5 * BLOCK * blocks * span
+
+
+def both_ratios(time: dict[str, float], memory: dict[str, float]) -> dict[str, float]:
+    """Each form over the one with a dense mask."""
+    return {
+        f"{kind}{form} / {base}": values[form] / values[base]
+        for kind, values in (("", time), ("memory: ", memory))
+        for form, base in BASES.items()
+    }
 
 
 def measure(tokens: int, pseudo_heads: int, window: int, repeats: int) -> dict:
     sizes = (tokens, pseudo_heads, window)
-    seconds = {form: [] for form in FORMS}
-    for _ in range(repeats):
-        for form in FORMS:
-            seconds[form].append(forward(form, *sizes))
-    row = {"tokens": tokens}
-    for form in FORMS:
-        row[form] = {"seconds": statistics.median(seconds[form]), "extra_bytes": extra_memory(form, *sizes)}
-    for figure in ("seconds", "extra_bytes"):
-        row[f"{figure}_ratio"] = row["blocks"][figure] / row["dense mask"][figure]
-    return row
+    small = (tokens // 8, pseudo_heads, max(1, window // 8))
+    measured = {form: extra_bytes(prepare, (form, *sizes), (form, *small)) for form in FORMS}
+    seconds = medians({form: prepare(form, *sizes) for form in FORMS}, repeats)
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "extra_bytes": measured,
+        "ratios": both_ratios(seconds, measured),
+        "predicted": both_ratios(
+            {form: products(form, *sizes) for form in FORMS}, {form: extra(form, *sizes) for form in FORMS}
+        ),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
-    parser.add_argument("--pseudo-heads", type=int, default=4)
-    parser.add_argument("--window", type=int, default=128, help="in tokens")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    parser = arguments(__doc__, [1024, 2048, 4096])
+    parser.add_argument("--pseudo-heads", type=int, default=4, help="(4)")
+    parser.add_argument("--window", type=int, default=128, help="in tokens (128)")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.one:
-        form, *sizes = args.one
-        forward(form, 8, *map(int, sizes[1:]))
-        before = peak_bytes()
-        forward(form, *map(int, sizes))
-        print(peak_bytes() - before)
-        return
-
     rows = []
     for tokens in args.tokens:
         rows.append(measure(tokens, args.pseudo_heads, args.window, args.repeats))
-        print(
-            f"{tokens} tokens: {rows[-1]['seconds_ratio']:.3f} of the time, {rows[-1]['extra_bytes_ratio']:.3f} of the memory"
-        )
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    setting = {"pseudo_heads": args.pseudo_heads, "window": args.window, "threads": 1, "dtype": "float32", **versions}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "window_layer.json").write_text(json.dumps({**setting, "rows": rows}, indent=1) + "\n")
-
-    figure = Figure(figsize=(9, 4))
-    panels = {"seconds": "forward, seconds", "extra_bytes": "extra memory, bytes"}
-    for axes, (key, label) in zip(figure.subplots(1, 2), panels.items()):
-        for form in FORMS:
-            axes.loglog([row["tokens"] for row in rows], [row[form][key] for row in rows], marker="o", label=form)
-        axes.set(xlabel="tokens", ylabel=label)
-        axes.legend()
-    figure.suptitle(f"Window layer, P = {args.pseudo_heads}, W = {args.window} tokens, one CPU thread")
-    figure.tight_layout()
-    figure.savefig(RESULTS / "window_layer.png", dpi=100)
+        report(rows[-1])
+    panels = {"seconds": lambda row: row["seconds"], "extra bytes": lambda row: row["extra_bytes"]}
+    setting = {"pseudo_heads": args.pseudo_heads, "window": args.window, "dtype": "float32"}
+    predicted_by = "multiply-adds; memory: the largest tensors"
+    write(args.out, "window_layer", rows, "tokens", panels, **setting, predicted_by=predicted_by)
 
 
 if __name__ == "__main__":

@@ -72,12 +72,25 @@ class _Layer:
         span = num_keys if self.window is None else min(num_keys, self.window + self.block)
         return torch.empty(count, self.block * span * self.virtual**2, dtype=self.dtype).unbind()
 
-    def blocks(self, first: int, last: int):
-        """(rows, columns): tokens of each block of queries, and of the keys from `first` to `last` that any of them sees."""
+    def blocks(self, first: int, last: int) -> list[tuple]:
+        """Of each block of queries its tokens, those of the keys from `first` to `last` that any of them sees, and the bands to add to
+        the scores, with their columns."""
+        blocks = []
         for start in range(max(0, first - self.offset), self.num_queries, self.block):
             stop = min(start + self.block, self.num_queries)
-            begin = 0 if self.window is None else start + self.offset - self.window
-            yield slice(start, stop), slice(max(first, begin), min(last, stop + self.offset))
+            position, end = start + self.offset, stop + self.offset
+            begin = 0 if self.window is None else position - self.window
+            rows, columns = slice(start, stop), slice(max(first, begin), min(last, end))
+            bands = []
+            # Only the tokens of the block itself may lie ahead of a query, and only as many at the other end behind its window.
+            if (ahead := columns.stop - max(position, columns.start)) > 0:
+                band = self.band(stop - start, columns.stop - ahead - position, columns.stop - position)
+                bands.append((slice(-ahead * self.virtual, None), band))
+            if self.window is not None and (behind := end - self.window - columns.start) > 0:
+                band = self.band(stop - start, columns.start - position, columns.start - position + behind)
+                bands.append((slice(behind * self.virtual), band))
+            blocks.append((rows, columns, bands))
+        return blocks
 
     def band(self, rows: int, first: int, last: int) -> torch.Tensor:
         """0 or -inf, [P * rows, (last - first) * P]: causality and window between `rows` queries and the keys from token `first` to
@@ -93,23 +106,18 @@ class _Layer:
             )
         return self.bands[rows, first, last]
 
-    def scores(self, query, keys, b, rows, columns, buffer) -> torch.Tensor:
-        """Scores [P * rows, columns * P] of queries [P, rows, head_dim] and keys [columns * P, head_dim], masked, in `buffer`."""
-        num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
-        scores = buffer[: num_rows * num_columns * self.virtual**2].view(num_rows * self.virtual, -1)
-        torch.mm(query.reshape(-1, self.head_dim), keys.t(), out=scores)
-        # Only the tokens of the block itself may lie ahead of a query, and only as many at the other end behind its window.
-        start = rows.start + self.offset
-        if (ahead := columns.stop - max(start, columns.start)) > 0:
-            band = self.band(num_rows, columns.stop - ahead - start, columns.stop - start)
-            scores[:, -ahead * self.virtual :] += band
-        if self.window is not None and (behind := rows.stop + self.offset - self.window - columns.start) > 0:
-            scores[:, : behind * self.virtual] += self.band(
-                num_rows, columns.start - start, columns.start - start + behind
-            )
+    def scores(self, query, keys, b, rows, columns, bands, buffer) -> torch.Tensor:
+        """Scores [P * rows, columns * P] of queries [P * rows, head_dim] and keys [columns * P, head_dim], masked, in `buffer`."""
+        scores = buffer[: len(query) * len(keys)].view(len(query), -1)
+        # In parts, or the product's own copy of the keys would be as large as all of them.
+        for first in range(0, len(keys), SEGMENT):
+            part = slice(first, first + SEGMENT)
+            torch.mm(query, keys[part].t(), out=scores[:, part])
+        for part, band in bands:
+            scores[:, part] += band
         if (documents := self.documents[b]) is not None:
-            apart = documents[start : rows.stop + self.offset, None] != documents[columns]
-            by_token = scores.view(self.virtual, num_rows, num_columns, self.virtual)
+            apart = documents[rows.start + self.offset : rows.stop + self.offset, None] != documents[columns]
+            by_token = scores.view(self.virtual, *apart.shape, self.virtual)
             by_token.masked_fill_(apart[..., None], -torch.inf)
         return scores
 
@@ -125,6 +133,7 @@ class _CollapseFirst(torch.autograd.Function):
         queries = torch.empty(virtual, layer.num_queries, head_dim, dtype=dtype)
         keys, values = torch.empty(2, layer.num_keys * virtual, head_dim, dtype=dtype).unbind()
         (buffer,) = layer.buffers(1, layer.num_keys)
+        blocks = layer.blocks(0, layer.num_keys)
         for b in range(layer.batch):
             q, k, v = query[b].to(dtype), key[b].to(dtype), value[b].to(dtype)
             for h in range(layer.heads):
@@ -133,16 +142,17 @@ class _CollapseFirst(torch.autograd.Function):
                     _expand(k, k_mix[:, g], layer.rotation, keys.view(-1, virtual, head_dim).transpose(0, 1))
                     _expand(v, v_mix[:, g], None, values.view(-1, virtual, head_dim).transpose(0, 1))
                 _expand(q, q_mix[:, h] * layer.scaling, layer.rotation, queries)
-                for rows, columns in layer.blocks(0, layer.num_keys):
-                    virtual_columns = slice(columns.start * virtual, columns.stop * virtual)
-                    scores = layer.scores(queries[:, rows], keys[virtual_columns], b, rows, columns, buffer)
+                for rows, columns, bands in blocks:
+                    block = queries[:, rows].reshape(-1, head_dim)
+                    inside = slice(columns.start * virtual, columns.stop * virtual)
+                    scores = layer.scores(block, keys[inside], b, rows, columns, bands, buffer)
                     if training:
                         log_sums[b, h, :, rows] = scores.amax(dim=-1).view(virtual, -1)
                     weights = torch.softmax(scores, dim=-1, out=scores)
                     if training:
                         log_sums[b, h, :, rows] -= weights.amax(dim=-1).log_().view(virtual, -1)
                     collapsed = torch.mm(collapse[h : h + 1], weights.view(virtual, -1))
-                    torch.mm(collapsed.view(-1, weights.shape[1]), values[virtual_columns], out=output[b, rows, h])
+                    torch.mm(collapsed.view(-1, weights.shape[1]), values[inside], out=output[b, rows, h])
         ctx.save_for_backward(query, key, value, q_mix, k_mix, v_mix, collapse, log_sums)
         ctx.layer = layer
         return output.to(query.dtype)
@@ -179,12 +189,12 @@ class _CollapseFirst(torch.autograd.Function):
         def blocks(b, h, q, segment):
             """Of every block of queries that sees the segment: its rows, virtual columns in the segment, virtual queries, weights, gradient
             of the output and that of the collapsed weights."""
-            for rows, columns in layer.blocks(segment.start, segment.stop):
+            for rows, columns, bands in layer.blocks(segment.start, segment.stop):
                 n = rows.stop - rows.start
                 block = queries[: virtual * n * head_dim].view(virtual, n, head_dim)
                 _expand(q[:, rows], q_mix[:, h] * (layer.scaling / LN2), layer.rotation, block)
                 inside = slice((columns.start - segment.start) * virtual, (columns.stop - segment.start) * virtual)
-                weights = layer.scores(block, keys[inside], b, rows, columns, buffer)
+                weights = layer.scores(block.flatten(0, 1), keys[inside], b, rows, columns, bands, buffer)
                 # Powers of two: of the exponentials, PyTorch's fast one.
                 weights = weights.sub_(log_sums[b, h, :, rows].reshape(-1, 1) / LN2).exp2_().view(virtual, n, -1)
                 grad_out = grad_output[b, rows, h].to(dtype)

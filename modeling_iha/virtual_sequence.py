@@ -198,8 +198,9 @@ def _documents(
     if past_key_values is not None:
         past = past_key_values.get_query_offset(layer_idx)
         num_keys, first = past_key_values.get_mask_sizes(length, layer_idx)
-        if first + num_keys != past + length:
-            return None  # A static cache: its keys do not end with the new tokens.
+        # The keys of a static cache need not end with the new tokens, and `generate` may hand the mask of one token to a compiled forward.
+        if first + num_keys != past + length or (length == 1 and past_key_values.is_compileable):
+            return None
     if virtual == 1 or base_attention(config, inputs_embeds, num_keys) is None:
         # For short inputs and chunks that continue a cache SDPA's own mask is as good.
         if config._attn_implementation not in SDPA_CORES or layer_type != "sliding_attention" or past > 0:

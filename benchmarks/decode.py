@@ -1,0 +1,153 @@
+"""One new token after N cached ones in one attention layer. Width 512, 8 heads.
+
+Forms: "absorbed", the model's own, and "remixing", which rebuilds the virtual tokens for SDPA, both from a cache of
+base keys and values; and caches that hold the virtual keys and values themselves, P times as large, on SDPA ("pseudo
+cache, SDPA") and by two products and a float32 softmax ("pseudo cache, eager"). All start from the same tokens, and
+their outputs are compared. A cached token's bytes are those of Llama's cache times the ratio given.
+
+example: python benchmarks/decode.py --tokens 512 2048 8192 --pseudo-heads 2 4
+"""
+
+from collections.abc import Callable
+
+import torch
+from cost import attention
+from harness import Attention, arguments, medians, ratios, report, write
+from transformers import LlamaConfig, LlamaModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+
+BETTER = "better pseudo cache"
+# Of the norm of the output. In bfloat16 each form rounds at another place.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+
+
+def cache_of(keys: torch.Tensor, values: torch.Tensor) -> DynamicCache:
+    cache = DynamicCache()
+    cache.update(keys, values, 0)
+    return cache
+
+
+def one_token(step: Callable, hidden_states: torch.Tensor, cache: Cache) -> Callable[[], torch.Tensor]:
+    """A step from the same cache each time."""
+    length = cache.get_seq_length()
+
+    def run() -> torch.Tensor:
+        output = step(hidden_states)
+        cache.crop(length - cache.get_seq_length())
+        return output
+
+    return run
+
+
+def layer_forms(tokens: int, virtual: int, dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
+    """The forms, each a decoding step that returns the layer's output [1, 1, 512]."""
+    absorbed = Attention("collapse_first", dtype, num_pseudo_heads=virtual)
+    remixing = Attention("sdpa", dtype, num_pseudo_heads=virtual)
+    remixing.load_state_dict(absorbed.state_dict())
+    layer = absorbed.model.layers[0].self_attn
+    keys, values = torch.randn(2, 1, 8, tokens, 64, dtype=dtype)
+    hidden_states = torch.randn(1, 1, 512, dtype=dtype)
+    tables = absorbed.model.rotary_emb.tables(hidden_states, torch.tensor([[tokens]]))
+
+    def expand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rotation = tables["pseudo_head"]
+        query, key = layer.expand(layer.q_mix, query, rotation), layer.expand(layer.k_mix, key, rotation)
+        return tuple(layer.interleave(states) for states in (query, key, layer.v_mix(value)))
+
+    hidden = torch.full((virtual, virtual), -torch.inf, dtype=dtype).triu(1)
+    mask = torch.cat((torch.zeros(virtual, tokens * virtual, dtype=dtype), hidden), dim=1)[None, None]
+
+    def pseudo_cache_step(core: Callable) -> Callable:
+        def step(hidden_states: torch.Tensor) -> torch.Tensor:
+            query, key, value = expand(*layer.project(hidden_states, tables, None))
+            key, value = pseudo_cache.update(key, value, 0)
+            output, _ = core(layer, query, key, value, mask, scaling=layer.scaling)
+            return layer.o_proj(layer.collapse(output).reshape(1, 1, -1))
+
+        return step
+
+    _, virtual_keys, virtual_values = expand(keys, keys, values)
+    pseudo_cache = cache_of(virtual_keys.contiguous(), virtual_values.contiguous())
+    base_cache = cache_of(keys, values)
+    steps = {
+        "absorbed": (absorbed.attend(hidden_states, base_cache), base_cache),
+        "remixing": (remixing.attend(hidden_states, base_cache), base_cache),
+        "pseudo cache, SDPA": (pseudo_cache_step(sdpa_attention_forward), pseudo_cache),
+        "pseudo cache, eager": (pseudo_cache_step(eager_attention_forward), pseudo_cache),
+    }
+    return {name: one_token(step, hidden_states, cache) for name, (step, cache) in steps.items()}
+
+
+@torch.no_grad()
+def measure_layer(tokens: int, virtual: int, dtype: torch.dtype, repeats: int) -> dict:
+    forms = layer_forms(tokens, virtual, dtype)
+    outputs = {name: step().float() for name, step in forms.items()}
+    for name, output in outputs.items():
+        difference = ((output - outputs["absorbed"]).norm() / outputs["absorbed"].norm()).item()
+        if not difference <= TOLERANCE[dtype]:
+            raise RuntimeError(f"{name} and absorbed differ by {difference:.1%} at {tokens} tokens: a form is wrong.")
+    seconds = medians(forms, repeats)
+    seconds[BETTER] = min(seconds["pseudo cache, SDPA"], seconds["pseudo cache, eager"])
+    bytes_read = {"absorbed": 1, BETTER: virtual}
+    return {
+        "part": "layer",
+        "tokens": tokens,
+        "pseudo_heads": virtual,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seconds": seconds,
+        "ratios": ratios(seconds, BETTER),
+        "predicted": ratios(bytes_read, BETTER),
+    }
+
+
+def cache_bytes(model: torch.nn.Module, tokens: int = 64) -> float:
+    """Bytes for each token in the cache that a forward fills."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(inputs_embeds=torch.randn(1, tokens, model.config.hidden_size), past_key_values=cache)
+    return sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values)) / tokens
+
+
+def measure_cache(virtual: int) -> dict:
+    iha = Attention(num_pseudo_heads=virtual).model
+    sizes = {name: getattr(iha.config, name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")}
+    llama = LlamaModel(LlamaConfig(**sizes, intermediate_size=8, vocab_size=256))
+    measured = {"iha": cache_bytes(iha), "llama": cache_bytes(llama)}
+    model = {kind: attention(iha.config, kind, "full_attention", 64).cache for kind in ("iha", "mha")}
+    predicted = {"iha / llama": model["iha"] / model["mha"]}
+    row = {"part": "cache", "pseudo_heads": virtual, "cache_bytes_per_token": measured, "seconds": {}}
+    return {**row, "ratios": ratios(measured, "llama"), "predicted": predicted}
+
+
+def main() -> None:
+    parser = arguments(__doc__, [512, 2048, 8192], repeats=15)
+    parser.add_argument("--pseudo-heads", type=int, nargs="+", default=[2, 4], help="([2, 4])")
+    args = parser.parse_args()
+    rows = [measure_cache(virtual) for virtual in args.pseudo_heads]
+    for row in rows:
+        report(row)
+    for dtype in (torch.bfloat16, torch.float32):
+        for tokens in args.tokens:
+            for virtual in args.pseudo_heads:
+                rows.append(measure_layer(tokens, virtual, dtype, args.repeats))
+                report(rows[-1])
+
+    def panel(dtype: str) -> Callable:
+        def lines(row: dict) -> dict:
+            if row["part"] != "layer" or row["dtype"] != dtype:
+                return {}
+            return {
+                f"{name}, P = {row['pseudo_heads']}": value for name, value in row["seconds"].items() if name != BETTER
+            }
+
+        return lines
+
+    panels = {f"seconds for a token, {dtype}": panel(dtype) for dtype in ("bfloat16", "float32")}
+    write(args.out, "decode", rows, "tokens", panels, predicted_by="bytes of cache that are read")
+
+
+if __name__ == "__main__":
+    main()

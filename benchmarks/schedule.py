@@ -1,0 +1,92 @@
+"""The paper's schedule, four sliding "iha" layers with W = N / (2 P^2) and a global "mha" layer, against five global
+"mha" layers, which take about as many multiply-adds (IHA, Appendix C). Width 512, 8 heads, fp32; attention modules
+alone, and whole models with a gated FFN.
+
+example: python benchmarks/schedule.py --tokens 4096 8192
+"""
+
+from collections.abc import Callable
+
+import torch
+from cost import attention, model
+from harness import Attention, arguments, causal_lm, inference, medians, ratios, report, training, write
+
+from modeling_iha import IHAConfig
+from modeling_iha.configuration_iha import flop_matched_window
+
+
+BASE = "5 mha"
+
+
+def schedules(tokens: int, pseudo_heads: int) -> dict[str, dict]:
+    """Config fields of both schedules."""
+    schedule = {
+        "attention_kinds": ["iha"] * 4 + ["mha"],
+        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+        "num_pseudo_heads": pseudo_heads,
+        "sliding_window": flop_matched_window(tokens, pseudo_heads),
+    }
+    return {
+        "4 iha + 1 mha": {**schedule, "num_hidden_layers": 5},
+        BASE: {"attention_kinds": "mha", "num_hidden_layers": 5},
+    }
+
+
+def attention_modules(fields: dict, tokens: int, backward: bool) -> tuple[Callable[[], None], float]:
+    """A run of five attention modules, and its multiply-adds."""
+    modules, states = Attention(**fields), torch.randn(1, tokens, 512)
+    config = modules.model.config
+    costs = [attention(config, *layer, tokens) for layer in zip(config.attention_kinds, config.layer_types)]
+    if backward:
+        return training(modules, [states], modules.leaves()), sum(cost.training for cost in costs)
+    return inference(modules, states), sum(cost.prefill for cost in costs)
+
+
+def whole_model(fields: dict, tokens: int) -> tuple[Callable[[], None], float]:
+    """A forward of a model of five layers, and its multiply-adds."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 2048}
+    config = IHAConfig.from_preset("tiny", **sizes, **fields)
+    return inference(causal_lm(config), torch.randint(256, (1, tokens))), model(config, tokens).prefill
+
+
+def measure(tokens: int, pseudo_heads: int, part: str, repeats: int) -> dict:
+    runs, products = {}, {}
+    for name, fields in schedules(tokens, pseudo_heads).items():
+        if part == "model, forward":
+            runs[name], products[name] = whole_model(fields, tokens)
+        else:
+            runs[name], products[name] = attention_modules(fields, tokens, part.endswith("backward"))
+    seconds = medians(runs, repeats)
+    return {
+        "tokens": tokens,
+        "part": part,
+        "seconds": seconds,
+        "ratios": ratios(seconds, BASE),
+        "predicted": ratios(products, BASE),
+    }
+
+
+def main() -> None:
+    parser = arguments(__doc__, [4096, 8192])
+    parser.add_argument("--pseudo-heads", type=int, default=4, help="(4)")
+    args = parser.parse_args()
+    rows = []
+    for tokens in args.tokens:
+        for part in ("attention, forward", "attention, forward + backward", "model, forward"):
+            # Beyond 4096 tokens one run of the backward takes most of a minute.
+            repeats = 1 if part.endswith("backward") and tokens > 4096 else args.repeats
+            rows.append(measure(tokens, args.pseudo_heads, part, repeats))
+            report(rows[-1])
+    panels = {
+        "seconds": lambda row: {f"{row['part']}: {name}": value for name, value in row["seconds"].items()},
+        f"4 iha + 1 mha / {BASE}, time": lambda row: {
+            f"{row['part']}{suffix}": row[key][f"4 iha + 1 mha / {BASE}"]
+            for suffix, key in (("", "ratios"), (", predicted", "predicted"))
+        },
+    }
+    setting = {"pseudo_heads": args.pseudo_heads, "window": "N / (2 P^2)", "dtype": "float32"}
+    write(args.out, "schedule", rows, "tokens", panels, **setting, predicted_by="multiply-adds")
+
+
+if __name__ == "__main__":
+    main()

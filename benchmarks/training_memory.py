@@ -1,0 +1,63 @@
+"""Peak memory and time of a forward and backward of one attention module: "mha", "iha" as the model runs it by
+default, and "iha" unchunked, on SDPA over the virtual sequence. Width 512, 8 heads, fp32. Peaks are of processes of
+their own, times of other runs.
+
+example: python benchmarks/training_memory.py --tokens 1024 2048 4096
+"""
+
+from collections.abc import Callable
+
+import torch
+from cost import attention
+from harness import Attention, arguments, extra_bytes, medians, ratios, report, training, write
+
+
+# kind and core
+FORMS = {"mha": ("mha", "sdpa"), "iha": ("iha", "collapse_first"), "unchunked iha": ("iha", "sdpa")}
+
+
+def prepare(form: str, tokens: int, pseudo_heads: int) -> Callable[[], None]:
+    kind, core = FORMS[form]
+    module = Attention(core, attention_kinds=kind, num_pseudo_heads=pseudo_heads)
+    return training(module, [torch.randn(1, tokens, 512)], module.leaves())
+
+
+def measure(tokens: int, pseudo_heads: int, repeats: int) -> dict:
+    small = (tokens // 8, pseudo_heads)
+    extra = {form: extra_bytes(prepare, (form, tokens, pseudo_heads), (form, *small)) for form in FORMS}
+    seconds = medians({form: prepare(form, tokens, pseudo_heads) for form in FORMS}, repeats)
+    config = Attention(num_pseudo_heads=pseudo_heads).model.config
+    costs = {form: attention(config, kind, "full_attention", tokens, core) for form, (kind, core) in FORMS.items()}
+
+    def all_ratios(memory: dict, time: dict) -> dict:
+        memory = {f"memory: {name}": ratio for name, ratio in ratios(memory, "mha").items()}
+        return {**memory, **ratios(time, "unchunked iha"), **ratios(time, "mha")}
+
+    kept = {form: cost.kept for form, cost in costs.items()}
+    products = {form: cost.training for form, cost in costs.items()}
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "extra_bytes": extra,
+        "ratios": all_ratios(extra, seconds),
+        "predicted": all_ratios(kept, products),
+    }
+
+
+def main() -> None:
+    parser = arguments(__doc__, [1024, 2048, 4096])
+    parser.add_argument("--pseudo-heads", type=int, default=8, help="(8)")
+    args = parser.parse_args()
+    rows = []
+    for tokens in args.tokens:
+        # Beyond 2048 tokens a run takes up to a minute.
+        rows.append(measure(tokens, args.pseudo_heads, args.repeats if tokens <= 2048 else 1))
+        report(rows[-1])
+    panels = {"seconds": lambda row: row["seconds"], "extra bytes": lambda row: row["extra_bytes"]}
+    setting = {"pseudo_heads": args.pseudo_heads, "dtype": "float32"}
+    predicted_by = "multiply-adds; memory: values kept for the backward"
+    write(args.out, "training_memory", rows, "tokens", panels, **setting, predicted_by=predicted_by)
+
+
+if __name__ == "__main__":
+    main()

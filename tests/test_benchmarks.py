@@ -1,0 +1,185 @@
+"""Every benchmark at tiny sizes, from its command line to its results and their report; and what the figures rest on."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_sources import tiny_source
+
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import decode  # noqa: E402
+import decode_model  # noqa: E402
+import harness  # noqa: E402
+import layer  # noqa: E402
+import prefill  # noqa: E402
+import report  # noqa: E402
+import schedule  # noqa: E402
+import training_memory  # noqa: E402
+import window_layer  # noqa: E402
+
+
+TOKENS = 128
+COMMANDS = {
+    layer: ["--pseudo-heads", "4", "8"],
+    window_layer: ["--window", "16"],
+    schedule: [],
+    training_memory: [],
+    decode: [],
+    decode_model: ["--new-tokens", "2"],
+    prefill: ["--window", "16"],
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The directory that all benchmarks wrote to."""
+    directory = tmp_path_factory.mktemp("benchmarks")
+    tiny_source("llama").save_pretrained(directory / "llama")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for script, options in COMMANDS.items():
+            if script is decode_model:
+                options = [*options, "--checkpoint", str(directory / "llama")]
+            sizes = ["--tokens", str(TOKENS), "--repeats", "1", "--out", str(directory)]
+            monkeypatch.setattr(sys, "argv", [f"benchmarks/{script.__name__}.py", *sizes, *options])
+            script.main()
+    return directory
+
+
+@pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.__name__)
+def test_results(results, script):
+    name = script.__name__
+    assert f"example: python benchmarks/{name}.py --" in script.__doc__
+    table = json.loads((results / f"{name}.json").read_text())
+    assert table["command"].startswith(f"python benchmarks/{name}.py")
+    assert table["threads"] == 1 and table["torch"] == torch.__version__ and table["predicted_by"]
+    assert (results / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert table["rows"]
+    for row in table["rows"]:
+        measured = {**row["seconds"], **row["ratios"], **row.get("extra_bytes", {})}
+        assert measured and all(value > 0 for value in measured.values()), row
+        assert row["predicted"] and all(value > 0 for value in row["predicted"].values()), row
+        assert row["predicted"].keys() <= row["ratios"].keys()
+    assert not list(results.glob("unfinished*"))
+
+
+def tiny(target):
+    """The target at the length that was run here."""
+    setting = {**target.setting, **({"tokens": TOKENS} if "tokens" in target.setting else {})}
+    return dataclasses.replace(target, setting=setting)
+
+
+def test_report(results, monkeypatch):
+    targets = [tiny(target) for target in report.TARGETS]
+    reached, missed = dataclasses.replace(targets[0], limit=1e9), dataclasses.replace(targets[1], limit=1e-9)
+    monkeypatch.setattr(report, "TARGETS", [reached, missed, *targets[2:]])
+    monkeypatch.setattr(report, "WHY", {missed.title: "for a reason"})
+    monkeypatch.setattr(sys, "argv", ["report.py", "--out", str(results)])
+    report.main()
+    lines = (results / "README.md").read_text().splitlines()
+    first, second = (next(line for line in lines if f"| {target.title} |" in line) for target in (reached, missed))
+    assert first.endswith("| yes |  |") and second.endswith("| **no** | for a reason |")
+    for target in targets[2:]:
+        assert sum(f"| {target.title} | `{target.ratio}` |" in line for line in lines) == 1
+    exact = [line for line in lines if "bytes cached for a token" in line]
+    assert len(exact) == 2 and all("| = 1 | 1.000 | 1.000 | yes |" in line for line in exact)
+
+
+def test_report_wants_every_row(results):
+    tables = {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
+    with pytest.raises(KeyError, match="layer.json has 0 rows"):
+        report.find(tables, report.TARGETS[0])
+
+
+def test_report_wants_every_file(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["report.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        report.main()
+    assert (
+        "lacks layer, window_layer, schedule, training_memory, decode, decode_model, prefill"
+        in capsys.readouterr().err
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_titles_of_targets_are_their_names():
+    assert len({target.title for target in report.TARGETS}) == len(report.TARGETS)
+    assert report.WHY.keys() <= {target.title for target in report.TARGETS}
+
+
+def test_medians(monkeypatch):
+    """Interleaved, the first round left out; a single run is its own median."""
+    clock, order = [0.0], []
+    durations = {"a": iter([100, 1, 3, 2, 7]), "b": iter([100, 10, 10, 40, 8])}
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+
+    def form(name):
+        def run():
+            order.append(name)
+            clock[0] += next(durations[name])
+
+        return run
+
+    forms = {name: form(name) for name in durations}
+    assert harness.medians(forms, 3) == {"a": 2, "b": 10}
+    assert order == ["a", "b"] * 4
+    assert harness.medians(forms, 1) == {"a": 7, "b": 8}
+
+
+def allocate(megabytes):
+    """A function that holds so much at once, and half of it twice in a row."""
+
+    def run():
+        for _ in range(2):
+            torch.ones(megabytes * 2**17)
+        torch.ones(megabytes * 2**18)
+
+    return run
+
+
+def test_extra_bytes():
+    # What the process held before, and freed, does not count.
+    assert harness.extra_bytes(allocate, (64,), (128,)) == pytest.approx(64 * 2**20, rel=0.02)
+
+
+def test_results_are_written_whole(tmp_path):
+    (tmp_path / "old.json").write_text("old")
+    with pytest.raises(ZeroDivisionError), harness.whole(tmp_path / "old.json") as path:
+        path.write_text("half")
+        1 / 0
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.json", "old")]
+
+
+def test_decode_compares_its_forms(monkeypatch):
+    monkeypatch.setattr(decode, "sdpa_attention_forward", decode.eager_attention_forward)
+    decode.measure_layer(300, 2, torch.float32, 1)
+    wrong = lambda module, query, key, value, mask, **kwargs: (value[:, :, -2:].transpose(1, 2), None)  # noqa: E731
+    monkeypatch.setattr(decode, "sdpa_attention_forward", wrong)
+    with pytest.raises(RuntimeError, match="pseudo cache, SDPA and absorbed differ"):
+        decode.measure_layer(300, 2, torch.float32, 1)
+
+
+def test_forms_of_a_window_layer(monkeypatch):
+    """Each form computes in the way that it is named for."""
+    masks, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, attn_mask=None, **kwargs):
+        masks.append(tuple(attn_mask.shape))
+        return sdpa(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    shapes = {}
+    for form in window_layer.FORMS:
+        window_layer.prepare(form, TOKENS, 4, 16)()
+        shapes[form], masks = masks, []
+    assert shapes == {
+        "layer": [],
+        "layer, blocks": [(4, 1, 128, 191)],
+        "layer, dense mask": [(1, 1, 512, 512)],
+        "attention": [],
+        "bare SDPA, dense mask": [(512, 512)],
+    }

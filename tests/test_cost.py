@@ -1,0 +1,186 @@
+"""The cost model of benchmarks/cost.py against what models are, keep and do."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import collapse_short_inputs_first, random_ids, random_model, small_config
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.cache_utils import DynamicCache
+
+from modeling_iha import IHAConfig, IHAForCausalLM, collapse_first
+from modeling_iha.configuration_iha import PRESETS, flop_matched_window
+
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import cost  # noqa: E402
+
+
+VARIANTS = {
+    "grouped": {},
+    "ungrouped, two-matrix FFN": {"num_key_value_heads": 4, "gated_mlp": False},
+    "all_heads": {"pseudo_collapse": "all_heads", "num_pseudo_heads": 3},
+    "qk-norm, biases, tied": {
+        **{"use_qk_norm": True, "attention_bias": True, "mlp_bias": True},
+        "tie_word_embeddings": True,
+    },
+    "hybrid": {"attention_kinds": ["iha", "mha"], "head_dim": 12},
+    "mha": {"attention_kinds": "mha"},
+}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+
+
+def parameters_of(config):
+    with torch.device("meta"):
+        model = IHAForCausalLM(config)
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameters_of_presets(preset):
+    config = IHAConfig.from_preset(preset)
+    assert cost.model(config, 16).parameters == parameters_of(config)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters(variant):
+    config = small_config(**VARIANTS[variant])
+    assert cost.model(config, 16).parameters == parameters_of(config)
+
+
+@pytest.mark.parametrize(
+    "tokens, virtual, window", [(7, 1, None), (7, 3, None), (7, 3, 2), (7, 2, 1), (5, 2, 5), (5, 2, 9)]
+)
+def test_visible_pairs(tokens, virtual, window):
+    length = tokens * virtual
+    span = length if window is None else window * virtual
+    pairs = sum(v - span < u <= v for v in range(length) for u in range(length))
+    assert cost.visible_pairs(tokens, virtual, window) == pairs
+
+
+def test_flop_matched_window():
+    """W = N / (2 P^2): a sliding layer has about as many pairs as a global MHA layer (IHA, Appendix C)."""
+    tokens, virtual = 8192, 4
+    pairs = cost.visible_pairs(tokens, virtual, flop_matched_window(tokens, virtual))
+    assert pairs / cost.visible_pairs(tokens) == pytest.approx(1, rel=0.05)
+
+
+def in_place_product(total, a, b, **kwargs):
+    return 2 * math.prod(a) * b[-1]
+
+
+# PyTorch's counter does not know them.
+IN_PLACE = {torch.ops.aten.addmm_: in_place_product, torch.ops.aten.baddbmm_: in_place_product}
+
+
+def multiply_adds(function):
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+        function()
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("windows", [{}, WINDOWS], ids=["full", "window"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_eager_products(variant, windows):
+    """Eager attention computes every pair, so its products are all there to count."""
+    config, tokens = small_config(**VARIANTS[variant], **windows), 11
+    model = random_model(config)
+    model.set_attn_implementation("eager")
+    expected, ids = cost.model(config, tokens, "eager"), random_ids(1, tokens)
+    with torch.no_grad():
+        assert multiply_adds(lambda: model(ids, use_cache=False)) == expected.prefill
+    counted = multiply_adds(lambda: model(ids, use_cache=False).logits.sum().backward())
+    assert counted == expected.training
+
+
+@pytest.mark.parametrize("window", [None, 32])
+def test_collapse_first_products(monkeypatch, window):
+    """With one token to a block hardly a pair is computed that is not visible."""
+    collapse_short_inputs_first(monkeypatch)
+    monkeypatch.setattr(collapse_first, "MAX_BLOCK", 1)
+    windows = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
+    config, tokens = small_config(num_hidden_layers=1, **windows), 64
+    model, expected, ids = random_model(config), cost.model(config, tokens), random_ids(1, tokens)
+    with torch.no_grad():
+        counted = multiply_adds(lambda: model(ids, use_cache=False))
+    assert counted == pytest.approx(expected.prefill, rel=0.02)
+    counted = multiply_adds(lambda: model(ids, use_cache=False).logits.sum().backward())
+    assert counted == pytest.approx(expected.training, rel=0.02)
+
+
+def test_collapse_first_products_in_segments(monkeypatch):
+    """What a second pass over the segments adds."""
+    collapse_short_inputs_first(monkeypatch)
+    monkeypatch.setattr(collapse_first, "MAX_BLOCK", 1)
+    config, tokens = small_config(num_hidden_layers=1, num_pseudo_heads=4), 64
+    model, ids = random_model(config), random_ids(1, tokens)
+    counted, expected = {}, {}
+    for segment in (4096, 128):
+        monkeypatch.setattr(collapse_first, "SEGMENT", segment)
+        monkeypatch.setattr(cost, "SEGMENT", segment)
+        counted[segment] = multiply_adds(lambda: model(ids, use_cache=False).logits.sum().backward())
+        expected[segment] = cost.model(config, tokens).training
+    assert counted[128] - counted[4096] == pytest.approx(expected[128] - expected[4096], rel=0.1)
+
+
+# PyTorch's counter does not know SDPA on a CPU, so what is counted does without.
+@pytest.mark.parametrize(
+    "variant, form",
+    [*((variant, "eager") for variant in VARIANTS), *((name, "collapse_first") for name in list(VARIANTS)[:2])],
+)
+@pytest.mark.parametrize("windows", [{}, WINDOWS], ids=["full", "window"])
+def test_decode_and_cache(monkeypatch, variant, windows, form):
+    collapse_short_inputs_first(monkeypatch)
+    config, tokens = small_config(**VARIANTS[variant], **windows), 11
+    model = random_model(config)
+    model.set_attn_implementation(form)
+    expected, cache = cost.model(config, tokens, form), DynamicCache(config=config)
+    with torch.no_grad():
+        model(random_ids(1, tokens), past_key_values=cache)
+        assert sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) == expected.cache
+        counted = multiply_adds(lambda: model(random_ids(1, 1), past_key_values=cache))
+    assert counted == expected.decode
+
+
+@pytest.mark.parametrize("form", ["collapse_first", "sdpa"])
+@pytest.mark.parametrize("kind", ["iha", "mha"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_kept_for_the_backward(monkeypatch, kind, gated, form):
+    collapse_short_inputs_first(monkeypatch)
+    config, tokens = small_config(attention_kinds=kind, gated_mlp=gated, num_key_value_heads=4), 300
+    model = random_model(config)
+    model.set_attn_implementation(form)
+    parameters, kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # Held, so that no address is used twice.
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(random_ids(1, tokens))
+    counted = sum(kept[address].untyped_storage().nbytes() // 4 for address in kept.keys() - parameters)
+    # Besides, once in a model: its input ids, int64, and rotary tables. And a few copies of mixing weights.
+    counted -= tokens * (2 + 2 * config.head_dim)
+    assert 0 <= counted - cost.model(config, tokens, form).kept < tokens
+
+
+def test_unknown_kind_is_refused(monkeypatch):
+    monkeypatch.delitem(cost.KINDS, "iha")
+    with pytest.raises(ValueError, match="'mha', not 'iha': add its function"):
+        cost.model(small_config(), 16)
+
+
+@pytest.mark.parametrize("source", ["preset", "config"])
+def test_command(monkeypatch, capsys, tmp_path, source):
+    IHAConfig.from_preset("paper-2.4b-iha").save_pretrained(tmp_path)
+    name = tmp_path if source == "config" else "paper-2.4b-iha"
+    monkeypatch.setattr(sys, "argv", ["cost.py", f"--{source}", str(name), "--tokens", "8192"])
+    cost.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:3]] == ["iha, sliding_attention", "mha, full_attention"]
+    total = next(line for line in lines if line.startswith("whole model"))
+    assert float(total.split()[2]) == pytest.approx(2373.707)
