@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from modeling_iha import IHAConfig  # noqa: E402
-from modeling_iha.collapse_first import SEGMENT  # noqa: E402
+from modeling_iha.collapse_first import WHOLE  # noqa: E402
 from modeling_iha.window_blocks import BLOCK  # noqa: E402
 
 
@@ -75,7 +75,7 @@ def score_products(
     pairs = visible_pairs(tokens, virtual, window)
     if form == "sdpa":
         return pairs * (7 if training else 2)
-    segmented = window is None and tokens > max(1, SEGMENT // virtual)
+    segmented = window is None and tokens * virtual > WHOLE
     backward = 3 + 2 / virtual + (1 + 1 / virtual if segmented else 0)
     return pairs * (1 + 1 / virtual + (backward if training else 0))
 

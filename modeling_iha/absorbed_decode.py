@@ -56,7 +56,9 @@ def absorbed_attention(
                 scores.baddbmm_(absorbed[:, m], key[:, m].transpose(1, 2))
         else:
             # One product over all cached heads rounds a score once, and is the faster one in half precision.
-            scores = torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
+            # (Row by row of the batch: a batched product would first transpose the keys.)
+            rows = zip(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2))
+            scores = torch.stack([torch.mm(queries, keys.t()) for queries, keys in rows])
         scores = scores.view(batch, heads, virtual, virtual, num_keys)
 
         hidden = torch.full((virtual, virtual), -torch.inf, dtype=scores.dtype, device=scores.device)

@@ -20,8 +20,8 @@ BLOCK_BYTES = 4 * 2**20
 MIN_BLOCK, MAX_BLOCK = 4, 32
 # Tokens that are expanded into pseudo-heads at a time.
 EXPANDED = 512
-# Virtual keys whose gradients the backward holds at a time.
-SEGMENT = 4096
+# Virtual keys whose gradients the backward holds at a time: all of a short sequence, which spares a pass, else segments.
+WHOLE, SEGMENT = 8192, 1024
 LN2 = math.log(2)
 
 
@@ -110,8 +110,8 @@ class _Layer:
         """Scores [P * rows, columns * P] of queries [P * rows, head_dim] and keys [columns * P, head_dim], masked, in `buffer`."""
         scores = buffer[: len(query) * len(keys)].view(len(query), -1)
         # In parts, or the product's own copy of the keys would be as large as all of them.
-        for first in range(0, len(keys), SEGMENT):
-            part = slice(first, first + SEGMENT)
+        for first in range(0, len(keys), WHOLE):
+            part = slice(first, first + WHOLE)
             torch.mm(query, keys[part].t(), out=scores[:, part])
         for part, band in bands:
             scores[:, part] += band
@@ -171,7 +171,8 @@ class _CollapseFirst(torch.autograd.Function):
         inverse = None if layer.rotation is None else (layer.rotation[0], -layer.rotation[1])
 
         # Keys go in segments, so that their gradients stay in the cache too. A window keeps them together by itself.
-        length = layer.num_keys if layer.window is not None else max(1, SEGMENT // virtual)
+        whole = layer.window is not None or layer.num_keys * virtual <= WHOLE
+        length = layer.num_keys if whole else max(1, SEGMENT // virtual)
         segments = [slice(first, min(first + length, layer.num_keys)) for first in range(0, layer.num_keys, length)]
         buffer, grad_buffer = layer.buffers(2, segments[0].stop)
         queries = torch.empty(virtual * layer.block * head_dim, dtype=dtype)

@@ -67,5 +67,7 @@ def random_ids(*shape, vocab_size=61, seed=1):
 def collapse_short_inputs_first(monkeypatch):
     """From here on "collapse_first" does what it says however short the input, in several blocks."""
     monkeypatch.setattr(base_attention, "MIN_KEYS", 0)
+    monkeypatch.setattr(collapse_first, "WHOLE", 10)
+    monkeypatch.setattr(collapse_first, "SEGMENT", 6)
     monkeypatch.setattr(collapse_first, "MIN_BLOCK", 1)
     monkeypatch.setattr(collapse_first, "MAX_BLOCK", 3)

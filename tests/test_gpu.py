@@ -3,6 +3,8 @@
 Skipped without one; `make test` on a CPU covers eager, sdpa, flex (forward) and a dense stand-in for the flash kernels.
 """
 
+import importlib.util
+
 import pytest
 import torch
 from transformers.utils import is_flash_attn_2_available
@@ -23,6 +25,10 @@ def flash_4_available():
 
 CORES = [
     "sdpa",
+    pytest.param(
+        "fused_triton",
+        marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    ),
     "flex_attention",
     pytest.param(
         "flash_attention_2",
