@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import random_ids
+from small_models import EVERY_KIND, random_ids, random_model, small_config
 from tiny_sources import CHAT_TEMPLATE, SOURCES, VOCAB_SIZE, save_tiny_source, tiny_source, tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -351,6 +351,19 @@ def converted(tmp_path_factory):
         patch.setattr(sys, "argv", ["convert", *map(str, arguments)])
         convert_llama_to_iha.main()
     return folder
+
+
+def test_every_kind_as_remote_code(tmp_path):
+    """All files ship with any model: one of all kinds, from its directory where the package is not."""
+    model = random_model(small_config(**EVERY_KIND))
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    prompt = "a b c"
+    reply = load_in_clean_process(tmp_path, prompt, max_new_tokens=6)
+    assert reply["parameters"] == model.num_parameters()
+    input_ids = tiny_tokenizer()(prompt, return_tensors="pt")["input_ids"]
+    expected = model.generate(input_ids, max_new_tokens=6, do_sample=False)[0, input_ids.shape[1] :]
+    assert reply["token_ids"] == expected.tolist()
 
 
 def test_converted_directory_is_complete(converted):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import infer_auto_device_map, init_empty_weights
 from safetensors import safe_open
-from small_models import HYBRID, random_ids, random_model, small_config
+from small_models import EVERY_KIND, HYBRID, random_ids, random_model, small_config
 from test_generation import assert_close, uncached_logits
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -164,9 +164,10 @@ def test_trainer_accumulates_to_one_batch(tmp_path):
 # Weights
 
 
-def test_from_the_meta_device(tmp_path):
+@pytest.mark.parametrize("layers", [{}, EVERY_KIND], ids=["hybrid", "every_kind"])
+def test_from_the_meta_device(layers, tmp_path):
     """A model without weights, filled from a state dict, and one loaded from shards."""
-    model = random_model(hybrid_config())
+    model = random_model(small_config(**layers) if layers else hybrid_config())
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     input_ids = random_ids(2, 9)

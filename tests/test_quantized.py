@@ -7,7 +7,7 @@ are a few hundred numbers a layer.
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from small_models import random_ids, random_model, small_config
+from small_models import EVERY_KIND, random_ids, random_model, small_config
 from test_generation import GEOMETRIES
 from test_peft import MIXING, PROJECTIONS, greedy, logits_of, take_a_step
 from transformers import BitsAndBytesConfig, TorchAoConfig
@@ -41,10 +41,12 @@ def scheme(request):
     return make(), weight_type, tolerance
 
 
-@pytest.fixture(params=["global", "hybrid"])
+@pytest.fixture(params=["global", "hybrid", "every_kind"])
 def directory(request, tmp_path):
     """A saved model. bitsandbytes' 4-bit product of a single token needs layers as wide as a multiple of its block of 64."""
-    config = small_config(hidden_size=64, intermediate_size=128, **GEOMETRIES[request.param])
+    config = small_config(
+        hidden_size=64, intermediate_size=128, **{**GEOMETRIES, "every_kind": EVERY_KIND}[request.param]
+    )
     random_model(config).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 

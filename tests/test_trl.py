@@ -6,7 +6,7 @@ import fake_flash
 import pytest
 import torch
 from datasets import Dataset
-from small_models import random_model, small_config
+from small_models import EVERY_KIND, random_model, small_config
 from test_generation import GEOMETRIES
 from tiny_sources import tiny_tokenizer
 from trl import (
@@ -31,10 +31,12 @@ PREFERENCES = [
 ]
 
 
-@pytest.fixture(params=["global", "window", "hybrid"])
+@pytest.fixture(params=["global", "window", "hybrid", "every_kind"])
 def directory(request, tmp_path):
     """A saved model: DPO loads its reference policy from the place that the policy came from."""
-    random_model(small_config(eos_token_id=2, **GEOMETRIES[request.param])).save_pretrained(tmp_path / "model")
+    random_model(
+        small_config(eos_token_id=2, **{**GEOMETRIES, "every_kind": EVERY_KIND}[request.param])
+    ).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
