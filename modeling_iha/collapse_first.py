@@ -129,7 +129,6 @@ class _CollapseFirst(torch.autograd.Function):
         virtual, dtype, head_dim = layer.virtual, layer.dtype, layer.head_dim
         output = torch.empty(layer.batch, layer.num_queries, layer.heads, head_dim, dtype=dtype)
         log_sums = torch.empty(layer.batch, layer.heads, virtual, layer.num_queries, dtype=dtype)
-        training = any(ctx.needs_input_grad)
         queries = torch.empty(virtual, layer.num_queries, head_dim, dtype=dtype)
         keys, values = torch.empty(2, layer.num_keys * virtual, head_dim, dtype=dtype).unbind()
         (buffer,) = layer.buffers(1, layer.num_keys)
@@ -146,10 +145,10 @@ class _CollapseFirst(torch.autograd.Function):
                     block = queries[:, rows].reshape(-1, head_dim)
                     inside = slice(columns.start * virtual, columns.stop * virtual)
                     scores = layer.scores(block, keys[inside], b, rows, columns, bands, buffer)
-                    if training:
+                    if layer.training:
                         log_sums[b, h, :, rows] = scores.amax(dim=-1).view(virtual, -1)
                     weights = torch.softmax(scores, dim=-1, out=scores)
-                    if training:
+                    if layer.training:
                         log_sums[b, h, :, rows] -= weights.amax(dim=-1).log_().view(virtual, -1)
                     collapsed = torch.mm(collapse[h : h + 1], weights.view(virtual, -1))
                     torch.mm(collapsed.view(-1, weights.shape[1]), values[inside], out=output[b, rows, h])
@@ -291,4 +290,7 @@ def collapse_first_attention(
         if rotation is not None:
             rotation = tuple(table.to(dtype).unsqueeze(1) for table in rotation)
         layer = _Layer(query, key, collapse, rotation, documents, window, scaling)
-        return _CollapseFirst.apply(query, key, value, q_mix, k_mix, v_mix, collapse, layer)
+        # Inside the function gradients are off, and what it is told of its inputs is the same under `no_grad`.
+        inputs = (query, key, value, q_mix, k_mix, v_mix, collapse)
+        layer.training = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        return _CollapseFirst.apply(*inputs, layer)
