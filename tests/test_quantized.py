@@ -34,6 +34,9 @@ SCHEMES = {
     "bitsandbytes-nf4": (lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"), "Params4bit", 0.25),
 }
 
+# What is quantised: the projections, those of the FFN and of the composition weights of "dcmha" included.
+LINEAR = ("_proj.weight", ".w1.weight", ".gate.weight")
+
 
 @pytest.fixture(params=SCHEMES)
 def scheme(request):
@@ -64,13 +67,13 @@ def test_quantised_model_works_and_keeps_its_mixing(scheme, directory, tmp_path)
 
     exact = dict(source.named_parameters())
     for name, parameter in model.named_parameters():
-        if name.endswith("_proj.weight"):
+        if name.endswith(LINEAR):
             assert type(parameter).__name__ == weight_type, name
         else:
             assert type(parameter) is torch.nn.Parameter and torch.equal(parameter, exact[name]), name
-    assert sum("_mix." in name or ".collapse." in name for name in exact) == 4 * source.config.attention_kinds.count(
-        "iha"
-    )
+    kinds = source.config.attention_kinds
+    mixing = sum("_mix." in name or ".collapse." in name for name in exact)
+    assert mixing == 4 * kinds.count("iha") + 2 * kinds.count("talking_heads")
 
     expected = logits_of(source)
     quantised = logits_of(model)

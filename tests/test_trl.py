@@ -147,6 +147,8 @@ def test_packed_sft_is_unpacked_sft(core, directory, tmp_path, monkeypatch):
 
     TRL asks for no core: "sdpa" and "eager" read the documents off `position_ids`, flash kernels off `cu_seq_lens_q`.
     """
+    if core == "flash_attention_2" and "dcmha" in (directory / "config.json").read_text():
+        pytest.skip("kinds that change the score matrix refuse flash cores")
     calls = fake_flash.install(monkeypatch)
 
     def loss_and_gradients(packing: bool, core: str):
