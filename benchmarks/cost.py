@@ -133,8 +133,104 @@ def iha(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     )
 
 
+def score_matrix(
+    config: IHAConfig, tokens: int, window: int | None, per_pair: float = 0, linear: float = 0, cached_more: int = 0
+) -> Cost:
+    """A kind that changes the scores, between the projections: `per_pair` more multiply-adds for each pair, parameters in linear maps of
+    every token, and values cached for each. Blocks of scores are computed once more in the backward."""
+    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    cached = tokens if window is None else min(tokens, window - 1)
+    per_pair += 2 * heads * d
+    forward = per_pair * visible_pairs(tokens, 1, window)
+    return Cost(
+        parameters=linear,
+        prefill=forward + tokens * linear,
+        training=4 * forward + 3 * tokens * linear,
+        decode=per_pair * (cached + 1) + linear,
+        cache=(2 * groups * d + cached_more) * cached,
+        kept=tokens * ((2 * heads + 2 * groups) * d + cached_more),
+    )
+
+
+def talking_heads(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Two maps [H, H] of every pair."""
+    maps = 2 * config.num_attention_heads**2
+    return score_matrix(config, tokens, window, per_pair=maps) + Cost(parameters=maps)
+
+
+def diff(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Every softmax once for each half of the values."""
+    twice = mha(config, tokens, window, form)
+    more = Cost(4 * config.head_dim, twice.prefill, twice.training, twice.decode)
+    return twice + more + Cost(kept=tokens * config.num_attention_heads * config.head_dim)
+
+
+def dcmha(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Compositions, two of rank R for each stage (DCMHA, Section 3.3)."""
+    options, heads = config.options_of("dcmha"), config.num_attention_heads
+    groups, rank = options["num_groups"], options["rank"]
+    size = heads // groups
+    stages = 2 if options["stages"] == "both" else 1
+    sides = 2 if options["sides"] == "both" else 1
+    inner = 2 * size * rank
+    weights = groups * inner * (config.hidden_size + 2 * rank * size) + options["gate"] * heads * config.hidden_size
+    base = options["base_map"] * heads * size
+    cached = (options["sides"] != "query") * stages * heads * (2 * rank + options["gate"])
+    per_pair = stages * (sides * 2 * rank * heads + base)
+    return score_matrix(config, tokens, window, per_pair, stages * sides * weights, cached) + Cost(
+        parameters=stages * base
+    )
+
+
+def hyper_feature(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """As many multiply-adds as one score of the whole head; a value product has A projections."""
+    orders = config.hyper_feature_orders[:: config.num_attention_heads // config.num_key_value_heads]
+    more = (sum(orders) - len(orders)) * config.head_dim if config.options_of("hyper_feature")["value_product"] else 0
+    return score_matrix(config, tokens, window) + linear(tokens, config.hidden_size, more, config.attention_bias)
+
+
+def hyper(config: IHAConfig, tokens: int, window: int | None, form: str, kind: str = "hyper") -> Cost:
+    """Pairs (j, k) in place of keys; in the linear form sums [head_dim, head_dim]."""
+    options = {"order": 3, "sharing": False, "linear": False, **config.options_of(kind)}
+    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    stacked = 1 if options["sharing"] else options["order"] - 1
+    more = linear(tokens, config.hidden_size, 2 * (stacked - 1) * groups * d, config.attention_bias)
+    cached = tokens if window is None else min(tokens, window - 1)
+    if options["linear"]:
+        step = heads * options["order"] * d**2
+        forward, decode = tokens * step, (cached + 1) * step
+    else:
+        first, second = options["windows"] or [window, window]
+        spans = [[min(n + 1, span or n + 1) for n in range(tokens)] for span in (first, second)]
+        # Those that are not in order are computed, and masked.
+        pairs = [j * k for j, k in zip(*spans)]
+        forward, decode = 2 * heads * d * sum(pairs), 2 * heads * d * pairs[-1]
+    states = 2 * stacked * groups * d
+    return more + Cost(
+        prefill=forward,
+        training=4 * forward,
+        decode=decode,
+        cache=states * cached,
+        kept=tokens * (2 * heads * d + states),
+    )
+
+
+def simplicial(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """All pairs (j, k)."""
+    return hyper(config, tokens, window, form, kind="simplicial")
+
+
 # Another kind is a function and a line here.
-KINDS = {"mha": mha, "iha": iha}
+KINDS = {
+    "mha": mha,
+    "iha": iha,
+    "talking_heads": talking_heads,
+    "diff": diff,
+    "dcmha": dcmha,
+    "hyper_feature": hyper_feature,
+    "hyper": hyper,
+    "simplicial": simplicial,
+}
 
 
 def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "collapse_first") -> Cost:

@@ -135,7 +135,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (benchmarks/results)")
     args = parser.parse_args()
-    names = ("layer", "window_layer", "schedule", "training_memory", "decode", "decode_model", "prefill")
+    names = (
+        *("layer", "window_layer", "schedule", "training_memory", "decode", "decode_model", "prefill"),
+        "mechanisms",
+    )
     if missing := [name for name in names if not (args.out / f"{name}.json").exists()]:
         parser.error(f"{args.out} lacks {', '.join(missing)}: run these benchmarks first, or `make bench`.")
     results = {name: json.loads((args.out / f"{name}.json").read_text()) for name in names}

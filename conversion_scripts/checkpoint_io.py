@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import (
     AutoConfig,
@@ -25,7 +26,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+    logging,
+)
+from transformers.utils.hub import get_checkpoint_shard_files
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 
@@ -103,6 +113,32 @@ def load_config(source: str | os.PathLike) -> PreTrainedConfig:
     # A damaged checkpoint fails in as many ways as there are readers: the type of the error says nothing more.
     except Exception as error:
         raise UserError(f"{source} has no usable configuration: {one_line(error)}") from error
+
+
+def load_config_dict(source: str | os.PathLike) -> dict:
+    """The entries of the config.json of `source`, a directory or a Hub id, of whatever model. Raises `UserError`."""
+    location, _ = _locate(source)
+    try:
+        return json.loads(Path(cached_file(location, "config.json")).read_text(encoding="utf-8"))
+    except Exception as error:
+        raise UserError(f"{source} has no usable configuration: {one_line(error)}") from error
+
+
+def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
+    """The tensors of `source`, a directory or a Hub id, on CPU, in one file or several: safetensors, else PyTorch's pickles, of
+    which nothing but tensors is read. Raises `UserError`."""
+    location, _ = _locate(source)
+    try:
+        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+            file = cached_file(location, name, _raise_exceptions_for_missing_entries=False)
+            if file is not None:
+                files = get_checkpoint_shard_files(location, file)[0] if name.endswith(".json") else [file]
+                return {key: tensor for path in files for key, tensor in load_state_dict(path).items()}
+    except Exception as error:
+        raise UserError(f"The weights of {source} cannot be read: {one_line(error)}") from error
+    raise UserError(
+        f"{source} holds no weights: expected {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, or the index of either."
+    )
 
 
 def load_model(source: str | os.PathLike, dtype="auto") -> PreTrainedModel:

@@ -1,7 +1,7 @@
 """Convert an IHA checkpoint back to the stock architecture it still computes.
 
-That is possible while every layer is a multi-head attention: kind "mha", or an "iha" layer that is where the exact warm start of
-`convert_llama_to_iha.py` put it. Anything else is refused, naming the first parameter that moved.
+That is possible while every layer is a multi-head attention: kind "mha", or an "iha" or "talking_heads" layer that is where the exact
+warm start of `convert_llama_to_iha.py` put it. Anything else is refused, naming the first parameter that moved.
 """
 
 import argparse
@@ -35,25 +35,13 @@ def check_layers(model: IHAForCausalLM) -> None:
     """Raises `UserError`, naming the first layer and parameter, unless every layer of `model` is a multi-head attention."""
     config = model.config
     for i, kind in enumerate(config.attention_kinds):
-        if kind == "mha":
-            continue
-        if kind != "iha":
-            raise UserError(f"Layer {i} is of kind {kind!r}, which no stock architecture computes.")
-        if config.pseudo_positions != "shared" and config.num_pseudo_heads > 1:
+        if kind not in ("mha", "iha", "talking_heads"):
+            raise UserError(f"Layer {i} is of kind {kind!r}, which none of these architectures computes.")
+        if kind == "iha" and config.pseudo_positions != "shared" and config.num_pseudo_heads > 1:
             raise UserError(
                 f"Layer {i} has pseudo_positions={config.pseudo_positions!r}; only shared positions can equal an MHA."
             )
-        attention = model.model.layers[i].self_attn
-        num_heads, num_groups, p = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
-        value_mixing = attention.v_mix.weight.detach().double()
-        # Offsets of the values count as their sum over the pseudo-heads, whose keys are equal.
-        deviations = {
-            "q_mix": attention.q_mix.weight - identity_mixing(num_heads, p),
-            "k_mix": attention.k_mix.weight - identity_mixing(num_groups, p),
-            "v_mix": (value_mixing - identity_mixing(num_groups, p)).sum(-1),
-            "collapse": attention.collapse.weight - last_pseudo_head(num_heads, p, config.pseudo_collapse),
-        }
-        for name, deviation in deviations.items():
+        for name, deviation in _deviations(model.model.layers[i].self_attn, kind, config).items():
             largest = deviation.abs().max().item()
             if largest > (OFFSET_TOLERANCE if name == "v_mix" else 0.0):
                 raise UserError(
@@ -62,10 +50,27 @@ def check_layers(model: IHAForCausalLM) -> None:
                 )
 
 
+def _deviations(attention: torch.nn.Module, kind: str, config: IHAConfig) -> dict[str, torch.Tensor]:
+    """How far each mixing of a layer is from the warm start, by name."""
+    num_heads, num_groups, p = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
+    if kind == "talking_heads":
+        return {name: getattr(attention, name).weight - torch.eye(num_heads) for name in ("score_mix", "weight_mix")}
+    if kind == "mha":
+        return {}
+    value_mixing = attention.v_mix.weight.detach().double()
+    return {
+        "q_mix": attention.q_mix.weight - identity_mixing(num_heads, p),
+        "k_mix": attention.k_mix.weight - identity_mixing(num_groups, p),
+        # Offsets of the values count as their sum over the pseudo-heads, whose keys are equal.
+        "v_mix": (value_mixing - identity_mixing(num_groups, p)).sum(-1),
+        "collapse": attention.collapse.weight - last_pseudo_head(num_heads, p, config.pseudo_collapse),
+    }
+
+
 def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]:
     """The first row of `ARCHITECTURES` that can hold `model`, and its config. Raises `UserError` when there is none."""
     config = model.config
-    if config.gated_mlp:
+    if config.gated_mlp and config.mlp_gate_groups is None:
         for model_type, architecture in ARCHITECTURES.items():
             target = _target_config(config, model_type)
             fixed = {"attention_bias": architecture.attention_bias, "mlp_bias": architecture.mlp_bias}
@@ -79,7 +84,8 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
             ):
                 return architecture, target
     raise UserError(
-        f"None of {', '.join(ARCHITECTURES)} has this combination: gated_mlp={config.gated_mlp}, use_qk_norm={config.use_qk_norm}, "
+        f"None of {', '.join(ARCHITECTURES)} has this combination: gated_mlp={config.gated_mlp}, "
+        f"mlp_gate_groups={config.mlp_gate_groups}, use_qk_norm={config.use_qk_norm}, "
         f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, layer_types={sorted(set(config.layer_types))}."
     )
 
@@ -100,7 +106,7 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     """
     check_layers(model)
     architecture, config = stock_config(model)
-    mixing = ("q_mix.weight", "k_mix.weight", "v_mix.weight", "collapse.weight")
+    mixing = ("_mix.weight", "collapse.weight")
     state = {
         name: tensor
         for name, tensor in model.state_dict().items()

@@ -4,6 +4,9 @@ The warm start makes every IHA layer compute exactly the multi-head attention it
 its causal form): every pseudo-head is its own head, RoPE positions are shared by a token's pseudo-heads, and the collapse
 selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal mask. Value
 offsets that sum to zero over the pseudo-heads set them apart without changing the result, since their keys are still equal.
+
+A layer of talking heads is the attention it replaces while both of its maps are the identity, one of Dynamically Composable
+Multi-Head Attention while the second projections and the gates of its compositions are zero.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from transformers import (
     MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
@@ -39,6 +43,7 @@ from conversion_scripts.checkpoint_io import (  # noqa: E402
 )
 from model_cards.render import render_card, source_license, source_name  # noqa: E402
 from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
+from modeling_iha.attention_dcmha import CompositionWeights  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,7 @@ HARMLESS_FIELDS = {
     "unsloth_version",
 }
 
+ATTENTION_KINDS = ("iha", "talking_heads", "dcmha")
 SCHEDULES = ("global", "hybrid")
 VALUE_OFFSETS = ("balanced", "none")
 
@@ -165,9 +171,16 @@ def check_source(config: PreTrainedConfig) -> Architecture:
             f"The architecture {config.model_type!r} cannot be converted; supported are {', '.join(ARCHITECTURES)}."
         )
     architecture = ARCHITECTURES[config.model_type]
+    check_fields(config, architecture.fields)
+    return architecture
+
+
+def check_fields(config: PreTrainedConfig, fields: tuple[str, ...]) -> None:
+    """Raises `UserError` for a source config that sets a field which could change what the model computes and is neither shared nor
+    one of its architecture's `fields`."""
     if config.hidden_act not in ACT2FN:
         raise UserError(f"The source config sets hidden_act={config.hidden_act!r}, which Transformers does not have.")
-    known = {*SHARED_FIELDS, *architecture.fields, *HARMLESS_FIELDS}
+    known = {*SHARED_FIELDS, *fields, *HARMLESS_FIELDS}
     for field, value in config.to_dict().items():
         # Absent and switched off are the same thing for an extension of the architecture.
         if field not in known and not field.startswith("_") and value:
@@ -175,19 +188,37 @@ def check_source(config: PreTrainedConfig) -> Architecture:
                 f"The source config sets {field}={value!r}, which {config.model_type} conversion does not know. If it does not "
                 "change the model's output, remove it from config.json."
             )
-    return architecture
+
+
+def new_config(**fields) -> IHAConfig:
+    """`IHAConfig(**fields)`. Raises `UserError` when there can be none."""
+    try:
+        return IHAConfig(**fields)
+    except StrictDataclassError as error:
+        raise UserError(f"No IHA model can be built: {one_line(error.__cause__ or error)}") from error
 
 
 def iha_config(
-    source: PreTrainedConfig, num_pseudo_heads: int, schedule: str = "global", window: int | None = None
+    source: PreTrainedConfig,
+    num_pseudo_heads: int | None = None,
+    schedule: str = "global",
+    window: int | None = None,
+    attention_kind: str = "iha",
 ) -> IHAConfig:
     """The configuration of the converted model. Raises `UserError` when the source or an argument does not allow one."""
     architecture = check_source(source)
+    if (attention_kind == "iha") != (num_pseudo_heads is not None):
+        raise UserError(
+            f"attention kind {attention_kind!r} with num_pseudo_heads={num_pseudo_heads}: 'iha' needs a number of pseudo-heads, and "
+            "no other kind has any."
+        )
+    if attention_kind != "iha" and schedule != "global":
+        raise UserError(f"attention kind {attention_kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
     if (schedule == "hybrid") != (window is not None):
         raise UserError(
             f"schedule={schedule!r} with window={window}: the hybrid schedule needs a window, global has none."
         )
-    kinds, windows = ["iha"], architecture.layer_windows(source)
+    kinds, windows = [attention_kind], architecture.layer_windows(source)
     if schedule == "hybrid":
         # The paper's schedule: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and Appendix C).
         kinds = ["iha", "iha", "iha", "iha", "mha"]
@@ -196,19 +227,16 @@ def iha_config(
     for name in ("attention_bias", "mlp_bias"):
         fixed = getattr(architecture, name)
         fields[name] = getattr(source, name) if fixed is None else fixed
-    try:
-        return IHAConfig(
-            **fields,
-            head_dim=getattr(source, "head_dim", None),
-            use_qk_norm=architecture.use_qk_norm,
-            attention_kinds=[kinds[i % len(kinds)] for i in range(source.num_hidden_layers)],
-            layer_types=["full_attention" if window is None else "sliding_attention" for window in windows],
-            sliding_window=next((window for window in windows if window is not None), None),
-            num_pseudo_heads=num_pseudo_heads,
-            pseudo_positions="shared",
-        )
-    except StrictDataclassError as error:
-        raise UserError(f"No IHA model can be built: {one_line(error.__cause__ or error)}") from error
+    return new_config(
+        **fields,
+        head_dim=getattr(source, "head_dim", None),
+        use_qk_norm=architecture.use_qk_norm,
+        attention_kinds=[kinds[i % len(kinds)] for i in range(source.num_hidden_layers)],
+        layer_types=["full_attention" if window is None else "sliding_attention" for window in windows],
+        sliding_window=next((window for window in windows if window is not None), None),
+        num_pseudo_heads=num_pseudo_heads,
+        pseudo_positions="shared",
+    )
 
 
 def exact_length(source: PreTrainedConfig, config: IHAConfig) -> int | None:
@@ -246,27 +274,29 @@ def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Gen
 
 def convert(
     source: PreTrainedModel,
-    num_pseudo_heads: int,
+    num_pseudo_heads: int | None = None,
     schedule: str = "global",
     window: int | None = None,
     value_offsets: str = "balanced",
     seed: int = 0,
+    attention_kind: str = "iha",
 ) -> IHAForCausalLM:
     """The IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
     Args:
         source: a causal language model of one of `ARCHITECTURES`. The result shares its weights' memory: drop one of the two,
             or copy, before training.
-        num_pseudo_heads (`int`): P.
+        num_pseudo_heads (`int`, *optional*): P, for kind "iha" and for no other.
         schedule (`str`): "global" keeps the geometry of every layer and is exact; "hybrid" is the paper's four sliding "iha"
             layers, then a plain global one, and is exact for sequences of at most `exact_length` tokens.
         window (`int`, *optional*): of the sliding layers of "hybrid", in tokens.
         value_offsets (`str`): "balanced" (`balanced_offsets`) or "none", which leaves the pseudo-heads symmetric.
-        seed (`int`): of the offsets.
+        seed (`int`): of the offsets, and of the first projections of "dcmha".
+        attention_kind (`str`): "iha", "talking_heads" or "dcmha".
 
     Raises `UserError` when the source is not supported or an argument does not fit it.
     """
-    config = iha_config(source.config, num_pseudo_heads, schedule, window)
+    config = iha_config(source.config, num_pseudo_heads, schedule, window, attention_kind)
     generator = torch.Generator().manual_seed(seed)
     num_heads, num_groups = config.num_attention_heads, config.num_key_value_heads
 
@@ -283,7 +313,24 @@ def convert(
             state[layer + "self_attn.k_mix.weight"] = identity_mixing(num_groups, num_pseudo_heads).to(source.dtype)
             state[layer + "self_attn.v_mix.weight"] = value_mixing.to(source.dtype)
             state[layer + "self_attn.collapse.weight"] = last_pseudo_head(num_heads, num_pseudo_heads).to(source.dtype)
+        if kind == "talking_heads":
+            for name in ("score_mix", "weight_mix"):
+                state[layer + f"self_attn.{name}.weight"] = torch.eye(num_heads, dtype=source.dtype)
+        if kind == "dcmha":
+            for name in ("pre_query", "pre_key", "post_query", "post_key"):
+                for parameter, value in identity_composition(config, generator).items():
+                    state[layer + f"self_attn.{name}.{parameter}"] = value.to(source.dtype)
     return build(IHAForCausalLM, config, state, source)
+
+
+def identity_composition(config: IHAConfig, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """The parameters of a `CompositionWeights` that composes nothing yet, float32; its first projections start as usual."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        composition = CompositionWeights(config)
+        composition.init_mechanism(config)
+    composition.init_identity()
+    return composition.state_dict()
 
 
 def build(
@@ -310,22 +357,48 @@ def describe(source: str, source_config: PreTrainedConfig, config: IHAConfig, sc
     lengths = (
         "sequences of any length" if length is None else f"sequences of at most {length} tokens; longer ones differ"
     )
+    how = f"to attention of kind {config.attention_kinds[0]!r}"
+    if "iha" in config.attention_kinds:
+        how = f"with {config.num_pseudo_heads} pseudo-heads and the {schedule} schedule"
     return (
-        f"## Conversion\n\nConverted from {source_name(source)} ({source_config.model_type}) with {config.num_pseudo_heads} "
-        f"pseudo-heads and the {schedule} schedule. Before any further training the model computes what its source does, up to "
-        f"rounding, for {lengths}."
+        f"## Conversion\n\nConverted from {source_name(source)} ({source_config.model_type}) {how}. Before any further training "
+        f"the model computes what its source does, up to rounding, for {lengths}."
     )
+
+
+def write_checkpoint(
+    directory: Path, model: IHAForCausalLM, tokenizer: PreTrainedTokenizerBase, src: str, dst: str, details: str
+) -> None:
+    """Writes model, code, tokenizer and model card into `directory`, which is to become `dst`."""
+    print("Writing model, code, tokenizer and model card", flush=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    card = render_card(
+        model.config,
+        Path(dst).name,
+        base_model=None if Path(src).exists() else src,
+        license=source_license(src),
+        details=details,
+    )
+    (directory / "README.md").write_text(card, encoding="utf-8")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Convert a Llama, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to Interleaved Head Attention, losslessly.",
+        description="Convert a Llama, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to Interleaved Head Attention, talking heads or "
+        "DCMHA, losslessly.",
         epilog="example: python conversion_scripts/convert_llama_to_iha.py HuggingFaceTB/SmolLM2-135M-Instruct "
         "smollm2-iha --num-pseudo-heads 2",
     )
     parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
     parser.add_argument("dst", help="new directory for the converted checkpoint")
-    parser.add_argument("--num-pseudo-heads", type=int, required=True, metavar="P", help="pseudo-heads of each head")
+    parser.add_argument(
+        "--attention-kind",
+        choices=ATTENTION_KINDS,
+        default="iha",
+        help="what the layers become (default: iha)",
+    )
+    parser.add_argument("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; iha needs it")
     parser.add_argument(
         "--schedule",
         choices=SCHEDULES,
@@ -348,7 +421,7 @@ def parse_arguments() -> argparse.Namespace:
         default="auto",
         help="of the weights (default: the source's)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the value offsets (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is random (default: 0)")
     return parser.parse_args()
 
 
@@ -357,7 +430,7 @@ def main() -> None:
     with new_directory(args.dst) as directory:
         print(f"Reading {args.src}", flush=True)
         # All refusals that need no weights come before a long load.
-        iha_config(load_config(args.src), args.num_pseudo_heads, args.schedule, args.window)
+        iha_config(load_config(args.src), args.num_pseudo_heads, args.schedule, args.window, args.attention_kind)
         source = load_model(args.src, args.dtype)
         tokenizer = load_tokenizer(args.src, source.config.vocab_size)
 
@@ -365,20 +438,18 @@ def main() -> None:
             f"Converting {source.config.model_type}, {source.num_parameters():,} parameters, {source.dtype}",
             flush=True,
         )
-        model = convert(source, args.num_pseudo_heads, args.schedule, args.window, args.value_offsets, args.seed)
+        model = convert(
+            source,
+            args.num_pseudo_heads,
+            args.schedule,
+            args.window,
+            args.value_offsets,
+            args.seed,
+            args.attention_kind,
+        )
         details = describe(args.src, source.config, model.config, args.schedule)
 
-        print("Writing model, code, tokenizer and model card", flush=True)
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        card = render_card(
-            model.config,
-            Path(args.dst).name,
-            base_model=None if Path(args.src).exists() else args.src,
-            license=source_license(args.src),
-            details=details,
-        )
-        (directory / "README.md").write_text(card, encoding="utf-8")
+        write_checkpoint(directory, model, tokenizer, args.src, args.dst, details)
     print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.\n{details.splitlines()[-1]}")
 
 

@@ -1,7 +1,7 @@
 """Check on real text that a converted checkpoint computes what its source does, and that the check can fail.
 
-Both models run in float32 over the same tokens. As a control, one mixing matrix of the converted model is broken in memory; the
-same thresholds must reject it.
+Both models run in float32 over the same tokens. As a control, one parameter of a mechanism of the converted model is broken in memory;
+the same thresholds must reject it.
 """
 
 import argparse
@@ -22,6 +22,14 @@ from modeling_iha import IHAForCausalLM  # noqa: E402
 
 DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
 MAX_LOGIT_DIFFERENCE = 1e-3
+# The parameter of each kind of layer whose sign the control reverses.
+CONTROLS = {
+    "iha": "v_mix.weight",
+    "talking_heads": "weight_mix.weight",
+    "diff": "difference.lambda_q1",
+    # Its own parameters multiply others that are zero at the exact start.
+    "dcmha": "v_proj.weight",
+}
 
 
 @dataclass(frozen=True)
@@ -81,13 +89,16 @@ def compare(reference: Run, run: Run) -> Comparison:
 
 
 @torch.no_grad()
-def break_one_mixing(model: IHAForCausalLM) -> str:
-    """Reverse the sign of the value mixing in the first "iha" layer, in place; returns the parameter's name."""
+def break_one_parameter(model: IHAForCausalLM) -> str:
+    """Reverse the sign of one of `CONTROLS` in the first layer that has it, in place; returns the parameter's name."""
     for i, kind in enumerate(model.config.attention_kinds):
-        if kind == "iha":
-            model.model.layers[i].self_attn.v_mix.weight.neg_()
-            return f"model.layers.{i}.self_attn.v_mix.weight"
-    raise UserError("The converted model has no 'iha' layer, so there is no mixing matrix to break as a control.")
+        if kind in CONTROLS:
+            name = f"model.layers.{i}.self_attn.{CONTROLS[kind]}"
+            model.get_parameter(name).neg_()
+            return name
+    raise UserError(
+        f"The converted model has no layer of kind {', '.join(map(repr, CONTROLS))}, so there is nothing to break as a control."
+    )
 
 
 def verify(
@@ -96,7 +107,7 @@ def verify(
     """Compare two float32 models on `tokens` [N]: the comparisons "converted" and "control". `converted` is left broken."""
     reference = run_model(source, tokens, max_new_tokens)
     result = compare(reference, run_model(converted, tokens, max_new_tokens))
-    break_one_mixing(converted)
+    break_one_parameter(converted)
     return {"converted": result, "control": compare(reference, run_model(converted, tokens, max_new_tokens))}
 
 
@@ -166,9 +177,7 @@ def main() -> None:
         args.json.write_text(json.dumps({"tokens": args.tokens, **figures}, indent=2) + "\n", encoding="utf-8")
 
     if results["control"].passed:
-        raise UserError(
-            "The control with a broken mixing matrix passed as well: this text cannot tell the models apart."
-        )
+        raise UserError("The control with a broken parameter passed as well: this text cannot tell the models apart.")
     if not results["converted"].passed:
         hint = " It has sliding layers: see its README.md for the lengths it is exact for, and set --tokens." * (
             converted.config.sliding_window is not None

@@ -12,6 +12,21 @@ from modeling_iha import IHAConfig
 
 TEMPLATE = Path(__file__).with_name("template.md")
 
+# What a layer of each attention kind does, for the reader of a card.
+MECHANISMS = {
+    "mha": "ordinary multi-head attention.",
+    "iha": "Interleaved Head Attention: every head is a learned combination of all heads, and every token takes part in attention as "
+    "{config.num_pseudo_heads} interleaved pseudo-tokens. The KV cache holds base keys and values only, so it is as large as that of "
+    "the same model with ordinary attention.",
+    "talking_heads": "Talking-Heads Attention: the heads mix their attention scores before the softmax and their weights after it.",
+    "dcmha": "Dynamically Composable Multi-Head Attention: before and after the softmax, heads are combined with weights that the "
+    "query's and key's tokens compute. The KV cache holds the key's weights beside each key and value.",
+    "hyper_feature": "HyperFeatureAttention: a head's scores are products of several features' scores.",
+    "hyper": "HyperAttention: every token attends to tuples of tokens.",
+    "simplicial": "2-simplicial attention: every token attends to pairs of tokens.",
+    "diff": "differential attention as in DiffLlama: the difference of two softmaxes over the same values.",
+}
+
 USAGE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
@@ -41,7 +56,7 @@ def render_card(
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["custom_code", "iha", "interleaved-head-attention"],
+        tags=["custom_code", "iha"] + ["interleaved-head-attention"] * ("iha" in config.attention_kinds),
         base_model=base_model,
         license=license,
         datasets=datasets,
@@ -51,7 +66,10 @@ def render_card(
             metadata,
             template_path=str(TEMPLATE),
             name=name,
-            config=config,
+            mechanisms="\n".join(
+                f'- "{kind}": {MECHANISMS[kind].format(config=config)}'
+                for kind in dict.fromkeys(config.attention_kinds)
+            ),
             usage=USAGE.format(name=name),
             details=details.strip(),
             architecture=_architecture(config),
@@ -80,12 +98,12 @@ def _architecture(config: IHAConfig) -> str:
     layers = Counter(zip(config.attention_kinds, config.layer_types))
     rows = [
         ("Attention layers", ", ".join(f"{count} {kind} ({geometry})" for (kind, geometry), count in layers.items())),
-        ("Pseudo-heads (P)", config.num_pseudo_heads),
-        ("Pseudo-head positions", config.pseudo_positions),
         ("Heads, key/value heads", f"{config.num_attention_heads}, {config.num_key_value_heads}"),
         ("Hidden size", config.hidden_size),
         ("Context length", config.max_position_embeddings),
     ]
     if config.sliding_window is not None:
         rows.insert(1, ("Sliding window", f"{config.sliding_window} tokens"))
+    if "iha" in config.attention_kinds:
+        rows += [("Pseudo-heads (P)", config.num_pseudo_heads), ("Pseudo-head positions", config.pseudo_positions)]
     return "\n".join(f"| {name} | {value} |" for name, value in rows)

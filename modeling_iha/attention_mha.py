@@ -29,6 +29,8 @@ class MultiHeadAttention(LlamaAttention):
     num_virtual_tokens = 1
     # Which of the rotary tables of `IHARotaryEmbedding` rotates the queries and keys.
     rope_table = "token"
+    # Whether the cached keys and values are [batch, G, N, head_dim], as config says to whoever allocates a cache.
+    caches_like_llama = True
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -37,6 +39,16 @@ class MultiHeadAttention(LlamaAttention):
         if config.use_qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def project_value(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Values [batch, N, G * head_dim] of hidden states [batch, N, hidden_size]."""
+        return self.v_proj(hidden_states)
+
+    def rotate(
+        self, query_states: torch.Tensor, key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """RoPE on queries [batch, H, N, head_dim] and keys [batch, G, N, head_dim] by tables [batch, N, head_dim]."""
+        return apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
     def project(
         self,
@@ -50,13 +62,12 @@ class MultiHeadAttention(LlamaAttention):
 
         query_states = self.q_proj(hidden_states).view(hidden_shape)
         key_states = self.k_proj(hidden_states).view(hidden_shape)
-        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.project_value(hidden_states).view(hidden_shape).transpose(1, 2)
         if self.config.use_qk_norm:
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
         query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
 
-        cos, sin = position_embeddings[self.rope_table]
-        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        query_states, key_states = self.rotate(query_states, key_states, *position_embeddings[self.rope_table])
 
         if past_key_values is not None:
             key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)

@@ -23,8 +23,14 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention_dcmha import DynamicallyComposableAttention
+from .attention_diff import DifferentialAttention
+from .attention_hyper import HyperAttention
+from .attention_hyper_feature import HyperFeatureAttention
 from .attention_iha import InterleavedHeadAttention
 from .attention_mha import MultiHeadAttention
+from .attention_simplicial import SimplicialAttention
+from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
 from .virtual_sequence import check_packing, create_masks
 
@@ -33,6 +39,12 @@ from .virtual_sequence import check_packing, create_masks
 ATTENTION_CLASSES = {
     "mha": MultiHeadAttention,
     "iha": InterleavedHeadAttention,
+    "talking_heads": TalkingHeadsAttention,
+    "diff": DifferentialAttention,
+    "hyper_feature": HyperFeatureAttention,
+    "hyper": HyperAttention,
+    "simplicial": SimplicialAttention,
+    "dcmha": DynamicallyComposableAttention,
 }
 
 
@@ -87,8 +99,30 @@ class IHAMLP(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
+class GroupGatedMLP(LlamaMLP):
+    """Llama's FFN with a softmax over groups of its channels that scales each group: the "mgate" FFN of the released DCFormers."""
+
+    def __init__(self, config: IHAConfig):
+        super().__init__(config)
+        self.group_size = config.intermediate_size // config.mlp_gate_groups
+        self.group_gate = nn.Linear(config.hidden_size, config.mlp_gate_groups, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        groups = (self.act_fn(self.gate_proj(x)) * self.up_proj(x)).unflatten(-1, (-1, self.group_size))
+        scores = self.group_gate(x)
+        gate = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
+        return self.down_proj((groups * gate.unsqueeze(-1)).flatten(-2))
+
+
+def make_mlp(config: IHAConfig) -> nn.Module:
+    """The FFN that the config asks for."""
+    if config.mlp_gate_groups is not None:
+        return GroupGatedMLP(config)
+    return LlamaMLP(config) if config.gated_mlp else IHAMLP(config)
+
+
 class IHADecoderLayer(LlamaDecoderLayer):
-    """Llama's layer, its forward included, with the layer's own kind of attention and either FFN."""
+    """Llama's layer, its forward included, with the layer's own kind of attention and the config's FFN."""
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         nn.Module.__init__(self)  # Llama's would first build the attention and FFN that are replaced here
@@ -96,7 +130,7 @@ class IHADecoderLayer(LlamaDecoderLayer):
 
         self.self_attn = ATTENTION_CLASSES[config.attention_kinds[layer_idx]](config=config, layer_idx=layer_idx)
 
-        self.mlp = LlamaMLP(config) if config.gated_mlp else IHAMLP(config)
+        self.mlp = make_mlp(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -255,16 +289,23 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """As in [`GenerationMixin`], whose paged cache is filled inside the attention core, where the keys are already those of
-        virtual tokens: refused but for a model of full "mha" layers."""
+        """As in [`GenerationMixin`], whose paged cache is filled inside the attention core: an "iha" layer's keys are those of virtual
+        tokens there, a "diff" layer calls its core twice. Refused but for a model of full "mha" layers."""
         if set(self.config.attention_kinds) != {"mha"} or "sliding_attention" in self.config.layer_types:
             raise NotImplementedError(
-                "Continuous batching (generate_batch, transformers serve --continuous-batching) stores one key per token in its "
-                "paged cache, and this model has layers with several, or with a window. Use generate, which takes batches too."
+                "Continuous batching (generate_batch, transformers serve --continuous-batching) fills a paged cache inside the attention "
+                "core, which only full-attention layers of kind 'mha' allow. Use generate, which takes batches too."
             )
         if self.config._attn_implementation == "collapse_first":
             self.set_attn_implementation("sdpa")  # What it is for these layers, by the name that paged caches know
         return super().init_continuous_batching(*args, **kwargs)
+
+    def _get_static_cache_init_shape(self):
+        """As in [`GenerationMixin`], which allocates static caches ahead of a prefill in chunks; but a kind that caches more than
+        Llama waits for its first keys and values (`None`)."""
+        if not all(layer.self_attn.caches_like_llama for layer in self.model.layers):
+            return None
+        return super()._get_static_cache_init_shape()
 
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs

@@ -1,8 +1,12 @@
 """Base of the attention kinds that change the scores or the weights between query and key, which no stock core exposes."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.utils.checkpoint
 from transformers.models.llama.modeling_llama import repeat_kv
+from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
@@ -10,6 +14,8 @@ from .configuration_iha import IHAConfig
 
 # Queries to a block: its scores, [batch, H, BLOCK, keys], are all that exists of the score matrix at a time.
 BLOCK = 128
+# Masks hide by the lowest number of their dtype, of which float16's is the highest.
+HIDDEN = torch.finfo(torch.float16).min
 
 
 def block_bias(
@@ -41,11 +47,16 @@ def block_bias(
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest).unsqueeze(1)
 
 
+def join(blocks: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """The blocks in one tensor; a single block is that tensor itself, of which a caller may ask for its gradient."""
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=dim)
+
+
 class ScoreMatrixAttention(MultiHeadAttention):
     """Attention in blocks of queries, in which a kind may change the scores before the softmax and the weights after it.
 
-    In training each block is recomputed in the backward, so that scores are never kept for all queries. Masks are SDPA's or
-    eager's; a flash core or FlexAttention never builds the scores and is refused.
+    In training each block is recomputed in the backward, so that scores are never kept for all queries (not inside
+    `torch.compile`). Masks are SDPA's or eager's; a flash core or FlexAttention never builds the scores and is refused.
     """
 
     def __init__(self, config: IHAConfig, layer_idx: int):
@@ -73,19 +84,24 @@ class ScoreMatrixAttention(MultiHeadAttention):
         """Scaled scores [batch, H, rows, columns] of queries [batch, H, rows, any] and keys [batch, G, columns, any]."""
         return torch.matmul(query, repeat_kv(key, self.num_key_value_groups).transpose(2, 3)) * self.scaling
 
+    def normalize_scores(self, scores: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """The weights [batch, H, rows, columns] of the scores under the additive float32 mask of `block_bias`."""
+        return torch.softmax(scores.float() + bias, dim=-1).to(scores.dtype)
+
     def attend_block(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        bias: torch.Tensor,
+        bias: Callable[[], torch.Tensor],
         rows: slice,
         columns: slice,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries."""
+        """Output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries, under the mask that `bias`
+        makes: made here, it is not kept for the backward."""
         scores = self.compose_scores(self.raw_scores(query, key), rows, columns, **kwargs)
-        weights = torch.softmax(scores.float() + bias, dim=-1).to(query.dtype)
+        weights = self.normalize_scores(scores, bias())
         weights = self.compose_weights(weights, rows, columns, **kwargs)
         weights = torch.nn.functional.dropout(weights, p=self.attention_dropout, training=self.training)
         output = torch.matmul(weights, repeat_kv(value, self.num_key_value_groups))
@@ -106,14 +122,16 @@ class ScoreMatrixAttention(MultiHeadAttention):
         from_positions = attention_mask is None or attention_mask.ndim == 2
         window = self.sliding_window if attention_mask is not None and from_positions else None
 
+        # A traced loop is unrolled, and would be compiled anew for every number of blocks: there one block takes all queries.
+        block_size, starts = (length, [0]) if is_tracing(query_states) else (BLOCK, range(0, length, BLOCK))
         outputs, weights = [], []
-        for start in range(0, length, BLOCK):
-            rows = slice(start, min(start + BLOCK, length))
+        for start in starts:
+            rows = slice(start, min(start + block_size, length))
             columns = slice(0, num_keys)
             if from_positions:
                 first = 0 if window is None else max(0, start + offset - window + 1)
                 columns = slice(first, min(rows.stop + offset, num_keys))
-            bias = block_bias(attention_mask, rows, columns, offset, window, query_states)
+            bias = partial(block_bias, attention_mask, rows, columns, offset, window, query_states)
             block = (
                 query_states[:, :, rows],
                 key_states[:, :, columns],
@@ -122,7 +140,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
                 rows,
                 columns,
             )
-            if torch.is_grad_enabled() and length > BLOCK:
+            if torch.is_grad_enabled() and len(starts) > 1:
                 output, block_weights = torch.utils.checkpoint.checkpoint(
                     self.attend_block, *block, use_reentrant=False, **kwargs
                 )
@@ -131,5 +149,4 @@ class ScoreMatrixAttention(MultiHeadAttention):
             outputs.append(output)
             if self.config._attn_implementation == "eager":
                 weights.append(block_weights)
-        weights = torch.cat(weights, dim=2) if weights else None
-        return torch.cat(outputs, dim=1), weights
+        return join(outputs, dim=1), join(weights, dim=2) if weights else None

@@ -44,8 +44,9 @@ example:
   accelerate launch --config_file sft/accelerate_configs/single.yaml sft/train.py --config sft/recipes/demo/sft.yaml \\
       --model_name_or_path checkpoints/smollm2-iha --dataset_name rows.jsonl --output_dir outputs/demo
 """
-# The modules of an "iha" layer that mix heads or collapse pseudo-heads (IHA, Algorithm 1).
-MIXING_MODULES = {"q_mix", "k_mix", "v_mix", "collapse"}
+# The modules that mix heads or collapse pseudo-heads, with entries of order 1: of an "iha" layer (IHA, Algorithm 1) and of a
+# "talking_heads" layer.
+MIXING_MODULES = {"q_mix", "k_mix", "v_mix", "collapse", "score_mix", "weight_mix"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -5,6 +5,7 @@ from copy import deepcopy
 import torch
 
 from modeling_iha import IHAConfig, IHAForCausalLM, base_attention, collapse_first
+from modeling_iha.configuration_iha import ATTENTION_OPTIONS
 
 
 # Every pairing of attention kind and layer type; takes a `sliding_window`.
@@ -13,6 +14,9 @@ HYBRID = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
     "num_hidden_layers": 4,
 }
+
+# One layer of each attention kind.
+EVERY_KIND = {"attention_kinds": list(ATTENTION_OPTIONS), "num_hidden_layers": len(ATTENTION_OPTIONS)}
 
 
 def small_config(**overrides) -> IHAConfig:

@@ -16,6 +16,7 @@ import decode  # noqa: E402
 import decode_model  # noqa: E402
 import harness  # noqa: E402
 import layer  # noqa: E402
+import mechanisms  # noqa: E402
 import prefill  # noqa: E402
 import report  # noqa: E402
 import schedule  # noqa: E402
@@ -32,6 +33,7 @@ COMMANDS = {
     decode: [],
     decode_model: ["--new-tokens", "2"],
     prefill: ["--window", "16"],
+    mechanisms: [],
 }
 
 

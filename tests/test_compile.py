@@ -21,6 +21,31 @@ GEOMETRIES = {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 4,
     },
+    "talking_heads": {"num_hidden_layers": 1, "attention_kinds": "talking_heads"},
+    "diff": {"num_hidden_layers": 1, "attention_kinds": "diff"},
+    "hyper_feature": {
+        "num_hidden_layers": 1,
+        "attention_kinds": "hyper_feature",
+        "attention_options": {"hyper_feature": {"orders": [1, 1, 2, 2], "value_product": True}},
+    },
+    "hyper": {
+        "num_hidden_layers": 1,
+        "attention_kinds": "hyper",
+        "attention_options": {"hyper": {"sharing": False}},
+    },
+    "hyper_linear": {
+        "num_hidden_layers": 1,
+        "attention_kinds": "hyper",
+        "attention_options": {"hyper": {"linear": True, "order": 4}},
+    },
+    "simplicial": {
+        "num_hidden_layers": 1,
+        "attention_kinds": "simplicial",
+        "attention_options": {"simplicial": {"windows": [2, 4]}},
+        "layer_types": "sliding_attention",
+        "sliding_window": 4,
+    },
+    "dcmha": {"num_hidden_layers": 1, "attention_kinds": "dcmha"},
 }
 
 
@@ -57,7 +82,10 @@ def test_forward(geometry, core):
 
 
 @pytest.mark.parametrize("inputs", ["plain", "padded", "packed"])
-@pytest.mark.parametrize("geometry", ["global", "hybrid"])
+@pytest.mark.parametrize(
+    "geometry",
+    ["global", "hybrid", "talking_heads", "diff", "dcmha", "hyper_feature", "hyper", "hyper_linear", "simplicial"],
+)
 def test_backward(geometry, inputs):
     model = geometry_model(geometry)
     input_ids = random_ids(1, 8)
@@ -93,7 +121,7 @@ def test_decoding_from_a_static_cache(geometry):
         assert_close(logits, expected[:, n : n + 1])
         compiled_after.append(graphs())
     assert not counters["graph_break"]
-    if geometry == "hybrid":
+    if model.config.sliding_window is not None:
         assert compiled_after[-1] <= 3 and compiled_after[2:] == compiled_after[-1:] * 9
     else:
         assert compiled_after == [1] * 11

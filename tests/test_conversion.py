@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import random_ids
+from small_models import EVERY_KIND, random_ids, random_model, small_config
 from tiny_sources import CHAT_TEMPLATE, SOURCES, VOCAB_SIZE, save_tiny_source, tiny_source, tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -26,7 +26,9 @@ from conversion_scripts import convert_iha_to_llama, convert_llama_to_iha, push_
 from conversion_scripts.checkpoint_io import UserError, load_in_clean_process, new_directory, run_cli
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert, exact_length, iha_config, last_pseudo_head
+from model_cards.render import MECHANISMS
 from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.configuration_iha import ATTENTION_OPTIONS
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,10 +80,48 @@ def test_converted_model_computes_what_its_source_does(name, num_pseudo_heads):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_bfloat16_conversion_adds_no_rounding(name):
+def test_converted_to_talking_heads(name):
+    source = tiny_source(name)
+    expected, tokens = logits(source), continuation(source)
+    model = convert(source, attention_kind="talking_heads")
+    assert set(model.config.attention_kinds) == {"talking_heads"} and exact_length(source.config, model.config) is None
+    assert_equal_logits(logits(model), expected)
+    assert continuation(model) == tokens
+    restored = convert_back(model)
+    assert restored.state_dict().keys() == source.state_dict().keys()
+    assert torch.equal(logits(restored), expected)
+    with torch.no_grad():
+        model.model.layers[3].self_attn.score_mix.weight[0, 1] += 2**-6
+    with pytest.raises(UserError, match=r"model\.layers\.3\.self_attn\.score_mix\.weight has moved by up to 0\.016"):
+        convert_back(model)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_converted_to_dcmha(name):
+    """The same logits, and nothing is dead: the second projections and the gates get gradients at once, the first after a step."""
+    source = tiny_source(name)
+    expected, tokens = logits(source), continuation(source)
+    model = convert(source, attention_kind="dcmha")
+    assert_equal_logits(logits(model), expected)
+    assert continuation(model) == tokens
+    own = {name: p for name, p in model.named_parameters() if "pre_" in name or "post_" in name}
+    for step in range(2):
+        model(torch.arange(5, 14)[None]).logits.square().sum().backward()
+        assert all(p.grad.abs().max() > 0 for name, p in own.items() if step or "w1" not in name)
+        torch.optim.SGD(own.values(), lr=1e-3).step()
+    assert (logits(model) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"num_pseudo_heads": 3}, {"attention_kind": "talking_heads"}, {"attention_kind": "dcmha"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", SOURCES)
+def test_bfloat16_conversion_adds_no_rounding(name, arguments):
     """Mixing, offsets included, is exact in bfloat16: both models upcast to float32 agree as float32 models do."""
     source = tiny_source(name, torch.bfloat16)
-    model = convert(source, 3)
+    model = convert(source, **arguments)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert_equal_logits(logits(model.float()), logits(source.float()))
 
@@ -201,6 +241,9 @@ def test_fields_that_mean_nothing_are_ignored():
         ((2, "hybrid"), "needs a window"),
         ((2, "global", 8), "global has none"),
         ((2, "hybrid", 0), "sliding_window=0"),
+        ((None,), "'iha' needs a number of pseudo-heads"),
+        ((2, "global", None, "none", 0, "talking_heads"), "'talking_heads' with num_pseudo_heads=2"),
+        ((None, "hybrid", 8, "none", 0, "talking_heads"), "only 'iha' has that schedule"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments, message):
@@ -274,6 +317,12 @@ def test_no_stock_architecture_is_refused():
         convert_back(convert(tiny_source("mistral-sliding"), 2, "hybrid", window=5))
     with pytest.raises(UserError, match="gated_mlp=False"):
         convert_back(IHAForCausalLM(IHAConfig.from_preset("tiny", attention_kinds="mha", gated_mlp=False)))
+    with pytest.raises(UserError, match="Layer 0 is of kind 'diff'"):
+        convert_back(IHAForCausalLM(IHAConfig.from_preset("tiny", attention_kinds="diff")))
+    with pytest.raises(UserError, match="mlp_gate_groups=4"):
+        convert_back(IHAForCausalLM(IHAConfig.from_preset("tiny", attention_kinds="mha", mlp_gate_groups=4)))
+    with pytest.raises(UserError, match="Layer 0 is of kind 'dcmha'"):
+        convert_back(IHAForCausalLM(IHAConfig.from_preset("tiny", attention_kinds="dcmha")))
     model = convert(tiny_source(), 2)
     model.config.pseudo_positions = "interleaved"
     with pytest.raises(UserError, match="pseudo_positions='interleaved'"):
@@ -302,6 +351,19 @@ def converted(tmp_path_factory):
         patch.setattr(sys, "argv", ["convert", *map(str, arguments)])
         convert_llama_to_iha.main()
     return folder
+
+
+def test_every_kind_as_remote_code(tmp_path):
+    """All files ship with any model: one of all kinds, from its directory where the package is not."""
+    model = random_model(small_config(**EVERY_KIND))
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    prompt = "a b c"
+    reply = load_in_clean_process(tmp_path, prompt, max_new_tokens=6)
+    assert reply["parameters"] == model.num_parameters()
+    input_ids = tiny_tokenizer()(prompt, return_tensors="pt")["input_ids"]
+    expected = model.generate(input_ids, max_new_tokens=6, do_sample=False)[0, input_ids.shape[1] :]
+    assert reply["token_ids"] == expected.tolist()
 
 
 def test_converted_directory_is_complete(converted):
@@ -335,6 +397,10 @@ def test_model_card(converted):
         assert line in card.splitlines(), card
     assert "for sequences of any length" in card
     assert str(converted) not in card
+
+
+def test_a_card_can_describe_every_kind():
+    assert MECHANISMS.keys() == ATTENTION_OPTIONS.keys()
 
 
 @pytest.mark.parametrize(
@@ -392,6 +458,30 @@ def test_verify_accepts_the_conversion(converted, tmp_path, monkeypatch, capsys)
     assert figures["control"]["mean_kl"] > 1e-3
 
 
+def test_dcmha_command(converted, tmp_path, monkeypatch, capsys):
+    """There, and verified."""
+    to_dcmha = (converted / "source", tmp_path / "dcmha", "--attention-kind", "dcmha")
+    code, out, err = command(monkeypatch, capsys, convert_llama_to_iha, *to_dcmha)
+    assert code == 0 and "to attention of kind 'dcmha'" in out, err
+    check = (converted / "source", tmp_path / "dcmha", "--tokens", 40, "--max-new-tokens", 20)
+    code, out, err = command(monkeypatch, capsys, verify_conversion, *check)
+    assert code == 0 and "exact up to rounding" in out, err
+
+
+def test_talking_heads_command(converted, tmp_path, monkeypatch, capsys):
+    """There, verified, and back."""
+    to_talking = (converted / "source", tmp_path / "talking", "--attention-kind", "talking_heads")
+    code, out, err = command(monkeypatch, capsys, convert_llama_to_iha, *to_talking)
+    assert code == 0 and "to attention of kind 'talking_heads'" in out, err
+    card = (tmp_path / "talking" / "README.md").read_text()
+    assert "| Attention layers | 3 talking_heads (full_attention), 3 talking_heads (sliding_attention) |" in card
+    assert "pseudo" not in card.lower()
+    check = (converted / "source", tmp_path / "talking", "--tokens", 40, "--max-new-tokens", 20)
+    code, out, err = command(monkeypatch, capsys, verify_conversion, *check)
+    assert code == 0 and "exact up to rounding" in out, err
+    assert command(monkeypatch, capsys, convert_iha_to_llama, tmp_path / "talking", tmp_path / "back")[0] == 0
+
+
 def test_verify_refuses_a_changed_conversion(converted, tmp_path, monkeypatch, capsys):
     changed = copy_directory(converted / "iha", tmp_path / "changed")
     weights = load_file(changed / "model.safetensors")
@@ -404,7 +494,7 @@ def test_verify_refuses_a_changed_conversion(converted, tmp_path, monkeypatch, c
 
 
 def test_verify_refuses_a_control_that_passes(converted, monkeypatch, capsys):
-    monkeypatch.setattr(verify_conversion, "break_one_mixing", lambda model: None)
+    monkeypatch.setattr(verify_conversion, "break_one_parameter", lambda model: None)
     code, _, err = command(
         monkeypatch,
         capsys,
@@ -416,7 +506,7 @@ def test_verify_refuses_a_control_that_passes(converted, monkeypatch, capsys):
         "--max-new-tokens",
         20,
     )
-    assert code == 1 and "control with a broken mixing matrix passed" in last_line(err)
+    assert code == 1 and "control with a broken parameter passed" in last_line(err)
 
 
 def test_verify_a_hybrid_within_and_beyond_its_window(tmp_path, monkeypatch, capsys):

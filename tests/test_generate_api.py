@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from small_models import random_ids, random_model, small_config
-from test_generation import GEOMETRIES, assert_close, logits_in_chunks, uncached_logits
+from test_generation import GEOMETRIES, SCORE_MATRIX, assert_close, logits_in_chunks, uncached_logits
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -26,7 +26,10 @@ from transformers import (
 
 PROMPT, NEW = 9, 8
 # A global layer keeps everything and a window layer drops tokens; a prompt of 9 fills every window here.
-KEEPING_AND_DROPPING = ["global", "window", "window_mha", "hybrid", "hybrid_window_of_1"]
+KEEPING_AND_DROPPING = [
+    *("global", "window", "window_mha", "hybrid", "hybrid_window_of_1", "diff"),
+    *sorted(SCORE_MATRIX),
+]
 
 
 def geometry_model(geometry, **options):

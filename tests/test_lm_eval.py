@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from small_models import random_model, small_config
+from small_models import EVERY_KIND, random_model, small_config
 from test_generation import GEOMETRIES
 from tiny_sources import tiny_tokenizer
 
@@ -81,8 +81,10 @@ def log_likelihood(model, context: str, choice: str) -> float:
 
 def test_lm_eval_sees_the_model_of_a_direct_call(tmp_path):
     models = {}
-    for geometry in ("global", "hybrid"):
-        models[geometry] = random_model(small_config(eos_token_id=2, bos_token_id=1, **GEOMETRIES[geometry]))
+    for geometry in ("global", "hybrid", "every_kind"):
+        models[geometry] = random_model(
+            small_config(eos_token_id=2, bos_token_id=1, **{**GEOMETRIES, "every_kind": EVERY_KIND}[geometry])
+        )
         models[geometry].save_pretrained(tmp_path / geometry)
         tiny_tokenizer().save_pretrained(tmp_path / geometry)
     rows = tmp_path / "rows.jsonl"

@@ -5,7 +5,7 @@ import fake_flash
 import pytest
 import torch
 from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, small_config
-from test_generation import GEOMETRIES, assert_close
+from test_generation import GEOMETRIES, SCORE_MATRIX, assert_close, skip_if_refused
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from modeling_iha import virtual_sequence
@@ -30,6 +30,7 @@ def on_cpu(monkeypatch):
 
 
 def geometry_model(geometry, core, **options):
+    skip_if_refused(geometry, core)
     model = random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}), **options)
     model.set_attn_implementation(core)
     return model
@@ -58,7 +59,7 @@ def test_padding_changes_no_row(core, geometry, side):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("geometry", ["global", "hybrid", "hybrid_window_of_1"])
+@pytest.mark.parametrize("geometry", ["global", "hybrid", "hybrid_window_of_1", "diff", *sorted(SCORE_MATRIX)])
 @pytest.mark.parametrize("core", CORES)
 def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
     """Neither in logits nor in gradients (flex_attention has no CPU backward), and the other row does not notice."""
@@ -150,6 +151,7 @@ def packing_error(model, rows=1, **inputs):
 @pytest.mark.parametrize("core", CORES)
 def test_packed_equals_separate(core, geometry, positions):
     """With everything that a padding-free collator gives."""
+    skip_if_refused(geometry, core)
     config = small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})
     model = random_model(config)
     model.set_attn_implementation(core)

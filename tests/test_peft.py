@@ -18,7 +18,14 @@ from modeling_iha import IHAForCausalLM
 from sft import train
 
 
-MIXING = sorted(train.MIXING_MODULES)
+# The modules that each kind adds to the projections. `train.py` trains all but the last at a rate of their own.
+MODULES = {
+    "iha": ["collapse", "k_mix", "q_mix", "v_mix"],
+    "talking_heads": ["score_mix", "weight_mix"],
+    "mha": [],
+    "diff": ["difference"],
+}
+MIXING = MODULES["iha"]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -56,16 +63,17 @@ def greedy(model, input_ids, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("geometry", ["global", "no_gqa", "hybrid"])
+@pytest.mark.parametrize("geometry", ["global", "no_gqa", "hybrid", "talking_heads", "diff"])
 def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
     config = small_config(**GEOMETRIES[geometry])
     base = logits_of(random_model(config))
-    model = get_peft_model(random_model(config), lora(use_dora=use_dora))
+    modules = sorted({module for kind in config.attention_kinds for module in MODULES[kind]})
+    model = get_peft_model(random_model(config), lora(use_dora=use_dora, modules_to_save=modules))
 
     changed = take_a_step(model)
     assert changed == {name for name, _ in model.named_parameters() if "lora_" in name or ".modules_to_save." in name}
-    mixing_layers = config.attention_kinds.count("iha")
-    assert sum(".modules_to_save." in name for name in changed) == 4 * mixing_layers
+    parameters = {"iha": 4, "mha": 0, "talking_heads": 2, "diff": 4}
+    assert sum(".modules_to_save." in name for name in changed) == sum(map(parameters.get, config.attention_kinds))
     adapted = logits_of(model)
     with model.disable_adapter():
         assert torch.equal(logits_of(model), base)
@@ -83,10 +91,10 @@ def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
     assert torch.equal(logits_of(again), logits_of(merged))
 
 
-@pytest.mark.parametrize("module", MIXING)
-def test_each_mixing_module_counts_from_the_adapter(module):
+@pytest.mark.parametrize(("kind", "module"), [(kind, module) for kind in MODULES for module in MODULES[kind]])
+def test_each_mixing_module_counts_from_the_adapter(kind, module):
     """The saved copy of a module is what runs: PEFT replaces a module, and would change nothing for a bare parameter."""
-    model = get_peft_model(random_model(small_config()), lora(modules_to_save=[module]))
+    model = get_peft_model(random_model(small_config(attention_kinds=kind)), lora(modules_to_save=[module]))
     before = logits_of(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -134,7 +142,7 @@ result = {"module": type(base).__module__, "logits": [model.eval()(input_ids).lo
 # Learned prompts
 
 
-@pytest.mark.parametrize("geometry", ["global", "window", "hybrid"])
+@pytest.mark.parametrize("geometry", ["global", "window", "hybrid", "talking_heads", "diff"])
 def test_prompt_tuning(geometry, tmp_path):
     config = small_config(**GEOMETRIES[geometry])
     model = get_peft_model(random_model(config), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
@@ -153,7 +161,7 @@ def test_prompt_tuning(geometry, tmp_path):
     assert torch.equal(generated, greedy(model, input_ids, 6))
 
 
-@pytest.mark.parametrize("geometry", ["global", "window", "hybrid"])
+@pytest.mark.parametrize("geometry", ["global", "window", "hybrid", "talking_heads", "diff"])
 def test_prefix_tuning(geometry, tmp_path):
     """The learned keys and values are the heads', as the cache holds them, and are mixed like any other token's."""
     config = small_config(**GEOMETRIES[geometry])
@@ -203,6 +211,12 @@ def test_mixing_keeps_its_parameter_group_under_peft(tiny, tmp_path):
     }
     assert groups[-1]["lr"] == pytest.approx(1e-2) and groups[-1]["weight_decay"] == 0.0
     assert {group["lr"] for group in groups[:-1]} == {1e-3}
+
+
+@pytest.mark.parametrize("kind", ["iha", "talking_heads"])
+def test_adapters_leave_the_mixing_trainable(kind):
+    model = random_model(small_config(attention_kinds=kind))
+    assert train.lora_config(train.RunArguments("", "", use_peft=True), model).modules_to_save == MODULES[kind]
 
 
 def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(tiny, tmp_path):

@@ -1,13 +1,17 @@
-"""The model against the loops of `references/iha.py`: forward and gradients, and all attention cores against each
-other.
+"""The model against the loops of `references/`: forward and gradients, and all attention cores against each other. What is
+particular to a kind is in its own file.
 
 Tolerances are relative to the largest entry of what is compared (`relative_error`).
 """
 
+from functools import partial
+
 import fake_flash
 import pytest
 import torch
-from references.iha import AttentionOptions, causal_lm, iha_attention, llama_inv_freq
+from references.diff import diff_attention
+from references.iha import AttentionOptions, causal_lm, iha_attention, llama_inv_freq, mha_attention
+from references.talking_heads import talking_heads_attention
 from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, small_config
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
@@ -43,6 +47,9 @@ LLAMA = {
 CORES = ["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"]
 
 
+REFERENCES = {"mha": mha_attention, "iha": iha_attention, "talking_heads": talking_heads_attention}
+
+
 def relative_error(actual, expected):
     """Largest difference over the largest expected entry, or over 1 where all that is expected is 0: everything here
     is of order one, but a query that sees a single key has no gradient."""
@@ -70,6 +77,14 @@ def reference_layers(config):
             norm_eps=config.rms_norm_eps,
         )
         for kind, layer_type in zip(config.attention_kinds, config.layer_types)
+    ]
+
+
+def reference_attentions(config):
+    """The reference's function for every layer of a model."""
+    return [
+        partial(diff_attention, layer_idx=i) if kind == "diff" else REFERENCES[kind]
+        for i, kind in enumerate(config.attention_kinds)
     ]
 
 
@@ -105,7 +120,7 @@ def assert_attention_matches(config, tolerance, gradient_tolerance=None, dtype=t
     attention = model.model.layers[0].self_attn
     expected_hidden = hidden.detach().double().requires_grad_()
     weights = reference_weights(attention)
-    expected = iha_attention(expected_hidden, weights, reference_layers(config)[0])
+    expected = reference_attentions(config)[0](expected_hidden, weights, reference_layers(config)[0])
 
     assert relative_error(output, expected) < tolerance
     actual_gradients = gradients(output, {"input": hidden, **dict(attention.named_parameters())})
@@ -123,8 +138,9 @@ def assert_gradients_match(actual, expected, tolerance):
 def reference_logits(model, input_ids, **inputs):
     """The reference's logits for a model, and the float64 weights they depend on."""
     weights = reference_weights(model)
-    layers = reference_layers(model.config)
-    return causal_lm(input_ids, weights, layers, ACT2FN[model.config.hidden_act], **inputs), weights
+    config = model.config
+    layers, attentions = reference_layers(config), reference_attentions(config)
+    return causal_lm(input_ids, weights, layers, ACT2FN[config.hidden_act], attentions, **inputs), weights
 
 
 @pytest.fixture
@@ -237,8 +253,12 @@ def test_attention_matches_reference_in_bfloat16(num_pseudo_heads, collapse, pos
             "gated_mlp": False,
             "mlp_bias": True,
         },
+        {"attention_kinds": ["iha", "mha", "talking_heads", "diff"], "num_hidden_layers": 4},
     ],
-    ids=["plain", "qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid", "hybrid_everything"],
+    ids=[
+        *("plain", "qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid", "hybrid_everything"),
+        "every_kind",
+    ],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FP32), (torch.float64, FP64)], ids=["fp32", "fp64"])
 def test_model_matches_reference(overrides, dtype, tolerance):

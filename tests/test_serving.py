@@ -126,8 +126,10 @@ def test_text_generation_pipeline(checkpoint, reply):
         {"num_pseudo_heads": 1},
         {**HYBRID, "sliding_window": 4},
         {"attention_kinds": "mha", "layer_types": "sliding_attention", "sliding_window": 4},
+        {"attention_kinds": "talking_heads"},
+        {"attention_kinds": "diff"},
     ],
-    ids=["iha", "one_pseudo_head", "hybrid", "window_mha"],
+    ids=["iha", "one_pseudo_head", "hybrid", "window_mha", "talking_heads", "diff"],
 )
 def test_continuous_batching_is_refused(overrides):
     model = random_model(small_config(**overrides))

@@ -1,6 +1,6 @@
 """Transformers' own common tests, from the source distribution of the installed version, on a model that mixes attention kinds
 and geometries: the model, training, FSDP2 and tensor-parallel tests. A test that the model is expected to fail is overridden in
-`IHASuite`, with the reason; one that is skipped for a reason not in `EXPECTED_SKIPS` fails."""
+`CommonTests`, with the reason; one that is skipped for a reason not in `EXPECTED_SKIPS` fails."""
 
 import unittest
 
@@ -86,7 +86,7 @@ class IHAModelTester:
             num_attention_heads=self.num_attention_heads,
             num_key_value_heads=2,
             num_pseudo_heads=2,
-            attention_kinds=["iha", "mha"],
+            attention_kinds=self.parent.attention_kinds,
             layer_types=["sliding_attention", "full_attention"],
             sliding_window=4,
             max_position_embeddings=512,
@@ -102,14 +102,7 @@ class IHAModelTester:
     prepare_config_and_inputs = prepare_config_and_inputs_for_common
 
 
-class IHASuite(
-    ModelTesterMixin,
-    GenerationTesterMixin,
-    TrainingTesterMixin,
-    TensorParallelTesterMixin,
-    FSDPTesterMixin,
-    unittest.TestCase,
-):
+class CommonTests:
     all_model_classes = (
         IHAModel,
         IHAForCausalLM,
@@ -129,7 +122,8 @@ class IHASuite(
             self.assertEqual(model.config._attn_implementation, core or "collapse_first")
 
     def test_attention_outputs(self):
-        """Expected difference: an "iha" layer attends, and returns weights, between virtual tokens."""
+        """Expected differences: an "iha" layer attends, and returns weights, between virtual tokens; weights that "dcmha" composed need
+        not sum to 1."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         config._attn_implementation = "eager"
         for model_class in self.all_model_classes:
@@ -137,4 +131,59 @@ class IHASuite(
             for kind, weights in zip(config.attention_kinds, attentions, strict=True):
                 length = self.model_tester.seq_length * (config.num_pseudo_heads if kind == "iha" else 1)
                 self.assertEqual(weights.shape, (2, config.num_attention_heads, length, length))
-                torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+                if kind != "dcmha":
+                    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+
+
+class IHASuite(
+    CommonTests,
+    ModelTesterMixin,
+    GenerationTesterMixin,
+    TrainingTesterMixin,
+    TensorParallelTesterMixin,
+    FSDPTesterMixin,
+    unittest.TestCase,
+):
+    attention_kinds = ["iha", "mha"]
+
+
+class TalkingHeadsAndDiffSuite(
+    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
+):
+    """Without the distributed tests, whose plans name no module of an attention kind."""
+
+    attention_kinds = ["talking_heads", "diff"]
+
+
+class DynamicallyComposableSuite(
+    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
+):
+    """Without the distributed tests, as above."""
+
+    attention_kinds = ["dcmha", "dcmha"]
+
+
+class PairTests(CommonTests):
+    """Without the distributed tests: they shard nothing that one kind has and another has not."""
+
+    def test_retain_grad_hidden_states_attentions(self):
+        """Expected difference: "hyper" and "simplicial" return sums of their weights of pairs, from which nothing is computed."""
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        config._attn_implementation = "eager"
+        outputs = IHAModel(config)(**inputs, output_hidden_states=True)
+        for hidden_states in outputs.hidden_states:
+            hidden_states.retain_grad()
+        outputs.last_hidden_state[0, 0, 0].backward()
+        self.assertTrue(all(hidden_states.grad is not None for hidden_states in outputs.hidden_states))
+
+
+class HyperFeatureAndHyperSuite(
+    PairTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
+):
+    attention_kinds = ["hyper_feature", "hyper"]
+
+
+class SimplicialAndHyperSuite(
+    PairTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
+):
+    attention_kinds = ["simplicial", "hyper"]

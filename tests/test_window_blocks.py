@@ -15,6 +15,7 @@ CONFIGS = {
     "iha": {"layer_types": "sliding_attention", "sliding_window": 5, "num_pseudo_heads": 3},
     "iha_window_of_1": {"layer_types": "sliding_attention", "sliding_window": 1},
     "mha": {"layer_types": "sliding_attention", "sliding_window": 5, "attention_kinds": "mha"},
+    "diff": {"layer_types": "sliding_attention", "sliding_window": 5, "attention_kinds": "diff"},
     "hybrid": {**HYBRID, "sliding_window": 9},
 }
 
@@ -121,9 +122,10 @@ def test_generation_after_a_long_prompt(name, cache, blocks):
     expected = model.generate(**inputs, **settings)
     model.set_attn_implementation("sdpa")
     assert torch.equal(model.generate(**inputs, **settings, cache_implementation=cache), expected)
-    # The prompt went through in blocks, once for each window layer; single tokens do not.
+    # The prompt went through in blocks, once for each window layer (a "diff" layer calls its core twice); single tokens do not.
     assert set(blocks) <= {LENGTH, LENGTH * model.config.num_pseudo_heads}
-    assert len(blocks) == model.config.layer_types.count("sliding_attention")
+    calls = 2 if name == "diff" else 1
+    assert len(blocks) == model.config.layer_types.count("sliding_attention") * calls
 
 
 @pytest.mark.parametrize("name", CONFIGS)

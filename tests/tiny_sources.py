@@ -7,6 +7,8 @@ import torch
 from small_models import random_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -38,7 +40,7 @@ _SHARED = {
 }
 _QWEN_SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}
 
-# name -> (model class, config class, fields)
+# What `convert_llama_to_iha.py` takes: name -> (model class, config class, fields).
 SOURCES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama-tied-head-dim": (LlamaForCausalLM, LlamaConfig, {"head_dim": 12, "tie_word_embeddings": True}),
@@ -49,11 +51,20 @@ SOURCES = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 12}),
     "qwen3-sliding-bias": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8, "attention_bias": True, **_QWEN_SLIDING}),
 }
+# What has a command of its own.
+OTHER_SOURCES = {
+    "diffllama": (DiffLlamaForCausalLM, DiffLlamaConfig, {"lambda_std_dev": 0.2}),
+    "diffllama-tied-bias-head-dim": (
+        DiffLlamaForCausalLM,
+        DiffLlamaConfig,
+        {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+}
 
 
 def tiny_source(name="llama", dtype=torch.float32, **overrides):
-    """A random model of `SOURCES`, in eval mode, that never stops generating by itself."""
-    model_class, config_class, fields = SOURCES[name]
+    """A random model of `SOURCES` or `OTHER_SOURCES`, in eval mode, that never stops generating by itself."""
+    model_class, config_class, fields = {**SOURCES, **OTHER_SOURCES}[name]
     config = config_class(**{**_SHARED, **fields, **overrides})
     model = random_model(config, model_class, dtype=dtype)
     model.generation_config.update(bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0, max_length=77)
@@ -77,7 +88,7 @@ def tiny_tokenizer(vocab_size=VOCAB_SIZE):
 
 
 def save_tiny_source(directory, name="llama", dtype=torch.float32, max_shard_size="1GB", **overrides):
-    """Writes a random model of `SOURCES` and its tokenizer to `directory`, and returns the model."""
+    """Writes a random model of `tiny_source` and its tokenizer to `directory`, and returns the model."""
     model = tiny_source(name, dtype, **overrides)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(directory)

@@ -102,16 +102,23 @@ def mha_attention(hidden_states: Tensor, weights: dict[str, Tensor], options: At
 
 
 def causal_lm(
-    input_ids: Tensor, weights: dict[str, Tensor], layers: list[AttentionOptions], activation=None, **kwargs
+    input_ids: Tensor,
+    weights: dict[str, Tensor],
+    layers: list[AttentionOptions],
+    activation=None,
+    attentions=None,
+    **kwargs,
 ) -> Tensor:
     """Logits `[B, N, vocabulary]` of a whole pre-norm decoder (Llama's) with these attention layers.
 
     Args:
         input_ids: `[B, N]`.
-        weights: the causal language model's state dict. What it holds decides the form: a layer without mixing is
-            multi-head attention, one without gate_proj has the two-matrix FFN, no lm_head means a tied one.
+        weights: the causal language model's state dict. What it holds decides the form: a layer without gate_proj has the
+            two-matrix FFN, no lm_head means a tied one.
         layers: the geometry of each layer.
         activation: FFN activation, SiLU by default.
+        attentions: the attention of each layer, a function such as `iha_attention`; by default `iha_attention` where there is
+            mixing, else `mha_attention`.
         kwargs: position_ids, padding_mask and document_ids, as in `iha_attention`.
     """
     activation = activation or torch.nn.functional.silu
@@ -119,7 +126,10 @@ def causal_lm(
     for i, options in enumerate(layers):
         layer = _under(weights, f"model.layers.{i}.")
         attention_weights = _under(layer, "self_attn.")
-        attention = iha_attention if "q_mix.weight" in attention_weights else mha_attention
+        if attentions is not None:
+            attention = attentions[i]
+        else:
+            attention = iha_attention if "q_mix.weight" in attention_weights else mha_attention
         normed = rms_norm(hidden, layer["input_layernorm.weight"], options.norm_eps)
         hidden = hidden + attention(normed, attention_weights, options, **kwargs)
         normed = rms_norm(hidden, layer["post_attention_layernorm.weight"], options.norm_eps)

@@ -1,0 +1,102 @@
+"""Every attention kind against "mha": time of a training step, a forward and a decoding step, and peak memory of the training step, of a
+whole model of two layers, width 512, 8 heads of 64 and a gated FFN of 2048, one CPU thread, fp32.
+
+DCMHA's paper gives 74.5 to 89.2% of the baseline's training speed and 81 to 95% of its inference speed on TPUs, at widths of 1024 to 4096, where
+the attention is a smaller part of the model (DCMHA, Section 4.4).
+
+example: python benchmarks/mechanisms.py --tokens 256 1024
+"""
+
+from collections.abc import Callable
+
+import torch
+from cost import model
+from harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, report, write
+from transformers import DynamicCache
+
+from modeling_iha import IHAConfig
+
+
+WINDOWED = {"layer_types": "sliding_attention", "sliding_window": 32}
+FORMS = {
+    "mha": {"attention_kinds": "mha"},
+    "iha, P = 2": {"attention_kinds": "iha", "num_pseudo_heads": 2},
+    "iha, P = 4": {"attention_kinds": "iha", "num_pseudo_heads": 4},
+    "talking_heads": {"attention_kinds": "talking_heads"},
+    "diff": {"attention_kinds": "diff"},
+    "dcmha": {"attention_kinds": "dcmha"},
+    "dcmha, query-wise": {"attention_kinds": "dcmha", "attention_options": {"dcmha": {"sides": "query"}}},
+    "hyper_feature, order 4": {
+        "attention_kinds": "hyper_feature",
+        "attention_options": {"hyper_feature": {"orders": 4}},
+    },
+    "hyper, windows of 32": {"attention_kinds": "hyper", **WINDOWED},
+    "hyper, linear": {"attention_kinds": "hyper", "attention_options": {"hyper": {"linear": True}}},
+    "simplicial, windows of 32": {"attention_kinds": "simplicial", **WINDOWED},
+}
+PARTS = ("training", "forward", "decoding")
+
+
+def config_of(form: str) -> IHAConfig:
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 2048}
+    return IHAConfig.from_preset("tiny", **{**sizes, "max_position_embeddings": 8192, **FORMS[form]})
+
+
+def prepare(form: str, tokens: int, part: str = "training") -> Callable[[], None]:
+    """A step of a fresh model, ready to run."""
+    causal = causal_lm(config_of(form))
+    input_ids = torch.randint(256, (1, tokens))
+    if part == "forward":
+        return inference(lambda: causal(input_ids, use_cache=False, logits_to_keep=1))
+    if part == "decoding":
+        cache = DynamicCache(config=causal.config)
+        inference(lambda: causal(input_ids, past_key_values=cache, logits_to_keep=1))()
+        # The cache grows by a token with each step, which changes nothing that could be seen here.
+        return inference(lambda: causal(input_ids[:, :1], past_key_values=cache))
+
+    def step() -> None:
+        causal.zero_grad()
+        causal.train()(input_ids, labels=input_ids, use_cache=False).loss.backward()
+
+    return step
+
+
+def measure(tokens: int, part: str, repeats: int) -> dict:
+    runs = {form: prepare(form, tokens, part) for form in FORMS}
+    seconds = medians(runs, repeats)
+    costs = {form: model(config_of(form), tokens) for form in FORMS}
+    field = {"training": "training", "forward": "prefill", "decoding": "decode"}[part]
+    predicted = {form: getattr(cost, field) for form, cost in costs.items()}
+    row = {
+        "tokens": tokens,
+        "part": part,
+        "seconds": seconds,
+        "ratios": ratios(seconds, "mha"),
+        "predicted": ratios(predicted, "mha"),
+    }
+    if part == "training":
+        row["extra_bytes"] = {form: extra_bytes(prepare, (form, tokens), (form, tokens // 8)) for form in FORMS}
+        memory = ratios(row["extra_bytes"], "mha")
+        row["ratios"] |= {f"memory: {name}": ratio for name, ratio in memory.items()}
+    return row
+
+
+def main() -> None:
+    parser = arguments(__doc__, [256, 1024])
+    args = parser.parse_args()
+    rows = []
+    for tokens in args.tokens:
+        for part in PARTS:
+            rows.append(measure(tokens, part, args.repeats))
+            report(rows[-1])
+    panels = {
+        f"{part}: time / mha": lambda row, part=part: {
+            form: row["seconds"][form] / row["seconds"]["mha"] for form in FORMS if row["part"] == part
+        }
+        for part in PARTS
+    }
+    write(args.out, "mechanisms", rows, "tokens", panels, dtype="float32", predicted_by="multiply-adds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Convert a released DCFormer checkpoint (Caiyun-AI/DCFormer-2.8B and its format) without changing what it computes.
+
+The official code computes windows in two ways: its decoding and its JAX training see `window_size` tokens, the current one included,
+its PyTorch training one more. The converted model sees `window_size` tokens.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from conversion_scripts.checkpoint_io import (  # noqa: E402
+    UserError,
+    load_config_dict,
+    load_tokenizer,
+    load_weights,
+    new_directory,
+    one_line,
+    run_cli,
+)
+from model_cards.render import render_card, source_license, source_name  # noqa: E402
+from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
+
+
+# Field of a DCFormer's config -> IHA's.
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "norm_eps": "rms_norm_eps",
+    "block_size": "max_position_embeddings",
+    "use_qk_norm": "use_qk_norm",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+}
+
+# What the official code says of a field that an older config lacks.
+DEFAULTS = {"window_type": None, "mgate": False, "mgate_dim": 44, "query_wise": False, "use_dcmha": True}
+
+# The official patterns of local and global layers, by window_type; the window of the named ones is fixed.
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+WINDOW_TYPES = {
+    None: [LOCAL, GLOBAL],
+    "LG": [LOCAL, GLOBAL],
+    "LGLL": [LOCAL, GLOBAL, LOCAL, LOCAL],
+    "LGL6": [LOCAL, GLOBAL, *[LOCAL] * 6],
+}
+NAMED_WINDOW = 256
+
+# Fields that change no logit: how the official code trains, caches and prefills, and Transformers' own.
+HARMLESS_FIELDS = {
+    *PreTrainedConfig().to_dict(),
+    *("use_gradient_checkpointing", "is_training", "q_chunk_size", "prefill_pad", "head_dim", "pad_token_id"),
+    *("torch_dtype", "auto_map", "tie_word_embeddings"),
+}
+
+# Parameter of a DCFormer -> IHA's; "{}" is the layer. The official RoPE rotates component i with i + d/2, as Llama's does.
+PARAMETERS = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_PARAMETERS = {
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "attention.q_norm.scale": "self_attn.q_norm.weight",
+    "attention.k_norm.scale": "self_attn.k_norm.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.mg.weight": "mlp.group_gate.weight",
+}
+# The order in which the official parameters stack what a layer composes with.
+COMPOSITIONS = ("pre_query", "pre_key", "post_query", "post_key")
+# What the official code derives from the other parameters.
+DERIVED = (".dyn_w_proj.dw_m", ".dyn_w_proj.qkw_m")
+# Static maps, which the official code saves and reads as an identity.
+STATIC_MAPS = (".pre_proj.w", ".post_proj.w")
+
+
+def iha_config(source: dict) -> IHAConfig:
+    """The configuration of the converted model, from the entries of a DCFormer's config.json. Raises `UserError` when there is none
+    that computes the same."""
+    model_type = source.get("model_type")
+    if model_type == "dcpythia":
+        raise UserError(
+            "DCPythia cannot be converted: its attention and FFN run in parallel, with LayerNorm and a rotary embedding of a quarter "
+            "of each head, none of which the IHA model has. DCFormer checkpoints (model_type 'dcformer') can."
+        )
+    if model_type != "dcformer":
+        raise UserError(f"The source config has model_type={model_type!r}; expected 'dcformer'.")
+    source = {**DEFAULTS, **source}
+    lacking = [field for field in (*FIELDS, "rope_base", "window_size") if field not in source]
+    if lacking:
+        raise UserError(f"The source config lacks {', '.join(lacking)}: it is no config of a released DCFormer.")
+    _check_fields(source)
+
+    windowed = source["window_size"] is not None
+    pattern = WINDOW_TYPES[source["window_type"]] if windowed else [GLOBAL]
+    try:
+        return IHAConfig(
+            **{ours: source[theirs] for theirs, ours in FIELDS.items()},
+            attention_kinds="dcmha",
+            layer_types=[pattern[i % len(pattern)] for i in range(source["n_layer"])],
+            sliding_window=source["window_size"],
+            mlp_gate_groups=source["mgate_dim"] if source["mgate"] else None,
+            rope_parameters={"rope_type": "default", "rope_theta": float(source["rope_base"])},
+            tie_word_embeddings=False,
+        )
+    except StrictDataclassError as error:
+        raise UserError(f"No IHA model can be built: {one_line(error.__cause__ or error)}") from error
+
+
+def _check_fields(source: dict) -> None:
+    """Raises `UserError`, naming it, on anything that could change what the model computes and that is not carried over."""
+    known = {*FIELDS, *DEFAULTS, *HARMLESS_FIELDS, "rope_base", "window_size", "n_local_heads"}
+    for field, value in source.items():
+        if field not in known and not field.startswith("_") and value:
+            raise UserError(
+                f"The source config sets {field}={value!r}, which this conversion does not know. If it does not change the "
+                "model's output, remove it from config.json."
+            )
+    if source.get("n_local_heads", -1) not in (-1, source["n_head"]):
+        raise UserError(
+            f"The source config has n_local_heads={source['n_local_heads']} and n_head={source['n_head']}; the official code "
+            "computes no grouped-query attention."
+        )
+    if source["query_wise"] or not source["use_dcmha"]:
+        raise UserError(
+            f"The source config has query_wise={source['query_wise']} and use_dcmha={source['use_dcmha']}; the official code "
+            "follows neither throughout, so only query_wise=False with use_dcmha=True says what the model computes."
+        )
+    if source["window_type"] not in WINDOW_TYPES:
+        allowed = ", ".join(map(repr, WINDOW_TYPES))
+        raise UserError(f"The source config has window_type={source['window_type']!r}; allowed are {allowed}.")
+    if source["window_type"] is not None and source["window_size"] != NAMED_WINDOW:
+        raise UserError(
+            f"The source config has window_type={source['window_type']!r} with window_size={source['window_size']}; the official "
+            f"code gives its layers a window of {NAMED_WINDOW} and needs window_size={NAMED_WINDOW} to agree."
+        )
+    if source["use_qk_norm"] and source["norm_eps"] != 1e-6:
+        raise UserError(
+            f"The source config has norm_eps={source['norm_eps']} with use_qk_norm=True; the official code's QK-norm has an "
+            "epsilon of 1e-06, and the IHA model one epsilon for all norms."
+        )
+
+
+def convert_weights(weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
+    """The state dict of the converted model, views of the tensors of `weights` wherever they allow it.
+
+    Raises `UserError` when a parameter is missing or has no place.
+    """
+    weights = {
+        name: tensor for name, tensor in weights.items() if not name.endswith(DERIVED) and ".kv_cache." not in name
+    }
+    for name in [name for name in weights if name.endswith(STATIC_MAPS)]:
+        static_map = weights.pop(name)
+        if not torch.equal(static_map, torch.eye(static_map.shape[-1]).expand_as(static_map).to(static_map)):
+            raise UserError(f"{name} is not the identity: the official code would read it as one.")
+    state = {}
+    try:
+        for theirs, ours in PARAMETERS.items():
+            state[ours] = weights.pop(theirs)
+        for i in range(num_layers):
+            layer, prefix = f"model.layers.{i}.", f"layers.{i}."
+            for theirs, ours in LAYER_PARAMETERS.items():
+                if prefix + theirs in weights:  # the norms of queries and keys, and the FFN's gate, are optional
+                    state[layer + ours] = weights.pop(prefix + theirs)
+
+            projections = weights.pop(f"{prefix}attention.wqkv.weight").chunk(3)
+            for name, projection in zip(("q_proj", "k_proj", "v_proj"), projections):
+                state[f"{layer}self_attn.{name}.weight"] = projection
+
+            dynamic = f"{prefix}attention.dyn_w_proj."
+            w1 = weights.pop(f"{dynamic}dw1").squeeze(1).unbind(1)  # of [D, 1, 4, I], each [D, I]
+            w2 = weights.pop(f"{dynamic}qkw").squeeze(0).unbind(0)  # of [1, 4, I, 2 R, H], each [I, 2 R, H]
+            gate = weights.pop(f"{dynamic}dd").squeeze(1).chunk(4, dim=1)  # of [D, 1, 4 H], each [D, H]
+            for c, composition in enumerate(COMPOSITIONS):
+                state[f"{layer}self_attn.{composition}.w1.weight"] = w1[c].T.contiguous()
+                state[f"{layer}self_attn.{composition}.w2"] = w2[c].permute(1, 2, 0).unsqueeze(0).contiguous()
+                state[f"{layer}self_attn.{composition}.gate.weight"] = gate[c].T.contiguous()
+    except KeyError as error:
+        raise UserError(f"The source weights lack {error.args[0]}.") from None
+    if weights:
+        raise UserError(f"The source weights hold {sorted(weights)[0]}, which no DCFormer of this config has.")
+    return state
+
+
+def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
+    """The model that computes what the official code does with the config.json `source` and its `weights`, in their dtype, in eval
+    mode. Raises `UserError` when they are not supported or do not fit each other."""
+    config = iha_config(source)
+    state = convert_weights(weights, config.num_hidden_layers)
+    model, info = IHAForCausalLM.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=state["lm_head.weight"].dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[problem]:
+            raise UserError(
+                f"The source weights do not fit its config: {problem} {sorted(map(str, info[problem]))[0]}."
+            )
+    model.name_or_path = model.config._name_or_path = ""
+    return model
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Convert a released DCFormer checkpoint, with equal logits.",
+        epilog="example: python conversion_scripts/convert_dcformer_to_iha.py Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
+    )
+    parser.add_argument("src", help="source checkpoint: a directory or a Hub id")
+    parser.add_argument("dst", help="new directory for the converted checkpoint")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    with new_directory(args.dst) as directory:
+        print(f"Reading {args.src}", flush=True)
+        source = load_config_dict(args.src)
+        # All refusals that need no weights come before a long load.
+        config = iha_config(source)
+        tokenizer = load_tokenizer(args.src, config.vocab_size)
+        model = convert(source, load_weights(args.src))
+
+        print(
+            f"Writing {model.num_parameters():,} parameters, {model.dtype}, code, tokenizer and model card", flush=True
+        )
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        card = render_card(
+            model.config,
+            Path(args.dst).name,
+            base_model=None if Path(args.src).exists() else args.src,
+            license=source_license(args.src),
+            details=f"## Conversion\n\nConverted from {source_name(args.src)} (dcformer). The model computes what its source does, "
+            "up to rounding.",
+        )
+        (directory / "README.md").write_text(card, encoding="utf-8")
+    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,97 @@
+"""Convert a DiffLlama checkpoint to a model of "diff" layers, which computes the same.
+
+The layers are Transformers' own (Differential Transformer): only the four lambda vectors of each change their name.
+"""
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+
+from transformers import DiffLlamaForCausalLM, PreTrainedConfig
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from conversion_scripts.checkpoint_io import (  # noqa: E402
+    UserError,
+    load_config,
+    load_model,
+    load_tokenizer,
+    new_directory,
+    run_cli,
+)
+from conversion_scripts.convert_llama_to_iha import (  # noqa: E402
+    SHARED_FIELDS,
+    build,
+    check_fields,
+    new_config,
+    write_checkpoint,
+)
+from model_cards.render import source_name  # noqa: E402
+from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
+
+
+# The one difference in names: DiffLlama's comes first.
+LAMBDA_NAMES = ("self_attn.lambda_", "self_attn.difference.lambda_")
+
+
+def iha_config(source: PreTrainedConfig) -> IHAConfig:
+    """The configuration of the converted model. Raises `UserError` when the source does not allow one."""
+    if source.model_type != "diffllama":
+        raise UserError(
+            f"The architecture {source.model_type!r} is not 'diffllama'. For Llama and its like there is convert_llama_to_iha.py."
+        )
+    check_fields(source, ("attention_bias", "lambda_std_dev"))
+    return new_config(
+        **{name: copy.deepcopy(getattr(source, name)) for name in (*SHARED_FIELDS, "attention_bias", "head_dim")},
+        attention_kinds="diff",
+        attention_options={"diff": {"lambda_std_dev": source.lambda_std_dev}},
+    )
+
+
+def convert(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
+    """The model that computes what `source` does, in eval mode and its dtype, sharing its weights' memory.
+
+    Raises `UserError` when the source is not supported.
+    """
+    config = iha_config(source.config)
+    state = {name.replace(*LAMBDA_NAMES): tensor for name, tensor in source.state_dict().items()}
+    return build(IHAForCausalLM, config, state, source)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description='Convert a DiffLlama checkpoint to a model of "diff" layers, losslessly.',
+        epilog="example: python conversion_scripts/convert_diffllama_to_iha.py kajuma/DiffLlama-0.3B-handcut diff-iha",
+    )
+    parser.add_argument("src", help="DiffLlama checkpoint: a directory or a Hub id")
+    parser.add_argument("dst", help="new directory for the converted checkpoint")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the weights (default: the source's)",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    with new_directory(args.dst) as directory:
+        print(f"Reading {args.src}", flush=True)
+        # All refusals that need no weights come before a long load.
+        iha_config(load_config(args.src))
+        source = load_model(args.src, args.dtype)
+        tokenizer = load_tokenizer(args.src, source.config.vocab_size)
+        model = convert(source)
+        details = (
+            f"## Conversion\n\nConverted from {source_name(args.src)} (diffllama). Before any further training the model computes what "
+            "its source does, up to rounding, for sequences of any length."
+        )
+        write_checkpoint(directory, model, tokenizer, args.src, args.dst, details)
+    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,73 @@
+"""Convert a model of "diff" layers to a DiffLlama checkpoint, which computes the same, trained or not."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from conversion_scripts.checkpoint_io import UserError, load_model, load_tokenizer, new_directory, run_cli  # noqa: E402
+from conversion_scripts.convert_diffllama_to_iha import LAMBDA_NAMES  # noqa: E402
+from conversion_scripts.convert_llama_to_iha import SHARED_FIELDS, build  # noqa: E402
+from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
+
+
+# What every DiffLlama is.
+FIXED = {"gated_mlp": True, "mlp_bias": False, "use_qk_norm": False}
+
+
+def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
+    """The configuration of the DiffLlama. Raises `UserError`, naming it, for what no DiffLlama has."""
+    for i, (kind, layer_type) in enumerate(zip(config.attention_kinds, config.layer_types)):
+        if (kind, layer_type) != ("diff", "full_attention"):
+            raise UserError(
+                f"Layer {i} is of kind {kind!r}, {layer_type}; a DiffLlama has 'diff', full_attention only."
+            )
+    for field, value in FIXED.items():
+        if getattr(config, field) != value:
+            raise UserError(f"The model has {field}={getattr(config, field)}; a DiffLlama has {field}={value} only.")
+    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "attention_bias", "head_dim")}
+    return DiffLlamaConfig(**fields, **config.options_of("diff"))
+
+
+def convert_back(model: IHAForCausalLM) -> DiffLlamaForCausalLM:
+    """The DiffLlama that computes what `model` does, in eval mode and its dtype, sharing its weights' memory.
+
+    Raises `UserError` when there is none.
+    """
+    config = diffllama_config(model.config)
+    state = {name.replace(*LAMBDA_NAMES[::-1]): tensor for name, tensor in model.state_dict().items()}
+    return build(DiffLlamaForCausalLM, config, state, model)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description='Convert a model of "diff" layers to a DiffLlama checkpoint, losslessly.',
+        epilog="example: python conversion_scripts/convert_iha_to_diffllama.py diff-iha diffllama-again",
+    )
+    parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")
+    parser.add_argument("dst", help="new directory for the DiffLlama checkpoint")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    with new_directory(args.dst) as directory:
+        print(f"Reading {args.src}", flush=True)
+        source = load_model(args.src)
+        if not isinstance(source, IHAForCausalLM):
+            raise UserError(f"{args.src} is a {source.config.model_type!r} checkpoint; expected 'iha'.")
+        tokenizer = load_tokenizer(args.src, source.config.vocab_size)
+        model = convert_back(source)
+
+        print("Writing DiffLlamaForCausalLM and tokenizer", flush=True)
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.")
+
+
+if __name__ == "__main__":
+    run_cli(main)

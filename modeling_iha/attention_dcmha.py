@@ -1,0 +1,191 @@
+"""Dynamically Composable Multi-Head Attention, kind "dcmha" (DCMHA, Section 3 and Appendix D)."""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+
+from .configuration_iha import IHAConfig
+from .score_matrix import ScoreMatrixAttention
+
+
+class CompositionWeights(nn.Module):
+    """What one side of a `Compose`, the queries or the keys, computes for each token from the layer's input x, by groups of M heads:
+    w_1 and w_2 as Chunk(GELU(x W_1) W_2), the heads' root mean square of w_1 being 1 (DCMHA, Equation 5), and w_g = tanh(x W_g)
+    (Equation 6).
+
+    With I = 2 M R, `w1.weight` is [groups * I, hidden_size], `w2` [groups, 2 R, M, I] and `gate.weight` [H, hidden_size].
+    """
+
+    # Of the released models' normalisation of w_1, whatever the epsilon of the other norms.
+    eps = 1e-6
+
+    def __init__(self, config: IHAConfig):
+        super().__init__()
+        options = config.options_of("dcmha")
+        self.rank, self.num_groups = options["rank"], options["num_groups"]
+        self.group_size = config.num_attention_heads // self.num_groups
+        self.gate = nn.Linear(config.hidden_size, config.num_attention_heads, bias=False) if options["gate"] else None
+        if self.rank > 0:
+            hidden = 2 * self.group_size * self.rank
+            self.w1 = nn.Linear(config.hidden_size, self.num_groups * hidden, bias=False)
+            self.w2 = nn.Parameter(torch.empty(self.num_groups, 2 * self.rank, self.group_size, hidden))
+
+    @property
+    def width(self) -> int:
+        """Numbers for each token and head."""
+        return 2 * self.rank + (self.gate is not None)
+
+    def init_mechanism(self, config: IHAConfig):
+        """Small composition weights, which the paper finds critical (Section 4, as in the released code); Xavier for the rest."""
+        if self.rank > 0:
+            init.normal_(self.w1.weight, std=math.sqrt(2 / (config.hidden_size + self.w2.shape[-1])))
+            init.normal_(self.w2, std=0.02 / (math.sqrt(self.w2.shape[-1]) * (self.group_size + self.rank)))
+        if self.gate is not None:
+            init.normal_(self.gate.weight, std=0.05 * math.sqrt(2 / sum(self.gate.weight.shape)))
+
+    @torch.no_grad()
+    def init_identity(self):
+        """A start at which the composition is the identity: the exact start from a multi-head attention. w_1 keeps its start: were it
+        zero beside w_2, neither would ever get a gradient."""
+        if self.rank > 0:
+            self.w2[:, self.rank :].zero_()
+        if self.gate is not None:
+            self.gate.weight.zero_()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """w_1 (R numbers), w_2 (R) and w_g (1) of every head, [batch, N, H, 2 R + 1], from [batch, N, hidden_size]."""
+        weights = []  # each [batch, N, groups, R or 1, M]
+        if self.rank > 0:
+            hidden = nn.functional.gelu(self.w1(hidden_states)).unflatten(-1, (self.num_groups, -1))
+            w1, w2 = torch.einsum("bngi,grmi->bngrm", hidden, self.w2.to(hidden.dtype)).chunk(2, dim=-2)
+            weights += [nn.functional.rms_norm(w1, (self.group_size,), eps=self.eps), w2]
+        if self.gate is not None:
+            gate = torch.tanh(self.gate(hidden_states))
+            weights.append(gate.unflatten(-1, (self.num_groups, 1, self.group_size)))
+        return torch.cat(weights, dim=-2).transpose(-1, -2).flatten(2, 3)
+
+
+class BaseMap(nn.Module):
+    """The static composition A W_b of DCMHA, Equation 7: `weight` [groups, M, M] holds W_b[m, n], the share of head m in head n."""
+
+    def __init__(self, config: IHAConfig):
+        super().__init__()
+        num_groups = config.options_of("dcmha")["num_groups"]
+        group_size = config.num_attention_heads // num_groups
+        self.weight = nn.Parameter(torch.empty(num_groups, group_size, group_size))
+
+    def init_mechanism(self, config: IHAConfig):
+        """The identity: the skip connection that the map stands in for."""
+        identity = torch.eye(self.weight.shape[-1], device=self.weight.device, dtype=self.weight.dtype)
+        init.copy_(self.weight, identity.expand_as(self.weight))
+
+    def forward(self, attention: torch.Tensor) -> torch.Tensor:
+        """[batch, groups, M, rows, columns] from the same."""
+        return torch.einsum("bgmij,gmn->bgnij", attention, self.weight.to(attention.dtype))
+
+
+class DynamicallyComposableAttention(ScoreMatrixAttention):
+    """Dynamically Composable Multi-Head Attention: before and after the softmax every head's matrix becomes a combination of all heads'
+    (of all in its group), with weights that the query's and the key's token compute from the layer's input (DCMHA, Equations 4, 7).
+
+    A token's weights travel beside its query, key and value, along the last dimension: those it has as a key before the softmax are
+    cached with its key and those after it with its value, (H / G) (2 R + 1) numbers more in each, in any stock cache.
+    """
+
+    caches_like_llama = False
+
+    def __init__(self, config: IHAConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        options = config.options_of("dcmha")
+        self.num_heads, self.num_groups = config.num_attention_heads, options["num_groups"]
+        self.rank = options["rank"]
+        dynamic = self.rank > 0 or options["gate"]
+        for stage in ("pre", "post"):
+            composes = options["stages"] in ("both", stage)
+            setattr(self, f"{stage}_base", BaseMap(config) if composes and options["base_map"] else None)
+            for side in ("query", "key"):
+                weighs = composes and dynamic and options["sides"] in ("both", side)
+                setattr(self, f"{stage}_{side}", CompositionWeights(config) if weighs else None)
+
+    def attach(
+        self, states: torch.Tensor, hidden_states: torch.Tensor, *modules: CompositionWeights | None
+    ) -> torch.Tensor:
+        """States [batch, heads, N, head_dim] and, beside them, the weights that the modules compute from the hidden states [batch, N,
+        hidden_size]; those of all H heads, shared out evenly where the states have fewer."""
+        shares = [
+            module(hidden_states).flatten(2).unflatten(2, (states.shape[1], -1)).transpose(1, 2)
+            for module in modules
+            if module is not None
+        ]
+        return torch.cat((states, *shares), dim=-1)
+
+    def detach(self, states: torch.Tensor, *modules: CompositionWeights | None) -> list[torch.Tensor | None]:
+        """The states [batch, heads, N, head_dim] that `attach` was given and each module's weights [batch, H, N, width]."""
+        per_head = self.num_heads // states.shape[1]
+        shares = [0 if module is None else per_head * module.width for module in modules]
+        states, *weights = states.split([self.head_dim, *shares], dim=-1)
+        return [
+            states,
+            *(
+                None if module is None else share.unflatten(-1, (per_head, -1)).transpose(2, 3).flatten(1, 2)
+                for module, share in zip(modules, weights)
+            ),
+        ]
+
+    def project(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
+        past_key_values: Cache | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As Llama's, with the composition weights beside the queries, keys and values."""
+        query_states, key_states, value_states = super().project(hidden_states, position_embeddings, None)
+        query_states = self.attach(query_states, hidden_states, self.pre_query, self.post_query)
+        key_states = self.attach(key_states, hidden_states, self.pre_key)
+        value_states = self.attach(value_states, hidden_states, self.post_key)
+        if past_key_values is not None:
+            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        return query_states, key_states, value_states
+
+    def attend_block(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query, pre_query, post_query = self.detach(query, self.pre_query, self.post_query)
+        key, pre_key = self.detach(key, self.pre_key)
+        value, post_key = self.detach(value, self.post_key)
+        return super().attend_block(
+            query, key, value, *args, pre=(pre_query, pre_key), post=(post_query, post_key), **kwargs
+        )
+
+    def compose_scores(self, scores: torch.Tensor, rows: slice, columns: slice, pre: tuple, **kwargs) -> torch.Tensor:
+        return self.compose(scores, self.pre_base, *pre)
+
+    def compose_weights(
+        self, weights: torch.Tensor, rows: slice, columns: slice, post: tuple, **kwargs
+    ) -> torch.Tensor:
+        return self.compose(weights, self.post_base, *post)
+
+    def compose(
+        self,
+        attention: torch.Tensor,
+        base: BaseMap | None,
+        query_weights: torch.Tensor | None,
+        key_weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`Compose` (DCMHA, Equation 7) of scores or weights [batch, H, rows, columns], with the composition weights [batch, H, rows
+        or columns, width] of the queries and keys, in their dtype."""
+        attention = attention.unflatten(1, (self.num_groups, -1))
+        composed = attention if base is None else base(attention)
+        for weights, n in ((query_weights, "i"), (key_weights, "j")):
+            if weights is None:
+                continue
+            w1, w2, gate = weights.unflatten(1, (self.num_groups, -1)).tensor_split((self.rank, 2 * self.rank), dim=-1)
+            if self.rank > 0:
+                shared = torch.einsum(f"bgmij,bgm{n}r->bgrij", attention, w1)
+                composed = composed + torch.einsum(f"bgrij,bgm{n}r->bgmij", shared, w2)
+            if gate.shape[-1] > 0:
+                composed = composed + attention * (gate if n == "i" else gate.transpose(-1, -2))
+        return composed.flatten(1, 2)

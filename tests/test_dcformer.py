@@ -1,0 +1,265 @@
+"""Released DCFormer checkpoints convert with equal logits: against the loops of `references/dcmha.py`, which follow the released format,
+and, where DCFORMER_OFFICIAL_CODE names its folder, against the official PyTorch code (pytorch/dcformer of Caiyun-AI/DCFormer)."""
+
+import copy
+import importlib
+import json
+import os
+import sys
+
+import pytest
+import torch
+from references.dcmha import released_causal_lm
+from safetensors.torch import save_file
+from small_models import random_ids
+from test_conversion import command
+from test_generation import logits_in_chunks, uncached_logits
+from test_reference import FP64, relative_error
+from tiny_sources import tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from conversion_scripts import convert_dcformer_to_iha
+from conversion_scripts.checkpoint_io import UserError
+from conversion_scripts.convert_dcformer_to_iha import convert, iha_config
+
+
+CONFIG = {
+    "model_type": "dcformer",
+    "architectures": ["DCFormer"],
+    "auto_map": {"AutoConfig": "configuration_dcformer.DCFormerConfig"},
+    "vocab_size": 61,
+    "dim": 32,
+    "intermediate_size": 24,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_local_heads": 4,
+    "head_dim": 8,
+    "rope_base": 100.0,
+    "norm_eps": 1e-6,
+    "block_size": 64,
+    "window_size": 3,
+    "window_type": None,
+    "use_qk_norm": True,
+    "mgate": True,
+    "mgate_dim": 6,
+    "query_wise": False,
+    "use_dcmha": True,
+    "is_training": False,
+    "q_chunk_size": 128,
+    "prefill_pad": True,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# An older config, as of the first release: no QK-norm, no gate of the FFN, and its fields absent.
+PLAIN = {name: value for name, value in CONFIG.items() if name not in ("window_type", "mgate", "mgate_dim")}
+PLAIN |= {"use_qk_norm": False, "norm_eps": 1e-5}
+
+
+def released_weights(config, dtype=torch.float64, seed=0):
+    """Random weights under the released names, with the derived ones that a released file also holds."""
+    width, heads, inner = config["dim"], config["n_head"], config["intermediate_size"]
+    shapes = {"tok_embeddings.weight": (61, width), "norm.weight": (width,), "output.weight": (61, width)}
+    for i in range(config["n_layer"]):
+        layer = {
+            "attention.wqkv.weight": (3 * width, width),
+            "attention.wo.weight": (width, width),
+            "attention.dyn_w_proj.dw1": (width, 1, 4, 4 * heads),
+            "attention.dyn_w_proj.qkw": (1, 4, 4 * heads, 4, heads),
+            "attention.dyn_w_proj.dd": (width, 1, 4 * heads),
+            "attention_norm.weight": (width,),
+            "ffn_norm.weight": (width,),
+            "feed_forward.w1.weight": (inner, width),
+            "feed_forward.w3.weight": (inner, width),
+            "feed_forward.w2.weight": (width, inner),
+        }
+        if config["use_qk_norm"]:
+            layer |= {"attention.q_norm.scale": (width // heads,), "attention.k_norm.scale": (width // heads,)}
+        if config.get("mgate"):
+            layer["feed_forward.mg.weight"] = (config["mgate_dim"], width)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if "norm" in name:
+            noise = 1 + 0.2 * noise
+        elif "embed" not in name:
+            noise = noise / (shape[2] if "qkw" in name else width) ** 0.5
+        weights[name] = noise.to(dtype)
+    for i in range(config["n_layer"]):
+        dynamic = f"layers.{i}.attention.dyn_w_proj."
+        w1, gate = weights[f"{dynamic}dw1"].reshape(width, -1), weights[f"{dynamic}dd"].squeeze(1)
+        weights[f"{dynamic}dw_m"] = torch.cat((w1, gate), dim=-1)
+        weights[f"{dynamic}qkw_m"] = weights[f"{dynamic}qkw"].reshape(4, 4 * heads, -1).clone()
+        for stage in ("pre", "post"):
+            weights[f"{dynamic}{stage}_proj.w"] = torch.eye(heads, dtype=dtype)[None]
+    return weights
+
+
+def layer_windows(config):
+    return [config["window_size"] if i % 2 == 0 else None for i in range(config["n_layer"])]
+
+
+@pytest.mark.parametrize("source", [CONFIG, PLAIN, CONFIG | {"window_size": None}], ids=["all", "plain", "global"])
+def test_converted_model_computes_what_the_released_one_does(source):
+    """Every token of two sequences, in one pass and from the cache."""
+    weights = released_weights(source)
+    model = convert(source, weights)
+    assert not model.training and model.dtype == torch.float64
+    input_ids = random_ids(2, 9)
+    expected = released_causal_lm(input_ids, weights, source, layer_windows(source))
+    assert relative_error(uncached_logits(model, input_ids), expected) < FP64
+    assert relative_error(logits_in_chunks(model, input_ids, [4, 1, 1, 2, 1]), expected) < FP64
+
+
+@pytest.mark.parametrize("window", [5, None])
+def test_official_code(window, monkeypatch):
+    """Prefill of twice the window, the most that the official cache of a window layer takes at once, then one token at a time."""
+    if "DCFORMER_OFFICIAL_CODE" not in os.environ:
+        pytest.skip("DCFORMER_OFFICIAL_CODE does not name the folder pytorch/dcformer of Caiyun-AI/DCFormer")
+    monkeypatch.syspath_prepend(os.environ["DCFORMER_OFFICIAL_CODE"])
+    official_class = importlib.import_module("modeling_dcformer").DCFormer
+    official_class.all_tied_weights_keys = {}  # what newer Transformers asks for
+    source = CONFIG | {"window_size": window}
+    weights = released_weights(source, torch.float32)
+    config = official_class.config_class(
+        **{k: v for k, v in source.items() if k not in ("torch_dtype", "model_type")}, dtype=torch.float32
+    )
+    official = official_class(config).eval()
+    official.load_state_dict(weights)
+    model = convert(source, weights)
+    input_ids = random_ids(2, 33)
+    positions = torch.arange(33).expand(2, -1)
+    with torch.no_grad():
+        official.setup_caches(2)
+        expected = [
+            official(input_ids[:, part], input_pos=positions[:, part], batch_indexes=torch.arange(2)).logits
+            for part in (slice(0, 10), *(slice(n, n + 1) for n in range(10, 33)))
+        ]
+    expected = torch.cat(expected, dim=1)
+    assert relative_error(uncached_logits(model, input_ids), expected) < 1e-4
+    assert relative_error(logits_in_chunks(model, input_ids, [10, *[1] * 23]), expected) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("window_type", "pattern"),
+    [(None, "LGLGLGLGL"), ("LG", "LGLGLGLGL"), ("LGLL", "LGLLLGLLL"), ("LGL6", "LGLLLLLLL")],
+)
+def test_schedules(window_type, pattern):
+    config = iha_config(CONFIG | {"window_type": window_type, "window_size": 256, "n_layer": 9})
+    assert config.layer_types == [{"L": "sliding_attention", "G": "full_attention"}[letter] for letter in pattern]
+    assert config.sliding_window == 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "dcpythia"}, "DCPythia cannot be converted: its attention and FFN run in parallel"),
+        ({"model_type": "llama"}, "model_type='llama'; expected 'dcformer'"),
+        ({"n_local_heads": 2}, "n_local_heads=2 and n_head=4"),
+        ({"query_wise": True}, "query_wise=True"),
+        ({"use_dcmha": False}, "use_dcmha=False"),
+        ({"window_type": "LLG"}, "window_type='LLG'; allowed are None, 'LG'"),
+        ({"window_type": "LG"}, "window_type='LG' with window_size=3"),
+        ({"norm_eps": 1e-5}, "norm_eps=1e-05 with use_qk_norm=True"),
+        ({"rotary_pct": 0.25}, "rotary_pct=0.25"),
+        ({"mgate_dim": 5}, "mlp_gate_groups=5"),
+        ({"dim": None}, "dim"),
+    ],
+)
+def test_what_would_change_the_logits_is_refused_by_name(changes, message):
+    source = {name: value for name, value in {**CONFIG, **changes}.items() if value is not None or name != "dim"}
+    with pytest.raises(UserError, match=message):
+        iha_config(source)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("layers.3.attention.dyn_w_proj.qkw"), "lack layers.3.attention.dyn_w_proj.qkw"),
+        (lambda w: w.pop("layers.1.feed_forward.mg.weight"), "missing_keys .*layers.1.mlp.group_gate"),
+        (lambda w: w.update({"layers.0.attention.wqkv.bias": torch.zeros(96)}), "hold layers.0.attention.wqkv.bias"),
+        (lambda w: w.update({"norm.weight": torch.zeros(31)}), "mismatched_keys .*norm.weight"),
+        (
+            lambda w: w.update({"layers.2.attention.dyn_w_proj.post_proj.w": 2 * torch.eye(4)[None]}),
+            "layers.2.attention.dyn_w_proj.post_proj.w is not the identity",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(change, message):
+    weights = released_weights(CONFIG)
+    change(weights)
+    with pytest.raises(UserError, match=message):
+        convert(CONFIG, weights)
+
+
+# The command
+
+
+def save_released(directory, config=CONFIG, form="bin"):
+    """A released checkpoint in one of the forms that a Hub repository may have."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = released_weights(config, torch.float32)
+    if form == "bin":
+        torch.save(weights, directory / "pytorch_model.bin")
+    elif form == "safetensors":
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    else:
+        names = sorted(weights)
+        shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+        for file, held in shards.items():
+            save_file({name: weights[name] for name in held}, directory / file, {"format": "pt"})
+        index = {"metadata": {}, "weight_map": {name: file for file, held in shards.items() for name in held}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    tiny_tokenizer().save_pretrained(directory)
+    return weights
+
+
+@pytest.mark.parametrize("form", ["bin", "safetensors", "shards"])
+def test_command(form, tmp_path, monkeypatch, capsys):
+    weights = save_released(tmp_path / "source", form=form)
+    code, out, err = command(monkeypatch, capsys, convert_dcformer_to_iha, tmp_path / "source", tmp_path / "converted")
+    assert code == 0, err
+    assert "Wrote" in out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    assert model.dtype == torch.float32 and model.config.eos_token_id == 2
+    input_ids = random_ids(1, 9)
+    expected = uncached_logits(convert(copy.deepcopy(CONFIG), weights), input_ids)
+    assert torch.equal(uncached_logits(model, input_ids), expected)
+    card = (tmp_path / "converted" / "README.md").read_text()
+    assert "Converted from source (dcformer)" in card and "dcmha" in card
+
+
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    save_released(tmp_path / "source")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "no-weights").mkdir()
+    (tmp_path / "no-weights" / "config.json").write_text(json.dumps(CONFIG))
+    tiny_tokenizer().save_pretrained(tmp_path / "no-weights")
+    save_released(tmp_path / "damaged")
+    (tmp_path / "damaged" / "pytorch_model.bin").write_bytes(b"damaged")
+    save_released(tmp_path / "pythia", CONFIG | {"model_type": "dcpythia"})
+    before = sorted(tmp_path.iterdir())
+    for source, message in {
+        "empty": "no usable configuration",
+        "no-weights": "holds no weights: expected model.safetensors or pytorch_model.bin",
+        "damaged": "cannot be read",
+        "pythia": "DCPythia cannot be converted",
+        "absent": "neither a directory",
+    }.items():
+        code, _, err = command(monkeypatch, capsys, convert_dcformer_to_iha, tmp_path / source, tmp_path / "converted")
+        assert code == 1 and err.startswith("Error: ") and err.count("\n") == 1 and message in err, err
+        assert sorted(tmp_path.iterdir()) == before
+    code, _, err = command(
+        monkeypatch, capsys, convert_dcformer_to_iha, tmp_path / "source", tmp_path / "empty" / ".."
+    )
+    assert code == 1 and "already exists" in err
+
+
+def test_help_shows_an_example(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["convert_dcformer_to_iha.py", "--help"])
+    with pytest.raises(SystemExit):
+        convert_dcformer_to_iha.main()
+    assert "example: python conversion_scripts/convert_dcformer_to_iha.py" in capsys.readouterr().out

@@ -1,0 +1,408 @@
+"""Dynamically composable attention against the loops of `references/dcmha.py`, what the paper says of it, and the FFN and the presets of
+the DCFormers. Tolerances are relative to the largest entry of what is compared."""
+
+import math
+from copy import deepcopy
+
+import fake_flash
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from references.dcmha import dcmha_attention, group_gated_mlp
+from small_models import random_ids, random_model, small_config
+from test_generation import assert_close, logits_in_chunks, uncached_logits
+from test_numerics import GRADIENTS, HALVES, LOGITS, loss_and_gradients
+from test_reference import (
+    BF16_GRADIENT,
+    BF16_OUTPUT,
+    FP32,
+    FP64,
+    assert_gradients_match,
+    attention_of_first_layer,
+    gradients,
+    reference_layers,
+    reference_weights,
+    relative_error,
+)
+from transformers import AutoModelForCausalLM
+
+from modeling_iha import IHAConfig, IHAForCausalLM, score_matrix
+from modeling_iha.attention_dcmha import BaseMap, CompositionWeights
+
+
+# The rows of DCMHA's Table 9, ranks, and groups of heads (Section 3.2).
+OPTIONS = {
+    "paper": {},
+    "static_projection": {"rank": 0, "gate": False, "base_map": True},
+    "projection": {"gate": False},
+    "gate": {"rank": 0},
+    "all": {"base_map": True},
+    "query_wise": {"sides": "query"},
+    "key_wise": {"sides": "key"},
+    "pre": {"stages": "pre"},
+    "post": {"stages": "post", "base_map": True},
+    "rank_1": {"rank": 1},
+    "rank_3": {"rank": 3},
+    "groups": {"num_groups": 2, "rank": 1},
+    "groups_all": {"num_groups": 2, "base_map": True},
+    "groups_gate": {"num_groups": 2, "rank": 0, "base_map": True},
+}
+HEADS = {"H4G4": (4, 4), "H4G2": (4, 2), "H4G1": (4, 1)}
+
+
+def dcmha_config(window=None, heads="H4G2", options=None, **overrides):
+    num_heads, num_groups = HEADS[heads]
+    return small_config(
+        attention_kinds="dcmha",
+        layer_types="full_attention" if window is None else "sliding_attention",
+        sliding_window=window,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_groups,
+        attention_options={"dcmha": options or {}},
+        **overrides,
+    )
+
+
+def assert_attention_matches(
+    config,
+    tolerance,
+    gradient_tolerance=None,
+    dtype=torch.float64,
+    core="sdpa",
+    length=9,
+    reference_inputs=None,
+    **inputs,
+):
+    """Output and gradients (input and every parameter) of the first layer's attention against the reference, at real tokens."""
+    model = random_model(config, dtype=dtype)
+    model.set_attn_implementation(core)
+    hidden, output = attention_of_first_layer(model, input_ids=random_ids(2, length), use_cache=False, **inputs)
+    attention = model.model.layers[0].self_attn
+    expected_hidden = hidden.detach().double().requires_grad_()
+    weights = reference_weights(attention)
+    options, reference_inputs = reference_layers(config)[0], reference_inputs or {}
+    num_groups = config.options_of("dcmha")["num_groups"]
+    expected = dcmha_attention(expected_hidden, weights, options, num_groups, **reference_inputs)
+
+    real = reference_inputs.get("padding_mask", torch.ones(output.shape[:2], dtype=torch.bool))
+    output, expected = output[real], expected[real]
+    assert relative_error(output, expected) < tolerance
+    actual_gradients = gradients(output, {"input": hidden, **dict(attention.named_parameters())})
+    expected_gradients = gradients(expected, {"input": expected_hidden, **weights})
+    assert_gradients_match(actual_gradients, expected_gradients, gradient_tolerance or tolerance)
+
+
+# The layer
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_attention_matches_reference(options, window):
+    """Every option, in one block of queries and, with a window, in blocks of 4."""
+    assert_attention_matches(dcmha_config(window, options=OPTIONS[options], num_hidden_layers=1), FP64)
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 20])
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_windows_and_lengths(heads, window, length):
+    assert_attention_matches(dcmha_config(window, heads, num_hidden_layers=1, use_qk_norm=True), FP64, length=length)
+
+
+@pytest.mark.parametrize("core", ["eager", "sdpa"])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+def test_blocks_of_queries(window, core, monkeypatch):
+    """Eleven queries in blocks of 4, each recomputed in the backward; on SDPA a long input to a window layer brings no mask."""
+    monkeypatch.setattr(score_matrix, "BLOCK", 4)
+    monkeypatch.setattr("modeling_iha.virtual_sequence.BLOCK", 4)
+    assert_attention_matches(dcmha_config(window, num_hidden_layers=1), FP64, core=core, length=11)
+
+
+def test_float32():
+    assert_attention_matches(dcmha_config(3, num_hidden_layers=1), FP32, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("options", ["paper", "all"])
+def test_bfloat16(options):
+    config = dcmha_config(options=OPTIONS[options], num_hidden_layers=1)
+    assert_attention_matches(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", ["loaded", "autocast"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_half_precision(dtype, how):
+    """Loss and gradients of the whole model near those in float32. Seen: 0.11 and 0.009 of the largest entry of a gradient."""
+    config = dcmha_config(3, options={"base_map": True}, num_hidden_layers=1, use_qk_norm=True, mlp_gate_groups=6)
+    reference, input_ids = random_model(config), random_ids(2, 24)
+    expected_loss, expected = loss_and_gradients(reference, input_ids)
+    model = random_model(config, dtype=dtype) if how == "loaded" else reference
+    with torch.autocast("cpu", dtype, enabled=how == "autocast"):
+        loss, actual = loss_and_gradients(model, input_ids)
+    assert abs(loss - expected_loss) < LOGITS[dtype] * expected_loss
+    for name, gradient in expected.items():
+        assert_close(actual[name], gradient, GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_left_padding(window):
+    real = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9], dtype=torch.bool)
+    assert_attention_matches(
+        dcmha_config(window, num_hidden_layers=1),
+        FP64,
+        reference_inputs={"padding_mask": real},
+        attention_mask=real.long(),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_documents(window):
+    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3]]).expand(2, -1)
+    documents = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]]).expand(2, -1)
+    assert_attention_matches(
+        dcmha_config(window, num_hidden_layers=1),
+        FP64,
+        reference_inputs={"document_ids": documents, "position_ids": positions},
+        position_ids=positions,
+    )
+
+
+# The cache
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_cached_equals_uncached(options):
+    """With the key-wise weights beside keys and values: (H / G) (2 R + 1) numbers more in each."""
+    config = dcmha_config(3, options=OPTIONS[options], num_hidden_layers=2)
+    model = random_model(config, dtype=torch.float64)
+    input_ids = random_ids(2, 11)
+    cached = logits_in_chunks(model, input_ids, [5, 1, 1, 3, 1])
+    assert relative_error(cached, uncached_logits(model, input_ids)) < FP64
+
+
+def test_width_of_the_cache():
+    model = random_model(dcmha_config(heads="H4G2"))
+    layer = model(random_ids(2, 5)).past_key_values.layers[0]
+    assert layer.keys.shape == layer.values.shape == (2, 2, 5, 8 + 2 * (2 * 2 + 1))
+    model = random_model(dcmha_config(heads="H4G2", options={"stages": "pre", "sides": "query"}))
+    layer = model(random_ids(2, 5)).past_key_values.layers[0]
+    assert layer.keys.shape == layer.values.shape == (2, 2, 5, 8)
+
+
+# Training
+
+
+def largest_saved_tensor(model, input_ids):
+    """Most elements of any tensor that autograd keeps from a forward pass for the backward."""
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        loss = model(input_ids, labels=input_ids, use_cache=False).loss
+    loss.backward()
+    return max(sizes)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_training_keeps_no_score_matrix(window, monkeypatch):
+    length, block = 96, 16
+    config = dcmha_config(window, num_hidden_layers=1, vocab_size=7, hidden_size=16, heads="H4G4")
+    model = random_model(config).train()
+    input_ids = random_ids(1, length, vocab_size=7)
+    scores = 4 * length * length
+    assert largest_saved_tensor(model, input_ids) >= scores  # in one block all of it is kept
+    monkeypatch.setattr(score_matrix, "BLOCK", block)
+    assert largest_saved_tensor(model, input_ids) < scores * block / length  # not one block is
+
+
+def test_overfits_one_batch():
+    torch.manual_seed(0)
+    model = IHAForCausalLM(dcmha_config(3)).train()
+    input_ids = random_ids(2, 9)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model(input_ids, labels=input_ids).loss
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
+
+
+def test_initialisation():
+    """The standard deviations of DCMHA, Section 4, and a composition that starts near the identity."""
+    torch.manual_seed(0)
+    config = small_config(
+        attention_kinds="dcmha",
+        attention_options={"dcmha": {"base_map": True}},
+        hidden_size=256,
+        num_attention_heads=32,
+        num_hidden_layers=1,
+    )
+    model = IHAForCausalLM(config)
+    weights = model.model.layers[0].self_attn.post_key
+    for parameter, std in (
+        (weights.w1.weight, math.sqrt(2 / (256 + 128))),  # Xavier; I = 2 H R = 128
+        (weights.w2, 0.02 / (math.sqrt(128) * (32 + 2))),
+        (weights.gate.weight, 0.05 * math.sqrt(2 / (256 + 32))),
+    ):
+        # The standard deviation of n normal numbers is known to 1 / sqrt(2 n).
+        assert abs(parameter.std().item() / std - 1) < 4 / math.sqrt(2 * parameter.numel())
+    assert torch.equal(model.model.layers[0].self_attn.pre_base.weight, torch.eye(32)[None])
+
+
+@pytest.mark.parametrize("options", ["paper", "all", "groups"])
+def test_exact_start_from_llama(options):
+    """The composition is the identity where `CompositionWeights.init_identity` has zeroed w_2 and the gates: the logits are multi-head
+    attention's, and every zero can move."""
+    model = random_model(dcmha_config(3, options=OPTIONS[options]))
+    mha = random_model(small_config(attention_kinds="mha", layer_types="sliding_attention", sliding_window=3), seed=1)
+    mha.load_state_dict({name: p for name, p in model.state_dict().items() if name in mha.state_dict()})
+    input_ids = random_ids(2, 9)
+    expected = mha(input_ids).logits
+    assert relative_error(model(input_ids).logits, expected.double()) > 1e-2
+    for module in model.modules():
+        if isinstance(module, CompositionWeights):
+            module.init_identity()
+        elif isinstance(module, BaseMap):
+            module.init_mechanism(model.config)
+    assert relative_error(model(input_ids).logits, expected.double()) < 1e-5
+    model(input_ids, labels=input_ids).loss.backward()
+    attention = model.model.layers[0].self_attn
+    for module in (attention.pre_query, attention.pre_key, attention.post_query, attention.post_key):
+        assert module.w2.grad.chunk(2, dim=1)[1].abs().max() > 0
+        assert module.gate.weight.grad.abs().max() > 0
+
+
+# What the paper says of its size
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_extra_parameters(head_dim, rank):
+    """DCMHA, Equation 10: 4 D (2 R H) + 4 (2 R H)^2 + 4 D H in each layer of 12 D^2, about (2 R + 1) / (3 d)."""
+    num_heads, width = 16, 16 * head_dim
+    config = IHAConfig.from_preset(
+        "dcformer-405m",
+        hidden_size=width,
+        num_attention_heads=num_heads,
+        num_hidden_layers=1,
+        layer_types="full_attention",
+        sliding_window=None,
+        attention_options={"dcmha": {"rank": rank}},
+    )
+    with torch.device("meta"):
+        model = IHAForCausalLM(config)
+    names = ("pre_query", "pre_key", "post_query", "post_key")
+    extra = sum(p.numel() for name in names for p in getattr(model.model.layers[0].self_attn, name).parameters())
+    assert extra == 4 * width * 2 * rank * num_heads + 4 * (2 * rank * num_heads) ** 2 + 4 * width * num_heads
+    ratio, first_order = extra / (12 * width**2), (2 * rank + 1) / (3 * head_dim)
+    assert ratio - first_order == pytest.approx(4 * rank**2 / (3 * head_dim**2))  # of second order in R / d
+
+
+@pytest.mark.parametrize(
+    ("preset", "size"),
+    [
+        ("dcformer-405m", 405e6),
+        ("dcformer-834m", 834e6),
+        ("dcformer-1.4b", 1.4e9),
+        ("dcformer-2.8b", 2.8e9),
+        ("dcformer-6.9b", 6.9e9),
+    ],
+)
+def test_presets_have_the_size_of_their_name(preset, size):
+    config = IHAConfig.from_preset(preset)
+    assert set(config.attention_kinds) == {"dcmha"} and config.sliding_window == 256
+    assert config.layer_types[:4] == ["sliding_attention", "full_attention"] * 2
+    with torch.device("meta"):
+        model = IHAForCausalLM(config)
+    assert abs(model.num_parameters() / size - 1) < 0.06
+    assert config.vocab_size * config.hidden_size * 2 < model.num_parameters()  # untied
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": -1}, "rank=-1; it must be a whole number"),
+        ({"rank": True}, "rank=True"),
+        ({"gate": "yes"}, "gate='yes'; it must be true or false"),
+        ({"stages": "before"}, "stages='before'.*'pre' or 'post'"),
+        ({"sides": "both sides"}, "'query' or 'key'"),
+        ({"num_groups": 3}, "num_groups=3.*does not divide num_attention_heads=4"),
+        ({"num_groups": 0}, "num_groups=0"),
+        ({"rank": 0, "gate": False}, "composes nothing.*'mha'"),
+        ({"ranks": 2}, "has the option 'ranks'.*'rank'"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(Exception, match=message):
+        dcmha_config(options=options)
+
+
+@pytest.mark.parametrize("core", ["flash_attention_2", "flex_attention"])
+def test_cores_without_scores_are_refused(core, monkeypatch):
+    fake_flash.install(monkeypatch)
+    model = random_model(dcmha_config())
+    model.set_attn_implementation(core)
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(ValueError, match=f"'dcmha' changes the scores.*{core}.*'sdpa' or 'eager'"),
+    ):
+        model(random_ids(1, 5))
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("options", ["paper", "groups_all"])
+def test_round_trip(options, tmp_path):
+    config = dcmha_config(3, options=OPTIONS[options], mlp_gate_groups=6, use_qk_norm=True)
+    model = random_model(config)
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert loaded.config.options_of("dcmha") == config.options_of("dcmha")
+    input_ids = random_ids(2, 7)
+    assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model, input_ids))
+
+
+def test_adapters_beside_trained_composition_weights(tmp_path):
+    """PEFT's modules_to_save on the modules of the composition: they train, and come back."""
+    base = random_model(dcmha_config(options={"base_map": True}))
+    names = [f"{stage}_{part}" for stage in ("pre", "post") for part in ("base", "query", "key")]
+    model = get_peft_model(
+        deepcopy(base), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=names)
+    )
+    trainable = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    input_ids = random_ids(2, 7)
+    model(input_ids, labels=input_ids).loss.backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            assert not torch.equal(parameter, trainable[name]), name
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(deepcopy(base), tmp_path)
+    assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model.eval(), input_ids))
+
+
+# The FFN of the released models
+
+
+@pytest.mark.parametrize("num_groups", [1, 4, 24])
+def test_group_gated_mlp_matches_reference(num_groups):
+    model = random_model(small_config(mlp_gate_groups=num_groups), dtype=torch.float64)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(2, 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weights = reference_weights(mlp)
+    output, expected = mlp(x), group_gated_mlp(x, weights)
+    assert relative_error(output, expected) < FP64
+    actual = gradients(output, {"input": x, **dict(mlp.named_parameters())})
+    assert_gradients_match(actual, gradients(expected, {"input": x, **weights}), FP64)
+
+
+@pytest.mark.parametrize("fields", [{"mlp_gate_groups": 5}, {"mlp_gate_groups": 0}])
+def test_groups_that_do_not_divide_the_ffn_are_refused(fields):
+    with pytest.raises(Exception, match=r"mlp_gate_groups=\d with intermediate_size=24"):
+        small_config(**fields)
+    with pytest.raises(Exception, match="gated_mlp=False"):
+        small_config(mlp_gate_groups=4, gated_mlp=False)

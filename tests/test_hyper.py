@@ -1,0 +1,451 @@
+"""HyperAttention and 2-simplicial attention against the loops of `references/hyper.py`, and what the papers claim of them."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from references.hyper import HyperOptions, hyper_attention
+from references.hyper_feature import visible_keys
+from small_models import random_ids, random_model, small_config
+from test_generation import GEOMETRIES, assert_close, uncached_logits
+from test_numerics import LOGITS
+from test_reference import (
+    BF16_GRADIENT,
+    BF16_OUTPUT,
+    FP32,
+    FP64,
+    assert_gradients_match,
+    attention_of_first_layer,
+    gradients,
+    reference_weights,
+    relative_error,
+)
+from test_window_blocks import logits_and_gradients
+from transformers import AutoModelForCausalLM
+
+from modeling_iha import IHAConfig, IHAForCausalLM, attention_hyper, score_matrix, virtual_sequence
+from modeling_iha.attention_hyper import linear_step
+
+
+OPTIONS = ("order", "sharing", "strict_order", "linear", "windows")
+
+
+def hyper_config(window=None, kind="hyper", **fields):
+    """Options of the kind are told from fields of the config by name."""
+    options = {name: fields.pop(name) for name in OPTIONS if name in fields}
+    return small_config(
+        attention_kinds=kind,
+        attention_options={kind: options},
+        layer_types="full_attention" if window is None else "sliding_attention",
+        sliding_window=window,
+        **{"num_hidden_layers": 1, **fields},
+    )
+
+
+def reference(model, hidden, weights, position_ids=None, **visibility):
+    """The reference's output [B, N, D] of the first layer; `visibility` as in `visible_keys`, with a batch dimension."""
+    config, (batch, length) = model.config, hidden.shape[:2]
+    options = config.options_of(config.attention_kinds[0])
+    kept = "all" if config.attention_kinds[0] == "simplicial" else "j > k" if options["strict_order"] else "j >= k"
+    reference_options = HyperOptions(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        theta=config.rope_parameters["rope_theta"],
+        order=options.get("order", 3),
+        sharing=options.get("sharing", False),
+        kept="all" if options.get("linear") else kept,
+        linear=options.get("linear", False),
+        norm_eps=config.rms_norm_eps,
+    )
+    windows = options["windows"] or [config.sliding_window] * (reference_options.order - 1)
+    if position_ids is None:
+        position_ids = torch.arange(length).expand(batch, -1)
+    rows = []
+    for b in range(batch):
+        of_row = {name: mask[b] for name, mask in visibility.items()}
+        visible = [visible_keys(length, window, **of_row) for window in windows]
+        rows.append(hyper_attention(hidden[b], weights, reference_options, position_ids[b], visible))
+    return torch.stack(rows)
+
+
+def assert_matches_reference(config, tolerance=FP32, gradient_tolerance=None, dtype=torch.float32):
+    """Output and gradients, of the input and of every parameter."""
+    model = random_model(config, dtype=dtype)
+    hidden, output = attention_of_first_layer(model, input_ids=random_ids(2, 7))
+    attention = model.model.layers[0].self_attn
+    expected_hidden, weights = hidden.detach().double().requires_grad_(), reference_weights(attention)
+    expected = reference(model, expected_hidden, weights)
+    assert relative_error(output, expected) < tolerance
+    actual_gradients = gradients(output, {"input": hidden, **dict(attention.named_parameters())})
+    expected_gradients = gradients(expected, {"input": expected_hidden, **weights})
+    assert_gradients_match(actual_gradients, expected_gradients, gradient_tolerance or tolerance)
+
+
+CASES = {
+    "sharing": {},
+    "no_sharing": {"sharing": False},
+    "strict": {"strict_order": True},
+    "strict_no_sharing": {"strict_order": True, "sharing": False, "num_key_value_heads": 4},
+    "biases": {"sharing": False, "attention_bias": True, "use_qk_norm": True, "num_key_value_heads": 1},
+    "simplicial": {"kind": "simplicial"},
+    "simplicial_biases": {"kind": "simplicial", "attention_bias": True, "use_qk_norm": True},
+}
+LINEAR_CASES = {
+    "linear": {"linear": True},
+    "linear_order_2": {"linear": True, "order": 2},
+    "linear_order_4": {"linear": True, "order": 4, "sharing": False},
+    "linear_biases": {"linear": True, "sharing": False, "attention_bias": True, "use_qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("window", [None, 2, 4, 20])
+@pytest.mark.parametrize("case", CASES)
+def test_matches_reference(case, window):
+    assert_matches_reference(hyper_config(window, **CASES[case]))
+
+
+@pytest.mark.parametrize("case", LINEAR_CASES)
+def test_linear_form_matches_reference(case):
+    assert_matches_reference(hyper_config(**LINEAR_CASES[case]))
+
+
+@pytest.mark.parametrize("windows", [[2, 4], [4, 2], [1, 3], [3, 1], [1, 1]], ids=str)
+@pytest.mark.parametrize("case", ["no_sharing", "strict", "simplicial"])
+def test_two_windows_match_reference(case, windows):
+    if case == "strict" and windows[1] == 1:
+        pytest.skip("no pair has j > k where k is the query's own token: refused")
+    assert_matches_reference(hyper_config(max(windows), windows=windows, **CASES[case]))
+
+
+@pytest.mark.parametrize("case", ["sharing", "strict_no_sharing", "simplicial"])
+def test_matches_reference_in_other_dtypes(case):
+    assert_matches_reference(hyper_config(**CASES[case]), FP64, dtype=torch.float64)
+    assert_matches_reference(hyper_config(**CASES[case]), BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", ["linear", "linear_order_4"])
+def test_linear_form_matches_reference_in_other_dtypes(case):
+    assert_matches_reference(hyper_config(**LINEAR_CASES[case]), FP64, dtype=torch.float64)
+    assert_matches_reference(hyper_config(**LINEAR_CASES[case]), BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
+
+
+@pytest.fixture(params=[{"BLOCK": 3, "CHUNK": 3}, {"MAX_SCORES": 1}], ids=["blocks_of_3", "blocks_of_1"])
+def small_blocks(request, monkeypatch):
+    """Several blocks of queries, the last one short, or as few scores to a block as there can be."""
+    for name, value in request.param.items():
+        monkeypatch.setattr(attention_hyper, name, value)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("case", ["no_sharing", "strict", "simplicial"])
+def test_blocks_match_reference(case, window, small_blocks):
+    windows = {} if window is None else {"windows": [2, 3]}
+    assert_matches_reference(hyper_config(window, **CASES[case], **windows))
+
+
+@pytest.mark.parametrize("case", ["linear", "linear_order_4"])
+def test_linear_chunks_match_reference(case, monkeypatch):
+    monkeypatch.setattr(attention_hyper, "CHUNK", 3)
+    assert_matches_reference(hyper_config(**LINEAR_CASES[case]))
+
+
+@pytest.mark.parametrize("case", ["linear", "linear_order_4"])
+def test_linear_form_under_a_mask_equals_running_sums(case, small_blocks):
+    """A mask that says no more than causal: every query then sums what it sees, and nothing changes, gradients included."""
+    model = random_model(hyper_config(**LINEAR_CASES[case]))
+    input_ids, mask = random_ids(2, 7), torch.ones(7, 7, dtype=torch.bool).tril().expand(2, 1, 7, 7)
+    outputs = [model(input_ids, use_cache=False, **inputs).logits for inputs in ({}, {"attention_mask": mask})]
+    assert relative_error(outputs[1], outputs[0].double()) < 1e-5
+    leaves = dict(model.named_parameters())
+    expected, actual = (gradients(output, leaves) for output in outputs)
+    assert_gradients_match(actual, {name: gradient.double() for name, gradient in expected.items()}, 1e-5)
+
+
+@pytest.mark.parametrize("core", ["eager", "sdpa"])
+@pytest.mark.parametrize("windows", [None, [3, 2]], ids=str)
+@pytest.mark.parametrize("case", ["no_sharing", "strict", "simplicial", "linear_order_4"])
+@torch.no_grad()
+def test_padding_and_packing_match_reference(case, windows, core):
+    options = {**CASES, **LINEAR_CASES}[case]
+    if windows is not None and case in LINEAR_CASES:
+        pytest.skip("the linear form has no windows")
+    model = random_model(hyper_config(windows and max(windows), windows=windows, **options))
+    model.set_attn_implementation(core)
+    weights = reference_weights(model.model.layers[0].self_attn)
+
+    real = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
+    position_ids = (real.cumsum(-1) - 1).clamp_min(0)
+    inputs = {"input_ids": random_ids(2, 7), "attention_mask": real.long(), "position_ids": position_ids}
+    hidden, output = attention_of_first_layer(model, **inputs)
+    expected = reference(model, hidden.double(), weights, position_ids, is_real=real)
+    assert relative_error(output[real], expected[real]) < FP32
+
+    position_ids = torch.tensor([[0, 1, 2, 0, 0, 1, 2]])
+    document = torch.tensor([[0, 0, 0, 1, 2, 2, 2]])
+    inputs = {"input_ids": random_ids(1, 7), "position_ids": position_ids, "use_cache": False}
+    hidden, output = attention_of_first_layer(model, **inputs)
+    expected = reference(model, hidden.double(), weights, position_ids, document=document)
+    assert relative_error(output, expected) < FP32
+
+
+@pytest.mark.parametrize("case", ["plain", "left_padding", "packed"])
+@pytest.mark.parametrize("kind", ["hyper_feature", "hyper", "simplicial"])
+def test_long_window_inputs_equal_a_dense_mask(kind, case, monkeypatch):
+    """On SDPA a long input to a window layer has no mask matrix: blocks take the columns that their windows reach. Gradients included."""
+    monkeypatch.setattr(virtual_sequence, "BLOCK", 8)
+    for module in (attention_hyper, score_matrix):
+        monkeypatch.setattr(module, "BLOCK", 4)
+    options = {} if kind == "hyper_feature" else {kind: {"windows": [3, 5]}}
+    window = {"layer_types": "sliding_attention", "sliding_window": 5, "num_hidden_layers": 1}
+    model = random_model(small_config(attention_kinds=kind, attention_options=options, **window))
+    inputs = {"input_ids": random_ids(2, 30), "use_cache": False}
+    if case == "left_padding":
+        inputs["attention_mask"] = torch.tensor([[0] * 13 + [1] * 17, [1] * 30])
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    if case == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(13), torch.arange(17)]).expand(2, -1)
+    masks = model.model.create_masks(torch.empty(2, 30, 0), inputs.get("attention_mask"), None, None)
+    assert masks["sliding_attention", 1].ndim == 2
+    actual, expected = (logits_and_gradients(model, core, **inputs) for core in ("sdpa", "eager"))
+    for value, target in zip(actual, expected, strict=True):
+        assert_close(value, target)
+
+
+# Cost
+
+
+def scores_of(model, length):
+    """Sizes of the score tensors of a forward pass of the model."""
+    sizes, softmax = [], torch.softmax
+
+    def recording(scores, dim):
+        sizes.append(scores.numel())
+        return softmax(scores, dim=dim)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "softmax", recording)
+        uncached_logits(model, random_ids(1, length))
+    return sizes
+
+
+@pytest.mark.parametrize("kind", ["hyper", "simplicial"])
+def test_windows_bound_the_scores(kind, monkeypatch):
+    """O(N w1 w2), not O(N^3): a block of queries reaches w - 1 keys further back than it is long, and twice the length costs twice."""
+    model = random_model(hyper_config(8, kind=kind, windows=[2, 8]))
+    monkeypatch.setattr(attention_hyper, "BLOCK", 4)
+    sizes = {length: scores_of(model, length) for length in (200, 400)}
+    block = 4 * 4 * (4 + 1) * (4 + 7)  # heads, queries, columns of j and of k
+    assert max(sizes[200]) == max(sizes[400]) == block
+    assert sum(sizes[400]) - sum(sizes[200]) == 50 * block
+
+
+def largest_saved_tensor(model, length):
+    """Numbers in the largest tensor that the forward pass keeps for the backward, and gradients that are finite."""
+    largest = 0
+
+    def pack(tensor):
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(random_ids(1, length), use_cache=False).logits.square().mean()
+    kept = largest
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    return kept
+
+
+def test_no_scores_are_kept_for_the_backward(monkeypatch):
+    """Not even those of one block, [1, 4, 4, 24, 24]; without blocks all of them are. The rest, such as logits, is far smaller."""
+    model = random_model(hyper_config(num_hidden_layers=1))
+    assert largest_saved_tensor(model, 24) >= 4 * 24 * 24 * 24
+    monkeypatch.setattr(attention_hyper, "BLOCK", 4)
+    assert largest_saved_tensor(model, 24) < 4 * 24 * 24
+
+
+def test_a_long_linear_input_costs_no_more_per_token(monkeypatch):
+    """Running sums: the largest tensor is that of one chunk whatever the length."""
+    model = random_model(hyper_config(linear=True))
+    sizes, cumsum = [], torch.Tensor.cumsum
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: (sizes.append(x.numel()), cumsum(x, dim))[1])
+    for length in (64, 256):
+        uncached_logits(model, random_ids(1, length))
+    chunk = attention_hyper.CHUNK * 4 * 2 * 8 * 8
+    sums = [size for size in sizes if size > 256]
+    assert sums == [chunk] * ((64 + 256) // attention_hyper.CHUNK)
+
+
+# What the papers say of them
+
+
+@pytest.mark.parametrize("case", ["linear", "linear_order_4"])
+@torch.no_grad()
+def test_linear_form_decodes_from_a_state_of_constant_size(case):
+    """One token at a time, and in chunks: `linear_step` gives what the layer gives for the whole input."""
+    attention = random_model(hyper_config(**LINEAR_CASES[case]), dtype=torch.float64).model.layers[0].self_attn
+    generator = torch.Generator().manual_seed(0)
+    stack = attention.num_keys
+    query = torch.randn(2, 4, 9, 8, generator=generator, dtype=torch.float64)
+    shape = (2, 4, 1 if attention.sharing else stack, 9, 8)
+    keys, values = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).expand(2, 4, stack, 9, 8) for _ in "kv"
+    )
+    expected = attention.attend_linear(query, keys, values, None).transpose(1, 2)
+    for chunks in ([1] * 9, [4, 1, 3, 1]):
+        state, outputs = torch.zeros(2, 4, stack, 8, 8, dtype=torch.float64), []
+        for n in torch.arange(9).split(chunks):
+            output, state = linear_step(
+                state, query[:, :, n] * attention.scaling, keys[:, :, :, n], values[:, :, :, n]
+            )
+            outputs.append(output)
+        assert state.shape == (2, 4, stack, 8, 8)
+        assert_close(torch.cat(outputs, dim=2), expected, 1e-12)
+
+
+def test_a_first_token_without_pairs_gives_zero():
+    """Under strict order; so the layer passes on its input there."""
+    for strict in (True, False):
+        model = random_model(hyper_config(strict_order=strict))
+        _, output = attention_of_first_layer(model, input_ids=random_ids(2, 5))
+        assert bool((output[:, 0] == 0).all()) == strict
+        assert (output[:, 1:] != 0).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("case", ["no_sharing", "strict", "simplicial"])
+def test_weights_are_the_shares_of_the_first_key(case):
+    model = random_model(hyper_config(3, **CASES[case]))
+    model.set_attn_implementation("eager")
+    (weights,) = model(random_ids(2, 7), output_attentions=True).attentions
+    assert weights.shape == (2, 4, 7, 7)
+    assert (weights.triu(1) == 0).all() and (weights.tril(-3) == 0).all()
+    totals = torch.ones(2, 4, 7)
+    if case == "strict":
+        totals[..., 0] = 0
+    assert_close(weights.sum(-1), totals, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "extra"),
+    [
+        ({}, 0),
+        ({"sharing": False}, 2 * 1),
+        ({"sharing": False, "order": 4, "linear": True}, 2 * 2),
+        ({"kind": "simplicial"}, 2 * 1),
+    ],
+    ids=str,
+)
+def test_parameter_count(options, extra):
+    """With sharing MHA's; without, n - 2 keys and values [G * head_dim, hidden_size] more."""
+    mha = random_model(small_config(attention_kinds="mha", num_hidden_layers=1)).num_parameters()
+    assert random_model(hyper_config(**options)).num_parameters() - mha == extra * 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("preset", "extra"),
+    [("", 0), ("-hyper-feature", 0), ("-hyper-feature-v2", 0), ("-hyper", 0), ("-hyper-no-sharing", 12 * 2 * 768**2)],
+)
+def test_presets_have_the_size_of_gpt3_small(preset, extra):
+    """12 * (4 * 768^2 + 2 * 768 * 3072) + 50257 * 768 in matrices (its 125M count learned positions and biases, too), and the norms;
+    HyperAttention without sharing has a second key and value."""
+    config = IHAConfig.from_preset(f"gpt3-small{preset}")
+    with torch.device("meta"):
+        model = IHAForCausalLM(config)
+    assert model.num_parameters() == 123_532_032 + 25 * 768 + extra
+
+
+# Use
+
+
+@pytest.mark.parametrize("case", ["no_sharing", "strict", "simplicial", "linear_order_4"])
+def test_overfits_a_batch(case):
+    torch.manual_seed(0)
+    model = random_model(hyper_config(num_hidden_layers=2, **{**CASES, **LINEAR_CASES}[case])).train()
+    optimizer, input_ids = torch.optim.Adam(model.parameters(), lr=0.01), random_ids(2, 9)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model(input_ids, labels=input_ids).loss
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
+
+
+@pytest.mark.parametrize("case", ["no_sharing", "simplicial"])
+def test_round_trip(case, tmp_path):
+    model = random_model(hyper_config(3, windows=[3, 2], **CASES[case]))
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.config.attention_options == model.config.attention_options
+    assert torch.equal(uncached_logits(loaded, random_ids(2, 9)), uncached_logits(model, random_ids(2, 9)))
+
+
+KINDS = ["hyper_feature", "hyper", "hyper_linear", "simplicial"]
+
+
+@pytest.mark.parametrize("how", ["loaded", "autocast"])
+@pytest.mark.parametrize("dtype", LOGITS, ids=str)
+@pytest.mark.parametrize("geometry", KINDS)
+def test_half_precision(geometry, dtype, how):
+    """Logits near those in float32, and gradients that are finite: loaded in the dtype, and float32 weights under autocast."""
+    config, input_ids = small_config(use_qk_norm=True, **GEOMETRIES[geometry]), random_ids(2, 24)
+    expected = uncached_logits(random_model(config), input_ids)
+    model = random_model(config, dtype=dtype if how == "loaded" else torch.float32)
+    with torch.autocast("cpu", dtype, enabled=how == "autocast"):
+        output = model(input_ids, labels=input_ids, use_cache=False)
+    assert output.logits.dtype == dtype
+    assert_close(output.logits.detach().float(), expected, LOGITS[dtype])
+    output.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("geometry", KINDS)
+def test_adapters_train_come_back_and_merge(geometry, tmp_path):
+    """LoRA on the projections, of which some are wider than Llama's."""
+    config, input_ids = small_config(**GEOMETRIES[geometry]), random_ids(2, 9)
+    base = random_model(config)
+    expected = uncached_logits(base, input_ids)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model = get_peft_model(
+        random_model(config), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
+    )
+    model(input_ids, labels=input_ids).loss.backward()
+    assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)
+    adapted = uncached_logits(model.eval(), input_ids)
+    assert (adapted - expected).abs().max() > 0.1
+    model.save_pretrained(tmp_path)
+    assert torch.equal(uncached_logits(PeftModel.from_pretrained(base, tmp_path), input_ids), adapted)
+    assert_close(uncached_logits(model.merge_and_unload(), input_ids), adapted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"order": 1}, "order=1; it must be a whole number, at least 2"),
+        ({"order": 4}, "order=4 with softmax, which is for order 3 only: set linear=True"),
+        ({"order": 2}, "order=2 with softmax"),
+        ({"linear": True, "strict_order": True}, "linear=True.*strict_order must not be set"),
+        ({"linear": True, "windows": [2, 3], "window": 3}, "linear=True.*windows must not be set"),
+        ({"linear": True, "window": 3}, "linear=True.*must be 'full_attention'"),
+        ({"windows": [2, 3]}, r"windows=\[2, 3\]; its layers must be 'sliding_attention', with sliding_window=3"),
+        ({"windows": [2, 3], "window": 4}, r"windows=\[2, 3\].*sliding_window=3"),
+        ({"strict_order": True, "window": 1}, "strict_order=True with a window of 1 token for k"),
+        ({"strict_order": True, "windows": [3, 1], "window": 3}, "strict_order=True with a window of 1 token for k"),
+        ({"windows": [3], "window": 3}, r"windows=\[3\]; it must be a list of two"),
+        ({"windows": [0, 3], "window": 3}, r"windows=\[0, 3\]; it must be a list of two"),
+        ({"sharing": None}, "sharing=None; it must be true or false"),
+        ({"kind": "simplicial", "sharing": True}, "the option 'sharing'; options of this kind: 'windows'"),
+        ({"kind": "simplicial", "windows": [2, 3]}, r"windows=\[2, 3\]; its layers"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(fields, message):
+    kind = fields.get("kind", "hyper")
+    with pytest.raises(Exception, match=rf"attention_options\['{kind}'\] has {message}"):
+        hyper_config(**fields)
+
+
+@pytest.mark.parametrize("kind", ["hyper", "simplicial"])
+def test_cores_that_build_no_scores_are_refused(kind):
+    with pytest.raises(ValueError, match=f"'{kind}' changes the scores.*flex_attention.*'sdpa' or 'eager'"):
+        IHAForCausalLM._from_config(hyper_config(kind=kind), attn_implementation="flex_attention")

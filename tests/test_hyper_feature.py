@@ -1,0 +1,248 @@
+"""HyperFeatureAttention against the loops of `references/hyper_feature.py`, and what the paper claims of it."""
+
+import fake_flash
+import pytest
+import torch
+from references.hyper_feature import HyperFeatureOptions, hyper_feature_attention, visible_keys
+from small_models import random_ids, random_model, small_config
+from test_generation import assert_close, uncached_logits
+from test_reference import (
+    BF16_GRADIENT,
+    BF16_OUTPUT,
+    FP32,
+    FP64,
+    assert_gradients_match,
+    attention_of_first_layer,
+    gradients,
+    reference_weights,
+    relative_error,
+)
+from transformers import AutoModelForCausalLM
+
+from modeling_iha import IHAForCausalLM, score_matrix
+
+
+def hyper_feature_config(window=None, **fields):
+    """Options of the kind are told from fields of the config by name."""
+    options = {name: fields.pop(name) for name in ("orders", "value_product", "linear") if name in fields}
+    return small_config(
+        attention_kinds="hyper_feature",
+        attention_options={"hyper_feature": options},
+        layer_types="full_attention" if window is None else "sliding_attention",
+        sliding_window=window,
+        **{"num_hidden_layers": 1, **fields},
+    )
+
+
+def reference(model, hidden, weights, position_ids=None, **visibility):
+    """The reference's output [B, N, D] of the first layer; `visibility` as in `visible_keys`, with a batch dimension."""
+    config, (batch, length) = model.config, hidden.shape[:2]
+    options = HyperFeatureOptions(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        theta=config.rope_parameters["rope_theta"],
+        **{**config.options_of("hyper_feature"), "orders": config.hyper_feature_orders},
+        norm_eps=config.rms_norm_eps,
+    )
+    if position_ids is None:
+        position_ids = torch.arange(length).expand(batch, -1)
+    rows = []
+    for b in range(batch):
+        visible = visible_keys(length, config.sliding_window, **{name: mask[b] for name, mask in visibility.items()})
+        rows.append(hyper_feature_attention(hidden[b], weights, options, position_ids[b], visible))
+    return torch.stack(rows)
+
+
+def assert_matches_reference(config, tolerance=FP32, gradient_tolerance=None, dtype=torch.float32, length=9):
+    """Output and gradients, of the input and of every parameter."""
+    model = random_model(config, dtype=dtype)
+    hidden, output = attention_of_first_layer(model, input_ids=random_ids(2, length))
+    attention = model.model.layers[0].self_attn
+    expected_hidden, weights = hidden.detach().double().requires_grad_(), reference_weights(attention)
+    expected = reference(model, expected_hidden, weights)
+    assert relative_error(output, expected) < tolerance
+    actual_gradients = gradients(output, {"input": hidden, **dict(attention.named_parameters())})
+    expected_gradients = gradients(expected, {"input": expected_hidden, **weights})
+    assert_gradients_match(actual_gradients, expected_gradients, gradient_tolerance or tolerance)
+
+
+CASES = {
+    "order_1": {"orders": 1},
+    "order_2": {"orders": 2},
+    "order_4": {"orders": 4},
+    "mixed": {"orders": [1, 1, 4, 4]},
+    "mixed_no_gqa": {"orders": [2, 1, 1, 4], "num_key_value_heads": 4},
+    "one_group": {"orders": 2, "num_key_value_heads": 1},
+    "value_product": {"orders": 2, "value_product": True},
+    "mixed_value_product": {"orders": [4, 4, 1, 1], "value_product": True, "attention_bias": True},
+    "linear": {"orders": 2, "linear": True},
+    "linear_mixed_value_product": {"orders": [1, 1, 2, 2], "value_product": True, "linear": True},
+    "qk_norm_biases": {"orders": 2, "use_qk_norm": True, "attention_bias": True},
+    "three_features": {"orders": 3, "head_dim": 12},
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 20])
+@pytest.mark.parametrize("case", CASES)
+def test_matches_reference(case, window):
+    assert_matches_reference(hyper_feature_config(window, **CASES[case]))
+
+
+@pytest.mark.parametrize("case", ["order_4", "mixed_value_product", "linear_mixed_value_product"])
+def test_matches_reference_in_other_dtypes(case):
+    config = hyper_feature_config(**CASES[case])
+    assert_matches_reference(config, FP64, dtype=torch.float64)
+    assert_matches_reference(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("case", ["mixed_value_product", "linear_mixed_value_product"])
+def test_blocks_match_reference(case, window, monkeypatch):
+    """Several blocks of queries, the last one short, recomputed in the backward."""
+    monkeypatch.setattr(score_matrix, "BLOCK", 2)
+    assert_matches_reference(hyper_feature_config(window, **CASES[case]), length=7)
+
+
+@pytest.mark.parametrize("core", ["eager", "sdpa"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("case", ["mixed_value_product", "linear_mixed_value_product"])
+@torch.no_grad()
+def test_padding_and_packing_match_reference(case, window, core):
+    model = random_model(hyper_feature_config(window, **CASES[case]))
+    model.set_attn_implementation(core)
+    weights = reference_weights(model.model.layers[0].self_attn)
+
+    real = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
+    position_ids = (real.cumsum(-1) - 1).clamp_min(0)
+    inputs = {"input_ids": random_ids(2, 7), "attention_mask": real.long(), "position_ids": position_ids}
+    hidden, output = attention_of_first_layer(model, **inputs)
+    expected = reference(model, hidden.double(), weights, position_ids, is_real=real)
+    assert relative_error(output[real], expected[real]) < FP32
+
+    position_ids = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]])
+    document = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2]])
+    inputs = {"input_ids": random_ids(1, 8), "position_ids": position_ids, "use_cache": False}
+    hidden, output = attention_of_first_layer(model, **inputs)
+    expected = reference(model, hidden.double(), weights, position_ids, document=document)
+    assert relative_error(output, expected) < FP32
+
+
+# What the paper says of it
+
+
+@pytest.mark.parametrize("core", ["eager", "sdpa"])
+def test_order_1_is_multi_head_attention(core):
+    """In every number: the same parameters, by the same names."""
+    model = random_model(hyper_feature_config(orders=1, value_product=True, num_hidden_layers=2))
+    mha = random_model(small_config(attention_kinds="mha"))
+    mha.load_state_dict(model.state_dict())
+    for each in (model, mha):
+        each.set_attn_implementation(core)
+    input_ids = random_ids(2, 9)
+    actual, expected = uncached_logits(model, input_ids), uncached_logits(mha, input_ids)
+    assert_close(actual, expected, 1e-6)
+    assert core != "eager" or torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("orders", "value_product", "extra"), [(4, False, 0), (4, True, 3 * 4), ([1, 1, 2, 4], True, 0 + 0 + 1 + 3)]
+)
+def test_parameter_count(orders, value_product, extra):
+    """Without a value product MHA's (Remark F.4); with one, a head of order A has A - 1 value projections [head_dim, hidden_size]
+    more."""
+    sizes = {}
+    for kind in ("mha", "hyper_feature"):
+        options = {"orders": orders, "value_product": value_product}
+        config = hyper_feature_config(num_key_value_heads=4, **options)
+        config.attention_kinds = [kind]
+        sizes[kind] = random_model(config).num_parameters()
+    assert sizes["hyper_feature"] - sizes["mha"] == extra * 8 * 32
+
+
+@torch.no_grad()
+def test_linear_form_is_definition_5_1():
+    """(prod_a X C^(a) X^T) (prod_a X W_V^(a)) with C^(a) = W_Q W_K^T / sqrt(w), the products elementwise; no positions, causal."""
+    config = hyper_feature_config(
+        orders=2, value_product=True, linear=True, num_attention_heads=1, num_key_value_heads=1, head_dim=8
+    )
+    attention = random_model(config, dtype=torch.float64).model.layers[0].self_attn
+    x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tables = {"token": (torch.ones(1, 6, 8, dtype=torch.float64), torch.zeros(1, 6, 8, dtype=torch.float64))}
+    output, _ = attention(x, tables)
+
+    scores, values = torch.ones(6, 6, dtype=torch.float64), torch.ones(6, 8, dtype=torch.float64)
+    for a in range(2):
+        rows = slice(4 * a, 4 * a + 4)
+        interaction = attention.q_proj.weight[rows].T @ attention.k_proj.weight[rows] / 2.0
+        scores = scores * (x[0] @ interaction @ x[0].T)
+        values = values * (x[0] @ attention.v_proj.weight[8 * a : 8 * a + 8].T)
+    assert_close(output[0], scores.tril() @ values @ attention.o_proj.weight.T, 1e-12)
+
+
+@pytest.mark.parametrize("case", ["mixed_value_product", "linear"])
+def test_scores_depend_on_distances_only(case):
+    """RoPE rotates the query and the key of a feature alike, so shifting all positions changes nothing."""
+    model = random_model(hyper_feature_config(**CASES[case]), dtype=torch.float64)
+    input_ids, position_ids = random_ids(1, 9), torch.arange(9)[None]
+    expected = uncached_logits(model, input_ids, position_ids=position_ids)
+    assert_close(uncached_logits(model, input_ids, position_ids=position_ids + 50), expected, FP64)
+    assert (uncached_logits(model, input_ids, position_ids=position_ids * 2) - expected).abs().max() > 1e-2
+
+
+# Use
+
+
+def test_overfits_a_batch():
+    torch.manual_seed(0)
+    model = random_model(hyper_feature_config(orders=[1, 1, 4, 4], value_product=True, num_hidden_layers=2)).train()
+    optimizer, input_ids = torch.optim.Adam(model.parameters(), lr=0.01), random_ids(2, 9)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model(input_ids, labels=input_ids).loss
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
+
+
+def test_round_trip(tmp_path):
+    model = random_model(hyper_feature_config(orders=[1, 1, 4, 4], value_product=True))
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.config.options_of("hyper_feature") == model.config.options_of("hyper_feature")
+    assert torch.equal(uncached_logits(loaded, random_ids(2, 9)), uncached_logits(model, random_ids(2, 9)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"orders": 0}, "orders=0; it must be a whole number, at least 1, or a list"),
+        ({"orders": True}, "orders=True; it must be"),
+        ({"orders": [1, 1.5, 1, 1]}, r"orders=\[1, 1.5, 1, 1\]; it must be"),
+        ({"orders": [1, 2]}, r"orders=\[1, 2\].*one for each of 4 heads"),
+        ({"orders": 3}, "orders=3 and head_dim=8.*even"),
+        ({"orders": 8}, "orders=8 and head_dim=8.*even"),
+        ({"orders": [1, 2, 2, 2]}, r"orders=\[1, 2, 2, 2\] with num_key_value_heads=2; the 2 heads of a group"),
+        ({"value_product": 1}, "value_product=1; it must be true or false"),
+        ({"linear": "yes"}, "linear='yes'; it must be true or false"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(fields, message):
+    with pytest.raises(Exception, match=rf"attention_options\['hyper_feature'\] has {message}"):
+        hyper_feature_config(**fields)
+
+
+@pytest.mark.parametrize("core", ["flash_attention_2", "flex_attention"])
+def test_cores_that_build_no_scores_are_refused(core, monkeypatch):
+    """Where the model is built, and where the core is changed later."""
+    fake_flash.install(monkeypatch)
+    message = f"'hyper_feature' changes the scores.*{core}.*'sdpa' or 'eager'"
+    config = hyper_feature_config()
+    model = random_model(config)
+    model.set_attn_implementation(core)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match=message):
+        model(random_ids(1, 5))
+    with pytest.raises(ValueError, match=message):
+        IHAForCausalLM._from_config(config, attn_implementation=core)

@@ -1,0 +1,65 @@
+"""Linear self-attention with an explicit C, and the study of colliding agents in small."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+sys.path.insert(0, str(EXPERIMENTS))
+
+from colliding_agents import EMBEDDINGS, constructed, examples, interactions  # noqa: E402
+from linear_self_attention import LinearSelfAttention  # noqa: E402
+
+
+def test_layer_is_the_definition():
+    """(X C X^T) X W_V by loops: what j is worth to i, times the value of j."""
+    generator = torch.Generator().manual_seed(0)
+    x, c, w = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 3), (3, 3), (3, 2)))
+    expected = torch.stack([sum((x[i] @ c @ x[j]) * (x[j] @ w) for j in range(5)) for i in range(5)])
+    assert torch.allclose(LinearSelfAttention(c, w)(x[None])[0], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("cells", [7, 10])
+@pytest.mark.parametrize("name", EMBEDDINGS)
+@torch.no_grad()
+def test_the_construction_is_exact_for_any_number_of_agents(name, cells):
+    embedding = EMBEDDINGS[name](cells)
+    assert torch.allclose(embedding @ embedding.T, torch.eye(cells, dtype=torch.float64), atol=1e-12)
+    layer = constructed(embedding, radius=1)
+    assert torch.allclose(layer.function(embedding), interactions(cells, 1), atol=1e-12)
+    for agents in (1, 2, 9):
+        positions, rewards = examples(4, agents, interactions(cells, 1), torch.Generator().manual_seed(0))
+        counted = torch.tensor(
+            [
+                [-sum(min((a - b) % cells, (b - a) % cells) <= 2 for b in row) for a in row]
+                for row in positions.tolist()
+            ]
+        )
+        assert torch.equal(rewards[..., 0], counted.double())
+        assert torch.allclose(layer(embedding[positions]), rewards, atol=1e-10)
+
+
+def test_study(tmp_path):
+    """In small: what is learned is the constructed function, in other parameters."""
+    sizes = {"cells": 7, "agents": 6, "examples": 300, "steps": 600, "output": tmp_path}
+    options = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+    subprocess.run([sys.executable, EXPERIMENTS / "colliding_agents.py", *options], check=True, timeout=120)
+    assert (tmp_path / "colliding_agents.png").stat().st_size > 0
+    rows = json.loads((tmp_path / "colliding_agents.json").read_text())["rows"]
+    assert [row["embedding"] for row in rows] == list(EMBEDDINGS)
+    for row in rows:
+        assert row["training_error"] < 1e-6 and row["constructed_training_error"] < 1e-20
+        assert max(row["test_error_by_agents"].values()) < 1e-4
+        apart = row["mean_squared_difference_from_constructed"]
+        assert apart["T"] < 1e-6 < 1e-3 < min(apart["C"], apart["w"])
+
+
+def test_a_ring_too_small_is_refused():
+    command = [sys.executable, EXPERIMENTS / "colliding_agents.py", "--cells", "5"]
+    refusal = subprocess.run(command, capture_output=True, text=True)
+    assert refusal.returncode == 2 and "--cells 5 --radius 1" in refusal.stderr.splitlines()[-1]

@@ -1,0 +1,178 @@
+"""Kind "talking_heads" against the loops of `references/talking_heads.py`, and what is particular to it: the exact start from multi-head
+attention, blocks of queries, and the cores that are refused."""
+
+import fake_flash
+import pytest
+import torch
+from small_models import random_ids, random_model, small_config
+from test_generation import assert_close, logits_in_chunks, uncached_logits
+from test_reference import (
+    BF16_GRADIENT,
+    BF16_OUTPUT,
+    FP32,
+    FP64,
+    LLAMA,
+    assert_attention_matches,
+    assert_gradients_match,
+    gradients,
+    reference_logits,
+    relative_error,
+)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from modeling_iha import IHAConfig, IHAForCausalLM, score_matrix, virtual_sequence
+
+
+CORES = ["eager", "sdpa"]
+# A window layer below a global one, and what only windows meet.
+GEOMETRIES = {
+    "global": {},
+    "window_of_1": {"layer_types": "sliding_attention", "sliding_window": 1},
+    "hybrid": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
+}
+
+
+def talking_config(geometry="global", **overrides):
+    return small_config(**{"attention_kinds": "talking_heads", **GEOMETRIES[geometry], **overrides})
+
+
+# Against the reference
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 20])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids="H{0[0]}G{0[1]}".format)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "gradient_tolerance"),
+    [(torch.float32, FP32, FP32), (torch.float64, FP64, FP64), (torch.bfloat16, BF16_OUTPUT, BF16_GRADIENT)],
+    ids=str,
+)
+def test_attention_matches_reference(heads, window, dtype, tolerance, gradient_tolerance):
+    config = talking_config(
+        hidden_size=8 * heads[0],
+        num_hidden_layers=1,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        layer_types="full_attention" if window is None else "sliding_attention",
+        sliding_window=window,
+    )
+    assert_attention_matches(config, tolerance, gradient_tolerance, dtype=dtype)
+
+
+@pytest.mark.parametrize("inputs", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("block", [4, 128])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("core", CORES)
+def test_model_matches_reference(core, geometry, block, inputs, monkeypatch):
+    """In one block of queries and in several, where on SDPA window layers see documents in place of a mask."""
+    monkeypatch.setattr(score_matrix, "BLOCK", block)
+    monkeypatch.setattr(virtual_sequence, "BLOCK", block)
+    model = random_model(talking_config(geometry))
+    model.set_attn_implementation(core)
+    input_ids, real = random_ids(2, 11), torch.ones(2, 11, dtype=torch.bool)
+    arguments, reference = {}, {}
+    if inputs == "padded":
+        real[0, :3] = False
+        position_ids = (real.cumsum(-1) - 1).clamp_min(0)
+        arguments = {"attention_mask": real.long(), "position_ids": position_ids}
+        reference = {"padding_mask": real, "position_ids": position_ids}
+    if inputs == "packed":
+        arguments = {"position_ids": torch.cat([torch.arange(n) for n in (5, 1, 5)]).expand(2, -1)}
+        reference = {**arguments, "document_ids": torch.tensor([0] * 5 + [1] + [2] * 5).expand(2, -1)}
+    logits = model(input_ids, use_cache=False, **arguments).logits
+    expected, weights = reference_logits(model, input_ids, **reference)
+    assert relative_error(logits[real], expected[real]) < FP32
+    actual_gradients = gradients(logits[real], dict(model.named_parameters()))
+    assert_gradients_match(actual_gradients, gradients(expected[real], weights), FP32)
+
+
+# The cache
+
+
+@pytest.mark.parametrize("block", [3, 128])
+@pytest.mark.parametrize("chunks", [[1] * 11, [5, 1, 3, 2], [1, 9, 1]], ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("core", CORES)
+def test_cached_equals_uncached(core, geometry, chunks, block, monkeypatch):
+    """Also where a chunk on top of a cache is cut into blocks of queries; from a dynamic and a static cache."""
+    model = random_model(talking_config(geometry))
+    model.set_attn_implementation(core)
+    input_ids = random_ids(2, 11)
+    expected = uncached_logits(model, input_ids)
+    monkeypatch.setattr(score_matrix, "BLOCK", block)
+    assert_close(logits_in_chunks(model, input_ids, chunks), expected)
+    static = StaticCache(config=model.config, max_cache_len=14)
+    assert_close(logits_in_chunks(model, input_ids, chunks, static), expected)
+
+
+# Multi-head attention is where it starts
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("heads", [4, 2], ids="G{}".format)
+def test_a_new_layer_is_multi_head_attention(core, heads):
+    """Both maps start at the identity: with a Llama's weights the model gives a Llama's logits and gradients."""
+    fields = {**LLAMA, "num_key_value_heads": heads}
+    llama = random_model(LlamaConfig(**fields), LlamaForCausalLM)
+    model = IHAForCausalLM(IHAConfig(attention_kinds="talking_heads", **fields)).eval()
+    missing, unexpected = model.load_state_dict(llama.state_dict(), strict=False)
+    assert not unexpected and {name.split(".")[-2] for name in missing} == {"score_mix", "weight_mix"}
+    model.set_attn_implementation(core)
+    input_ids = random_ids(2, 9)
+    logits, expected = model(input_ids).logits, llama(input_ids).logits
+    assert_close(logits, expected)
+    leaves = dict(llama.named_parameters())
+    actual = gradients(logits, {name: parameter for name, parameter in model.named_parameters() if name in leaves})
+    assert_gradients_match(actual, gradients(expected, leaves), FP32)
+
+
+def test_extra_parameters():
+    """Two maps of H x H to a layer."""
+    sizes = {
+        kind: random_model(small_config(attention_kinds=kind)).num_parameters() for kind in ("mha", "talking_heads")
+    }
+    assert sizes["talking_heads"] - sizes["mha"] == 2 * 2 * 4**2
+
+
+# Training, checkpoints, refusals
+
+
+def test_a_batch_can_be_learned():
+    torch.manual_seed(0)
+    model = IHAForCausalLM(talking_config("hybrid"))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    input_ids = random_ids(2, 9)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model(input_ids, labels=input_ids).loss
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
+    for layer in model.model.layers:
+        for talk in (layer.self_attn.score_mix, layer.self_attn.weight_mix):
+            assert (talk.weight - torch.eye(4)).abs().max() > 0.01
+
+
+def test_round_trip(tmp_path):
+    model = random_model(talking_config("hybrid"), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert loaded.config.attention_kinds == ["talking_heads"] * 2
+    input_ids = random_ids(2, 7)
+    assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model, input_ids))
+
+
+@pytest.mark.parametrize("core", ["flash_attention_2", "flex_attention"])
+def test_cores_without_a_score_matrix_are_refused(core, monkeypatch):
+    """When the core is set, and where a model is loaded with it."""
+    fake_flash.install(monkeypatch)
+    config = talking_config()
+    message = (
+        f"'talking_heads' changes the scores, which attn_implementation='{core}' never builds: use 'sdpa' or 'eager'"
+    )
+    model = random_model(config)
+    model.set_attn_implementation(core)
+    with pytest.raises(ValueError, match=message), torch.compiler.set_stance("force_eager"):
+        model(random_ids(1, 5))
+    with pytest.raises(ValueError, match=message):
+        IHAForCausalLM.from_pretrained(None, config=config, state_dict=model.state_dict(), attn_implementation=core)
