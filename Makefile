@@ -46,13 +46,13 @@ lint: .venv/test-installed
 	$(RUN) -m ruff format --check .
 
 test: lint
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-full: lint
-	$(RUN) -m pytest --summary tests/full_result.json
+	$(RUN) -m pytest -n 2 --dist loadfile --summary tests/full_result.json
 
 test-oldest: .venv-oldest/installed
-	$(OLDEST) -m pytest --deselect tests/test_conversion.py::test_real_weights tests/test_reference.py tests/test_generation.py \
+	$(OLDEST) -m pytest -n 2 --dist loadfile --deselect tests/test_conversion.py::test_real_weights tests/test_reference.py tests/test_generation.py \
 		tests/test_conversion.py tests/test_check_remote_code.py tests/test_versions.py tests/test_serving.py
 
 # From the cheapest to the dearest, so that what is broken shows early.

@@ -13,7 +13,7 @@ setup(
         # The scripts of this repository; they are run by path, from a checkout.
         "scripts": ["datasets", "gguf", "huggingface_hub", "matplotlib", "peft", "reasoning-gym", "trl"],
         "dev": [
-            *("parameterized", "pytest", "ruff"),
+            *("parameterized", "pytest", "pytest-xdist", "ruff"),
             *("bitsandbytes", "hqq", "lm_eval", "torchao", "triton; platform_system == 'Linux'"),
             *("fastapi", "openai", "pydantic", "rich", "uvicorn"),
         ],

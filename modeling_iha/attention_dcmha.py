@@ -179,13 +179,18 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         or columns, width] of the queries and keys, in their dtype."""
         attention = attention.unflatten(1, (self.num_groups, -1))
         composed = attention if base is None else base(attention)
-        for weights, n in ((query_weights, "i"), (key_weights, "j")):
+        for weights, of_query in ((query_weights, True), (key_weights, False)):
             if weights is None:
                 continue
             w1, w2, gate = weights.unflatten(1, (self.num_groups, -1)).tensor_split((self.rank, 2 * self.rank), dim=-1)
-            if self.rank > 0:
-                shared = torch.einsum(f"bgmij,bgm{n}r->bgrij", attention, w1)
-                composed = composed + torch.einsum(f"bgrij,bgm{n}r->bgmij", shared, w2)
+            if self.rank > 0 and of_query:
+                shared = torch.einsum("bgmij,bgmir->bgrij", attention, w1)
+                composed = composed + torch.einsum("bgrij,bgmir->bgmij", shared, w2)
+            elif self.rank > 0:
+                # As products of matrices, one for each key, they would first copy the attention key by key.
+                for w1, w2 in zip(w1.unbind(-1), w2.unbind(-1)):
+                    shared = (attention * w1.unsqueeze(-2)).sum(dim=2, keepdim=True)
+                    composed = composed + shared * w2.unsqueeze(-2)
             if gate.shape[-1] > 0:
-                composed = composed + attention * (gate if n == "i" else gate.transpose(-1, -2))
+                composed = composed + attention * (gate if of_query else gate.transpose(-1, -2))
         return composed.flatten(1, 2)

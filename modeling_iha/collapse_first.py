@@ -21,7 +21,7 @@ MIN_BLOCK, MAX_BLOCK = 4, 32
 # Tokens that are expanded into pseudo-heads at a time.
 EXPANDED = 512
 # Virtual keys whose gradients the backward holds at a time: all of a short sequence, which spares a pass, else segments.
-WHOLE, SEGMENT = 8192, 512
+WHOLE, SEGMENT = 8192, 1024
 LN2 = math.log(2)
 
 
