@@ -90,6 +90,13 @@ def test_short_inputs_are_sdpa(calls, monkeypatch):
     assert not calls
     model(random_ids(1, 8))
     assert calls
+    # SDPA makes more of several threads.
+    calls.clear()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    model(random_ids(1, 31))
+    assert not calls
+    model(random_ids(1, 32))
+    assert calls
 
 
 @torch.no_grad()
