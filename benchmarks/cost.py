@@ -191,7 +191,7 @@ def hyper_feature(config: IHAConfig, tokens: int, window: int | None, form: str)
 
 def hyper(config: IHAConfig, tokens: int, window: int | None, form: str, kind: str = "hyper") -> Cost:
     """Pairs (j, k) in place of keys; in the linear form sums [head_dim, head_dim]."""
-    options = {"order": 3, "sharing": False, "linear": False, **config.options_of(kind)}
+    options = config.options_of(kind)
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     stacked = 1 if options["sharing"] else options["order"] - 1
     more = linear(tokens, config.hidden_size, 2 * (stacked - 1) * groups * d, config.attention_bias)

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 
@@ -21,10 +20,10 @@ from conversion_scripts.checkpoint_io import (  # noqa: E402
     load_tokenizer,
     load_weights,
     new_directory,
-    one_line,
     run_cli,
 )
-from model_cards.render import render_card, source_license, source_name  # noqa: E402
+from conversion_scripts.convert_llama_to_iha import new_config, write_checkpoint  # noqa: E402
+from model_cards.render import source_name  # noqa: E402
 from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
 
 
@@ -106,18 +105,15 @@ def iha_config(source: dict) -> IHAConfig:
 
     windowed = source["window_size"] is not None
     pattern = WINDOW_TYPES[source["window_type"]] if windowed else [GLOBAL]
-    try:
-        return IHAConfig(
-            **{ours: source[theirs] for theirs, ours in FIELDS.items()},
-            attention_kinds="dcmha",
-            layer_types=[pattern[i % len(pattern)] for i in range(source["n_layer"])],
-            sliding_window=source["window_size"],
-            mlp_gate_groups=source["mgate_dim"] if source["mgate"] else None,
-            rope_parameters={"rope_type": "default", "rope_theta": float(source["rope_base"])},
-            tie_word_embeddings=False,
-        )
-    except StrictDataclassError as error:
-        raise UserError(f"No IHA model can be built: {one_line(error.__cause__ or error)}") from error
+    return new_config(
+        **{ours: source[theirs] for theirs, ours in FIELDS.items()},
+        attention_kinds="dcmha",
+        layer_types=[pattern[i % len(pattern)] for i in range(source["n_layer"])],
+        sliding_window=source["window_size"],
+        mlp_gate_groups=source["mgate_dim"] if source["mgate"] else None,
+        rope_parameters={"rope_type": "default", "rope_theta": float(source["rope_base"])},
+        tie_word_embeddings=False,
+    )
 
 
 def _check_fields(source: dict) -> None:
@@ -237,20 +233,11 @@ def main() -> None:
         tokenizer = load_tokenizer(args.src, config.vocab_size)
         model = convert(source, load_weights(args.src))
 
-        print(
-            f"Writing {model.num_parameters():,} parameters, {model.dtype}, code, tokenizer and model card", flush=True
+        details = (
+            f"## Conversion\n\nConverted from {source_name(args.src)} (dcformer). The model computes what its source does, "
+            "up to rounding."
         )
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        card = render_card(
-            model.config,
-            Path(args.dst).name,
-            base_model=None if Path(args.src).exists() else args.src,
-            license=source_license(args.src),
-            details=f"## Conversion\n\nConverted from {source_name(args.src)} (dcformer). The model computes what its source does, "
-            "up to rounding.",
-        )
-        (directory / "README.md").write_text(card, encoding="utf-8")
+        write_checkpoint(directory, model, tokenizer, args.src, args.dst, details)
     print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.")
 
 

@@ -9,8 +9,9 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conversion_scripts.checkpoint_io import UserError, load_model, load_tokenizer, new_directory, run_cli  # noqa: E402
+from conversion_scripts.checkpoint_io import UserError, run_cli  # noqa: E402
 from conversion_scripts.convert_diffllama_to_iha import LAMBDA_NAMES  # noqa: E402
+from conversion_scripts.convert_iha_to_llama import write_stock_checkpoint  # noqa: E402
 from conversion_scripts.convert_llama_to_iha import SHARED_FIELDS, build  # noqa: E402
 from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
 
@@ -55,18 +56,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    with new_directory(args.dst) as directory:
-        print(f"Reading {args.src}", flush=True)
-        source = load_model(args.src)
-        if not isinstance(source, IHAForCausalLM):
-            raise UserError(f"{args.src} is a {source.config.model_type!r} checkpoint; expected 'iha'.")
-        tokenizer = load_tokenizer(args.src, source.config.vocab_size)
-        model = convert_back(source)
-
-        print("Writing DiffLlamaForCausalLM and tokenizer", flush=True)
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.")
+    write_stock_checkpoint(args.src, args.dst, convert_back)
 
 
 if __name__ == "__main__":

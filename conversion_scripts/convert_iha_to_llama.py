@@ -6,6 +6,7 @@ warm start of `convert_llama_to_iha.py` put it. Anything else is refused, naming
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -125,21 +126,26 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@torch.no_grad()
-def main() -> None:
-    args = parse_arguments()
-    with new_directory(args.dst) as directory:
-        print(f"Reading {args.src}", flush=True)
-        source = load_model(args.src)
+def write_stock_checkpoint(src: str, dst: str, convert: Callable[[IHAForCausalLM], PreTrainedModel]) -> None:
+    """Reads the IHA checkpoint `src`, converts it, and writes the stock model and the tokenizer to the new directory `dst`."""
+    with new_directory(dst) as directory:
+        print(f"Reading {src}", flush=True)
+        source = load_model(src)
         if not isinstance(source, IHAForCausalLM):
-            raise UserError(f"{args.src} is a {source.config.model_type!r} checkpoint; expected 'iha'.")
-        tokenizer = load_tokenizer(args.src, source.config.vocab_size)
-        model = convert_back(source)
+            raise UserError(f"{src} is a {source.config.model_type!r} checkpoint; expected 'iha'.")
+        tokenizer = load_tokenizer(src, source.config.vocab_size)
+        model = convert(source)
 
         print(f"Writing {type(model).__name__} and tokenizer", flush=True)
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.")
+    print(f"Wrote {dst}, {model.num_parameters():,} parameters.")
+
+
+@torch.no_grad()
+def main() -> None:
+    args = parse_arguments()
+    write_stock_checkpoint(args.src, args.dst, convert_back)
 
 
 if __name__ == "__main__":

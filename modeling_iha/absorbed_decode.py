@@ -10,10 +10,7 @@ cache as it is. Likewise alpha_V moves behind the sum over the cached values, an
 
 import torch
 
-
-def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    x1, x2 = states.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+from .collapse_first import rotate
 
 
 @torch.no_grad()
@@ -47,7 +44,7 @@ def absorbed_attention(
         if rotation is not None:
             cos, sin = rotation
             # R_i, then R_j^T for every j: [batch, H, i, j, head_dim].
-            query = _rotate(_rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)
+            query = rotate(rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)
         # [batch, m, H * i * j, head_dim]
         absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
         if dtype == torch.float32:

@@ -3,13 +3,20 @@
 from functools import reduce
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from transformers.models.llama.modeling_llama import repeat_kv
-from transformers.utils.import_utils import is_tracing
 
 from .configuration_iha import IHAConfig
-from .score_matrix import HIDDEN, ScoreMatrixAttention, block_bias, join
+from .score_matrix import (
+    HIDDEN,
+    ScoreMatrixAttention,
+    block_bias,
+    block_columns,
+    join,
+    query_blocks,
+    query_offset,
+    recomputed,
+)
 
 
 # Queries to a block at most, and scores to a block: 64 MiB of float32, kept for one block at a time.
@@ -19,14 +26,9 @@ MAX_SCORES = 2**24
 CHUNK = 32
 
 
-def query_blocks(query: torch.Tensor, size: int, scores: int) -> list[slice]:
-    """The rows of each block of the queries [batch, H, N, head_dim]: `size` of them, or as few as keep to MAX_SCORES where each query
-    has so many scores. As in `ScoreMatrixAttention`, one block takes all where a loop would be unrolled."""
-    length = query.shape[2]
-    if is_tracing(query):
-        return [slice(0, length)]
-    size = max(1, min(size, MAX_SCORES // max(1, scores)))
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+def block_size(size: int, scores: int) -> int:
+    """Queries to a block: `size`, or as few as keep to MAX_SCORES where each query has so many scores."""
+    return max(1, min(size, MAX_SCORES // max(1, scores)))
 
 
 def nearest(bias: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -97,19 +99,9 @@ class HyperAttention(ScoreMatrixAttention):
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        # A kind of fixed order has fewer options.
-        options = {
-            "order": 3,
-            "sharing": False,
-            "linear": False,
-            **config.options_of(config.attention_kinds[layer_idx]),
-        }
+        options = config.options_of(config.attention_kinds[layer_idx])
         self.num_keys = options["order"] - 1
-        self.sharing, self.linear, self.strict_order = (
-            options["sharing"],
-            options["linear"],
-            options.get("strict_order"),
-        )
+        self.sharing, self.linear, self.strict_order = options["sharing"], options["linear"], options["strict_order"]
         self.windows = options["windows"] or [self.sliding_window] * 2
         self.caches_like_llama = self.sharing
         if not self.sharing:
@@ -168,22 +160,18 @@ class HyperAttention(ScoreMatrixAttention):
         if self.linear:
             return self.attend_linear(query_states, keys, values, attention_mask), None
         (batch, heads, length, head_dim), num_keys = query_states.shape, key_states.shape[2]
-        # As in `ScoreMatrixAttention`: without a mask a single query sees every key, a longer input has none cached before it.
-        offset = num_keys - 1 if length == 1 else 0
-        from_positions = attention_mask is None or attention_mask.ndim == 2
+        offset = query_offset(length, num_keys)
         reach = [num_keys if window is None else min(num_keys, window + BLOCK) for window in self.windows]
-        blocks = query_blocks(query_states, BLOCK, batch * heads * reach[0] * max(reach[1], head_dim))
+        scores = batch * heads * reach[0] * max(reach[1], head_dim)
+        blocks = query_blocks(query_states, block_size(BLOCK, scores))
 
         outputs, weights = [], []
         for rows in blocks:
-            columns, biases = [], []
-            for window in self.windows:
-                columns.append(slice(0, num_keys))
-                if from_positions:
-                    first = 0 if window is None else max(0, rows.start + offset - window + 1)
-                    columns[-1] = slice(first, min(rows.stop + offset, num_keys))
-                bias = block_bias(attention_mask, rows, columns[-1], offset, None, query_states)
-                biases.append(nearest(bias, window))
+            columns = [block_columns(attention_mask, rows, offset, window, num_keys) for window in self.windows]
+            biases = [
+                nearest(block_bias(attention_mask, rows, span, offset, None, query_states), window)
+                for span, window in zip(columns, self.windows)
+            ]
             j, k = (torch.arange(span.start, span.stop, device=query_states.device) for span in columns)
             arguments = (
                 query_states[:, :, rows],
@@ -192,12 +180,7 @@ class HyperAttention(ScoreMatrixAttention):
                 tuple(biases),
                 self.order_mask(j[:, None], k),
             )
-            if torch.is_grad_enabled() and len(blocks) > 1:
-                output, of_block = torch.utils.checkpoint.checkpoint(
-                    self.attend_block, *arguments, use_reentrant=False
-                )
-            else:
-                output, of_block = self.attend_block(*arguments)
+            output, of_block = recomputed(self.attend_block, len(blocks), *arguments)
             outputs.append(output)
             if self.config._attn_implementation == "eager":
                 weights.append(of_block)
@@ -213,12 +196,13 @@ class HyperAttention(ScoreMatrixAttention):
         """Output [batch, N, H, head_dim] of the linear form for keys and values [batch, H, n - 1, keys, head_dim]."""
         query = query * self.scaling
         (batch, heads, stack, num_keys, head_dim), length = keys.shape, query.shape[2]
-        # Without a mask a single query sees every key, a longer input has none cached before it.
+        # See `query_offset`: only an input without cached keys and without a mask is one running sum.
         running = attention_mask is None and length > 1
         state = query.new_zeros(
             (batch, heads, stack, head_dim, head_dim), dtype=torch.promote_types(query.dtype, torch.float32)
         )
-        blocks = query_blocks(query, CHUNK, 0 if running else batch * heads * stack * num_keys * head_dim)
+        scores = 0 if running else batch * heads * stack * num_keys * head_dim
+        blocks = query_blocks(query, block_size(CHUNK, scores))
         outputs = []
         for rows in blocks:
             if running:
@@ -226,9 +210,6 @@ class HyperAttention(ScoreMatrixAttention):
             else:
                 bias = block_bias(attention_mask, rows, slice(0, num_keys), num_keys - 1, None, query)
                 step, arguments = masked_step, (state, query[:, :, rows], keys, values, bias > HIDDEN)
-            if torch.is_grad_enabled() and len(blocks) > 1:
-                output, state = torch.utils.checkpoint.checkpoint(step, *arguments, use_reentrant=False)
-            else:
-                output, state = step(*arguments)
+            output, state = recomputed(step, len(blocks), *arguments)
             outputs.append(output)
         return join(outputs, dim=2).transpose(1, 2)

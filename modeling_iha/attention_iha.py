@@ -10,6 +10,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
 from .base_attention import base_attention
+from .collapse_first import rotate
 from .configuration_iha import IHAConfig
 from .triton_kernels import mix_rotate
 from .virtual_sequence import virtual_kwargs
@@ -114,9 +115,8 @@ class InterleavedHeadAttention(MultiHeadAttention):
         states = mix(states)
         if rotation is None:
             return states
-        cos, sin = rotation[0].unsqueeze(1), rotation[1].unsqueeze(1)
-        x1, x2 = states.chunk(2, dim=-1)
-        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+        cos, sin = rotation
+        return rotate(states, cos.unsqueeze(1), sin.unsqueeze(1))
 
     def attend_base(
         self,

@@ -25,10 +25,17 @@ WHOLE, SEGMENT = 8192, 1024
 LN2 = math.log(2)
 
 
-def _rotate(
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """States [..., head_dim] turned by tables that broadcast to [..., head_dim / 2], in RoPE's half-split form."""
+    x1, x2 = states.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+def _rotate_into(
     states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """R_p states into `out`, both [P, n, head_dim]; `rotation` is (cos, sin) [P, 1, head_dim / 2]."""
+    """As `rotate`, without a temporary and without gradients: R_p states into `out`, both [P, n, head_dim]; `rotation` is (cos, sin)
+    [P, 1, head_dim / 2]."""
     if rotation is None:
         return out.copy_(states)
     cos, sin = rotation
@@ -43,7 +50,7 @@ def _expand(
 ) -> None:
     """The pseudo-heads of one head, [P, n, head_dim] into `out`, from base states [M, n, head_dim] and its alpha [M, P]."""
     for base, out in zip(base.split(EXPANDED, dim=1), out.split(EXPANDED, dim=1)):
-        _rotate(torch.mm(alpha.t(), base.flatten(1)).view(out.shape), rotation, out)
+        _rotate_into(torch.mm(alpha.t(), base.flatten(1)).view(out.shape), rotation, out)
 
 
 class _Layer:
@@ -182,7 +189,7 @@ class _CollapseFirst(torch.autograd.Function):
 
         def fold(grads, base, alpha, rotation, grad_base, grad_alpha):
             """Adds the gradients of a head's pseudo-heads [P, n, head_dim] to those of what they were expanded from."""
-            grads = _rotate(grads, rotation, torch.empty(grads.shape, dtype=dtype)).flatten(1)
+            grads = _rotate_into(grads, rotation, torch.empty(grads.shape, dtype=dtype)).flatten(1)
             grad_alpha.addmm_(base.flatten(1), grads.t())
             grad_base.flatten(1).addmm_(alpha, grads)
 

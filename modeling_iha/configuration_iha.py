@@ -69,6 +69,10 @@ ATTENTION_OPTIONS: dict[str, dict[str, tuple]] = {
         "num_groups": (1, lambda value: type(value) is int and value >= 1, "a whole number, at least 1"),
     },
 }
+# What a kind on another kind's core has for that kind's options: 2-simplicial attention is HyperAttention of order 3 (see `attention_simplicial.py`).
+FIXED_OPTIONS: dict[str, dict] = {
+    "simplicial": {"order": 3, "sharing": False, "strict_order": False, "linear": False},
+}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PSEUDO_POSITIONS = ("interleaved", "shared")
 PSEUDO_COLLAPSES = ("per_head", "all_heads")
@@ -437,7 +441,7 @@ class IHAConfig(LlamaConfig):
                 )
 
     def _validate_hyper(self, kind: str):
-        options = {"order": 3, "linear": False, "strict_order": False, **self.options_of(kind)}
+        options = self.options_of(kind)
         where = f"attention_options[{kind!r}] has"
         windows = options["windows"]
         sliding = [
@@ -487,9 +491,9 @@ class IHAConfig(LlamaConfig):
             )
 
     def options_of(self, kind: str) -> dict:
-        """The options of an attention kind, defaults included."""
+        """The options of an attention kind, defaults and fixed ones included."""
         defaults = {option: default for option, (default, *_) in ATTENTION_OPTIONS[kind].items()}
-        return {**defaults, **self.attention_options.get(kind, {})}
+        return {**FIXED_OPTIONS.get(kind, {}), **defaults, **self.attention_options.get(kind, {})}
 
     def _validate_rope(self):
         rope_types = ("default", *ROPE_INIT_FUNCTIONS)

@@ -47,6 +47,36 @@ def block_bias(
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest).unsqueeze(1)
 
 
+def query_blocks(query: torch.Tensor, size: int) -> list[slice]:
+    """The rows of each block of `size` queries of [batch, H, N, any]. A traced loop is unrolled, and would be compiled anew for every
+    number of blocks: there one block takes all queries."""
+    length = query.shape[2]
+    if is_tracing(query):
+        return [slice(0, length)]
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def query_offset(length: int, num_keys: int) -> int:
+    """Position of the first of `length` queries among the keys, where the mask is not a matrix: a single query then sees every key, and
+    a longer input has no cached keys before it."""
+    return num_keys - 1 if length == 1 else 0
+
+
+def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: int | None, num_keys: int) -> slice:
+    """The keys that any query of a block may see, arguments as in `block_bias`; all where the mask is a matrix."""
+    if mask is not None and mask.ndim == 4:
+        return slice(0, num_keys)
+    first = 0 if window is None else max(0, rows.start + offset - window + 1)
+    return slice(first, min(rows.stop + offset, num_keys))
+
+
+def recomputed(function: Callable, num_blocks: int, *args, **kwargs):
+    """`function(*args, **kwargs)`; of several blocks nothing is kept for the backward, which computes each again."""
+    if torch.is_grad_enabled() and num_blocks > 1:
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return function(*args, **kwargs)
+
+
 def join(blocks: list[torch.Tensor], dim: int) -> torch.Tensor:
     """The blocks in one tensor; a single block is that tensor itself, of which a caller may ask for its gradient."""
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=dim)
@@ -117,35 +147,18 @@ class ScoreMatrixAttention(MultiHeadAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.check_core()
         length, num_keys = query_states.shape[2], key_states.shape[2]
-        # Without a mask a single query sees every key, and a longer input has no cached keys before it.
-        offset = num_keys - 1 if length == 1 else 0
-        from_positions = attention_mask is None or attention_mask.ndim == 2
-        window = self.sliding_window if attention_mask is not None and from_positions else None
+        offset = query_offset(length, num_keys)
+        # A matrix holds the window already, and no mask is given where the window reaches every key.
+        documents = attention_mask is not None and attention_mask.ndim == 2
+        window = self.sliding_window if documents else None
 
-        # A traced loop is unrolled, and would be compiled anew for every number of blocks: there one block takes all queries.
-        block_size, starts = (length, [0]) if is_tracing(query_states) else (BLOCK, range(0, length, BLOCK))
+        blocks = query_blocks(query_states, BLOCK)
         outputs, weights = [], []
-        for start in starts:
-            rows = slice(start, min(start + block_size, length))
-            columns = slice(0, num_keys)
-            if from_positions:
-                first = 0 if window is None else max(0, start + offset - window + 1)
-                columns = slice(first, min(rows.stop + offset, num_keys))
+        for rows in blocks:
+            columns = block_columns(attention_mask, rows, offset, window, num_keys)
             bias = partial(block_bias, attention_mask, rows, columns, offset, window, query_states)
-            block = (
-                query_states[:, :, rows],
-                key_states[:, :, columns],
-                value_states[:, :, columns],
-                bias,
-                rows,
-                columns,
-            )
-            if torch.is_grad_enabled() and len(starts) > 1:
-                output, block_weights = torch.utils.checkpoint.checkpoint(
-                    self.attend_block, *block, use_reentrant=False, **kwargs
-                )
-            else:
-                output, block_weights = self.attend_block(*block, **kwargs)
+            states = (query_states[:, :, rows], key_states[:, :, columns], value_states[:, :, columns])
+            output, block_weights = recomputed(self.attend_block, len(blocks), *states, bias, rows, columns, **kwargs)
             outputs.append(output)
             if self.config._attn_implementation == "eager":
                 weights.append(block_weights)

@@ -190,17 +190,21 @@ def _mix_rotate_backward(
 
 
 @jit
+def _of_program(q, k, v, N, H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr):
+    """Row of the batch, head and group that a program of the attention kernels is about, and q, k and v from that row on."""
+    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    row = batch * N * 2 * HALF
+    return batch, h, h // (H // G), q + row * H, k + row * G, v + row * G
+
+
+@jit
 def _attention_forward(
     q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents, out, lse, scale, window, N,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
     COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * QUERIES
-    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    g = h // (H // G)
-    q += batch * H * N * 2 * HALF
-    k += batch * G * N * 2 * HALF
-    v += batch * G * N * 2 * HALF
+    batch, h, g, q, k, v = _of_program(q, k, v, N, H, G, HALF)
     if documents is not None:
         documents += batch * N
     dtype: tl.constexpr = q.dtype.element_ty
@@ -247,11 +251,7 @@ def _attention_backward_queries(
     softmax's gradient subtracts and whose sum over n is the gradient of R[h, i]. The gradient of a weight is R[h, i]
     times the pull d_out[n] . v~ on it, which is one product for all i."""
     start = tl.program_id(0) * QUERIES
-    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    g = h // (H // G)
-    q += batch * H * N * 2 * HALF
-    k += batch * G * N * 2 * HALF
-    v += batch * G * N * 2 * HALF
+    batch, h, g, q, k, v = _of_program(q, k, v, N, H, G, HALF)
     if documents is not None:
         documents += batch * N
     dtype: tl.constexpr = q.dtype.element_ty
@@ -300,11 +300,7 @@ def _attention_backward_keys(
 ):  # fmt: skip
     """What head h gives the gradients of k, v, alpha_k and alpha_v; v~ sees the collapsed weights, one row a token."""
     start = tl.program_id(0) * KEYS
-    batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    g = h // (H // G)
-    q += batch * H * N * 2 * HALF
-    k += batch * G * N * 2 * HALF
-    v += batch * G * N * 2 * HALF
+    batch, h, g, q, k, v = _of_program(q, k, v, N, H, G, HALF)
     if documents is not None:
         documents += batch * N
     dtype: tl.constexpr = q.dtype.element_ty

@@ -3,6 +3,7 @@
 from copy import deepcopy
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from modeling_iha import IHAConfig, IHAForCausalLM, base_attention, collapse_first
 from modeling_iha.configuration_iha import ATTENTION_OPTIONS
@@ -75,3 +76,38 @@ def collapse_short_inputs_first(monkeypatch):
     monkeypatch.setattr(collapse_first, "SEGMENT", 6)
     monkeypatch.setattr(collapse_first, "MIN_BLOCK", 1)
     monkeypatch.setattr(collapse_first, "MAX_BLOCK", 3)
+
+
+def learn_one_batch(model, optimizer):
+    """The loss on one batch of two rows of 9 tokens in the last of 60 steps on it."""
+    input_ids = random_ids(2, 9)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model(input_ids, labels=input_ids).loss
+        loss.backward()
+        optimizer.step()
+    return loss
+
+
+def reload(model, directory):
+    """The model, saved to the directory and loaded again with every weight in its place."""
+    model.save_pretrained(directory)
+    loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return loaded
+
+
+def left_padding(real):
+    """Arguments for `real` [B, N], True where a token is none of padding: (of a model, of a reference)."""
+    position_ids = (real.cumsum(-1) - 1).clamp_min(0)
+    return (
+        {"attention_mask": real.long(), "position_ids": position_ids},
+        {"padding_mask": real, "position_ids": position_ids},
+    )
+
+
+def packing(lengths, rows=1):
+    """Arguments for documents of these lengths packed into each row: (of a model, of a reference)."""
+    position_ids = torch.cat([torch.arange(n) for n in lengths]).expand(rows, -1)
+    document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).expand(rows, -1)
+    return {"position_ids": position_ids}, {"position_ids": position_ids, "document_ids": document_ids}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from references.dcmha import dcmha_attention, group_gated_mlp
-from small_models import random_ids, random_model, small_config
+from small_models import learn_one_batch, random_ids, random_model, reload, small_config
 from test_generation import assert_close, logits_in_chunks, uncached_logits
 from test_numerics import GRADIENTS, HALVES, LOGITS, loss_and_gradients
 from test_reference import (
@@ -18,13 +18,12 @@ from test_reference import (
     FP32,
     FP64,
     assert_gradients_match,
-    attention_of_first_layer,
+    assert_layer_matches,
     gradients,
     reference_layers,
     reference_weights,
     relative_error,
 )
-from transformers import AutoModelForCausalLM
 
 from modeling_iha import IHAConfig, IHAForCausalLM, score_matrix
 from modeling_iha.attention_dcmha import BaseMap, CompositionWeights
@@ -76,20 +75,15 @@ def assert_attention_matches(
     """Output and gradients (input and every parameter) of the first layer's attention against the reference, at real tokens."""
     model = random_model(config, dtype=dtype)
     model.set_attn_implementation(core)
-    hidden, output = attention_of_first_layer(model, input_ids=random_ids(2, length), use_cache=False, **inputs)
-    attention = model.model.layers[0].self_attn
-    expected_hidden = hidden.detach().double().requires_grad_()
-    weights = reference_weights(attention)
-    options, reference_inputs = reference_layers(config)[0], reference_inputs or {}
-    num_groups = config.options_of("dcmha")["num_groups"]
-    expected = dcmha_attention(expected_hidden, weights, options, num_groups, **reference_inputs)
+    options, num_groups = reference_layers(config)[0], config.options_of("dcmha")["num_groups"]
+    reference_inputs = reference_inputs or {}
 
-    real = reference_inputs.get("padding_mask", torch.ones(output.shape[:2], dtype=torch.bool))
-    output, expected = output[real], expected[real]
-    assert relative_error(output, expected) < tolerance
-    actual_gradients = gradients(output, {"input": hidden, **dict(attention.named_parameters())})
-    expected_gradients = gradients(expected, {"input": expected_hidden, **weights})
-    assert_gradients_match(actual_gradients, expected_gradients, gradient_tolerance or tolerance)
+    def reference(hidden_states, weights):
+        return dcmha_attention(hidden_states, weights, options, num_groups, **reference_inputs)
+
+    inputs |= {"input_ids": random_ids(2, length), "use_cache": False}
+    real = reference_inputs.get("padding_mask")
+    assert_layer_matches(model, reference, tolerance, gradient_tolerance, real, **inputs)
 
 
 # The layer
@@ -215,14 +209,8 @@ def test_training_keeps_no_score_matrix(window, monkeypatch):
 def test_overfits_one_batch():
     torch.manual_seed(0)
     model = IHAForCausalLM(dcmha_config(3)).train()
-    input_ids = random_ids(2, 9)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = model(input_ids, labels=input_ids).loss
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.05
+    assert learn_one_batch(model, optimizer) < 0.05
 
 
 def test_initialisation():
@@ -357,9 +345,7 @@ def test_cores_without_scores_are_refused(core, monkeypatch):
 def test_round_trip(options, tmp_path):
     config = dcmha_config(3, options=OPTIONS[options], mlp_gate_groups=6, use_qk_norm=True)
     model = random_model(config)
-    model.save_pretrained(tmp_path)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    loaded = reload(model, tmp_path)
     assert loaded.config.options_of("dcmha") == config.options_of("dcmha")
     input_ids = random_ids(2, 7)
     assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model, input_ids))

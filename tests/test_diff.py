@@ -3,7 +3,7 @@
 import fake_flash
 import pytest
 import torch
-from small_models import random_ids, random_model, small_config
+from small_models import learn_one_batch, left_padding, packing, random_ids, random_model, reload, small_config
 from test_generation import assert_close, logits_in_chunks, uncached_logits
 from test_reference import (
     BF16_GRADIENT,
@@ -17,7 +17,7 @@ from test_reference import (
     reference_logits,
     relative_error,
 )
-from transformers import AutoModelForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM, StaticCache
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, StaticCache
 
 from modeling_iha import IHAConfig, IHAForCausalLM, virtual_sequence, window_blocks
 
@@ -82,12 +82,9 @@ def test_model_matches_reference(cpu_cores, core, block, geometry, inputs, monke
     arguments, reference = {}, {}
     if inputs == "padded":
         real[0, :3] = False
-        position_ids = (real.cumsum(-1) - 1).clamp_min(0)
-        arguments = {"attention_mask": real.long(), "position_ids": position_ids}
-        reference = {"padding_mask": real, "position_ids": position_ids}
+        arguments, reference = left_padding(real)
     if inputs == "packed":
-        arguments = {"position_ids": torch.cat([torch.arange(n) for n in (5, 1, 5)])[None]}
-        reference = {**arguments, "document_ids": torch.tensor([[0] * 5 + [1] + [2] * 5])}
+        arguments, reference = packing((5, 1, 5), rows=len(input_ids))
     with torch.set_grad_enabled(core != "flex_attention"):  # it has no CPU backward
         logits = model(input_ids, use_cache=False, **arguments).logits
     expected, weights = reference_logits(model, input_ids, **reference)
@@ -177,13 +174,7 @@ def test_a_batch_can_be_learned():
     model = IHAForCausalLM(diff_config("hybrid"))
     before = {name: p.detach().clone() for name, p in model.named_parameters() if "lambda_" in name}
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    input_ids = random_ids(2, 9)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = model(input_ids, labels=input_ids).loss
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.05
+    assert learn_one_batch(model, optimizer) < 0.05
     for name, value in before.items():
         assert (model.get_parameter(name) - value).abs().max() > 0.01, name
 
@@ -191,9 +182,7 @@ def test_a_batch_can_be_learned():
 def test_round_trip(tmp_path):
     options = {"diff": {"lambda_std_dev": 0.2}}
     model = random_model(diff_config("hybrid", attention_options=options), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    loaded = reload(model, tmp_path)
     assert loaded.config.attention_kinds == ["diff"] * 2 and loaded.config.attention_options == options
     input_ids = random_ids(2, 7)
     assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model, input_ids))

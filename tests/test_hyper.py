@@ -1,11 +1,13 @@
 """HyperAttention and 2-simplicial attention against the loops of `references/hyper.py`, and what the papers claim of them."""
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from references.hyper import HyperOptions, hyper_attention
 from references.hyper_feature import visible_keys
-from small_models import random_ids, random_model, small_config
+from small_models import learn_one_batch, random_ids, random_model, reload, small_config
 from test_generation import GEOMETRIES, assert_close, uncached_logits
 from test_numerics import LOGITS
 from test_reference import (
@@ -14,13 +16,13 @@ from test_reference import (
     FP32,
     FP64,
     assert_gradients_match,
+    assert_layer_matches,
     attention_of_first_layer,
     gradients,
     reference_weights,
     relative_error,
 )
 from test_window_blocks import logits_and_gradients
-from transformers import AutoModelForCausalLM
 
 from modeling_iha import IHAConfig, IHAForCausalLM, attention_hyper, score_matrix, virtual_sequence
 from modeling_iha.attention_hyper import linear_step
@@ -71,14 +73,7 @@ def reference(model, hidden, weights, position_ids=None, **visibility):
 def assert_matches_reference(config, tolerance=FP32, gradient_tolerance=None, dtype=torch.float32):
     """Output and gradients, of the input and of every parameter."""
     model = random_model(config, dtype=dtype)
-    hidden, output = attention_of_first_layer(model, input_ids=random_ids(2, 7))
-    attention = model.model.layers[0].self_attn
-    expected_hidden, weights = hidden.detach().double().requires_grad_(), reference_weights(attention)
-    expected = reference(model, expected_hidden, weights)
-    assert relative_error(output, expected) < tolerance
-    actual_gradients = gradients(output, {"input": hidden, **dict(attention.named_parameters())})
-    expected_gradients = gradients(expected, {"input": expected_hidden, **weights})
-    assert_gradients_match(actual_gradients, expected_gradients, gradient_tolerance or tolerance)
+    assert_layer_matches(model, partial(reference, model), tolerance, gradient_tolerance, input_ids=random_ids(2, 7))
 
 
 CASES = {
@@ -361,21 +356,14 @@ def test_presets_have_the_size_of_gpt3_small(preset, extra):
 def test_overfits_a_batch(case):
     torch.manual_seed(0)
     model = random_model(hyper_config(num_hidden_layers=2, **{**CASES, **LINEAR_CASES}[case])).train()
-    optimizer, input_ids = torch.optim.Adam(model.parameters(), lr=0.01), random_ids(2, 9)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = model(input_ids, labels=input_ids).loss
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.05
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    assert learn_one_batch(model, optimizer) < 0.05
 
 
 @pytest.mark.parametrize("case", ["no_sharing", "simplicial"])
 def test_round_trip(case, tmp_path):
     model = random_model(hyper_config(3, windows=[3, 2], **CASES[case]))
-    model.save_pretrained(tmp_path)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded = reload(model, tmp_path)
     assert loaded.config.attention_options == model.config.attention_options
     assert torch.equal(uncached_logits(loaded, random_ids(2, 9)), uncached_logits(model, random_ids(2, 9)))
 

@@ -1,23 +1,23 @@
 """HyperFeatureAttention against the loops of `references/hyper_feature.py`, and what the paper claims of it."""
 
+from functools import partial
+
 import fake_flash
 import pytest
 import torch
 from references.hyper_feature import HyperFeatureOptions, hyper_feature_attention, visible_keys
-from small_models import random_ids, random_model, small_config
+from small_models import learn_one_batch, random_ids, random_model, reload, small_config
 from test_generation import assert_close, uncached_logits
 from test_reference import (
     BF16_GRADIENT,
     BF16_OUTPUT,
     FP32,
     FP64,
-    assert_gradients_match,
+    assert_layer_matches,
     attention_of_first_layer,
-    gradients,
     reference_weights,
     relative_error,
 )
-from transformers import AutoModelForCausalLM
 
 from modeling_iha import IHAForCausalLM, score_matrix
 
@@ -57,14 +57,9 @@ def reference(model, hidden, weights, position_ids=None, **visibility):
 def assert_matches_reference(config, tolerance=FP32, gradient_tolerance=None, dtype=torch.float32, length=9):
     """Output and gradients, of the input and of every parameter."""
     model = random_model(config, dtype=dtype)
-    hidden, output = attention_of_first_layer(model, input_ids=random_ids(2, length))
-    attention = model.model.layers[0].self_attn
-    expected_hidden, weights = hidden.detach().double().requires_grad_(), reference_weights(attention)
-    expected = reference(model, expected_hidden, weights)
-    assert relative_error(output, expected) < tolerance
-    actual_gradients = gradients(output, {"input": hidden, **dict(attention.named_parameters())})
-    expected_gradients = gradients(expected, {"input": expected_hidden, **weights})
-    assert_gradients_match(actual_gradients, expected_gradients, gradient_tolerance or tolerance)
+    assert_layer_matches(
+        model, partial(reference, model), tolerance, gradient_tolerance, input_ids=random_ids(2, length)
+    )
 
 
 CASES = {
@@ -196,20 +191,13 @@ def test_scores_depend_on_distances_only(case):
 def test_overfits_a_batch():
     torch.manual_seed(0)
     model = random_model(hyper_feature_config(orders=[1, 1, 4, 4], value_product=True, num_hidden_layers=2)).train()
-    optimizer, input_ids = torch.optim.Adam(model.parameters(), lr=0.01), random_ids(2, 9)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = model(input_ids, labels=input_ids).loss
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.05
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    assert learn_one_batch(model, optimizer) < 0.05
 
 
 def test_round_trip(tmp_path):
     model = random_model(hyper_feature_config(orders=[1, 1, 4, 4], value_product=True))
-    model.save_pretrained(tmp_path)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded = reload(model, tmp_path)
     assert loaded.config.options_of("hyper_feature") == model.config.options_of("hyper_feature")
     assert torch.equal(uncached_logits(loaded, random_ids(2, 9)), uncached_logits(model, random_ids(2, 9)))
 

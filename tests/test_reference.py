@@ -113,19 +113,32 @@ def gradients(output, leaves):
     return dict(zip(leaves, torch.autograd.grad(output, list(leaves.values()), probe.to(output.dtype))))
 
 
-def assert_attention_matches(config, tolerance, gradient_tolerance=None, dtype=torch.float32):
-    """Output and gradients (input and every parameter) of the first layer's attention against the reference."""
-    model = random_model(config, dtype=dtype)
-    hidden, output = attention_of_first_layer(model, input_ids=random_ids(2, 9))
+def assert_layer_matches(model, reference, tolerance, gradient_tolerance=None, real=None, **inputs):
+    """Output and gradients (input and every parameter) of the first layer's attention in a forward pass of the model against
+    `reference(hidden_states, weights)`, at all tokens or those that `real` [B, N] marks."""
+    hidden, output = attention_of_first_layer(model, **inputs)
     attention = model.model.layers[0].self_attn
     expected_hidden = hidden.detach().double().requires_grad_()
     weights = reference_weights(attention)
-    expected = reference_attentions(config)[0](expected_hidden, weights, reference_layers(config)[0])
+    expected = reference(expected_hidden, weights)
+    if real is not None:
+        output, expected = output[real], expected[real]
 
     assert relative_error(output, expected) < tolerance
     actual_gradients = gradients(output, {"input": hidden, **dict(attention.named_parameters())})
     expected_gradients = gradients(expected, {"input": expected_hidden, **weights})
     assert_gradients_match(actual_gradients, expected_gradients, gradient_tolerance or tolerance)
+
+
+def assert_attention_matches(config, tolerance, gradient_tolerance=None, dtype=torch.float32):
+    """As `assert_layer_matches`, for the kinds of `reference_attentions`."""
+    attention, options = reference_attentions(config)[0], reference_layers(config)[0]
+
+    def reference(hidden_states, weights):
+        return attention(hidden_states, weights, options)
+
+    model = random_model(config, dtype=dtype)
+    assert_layer_matches(model, reference, tolerance, gradient_tolerance, input_ids=random_ids(2, 9))
 
 
 def assert_gradients_match(actual, expected, tolerance):

@@ -4,7 +4,7 @@ attention, blocks of queries, and the cores that are refused."""
 import fake_flash
 import pytest
 import torch
-from small_models import random_ids, random_model, small_config
+from small_models import learn_one_batch, left_padding, packing, random_ids, random_model, reload, small_config
 from test_generation import assert_close, logits_in_chunks, uncached_logits
 from test_reference import (
     BF16_GRADIENT,
@@ -18,7 +18,7 @@ from test_reference import (
     reference_logits,
     relative_error,
 )
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from modeling_iha import IHAConfig, IHAForCausalLM, score_matrix, virtual_sequence
 
@@ -72,12 +72,9 @@ def test_model_matches_reference(core, geometry, block, inputs, monkeypatch):
     arguments, reference = {}, {}
     if inputs == "padded":
         real[0, :3] = False
-        position_ids = (real.cumsum(-1) - 1).clamp_min(0)
-        arguments = {"attention_mask": real.long(), "position_ids": position_ids}
-        reference = {"padding_mask": real, "position_ids": position_ids}
+        arguments, reference = left_padding(real)
     if inputs == "packed":
-        arguments = {"position_ids": torch.cat([torch.arange(n) for n in (5, 1, 5)]).expand(2, -1)}
-        reference = {**arguments, "document_ids": torch.tensor([0] * 5 + [1] + [2] * 5).expand(2, -1)}
+        arguments, reference = packing((5, 1, 5), rows=len(input_ids))
     logits = model(input_ids, use_cache=False, **arguments).logits
     expected, weights = reference_logits(model, input_ids, **reference)
     assert relative_error(logits[real], expected[real]) < FP32
@@ -140,13 +137,7 @@ def test_a_batch_can_be_learned():
     torch.manual_seed(0)
     model = IHAForCausalLM(talking_config("hybrid"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    input_ids = random_ids(2, 9)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = model(input_ids, labels=input_ids).loss
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.05
+    assert learn_one_batch(model, optimizer) < 0.05
     for layer in model.model.layers:
         for talk in (layer.self_attn.score_mix, layer.self_attn.weight_mix):
             assert (talk.weight - torch.eye(4)).abs().max() > 0.01
@@ -154,9 +145,7 @@ def test_a_batch_can_be_learned():
 
 def test_round_trip(tmp_path):
     model = random_model(talking_config("hybrid"), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    loaded = reload(model, tmp_path)
     assert loaded.config.attention_kinds == ["talking_heads"] * 2
     input_ids = random_ids(2, 7)
     assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model, input_ids))
