@@ -1,6 +1,7 @@
 """Configuration of the IHA model: Llama's, plus the attention mechanism of each layer."""
 
 from difflib import get_close_matches
+from math import inf
 
 from transformers.utils.versions import require_version
 
@@ -29,6 +30,11 @@ def _is_positive(value) -> bool:
     return type(value) is int and value >= 1
 
 
+def _number(test, expected: str) -> tuple:
+    """`test` of a finite number, which is false of NaN, and what it asks for, in words."""
+    return lambda value: type(value) in (int, float) and test(value), expected
+
+
 def _are_orders(value) -> bool:
     return _is_positive(value) or (isinstance(value, list) and all(map(_is_positive, value)))
 
@@ -37,6 +43,21 @@ def _are_windows(value) -> bool:
     return value is None or (isinstance(value, list) and len(value) == 2 and all(map(_is_positive, value)))
 
 
+_POSITIVE = _number(lambda value: 0 < value < inf, "a number above 0")
+_NOT_NEGATIVE = _number(lambda value: 0 <= value < inf, "a number, at least 0")
+# Numbers of the config, and of its `rope_parameters` alone or in lists: (test of a value, what the test asks for).
+_NUMBERS = {
+    "rms_norm_eps": _POSITIVE,
+    "attention_dropout": _number(lambda value: 0 <= value < 1, "a number, at least 0 and below 1"),
+}
+_ROPE_NUMBERS = {
+    **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings", "attention_factor"), _POSITIVE),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"), _POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _NOT_NEGATIVE),
+    "partial_rotary_factor": _number(lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+}
+# A saved config.json names all of them.
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SWITCH = (False, lambda value: type(value) is bool, "true or false")
 _WINDOWS = (None, _are_windows, "a list of two numbers of tokens, at least 1, or null")
 # Options that `attention_options` may hold, by attention kind: (default, test of a value, what the test asks for).
@@ -45,7 +66,7 @@ ATTENTION_OPTIONS: dict[str, dict[str, tuple]] = {
     "iha": {},
     "talking_heads": {},
     "diff": {
-        "lambda_std_dev": (0.1, lambda value: type(value) in (int, float) and value >= 0, "a number, at least 0"),
+        "lambda_std_dev": (0.1, *_NOT_NEGATIVE),
     },
     "hyper_feature": {
         "orders": (2, _are_orders, "a whole number, at least 1, or a list of one for each head"),
@@ -298,10 +319,16 @@ class IHAConfig(LlamaConfig):
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
-        # Transformers keeps unknown fields: a misspelt one would be stored and never read.
+        # Transformers keeps unknown fields: a misspelt one would be stored and never read. Those that other libraries add have
+        # words of their own.
+        fields = (*IHAConfig.__annotations__, *LlamaConfig.__annotations__)
         for name in kwargs:
-            if meant := get_close_matches(name, IHAConfig.__annotations__, n=1, cutoff=0.9):
-                raise ValueError(f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {meant[0]!r}?")
+            meant = get_close_matches(name, fields, n=1, cutoff=0.9)
+            meant = meant or [field for field in fields if set(name.split("_")) <= set(field.split("_"))]
+            if meant:
+                raise ValueError(
+                    f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {' or '.join(map(repr, meant))}?"
+                )
         if self.head_dim is None and (
             self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads != 0
         ):
@@ -323,16 +350,18 @@ class IHAConfig(LlamaConfig):
 
     def validate_architecture(self):
         """Refuses, naming field, value and what is allowed, what cannot be built or would silently be ignored."""
-        for field in (
-            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-            *("num_attention_heads", "num_key_value_heads", "head_dim", "num_pseudo_heads"),
-        ):
+        for field in (*_SIZES, "num_key_value_heads", "head_dim", "num_pseudo_heads", "max_position_embeddings"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; it must be at least 1.")
         if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads="
                 f"{self.num_attention_heads}; each key/value head serves the same number of query heads."
+            )
+        pad = self.pad_token_id
+        if pad is not None and not -self.vocab_size <= pad < self.vocab_size:
+            raise ValueError(
+                f"pad_token_id={pad}; allowed are {-self.vocab_size} to {self.vocab_size - 1}, for vocab_size={self.vocab_size}, and None."
             )
         if self.head_dim % 2 != 0:
             raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs, so it must be even.")
@@ -341,6 +370,10 @@ class IHAConfig(LlamaConfig):
                 raise ValueError(f"{field}={getattr(self, field)!r}; allowed are {', '.join(map(repr, allowed))}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r}; allowed are {', '.join(map(repr, ACT2FN))}.")
+        for field, (is_valid, expected) in _NUMBERS.items():
+            value = getattr(self, field)
+            if value is not None and not is_valid(value):
+                raise ValueError(f"{field}={value}; it must be {expected}.")
         self._validate_layer_list("attention_kinds", tuple(ATTENTION_OPTIONS))
         self._validate_layer_list("layer_types", LAYER_TYPES)
         self._validate_window()
@@ -415,7 +448,7 @@ class IHAConfig(LlamaConfig):
                 f"num_key_value_heads={self.num_key_value_heads} is odd; attention kind 'diff' subtracts the second half of the heads "
                 "from the first, each with half of the key/value heads, so it must be even."
             )
-        if self.attention_dropout > 0:
+        if self.attention_dropout:
             raise ValueError(
                 f"attention_dropout={self.attention_dropout} with attention kind 'diff', whose paper gives dropout no place in a "
                 "difference of two softmaxes: set it to 0."
@@ -503,6 +536,13 @@ class IHAConfig(LlamaConfig):
                 f"rope_parameters={self.rope_parameters}; its rope_type must be one of {', '.join(map(repr, rope_types))}, and "
                 "all layers share one set of parameters."
             )
+        # Yarn and longrope find a factor of None from the lengths; None anywhere else is an option that is not set.
+        needed = ("rope_theta",) if rope_type in ("yarn", "longrope") else ("rope_theta", "factor")
+        for name, value in self.rope_parameters.items():
+            is_valid, expected = _ROPE_NUMBERS.get(name, (lambda _: True, ""))
+            numbers = value if isinstance(value, list) else [value]
+            if (value is not None or name in needed) and not all(map(is_valid, numbers)):
+                raise ValueError(f"rope_parameters has {name}={value!r}; it must be {expected}.")
         factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
         if factor != 1.0 and rope_type != "proportional":
             raise ValueError(
@@ -526,6 +566,16 @@ class IHAConfig(LlamaConfig):
                 fields["max_position_embeddings"], fields["num_pseudo_heads"]
             )
         return cls(**fields)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As in Transformers, which reads every config.json through it. Raises a ValueError for one that names not all sizes: the
+        model would have Llama-7B's, whatever the weights beside it."""
+        if missing := [name for name in _SIZES if name not in config_dict]:
+            raise ValueError(
+                f"This config.json names no {', '.join(missing)}: it is damaged or incomplete; copy it again, or add them."
+            )
+        return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:
         # Saving after a load from the Hub would else keep entries that point back at the repository of origin, and a

@@ -1,0 +1,205 @@
+"""Configs that cannot work are refused where they are built or read; what Transformers and other libraries store in one passes."""
+
+import json
+import re
+
+import pytest
+from small_models import small_config
+from transformers import AutoConfig
+
+from modeling_iha import IHAConfig
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def rope(rope_type, **parameters):
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 100.0, **parameters}}
+
+
+BAD_NUMBERS = [
+    *[
+        (rope("default", rope_theta=theta), f"rope_theta={theta!r}; .* above 0")
+        for theta in (NAN, 0, -1.0, INF, "1e4", None, True)
+    ],
+    *[
+        (rope(rope_type, factor=factor), f"factor={factor}; .* above 0")
+        for rope_type in ("linear", "dynamic", "yarn")
+        for factor in (0, -2.0, NAN, INF)
+    ],
+    (rope("linear", factor=None), "factor=None; .* above 0"),
+    (rope("yarn", factor=2.0, original_max_position_embeddings=0), "original_max_position_embeddings=0; .* above 0"),
+    (rope("yarn", factor=2.0, attention_factor=NAN), "attention_factor=nan; .* above 0"),
+    (rope("yarn", factor=2.0, beta_fast=NAN), "beta_fast=nan; .* at least 0"),
+    (rope("yarn", factor=2.0, beta_slow=-1), "beta_slow=-1; .* at least 0"),
+    (rope("yarn", factor=2.0, mscale=NAN, mscale_all_dim=1.0), "mscale=nan; .* at least 0"),
+    (
+        rope("llama3", factor=8.0, low_freq_factor=0, high_freq_factor=4.0, original_max_position_embeddings=64),
+        "low_freq_factor=0; .* above 0",
+    ),
+    (
+        rope("longrope", short_factor=[1.0] * 4, long_factor=[1.0, 1.0, NAN, 1.0], factor=4.0),
+        "long_factor=.*nan.*; .* above 0",
+    ),
+    (rope("proportional", partial_rotary_factor=NAN), "partial_rotary_factor=nan; .* from 0 to 1"),
+    (rope("proportional", partial_rotary_factor=1.5), "partial_rotary_factor=1.5; .* from 0 to 1"),
+    ({"rope_theta": NAN, "rope_parameters": None}, "rope_theta=nan; .* above 0"),
+    # With 0, a row of padding, whose embedding is zero, would become NaN.
+    *[({"rms_norm_eps": eps}, f"rms_norm_eps={eps}; .* above 0") for eps in (-1.0, NAN, 0.0, INF)],
+    ({"initializer_range": NAN}, "Value must be .*0.0 .*nan"),
+    ({"initializer_range": -0.1}, "Value must be .*0.0 .*-0.1"),
+    *[
+        ({"attention_dropout": dropout}, f"attention_dropout={dropout}; .* at least 0 and below 1")
+        for dropout in (2.0, 1.0, -0.1, NAN)
+    ],
+    *[
+        (
+            {"attention_kinds": "diff", "attention_options": {"diff": {"lambda_std_dev": value}}},
+            f"lambda_std_dev={value}; .* number, at least 0",
+        )
+        for value in (NAN, INF, -1)
+    ],
+    ({"max_position_embeddings": 0}, "max_position_embeddings=0; .* at least 1"),
+    # An embedding of 61 rows: Llama fails there, too, once it is built.
+    ({"pad_token_id": 61}, "pad_token_id=61; .*vocab_size=61"),
+    ({"pad_token_id": -62}, "pad_token_id=-62; .*vocab_size=61"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_NUMBERS, ids=[str(fields) for fields, _ in BAD_NUMBERS])
+def test_a_number_that_cannot_work_is_refused(fields, message):
+    with pytest.raises(Exception, match=f"(?s){message}") as caught:
+        small_config(**fields)
+    reason = str(caught.value).strip().splitlines()[-1]
+    assert re.search(message, reason)  # all of it in one line
+
+
+GOOD = [
+    rope("linear", factor=0.5),
+    rope("dynamic", factor=2),
+    rope("yarn", factor=None, original_max_position_embeddings=64),
+    rope("yarn", factor=2.0, mscale=1.0, mscale_all_dim=0, beta_fast=32, beta_slow=1, truncate=False),
+    rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, factor=4.0, attention_factor=None),
+    rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    rope("proportional", partial_rotary_factor=0.5),
+    {"rope_parameters": None},
+    {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"attention_dropout": 0},
+    {"attention_dropout": None},
+    {"attention_dropout": None, "attention_kinds": "diff"},
+    {"initializer_range": 0.0},
+    # Of released Llama checkpoints.
+    {"pad_token_id": -1},
+    {"pad_token_id": None},
+    {"bos_token_id": 128000, "eos_token_id": [128001, 128009]},
+]
+
+
+@pytest.mark.parametrize("fields", GOOD, ids=map(str, GOOD))
+def test_what_llama_accepts_and_can_run_is_accepted(fields):
+    small_config(**fields)
+
+
+MISSPELT = {
+    "pseudo_heads": "num_pseudo_heads",
+    "num_pseudo_head": "num_pseudo_heads",
+    "qk_norm": "use_qk_norm",
+    "window": "sliding_window",
+    "slidng_window": "sliding_window",
+    "num_heads": "num_pseudo_heads' or 'num_attention_heads' or 'num_key_value_heads",
+    "num_attention_head": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+    "hiden_size": "hidden_size",
+    "rope_parameter": "rope_parameters",
+    "attention_kind": "attention_kinds",
+    "dropout": "attention_dropout",
+}
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_a_misspelt_field_is_refused(name):
+    with pytest.raises(ValueError, match=f"no field '{name}' .*=3.*'{MISSPELT[name]}'") as caught:
+        small_config(**{name: 3})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+# What Transformers reads or keeps although it is no field of the config, what it once wrote, what other models and libraries write.
+FOREIGN = {
+    "model_type": "iha",
+    "name_or_path": "somewhere",
+    "_name_or_path": "somewhere",
+    "_commit_hash": "0" * 40,
+    "_attn_implementation_internal": "eager",
+    "attn_implementation": "eager",
+    "experts_implementation": None,
+    "auto_map": {"AutoConfig": "configuration_iha.IHAConfig"},
+    "transformers_version": "5.17.0",
+    "torch_dtype": "bfloat16",
+    "dtype": "bfloat16",
+    "num_labels": 3,
+    "id2label": {"0": "a", "1": "b"},
+    "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "compression_config": {},
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+    "output_attentions": False,
+    "per_layer_config": None,
+    "custom_pipelines": {},
+    "torchscript": False,
+    "use_bfloat16": False,
+    "tie_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "pruned_heads": {},
+    "finetuning_task": None,
+    "task_specific_params": None,
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "prefix": None,
+    "sep_token_id": None,
+    "decoder_start_token_id": None,
+    "max_length": 20,
+    "num_beams": 1,
+    "temperature": 1.0,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "attention_type": "full",
+    "mask_token_id": 4,
+    "model_max_length": 4096,
+    "unsloth_version": "2026.1",
+    "unsloth_fixed": True,
+    "version": 1,
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_others_store_passes(name):
+    small_config(**{name: FOREIGN[name]})
+
+
+def test_what_others_store_passes_through_a_file(tmp_path):
+    written = small_config().to_dict() | {"unsloth_version": "2026.1", "quantization_config": {"quant_method": "none"}}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.unsloth_version, config.quantization_config["quant_method"]) == ("2026.1", "none")
+
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@pytest.mark.parametrize("missing", [SIZES, *[[name] for name in SIZES]], ids=str)
+def test_a_config_json_without_sizes_is_refused(tmp_path, missing):
+    """It would become a model of Llama-7B's sizes, whatever the weights beside it."""
+    small_config().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in written.items() if name not in missing}))
+    for read in (AutoConfig.from_pretrained, IHAConfig.from_pretrained):
+        with pytest.raises(ValueError, match=f"config.json names no {', '.join(missing)}") as caught:
+            read(tmp_path)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_config_of_defaults_survives_a_file(tmp_path):
+    IHAConfig().save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).hidden_size == IHAConfig().hidden_size
