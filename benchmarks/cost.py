@@ -10,14 +10,17 @@ example: python benchmarks/cost.py --preset paper-2.4b-iha --tokens 8192
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from conversion_scripts.checkpoint_io import UserError, load_config, run_cli  # noqa: E402
 from modeling_iha import IHAConfig  # noqa: E402
 from modeling_iha.collapse_first import WHOLE  # noqa: E402
+from modeling_iha.configuration_iha import PRESETS  # noqa: E402
 from modeling_iha.window_blocks import BLOCK  # noqa: E402
 
 
@@ -298,18 +301,26 @@ def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:
     return f"{title:<30}{''.join(f'{figure:>16}' for figure in figures)}"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table of the command line. Raises `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--preset", help="of IHAConfig.from_preset")
-    source.add_argument("--config", help="a directory with a config.json of an IHA model")
+    source.add_argument("--config", help="a directory with a config.json of an IHA model, or an id on the Hub")
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument(
         "--form", choices=FORMS, default="collapse_first", help='of attention (collapse_first is for "iha" only)'
     )
     parser.add_argument("--bytes", type=int, default=2, help="of a cached or kept value (2)")
-    args = parser.parse_args()
-    config = IHAConfig.from_preset(args.preset) if args.preset else IHAConfig.from_pretrained(args.config)
+    args = parser.parse_args(argv)
+    for name in ("tokens", "bytes"):
+        if (count := getattr(args, name)) < 1:
+            raise UserError(f"--{name} {count}: expected at least 1.")
+    if args.preset is not None and args.preset not in PRESETS:
+        raise UserError(f"--preset {args.preset}: expected one of {', '.join(PRESETS)}.")
+    config = load_config(args.config) if args.preset is None else IHAConfig.from_preset(args.preset)
+    if not isinstance(config, IHAConfig):
+        raise UserError(f"{args.config} is a {config.model_type!r} model; expected 'iha', as the conversions write.")
 
     columns = ("parameters", "prefill FLOPs", "training FLOPs", "decode FLOPs", "cache / token", "kept")
     print(f"{'':<30}{''.join(f'{name:>16}' for name in columns)}")
@@ -326,4 +337,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -6,19 +6,61 @@ command alone cannot find one that is not part of the library. It runs the insta
 example: python conversion_scripts/serve.py smollm2-iha --port 8000
 """
 
+import errno
+import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
-from transformers.cli.transformers import main
+import typer
+from transformers.cli.serve import Serve
+from transformers.utils.import_utils import is_serve_available
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from conversion_scripts.checkpoint_io import UserError, one_line, run_cli  # noqa: E402
 from modeling_iha import IHAForCausalLM  # noqa: E402
 
 
-if __name__ == "__main__":
+def check_address(host: str, port: int) -> None:
+    """Raises `UserError` for an address that the server could not have, before it loads a model to serve there."""
+    if not 0 <= port < 2**16:
+        raise UserError(f"--port {port}: expected a number from 0 to {2**16 - 1}.")
+    try:
+        for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            socket.create_server(address, family=family).close()
+    except OSError as error:
+        # Where a name has several addresses, the server does without those that this machine lacks.
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise UserError(
+                f"--host {host} --port {port}: {error.strerror}. Stop what runs there, or choose another address."
+            ) from error
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until interrupted. Raises `UserError`."""
+    if not is_serve_available():
+        raise UserError("The server's libraries are not installed: pip install 'transformers[serving]'.")
     transformers.IHAForCausalLM = IHAForCausalLM
-    sys.argv.insert(1, "serve")
-    main()
+    app = typer.Typer()
+    app.command()(Serve)
+    command = typer.main.get_command(app)
+    start = command.callback
+
+    def serve(**options):
+        check_address(options["host"], options["port"])
+        try:
+            start(**options)
+        # The model is loaded before the server starts, and a damaged one fails in as many ways as there are readers.
+        except Exception as error:
+            what = options["force_model"] or "these options"
+            raise UserError(f"The server cannot start with {what}: {one_line(error)}") from error
+
+    command.callback = serve
+    command.main(argv, prog_name="serve.py")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -66,14 +66,17 @@ def _text(value: object, place: str) -> str:
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
     """The rows of a JSON-lines file, one object a line; empty lines do not count. Raises `UserError` naming the row."""
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(filter(str.strip, lines), 1):
+    with open(path, "rb") as lines:
+        for number, line in enumerate(filter(bytes.strip, lines), 1):
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                row = json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}, row {number}: not UTF-8 text ({error}).") from None
+            # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, row {number}: not valid JSON ({error}).") from None
             if not isinstance(row, dict):
-                raise UserError(f"{path}, row {number}: expected a JSON object, got {line.strip():.80}.")
+                raise UserError(f"{path}, row {number}: expected a JSON object, got {row!r:.80}.")
             yield row
 
 
@@ -160,8 +163,22 @@ def tokenize(
     return dataset.remove_columns(["was_cut", "is_learnable"])
 
 
+def check_new_file(path: Path) -> None:
+    """Refuse, before the work, a file that `write_whole` could not write after it, and one that exists. Raises `UserError`."""
+    try:
+        if path.exists():
+            raise UserError(f"{path} exists: remove it or choose another name.")
+        directory = next(parent for parent in path.absolute().parents if parent.exists())
+        probe = directory / f".{path.name}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
+
+
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it holds either its old or its new content, never a part."""
+    """Write a file, with the directories above it, so that it holds either its old or its new content, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_bytes(content)

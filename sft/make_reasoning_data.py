@@ -12,8 +12,8 @@ import reasoning_gym
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conversion_scripts.checkpoint_io import UserError, run_cli  # noqa: E402
-from sft.data import read_jsonl, write_whole  # noqa: E402
+from conversion_scripts.checkpoint_io import UserError, one_line, run_cli  # noqa: E402
+from sft.data import check_new_file, read_jsonl, write_whole  # noqa: E402
 
 
 SYSTEM = "Think step by step, then give the solution."
@@ -83,15 +83,20 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
     """`rows` rows with different questions, none of them in `excluded`.
 
     Each row holds `system`, `conversations` (OpenThoughts-114k), and `generator` and `entry`, which the verifier needs.
-    Raises `UserError` for an unknown generator or option, for a generator whose entries do not survive JSON or whose
-    verifier rejects its own answer, and when there are fewer different questions.
+    Raises `UserError` for an unknown generator or option, for a seed or an option that the generator cannot draw with, for a
+    generator whose entries do not survive JSON or whose verifier rejects its own answer, and when there are fewer different
+    questions.
     """
     try:
         dataset = reasoning_gym.create_dataset(
             generator, seed=seed * SEED_STRIDE, size=rows * DRAWS_PER_ROW, **options
         )
-    except (ValueError, TypeError, AssertionError) as error:
-        raise UserError(f"generator {generator!r} with options {options}: {error}") from error
+        dataset[0]
+    # Generators do not check all of their options, and fail in as many ways as there are generators.
+    except Exception as error:
+        raise UserError(
+            f"generator {generator!r} with seed {seed} and options {options}: {one_line(error)}"
+        ) from error
     seen, made = set(excluded), []
     for index in range(rows * DRAWS_PER_ROW):
         if len(made) == rows:
@@ -108,6 +113,21 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
         turns = [{"from": "user", "value": entry["question"]}, {"from": "assistant", "value": text}]
         made.append({"system": SYSTEM, "conversations": turns, "generator": generator, "entry": entry})
     raise UserError(f"generator {generator!r} with options {options} has only {len(made)} more questions, not {rows}.")
+
+
+def questions(path: Path) -> set[str]:
+    """The questions of a file that this command made. Raises `UserError` for another file."""
+    found = set()
+    for number, row in enumerate(read_jsonl(path), 1):
+        entry = row.get("entry")
+        if not isinstance(entry, dict) or not isinstance(entry.get("question"), str):
+            raise UserError(
+                f"{path}, row {number}: column 'entry' with a 'question' as this command writes is needed."
+            )
+        found.add(entry["question"])
+    if not found:
+        raise UserError(f"{path}: no rows to exclude.")
+    return found
 
 
 def option(text: str) -> tuple[str, object]:
@@ -142,11 +162,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.rows < 1:
         raise UserError(f"--rows {args.rows}: expected at least 1.")
-    if args.out.exists():
-        raise UserError(f"{args.out} exists: remove it or choose another name.")
-    excluded = {row["entry"]["question"] for row in read_jsonl(args.exclude)} if args.exclude else set()
+    # Python draws the same from a seed and its negative.
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed}: expected at least 0.")
+    check_new_file(args.out)
+    excluded = questions(args.exclude) if args.exclude else set()
     rows = make_rows(args.rows, args.seed, args.generator, dict(args.options), excluded)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(args.out, "".join(json.dumps(row) + "\n" for row in rows).encode())
     print(f"{len(rows)} rows of {args.generator}: {args.out}")
 

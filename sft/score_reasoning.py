@@ -16,7 +16,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conversion_scripts.checkpoint_io import UserError, load_model, load_tokenizer, run_cli  # noqa: E402
-from sft.data import read_jsonl, to_messages, write_whole  # noqa: E402
+from sft.data import check_new_file, read_jsonl, to_messages, write_whole  # noqa: E402
 from sft.make_reasoning_data import extract_solution  # noqa: E402
 
 
@@ -27,7 +27,12 @@ EXAMPLE = """example:
 
 @torch.inference_mode()
 def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: int, max_new_tokens: int) -> list[str]:
-    """The model's greedy replies to chat prompts, in batches padded on the left, with a progress bar."""
+    """The model's greedy replies to chat prompts, in batches padded on the left, with a progress bar. Raises `UserError` for a
+    tokenizer without a chat template or without a token to pad with."""
+    if tokenizer.chat_template is None:
+        raise UserError("The tokenizer has no chat template: score a chat model, or add one (see sft/chat_templates).")
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise UserError("The tokenizer has neither a padding nor an end-of-sequence token: set one of them.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
@@ -51,19 +56,37 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
     return replies
 
 
+def check_rows(rows: list[dict]) -> list[list[dict]]:
+    """The chat prompts of rows of make_reasoning_data.py. Raises `UserError` for a row that is not of that format or whose own
+    answer its verifier does not accept."""
+    prompts = []
+    for number, row in enumerate(rows, 1):
+        *prompt, answer = to_messages(row, f"row {number}")
+        generator, entry = row.get("generator"), row.get("entry")
+        if generator not in list(DATASETS) or not isinstance(entry, dict):
+            raise UserError(
+                f"row {number}: columns 'generator' and 'entry' as make_reasoning_data.py writes are needed."
+            )
+        try:
+            reached = reasoning_gym.get_score_answer_fn(generator)(extract_solution(answer["content"]), entry)
+        # A damaged entry fails in as many ways as there are verifiers.
+        except Exception as error:
+            raise UserError(
+                f"row {number}: the verifier of {generator!r} fails on its entry: {error!r:.80}."
+            ) from error
+        if reached != 1.0:
+            raise UserError(f"row {number}: the verifier of {generator!r} does not accept the row's own answer.")
+        prompts.append(prompt)
+    return prompts
+
+
 def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_tokens: int = 96) -> dict:
     """Accuracy of a model on rows of make_reasoning_data.py: {"accuracy", "correct", "rows", "replies"}.
 
     A reply counts when the verifier gives its solution (see `extract_solution`) the full score. Raises `UserError` for
-    a row that is not of that format.
+    a bad row (see `check_rows`) and for a tokenizer that cannot write a chat.
     """
-    prompts = []
-    for number, row in enumerate(rows, 1):
-        prompts.append(to_messages(row, f"row {number}")[:-1])
-        if row.get("generator") not in DATASETS or not isinstance(row.get("entry"), dict):
-            raise UserError(
-                f"row {number}: columns 'generator' and 'entry' as make_reasoning_data.py writes are needed."
-            )
+    prompts = check_rows(rows)
     verifiers = {name: reasoning_gym.get_score_answer_fn(name) for name in {row["generator"] for row in rows}}
     replies = generate_replies(model, tokenizer, prompts, batch_size, max_new_tokens)
     correct = sum(
@@ -85,9 +108,15 @@ def main(argv: Sequence[str] | None = None) -> dict:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--json", type=Path, help="also write the result, replies included, to this file")
     args = parser.parse_args(argv)
+    for name in ("limit", "batch_size", "max_new_tokens"):
+        if (count := getattr(args, name)) is not None and count < 1:
+            raise UserError(f"--{name.replace('_', '-')} {count}: expected at least 1.")
+    if args.json is not None:
+        check_new_file(args.json)
     rows = list(islice(read_jsonl(args.data), args.limit))
     if not rows:
         raise UserError(f"{args.data}: no rows to score.")
+    check_rows(rows)
     model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(args.model, model.config.vocab_size)
     result = score(model, tokenizer, rows, args.batch_size, args.max_new_tokens)

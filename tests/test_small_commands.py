@@ -1,0 +1,187 @@
+"""Mistakes in the commands without a test file of their own: one line, before any work, and nothing half-written."""
+
+import errno
+import json
+import re
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from small_models import random_model, small_config
+from test_sft import with_template
+from transformers import LlamaConfig
+
+from benchmarks import cost
+from conversion_scripts import serve
+from conversion_scripts.checkpoint_io import run_cli
+from sft import make_reasoning_data, score_reasoning
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A directory of inputs, good and bad, which no command may change."""
+    directory = tmp_path_factory.mktemp("inputs")
+    make_reasoning_data.main([str(directory / "rows.jsonl"), "--rows", "2"])
+    good = (directory / "rows.jsonl").read_text().splitlines()[0]
+    damaged = json.loads(good)
+    damaged["entry"] = {"question": damaged["entry"]["question"]}
+    wrong = json.loads(good)
+    wrong["conversations"][1]["value"] = "<|begin_of_solution|>\nnone\n<|end_of_solution|>"
+    contents = {
+        "empty.jsonl": "\n",
+        "cut.jsonl": f"{good}\n{good[:40]}\n",
+        "list.jsonl": "[1]\n",
+        "deep.jsonl": "[" * 100_000,
+        "digits.jsonl": '{"a": ' + "9" * 5000 + "}",
+        "messages.jsonl": '{"messages": [{"role": "assistant", "content": "a"}]}\n',
+        "unhashable.jsonl": json.dumps(json.loads(good) | {"generator": []}),
+        "damaged.jsonl": f"{good}\n{json.dumps(damaged)}\n",
+        "wrong.jsonl": json.dumps(wrong),
+        "questions.jsonl": '{"entry": {"question": 3}}\n',
+    }
+    for name, content in contents.items():
+        (directory / name).write_text(content)
+    (directory / "latin.jsonl").write_bytes(f"{good}\n".encode() + '{"a": "é"}\n'.encode("latin-1"))
+    for name, content in {"broken": "{", "bare": '{"model_type": "iha"}'}.items():
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(content)
+    with_template("smollm2.jinja").save_pretrained(directory / "bare")
+    LlamaConfig().save_pretrained(directory / "llama")
+    (directory / "nothing").mkdir()
+    random_model(small_config(vocab_size=300)).save_pretrained(directory / "mute")
+    tokenizer = with_template("smollm2.jinja")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(directory / "mute")
+    return directory
+
+
+PRESET = ["--preset", "tiny"]
+MISTAKES = [
+    (cost, ["--preset", "huge", "--tokens", "8"], "--preset huge: .*paper-2.4b-iha, .*tiny"),
+    (cost, ["--preset", "", "--tokens", "8"], "--preset : .*tiny"),
+    (cost, ["--config", "IN/absent", "--tokens", "8"], "IN/absent is neither a directory"),
+    (cost, ["--config", "IN/nothing", "--tokens", "8"], "IN/nothing has no usable configuration"),
+    (cost, ["--config", "IN/broken", "--tokens", "8"], "IN/broken has no usable configuration"),
+    (cost, ["--config", "IN/bare", "--tokens", "8"], "IN/bare has no usable configuration: .*vocab_size"),
+    (cost, ["--config", "IN/llama", "--tokens", "8"], "IN/llama is a 'llama' model; expected 'iha'"),
+    (cost, [*PRESET, "--tokens", "0"], "--tokens 0: expected at least 1"),
+    (cost, [*PRESET, "--tokens", "-3"], "--tokens -3: expected at least 1"),
+    (cost, [*PRESET, "--tokens", "8", "--bytes", "0"], "--bytes 0: expected at least 1"),
+    (make_reasoning_data, ["OUT/a.jsonl", "--rows", "0"], "--rows 0: expected at least 1"),
+    (make_reasoning_data, ["OUT/a.jsonl", "--rows", "1", "--seed", "-1"], "--seed -1: expected at least 0"),
+    (
+        make_reasoning_data,
+        ["OUT/a.jsonl", "--rows", "1", "--seed", str(2**70), "--generator", "pool_matrix"],
+        f"'pool_matrix' with seed {2**70} .*Seed must be between",
+    ),
+    (
+        make_reasoning_data,
+        ["OUT/a.jsonl", "--rows", "1", "--options", "min_terms=3.5"],
+        "'chain_sum' with seed 0 and options {'min_terms': 3.5}: ",
+    ),
+    (make_reasoning_data, ["IN/rows.jsonl", "--rows", "1"], "IN/rows.jsonl exists: "),
+    (make_reasoning_data, ["IN/rows.jsonl/a.jsonl", "--rows", "1"], "a.jsonl cannot be written: Not a directory"),
+    (make_reasoning_data, [f"OUT/{'a' * 252}", "--rows", "1"], "cannot be written: File name too long"),
+    *[
+        (make_reasoning_data, ["OUT/a.jsonl", "--rows", "1", "--exclude", f"IN/{name}.jsonl"], message)
+        for name, message in {
+            "absent": "No such file",
+            "empty": "empty.jsonl: no rows",
+            "latin": "latin.jsonl, row 2: not UTF-8",
+            "questions": "questions.jsonl, row 1: column 'entry' with a 'question'",
+            "messages": "messages.jsonl, row 1: column 'entry' with a 'question'",
+        }.items()
+    ],
+    *[
+        (score_reasoning, ["IN/nothing", f"IN/{name}.jsonl"], message)
+        for name, message in {
+            "absent": "No such file",
+            "empty": "empty.jsonl: no rows",
+            "cut": "cut.jsonl, row 2: not valid JSON",
+            "list": "list.jsonl, row 1: expected a JSON object",
+            "deep": "deep.jsonl, row 1: not valid JSON",
+            "digits": "digits.jsonl, row 1: not valid JSON",
+            "latin": "latin.jsonl, row 2: not UTF-8",
+            "messages": "row 1: columns 'generator' and 'entry'",
+            "unhashable": "row 1: columns 'generator' and 'entry'",
+            "damaged": "row 2: the verifier of 'chain_sum' fails on its entry: KeyError",
+            "wrong": "row 1: the verifier of 'chain_sum' does not accept",
+        }.items()
+    ],
+    *[
+        (score_reasoning, ["IN/nothing", "IN/rows.jsonl", option, count], f"{option} {count}: expected at least 1")
+        for option in ("--limit", "--batch-size", "--max-new-tokens")
+        for count in ("0", "-1")
+    ],
+    (score_reasoning, ["IN/nothing", "IN/rows.jsonl"], "IN/nothing cannot be loaded"),
+    (score_reasoning, ["IN/mute", "IN/rows.jsonl"], "The tokenizer has no chat template"),
+    (score_reasoning, ["IN/nothing", "IN/rows.jsonl", "--json", "IN/rows.jsonl"], "IN/rows.jsonl exists: "),
+    (
+        score_reasoning,
+        ["IN/nothing", "IN/rows.jsonl", "--json", "IN/rows.jsonl/a.json"],
+        "a.json cannot be written: Not a directory",
+    ),
+    (serve, ["IN/absent", "--port", "0"], "server cannot start with IN/absent: "),
+    (serve, ["IN/nothing", "--port", "0"], "server cannot start with IN/nothing: "),
+    (serve, ["IN/bare", "--port", "0"], "server cannot start with IN/bare: .*vocab_size"),
+    (serve, ["--port", "0", "--chat-template-kwargs", "{"], "server cannot start with these options: "),
+    (serve, ["IN/absent", "--host", "127.0.0.1", "--port", "TAKEN"], "--port [0-9]+: Address already in use"),
+    (serve, ["IN/absent", "--port", "70000"], "--port 70000: expected"),
+    (serve, ["IN/absent", "--host", "no such host"], "--host no such host --port 8000: "),
+]
+
+
+def fail(module, arguments, monkeypatch, capsys):
+    """The lines on stderr of a command that must exit with 1."""
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        run_cli(module.main)
+    output = capsys.readouterr()
+    assert stopped.value.code == 1
+    assert output.out == ""
+    return [line for line in output.err.splitlines() if line.startswith("Error: ")]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"), MISTAKES, ids=[f"{m.__name__} {' '.join(a):.60}" for m, a, _ in MISTAKES]
+)
+def test_a_mistake_is_one_line(module, arguments, message, files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = {path: path.read_bytes() for path in files.rglob("*") if path.is_file()}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"IN": str(files), "OUT": str(tmp_path / "new"), "TAKEN": str(taken.getsockname()[1])}
+        for name, value in names.items():
+            arguments = [argument.replace(name, value) for argument in arguments]
+        lines = fail(module, arguments, monkeypatch, capsys)
+    assert len(lines) == 1
+    assert re.search(message.replace("IN", str(files)), lines[0])
+    assert list(tmp_path.iterdir()) == []
+    assert {path: path.read_bytes() for path in files.rglob("*") if path.is_file()} == before
+
+
+def test_a_server_without_its_libraries_names_them(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "is_serve_available", lambda: False)
+    (line,) = fail(serve, ["--port", "0"], monkeypatch, capsys)
+    assert "pip install 'transformers[serving]'" in line
+
+
+def test_a_directory_that_cannot_be_written_is_found_first(monkeypatch, capsys, tmp_path):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    (line,) = fail(make_reasoning_data, [str(tmp_path / "a" / "b.jsonl"), "--rows", "1"], monkeypatch, capsys)
+    assert line.endswith("b.jsonl cannot be written: Permission denied.")
+
+
+def test_missing_directories_are_made_for_a_result(monkeypatch, files, tmp_path):
+    model = random_model(small_config(vocab_size=300))
+    monkeypatch.setattr(score_reasoning, "load_model", lambda _: model)
+    monkeypatch.setattr(score_reasoning, "load_tokenizer", lambda *_: with_template("smollm2.jinja"))
+    out = tmp_path / "a" / "b" / "figures.json"
+    arguments = [str(files), str(files / "rows.jsonl"), "--max-new-tokens", "1", "--json", str(out)]
+    result = score_reasoning.main(arguments)
+    assert json.loads(out.read_text()) == result
+    assert [path.name for path in out.parent.iterdir()] == ["figures.json"]
