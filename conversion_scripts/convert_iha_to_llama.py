@@ -44,7 +44,8 @@ def check_layers(model: IHAForCausalLM) -> None:
             )
         for name, deviation in _deviations(model.model.layers[i].self_attn, kind, config).items():
             largest = deviation.abs().max().item()
-            if largest > (OFFSET_TOLERANCE if name == "v_mix" else 0.0):
+            # Written so that a NaN fails.
+            if not largest <= (OFFSET_TOLERANCE if name == "v_mix" else 0.0):
                 raise UserError(
                     f"model.layers.{i}.self_attn.{name}.weight has moved by up to {largest:.2g} from the warm start: the layer "
                     "is no multi-head attention any more, and no stock architecture computes it."
