@@ -131,6 +131,7 @@ def iha_config(source: dict) -> IHAConfig:
     windowed = source["window_size"] is not None
     pattern = WINDOW_TYPES[source["window_type"]] if windowed else [GLOBAL]
     return new_config(
+        IHAConfig,
         **{ours: source[theirs] for theirs, ours in FIELDS.items()},
         attention_kinds="dcmha",
         layer_types=[pattern[i % len(pattern)] for i in range(source["n_layer"])],

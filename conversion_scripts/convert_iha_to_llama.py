@@ -23,6 +23,7 @@ from conversion_scripts.convert_llama_to_iha import (  # noqa: E402
     build,
     identity_mixing,
     last_pseudo_head,
+    new_config,
     window_per_layer,
 )
 from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
@@ -98,7 +99,7 @@ def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
     own = {name: getattr(config, name) for name in architecture.fields if hasattr(config, name)}
     if "use_sliding_window" in architecture.fields:
         own["use_sliding_window"] = config.sliding_window is not None
-    return architecture.model_class.config_class(**fields, **own)
+    return new_config(architecture.model_class.config_class, **fields, **own)
 
 
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:

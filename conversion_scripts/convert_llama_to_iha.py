@@ -211,12 +211,12 @@ def check_seed(seed: int) -> None:
         raise UserError(f"--seed {seed} must be a whole number from 0 to {2**64 - 1}.")
 
 
-def new_config(**fields) -> IHAConfig:
-    """`IHAConfig(**fields)`. Raises `UserError` when there can be none."""
+def new_config(config_class: type[PreTrainedConfig], **fields) -> PreTrainedConfig:
+    """`config_class(**fields)`. Raises `UserError` when there can be none."""
     try:
-        return IHAConfig(**fields)
+        return config_class(**fields)
     except (StrictDataclassError, TypeError, ValueError) as error:
-        raise UserError(f"No IHA model can be built: {one_line(error.__cause__ or error)}") from error
+        raise UserError(f"No {config_class.__name__} can be built: {one_line(error.__cause__ or error)}") from error
 
 
 def iha_config(
@@ -254,6 +254,7 @@ def iha_config(
         fixed = getattr(architecture, name)
         fields[name] = getattr(source, name) if fixed is None else fixed
     return new_config(
+        IHAConfig,
         **fields,
         head_dim=getattr(source, "head_dim", None),
         use_qk_norm=architecture.use_qk_norm,
