@@ -197,8 +197,9 @@ def _lock(dst: Path, path: Path) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Its last holder may have removed the file between the two calls: then somebody else can lock another.
-            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-                return lock
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), path.stat()):
+                    return lock
         except BlockingIOError:
             os.close(lock)
             raise UserError(f"Another run is writing {dst}: wait for it, or choose another output path.") from None

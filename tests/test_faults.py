@@ -1,6 +1,7 @@
 """Every fault of what a command is given is one line on standard error, found before anything is written: damaged and foreign
 checkpoints, impossible arguments, destinations that cannot be made, other runs, and signals."""
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -404,7 +405,10 @@ def test_figures_that_cannot_be_written(path, words, tmp_path, monkeypatch, caps
 
 
 def write_slowly(destination, ready, go_on):
-    """A run in a process of its own."""
+    """A run in a process of its own, with the signals of one that is started in a terminal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
     def main():
         with new_directory(destination) as directory:
@@ -472,6 +476,30 @@ def test_what_a_killed_run_left_is_removed(start, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_run_that_ends_while_the_next_one_begins(succeeds, tmp_path, monkeypatch):
+    """It removes the lock file after the next run has opened it, and before that run locks it."""
+    flock, calls = fcntl.flock, []
+
+    def end_first(lock, operation):
+        calls.append(lock)
+        if len(calls) == 1:
+            (tmp_path / ".out.lock").unlink()
+            if succeeds:
+                (tmp_path / "out").mkdir()
+                (tmp_path / "out" / "file").write_text("whole")
+        flock(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", end_first)
+    if succeeds:
+        with pytest.raises(UserError, match="already exists"), new_directory(tmp_path / "out"):
+            pytest.fail("the work began")
+    else:
+        with new_directory(tmp_path / "out"):
+            assert (tmp_path / ".out.lock").exists() and len(calls) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing(number, start, tmp_path):
     process, _ = start(tmp_path / "a" / "out")
@@ -481,10 +509,18 @@ def test_a_signal_leaves_nothing(number, start, tmp_path):
 
 
 def test_signals_are_as_before_afterwards(tmp_path):
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
-    with new_directory(tmp_path / "out"):
-        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
+    """And what `nohup` has the process ignore stays ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with new_directory(tmp_path / "out"):
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def race(destination, barrier):
