@@ -275,8 +275,14 @@ def load_config_dict(source: str | os.PathLike) -> dict:
 
 
 def _optional_file(location: str, name: str) -> str | None:
-    """Where the file `name` of a directory or Hub id lies on this machine; `None` when the checkpoint has none."""
-    return cached_file(location, name, _raise_exceptions_for_missing_entries=False)
+    """Where the file `name` of a directory or Hub id lies on this machine; `None` when the checkpoint has none.
+
+    Raises `UserError` for a link that leads nowhere and for a folder of that name, which Transformers takes for no file.
+    """
+    file = cached_file(location, name, _raise_exceptions_for_missing_entries=False)
+    if file is None and os.path.lexists(os.path.join(location, name)):
+        raise UserError(f"{os.path.join(location, name)} is no file, or a link to none.")
+    return file
 
 
 def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None:

@@ -120,6 +120,24 @@ def index(shard):
     return damage
 
 
+def dangling(name):
+    """As in a copy of the Hub's cache without its blobs."""
+
+    def damage(source):
+        (source / name).unlink(missing_ok=True)
+        (source / name).symlink_to("../blobs/0123")
+
+    return damage
+
+
+def folder(name):
+    def damage(source):
+        (source / name).unlink(missing_ok=True)
+        (source / name).mkdir()
+
+    return damage
+
+
 class Custom:
     """What no reader of tensors knows."""
 
@@ -143,6 +161,9 @@ FAULTS = [
         (f"generation config {how}", ALL, write("generation_config.json", content), "no usable generation_config", ())
         for how, content in UNREADABLE.items()
     ),
+    ("generation config nowhere", ALL, dangling("generation_config.json"), "no usable generation_config", ()),
+    ("generation config folder", ALL, folder("generation_config.json"), "no usable generation_config", ()),
+    ("index nowhere", ALL, dangling(INDEX), INDEX, ()),
     *((f"index {how}", ALL, write(INDEX, content), INDEX, ()) for how, content in UNREADABLE.items()),
     ("index without files", ALL, write(INDEX, '{"metadata": {}}'), "weight_map=None", ()),
     ("index of numbers", ALL, write(INDEX, '{"metadata": {}, "weight_map": {"a": 1}}'), "looks for a in 1", ()),
