@@ -7,7 +7,6 @@ can be published with files missing.
 
 import argparse
 import ast
-import json
 import re
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conversion_scripts.checkpoint_io import UserError, run_cli  # noqa: E402
+from conversion_scripts.checkpoint_io import UserError, read_json, run_cli  # noqa: E402
 
 
 # What can be imported wherever the checkpoint is loaded.
@@ -32,7 +31,11 @@ def check_remote_code(directory: str | Path) -> list[str]:
     directory = Path(directory).resolve()
     problems, classes = [], {}
     if (directory / "config.json").is_file():
-        auto_map = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("auto_map", {})
+        auto_map = read_json(directory / "config.json").get("auto_map", {})
+        if not isinstance(auto_map, dict) or not all(isinstance(reference, str) for reference in auto_map.values()):
+            raise UserError(
+                f"{directory} has auto_map={auto_map!r} in config.json; expected names of classes by Auto class."
+            )
         classes = {reference.rpartition(".")[::2] for reference in auto_map.values()}
         modules = sorted({module for module, _ in classes})
     else:
@@ -55,6 +58,9 @@ def check_remote_code(directory: str | Path) -> list[str]:
                 tree = ast.parse(path.read_text(encoding="utf-8"))
             except SyntaxError as error:
                 problems.append(f"{path.name}:{error.lineno}: {error.msg}.")
+                continue
+            except ValueError as error:
+                problems.append(f"{path.name}: no UTF-8 text: {error}.")
                 continue
             found, imported = _check_file(path, tree, siblings)
             problems += found

@@ -5,6 +5,8 @@ its PyTorch training one more. The converted model sees `window_size` tokens.
 """
 
 import argparse
+import functools
+import math
 import sys
 from pathlib import Path
 
@@ -16,13 +18,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conversion_scripts.checkpoint_io import (  # noqa: E402
     UserError,
+    check_finite,
     load_config_dict,
+    load_generation_config,
     load_tokenizer,
     load_weights,
     new_directory,
     run_cli,
 )
-from conversion_scripts.convert_llama_to_iha import new_config, write_checkpoint  # noqa: E402
+from conversion_scripts.convert_llama_to_iha import check_sizes, new_config, write_checkpoint  # noqa: E402
 from model_cards.render import source_name  # noqa: E402
 from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
 
@@ -53,6 +57,27 @@ WINDOW_TYPES = {
     "LGL6": [LOCAL, GLOBAL, *[LOCAL] * 6],
 }
 NAMED_WINDOW = 256
+
+# What the fields must hold that are no sizes: a test of a value, and its words.
+SIZES = ("vocab_size", "dim", "intermediate_size", "n_layer", "n_head", "block_size", "mgate_dim")
+_BOOL = (lambda value: type(value) is bool, "true or false")
+_POSITIVE = (
+    lambda value: type(value) in (int, float) and math.isfinite(value) and value > 0,
+    "a finite number above 0",
+)
+_TOKEN = (lambda value: value is None or (type(value) is int and value >= 0), "a token id or null")
+VALUES = {
+    "norm_eps": _POSITIVE,
+    "rope_base": _POSITIVE,
+    "window_size": (lambda value: value is None or (type(value) is int and value > 0), "a number of tokens or null"),
+    "window_type": (lambda value: value is None or isinstance(value, str), "a name or null"),
+    "use_qk_norm": _BOOL,
+    "mgate": _BOOL,
+    "query_wise": _BOOL,
+    "use_dcmha": _BOOL,
+    "bos_token_id": _TOKEN,
+    "eos_token_id": _TOKEN,
+}
 
 # Fields that change no logit: how the official code trains, caches and prefills, and Transformers' own.
 HARMLESS_FIELDS = {
@@ -106,6 +131,7 @@ def iha_config(source: dict) -> IHAConfig:
     windowed = source["window_size"] is not None
     pattern = WINDOW_TYPES[source["window_type"]] if windowed else [GLOBAL]
     return new_config(
+        IHAConfig,
         **{ours: source[theirs] for theirs, ours in FIELDS.items()},
         attention_kinds="dcmha",
         layer_types=[pattern[i % len(pattern)] for i in range(source["n_layer"])],
@@ -118,6 +144,14 @@ def iha_config(source: dict) -> IHAConfig:
 
 def _check_fields(source: dict) -> None:
     """Raises `UserError`, naming it, on anything that could change what the model computes and that is not carried over."""
+    check_sizes({field: source[field] for field in SIZES})
+    for field, (is_valid, expected) in VALUES.items():
+        if not is_valid(source[field]):
+            raise UserError(f"The source config has {field}={source[field]!r}; it must be {expected}.")
+    if source["dim"] % source["n_head"] != 0:
+        raise UserError(
+            f"The source config has dim={source['dim']} and n_head={source['n_head']}; the heads must share dim out evenly."
+        )
     known = {*FIELDS, *DEFAULTS, *HARMLESS_FIELDS, "rope_base", "window_size", "n_local_heads"}
     for field, value in source.items():
         if field not in known and not field.startswith("_") and value:
@@ -150,36 +184,53 @@ def _check_fields(source: dict) -> None:
         )
 
 
-def convert_weights(weights: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
+def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict[str, torch.Tensor]:
     """The state dict of the converted model, views of the tensors of `weights` wherever they allow it.
 
-    Raises `UserError` when a parameter is missing or has no place.
+    Raises `UserError` when a parameter is missing, has no place, has another shape than `config` gives it, is no floating-point
+    tensor or is not finite.
     """
     weights = {
         name: tensor for name, tensor in weights.items() if not name.endswith(DERIVED) and ".kv_cache." not in name
     }
     for name in [name for name in weights if name.endswith(STATIC_MAPS)]:
         static_map = weights.pop(name)
-        if not torch.equal(static_map, torch.eye(static_map.shape[-1]).expand_as(static_map).to(static_map)):
+        identity = torch.eye(config.num_attention_heads).to(static_map)
+        if static_map.dim() != 3 or not all(torch.equal(part, identity) for part in static_map):
             raise UserError(f"{name} is not the identity: the official code would read it as one.")
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point():
+            raise UserError(f"{name} has the dtype {tensor.dtype}; expected floating-point weights.")
+    check_finite(weights.items(), "the source weights")
+
+    width, heads = config.hidden_size, config.num_attention_heads
+    rank = config.options_of("dcmha")["rank"]
+    inner = 2 * rank * heads
+
+    def pop(name: str, *shape: int) -> torch.Tensor:
+        tensor = weights.pop(name)
+        if tensor.shape != shape:
+            raise UserError(f"{name} has the shape {list(tensor.shape)}; its config makes it {list(shape)}.")
+        return tensor
+
     state = {}
     try:
         for theirs, ours in PARAMETERS.items():
             state[ours] = weights.pop(theirs)
-        for i in range(num_layers):
+        for i in range(config.num_hidden_layers):
             layer, prefix = f"model.layers.{i}.", f"layers.{i}."
             for theirs, ours in LAYER_PARAMETERS.items():
                 if prefix + theirs in weights:  # the norms of queries and keys, and the FFN's gate, are optional
                     state[layer + ours] = weights.pop(prefix + theirs)
 
-            projections = weights.pop(f"{prefix}attention.wqkv.weight").chunk(3)
+            projections = pop(f"{prefix}attention.wqkv.weight", 3 * width, width).chunk(3)
             for name, projection in zip(("q_proj", "k_proj", "v_proj"), projections):
                 state[f"{layer}self_attn.{name}.weight"] = projection
 
             dynamic = f"{prefix}attention.dyn_w_proj."
-            w1 = weights.pop(f"{dynamic}dw1").squeeze(1).unbind(1)  # of [D, 1, 4, I], each [D, I]
-            w2 = weights.pop(f"{dynamic}qkw").squeeze(0).unbind(0)  # of [1, 4, I, 2 R, H], each [I, 2 R, H]
-            gate = weights.pop(f"{dynamic}dd").squeeze(1).chunk(4, dim=1)  # of [D, 1, 4 H], each [D, H]
+            w1 = pop(f"{dynamic}dw1", width, 1, 4, inner).squeeze(1).unbind(1)  # each [D, I]
+            w2 = pop(f"{dynamic}qkw", 1, 4, inner, 2 * rank, heads).squeeze(0).unbind(0)  # each [I, 2 R, H]
+            gate = pop(f"{dynamic}dd", width, 1, 4 * heads).squeeze(1).chunk(4, dim=1)  # each [D, H]
             for c, composition in enumerate(COMPOSITIONS):
                 state[f"{layer}self_attn.{composition}.w1.weight"] = w1[c].T.contiguous()
                 state[f"{layer}self_attn.{composition}.w2"] = w2[c].permute(1, 2, 0).unsqueeze(0).contiguous()
@@ -192,15 +243,15 @@ def convert_weights(weights: dict[str, torch.Tensor], num_layers: int) -> dict[s
 
 
 def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
-    """The model that computes what the official code does with the config.json `source` and its `weights`, in their dtype, in eval
-    mode. Raises `UserError` when they are not supported or do not fit each other."""
+    """The model that computes what the official code does with the config.json `source` and its `weights`, in eval mode and the
+    narrowest dtype that holds each of theirs. Raises `UserError` when they are not supported or do not fit each other."""
     config = iha_config(source)
-    state = convert_weights(weights, config.num_hidden_layers)
+    state = convert_weights(weights, config)
     model, info = IHAForCausalLM.from_pretrained(
         None,
         config=config,
         state_dict=state,
-        dtype=state["lm_head.weight"].dtype,
+        dtype=functools.reduce(torch.promote_types, (tensor.dtype for tensor in state.values())),
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
@@ -230,8 +281,12 @@ def main() -> None:
         source = load_config_dict(args.src)
         # All refusals that need no weights come before a long load.
         config = iha_config(source)
+        generation_config = load_generation_config(args.src)
         tokenizer = load_tokenizer(args.src, config.vocab_size)
         model = convert(source, load_weights(args.src))
+        if generation_config is not None:
+            model.generation_config = generation_config
+        print(f"Converting {model.num_parameters():,} parameters, {model.dtype}", flush=True)
 
         details = (
             f"## Conversion\n\nConverted from {source_name(args.src)} (dcformer). The model computes what its source does, "

@@ -44,6 +44,7 @@ def iha_config(source: PreTrainedConfig) -> IHAConfig:
         )
     check_fields(source, ("attention_bias", "lambda_std_dev"))
     return new_config(
+        IHAConfig,
         **{name: copy.deepcopy(getattr(source, name)) for name in (*SHARED_FIELDS, "attention_bias", "head_dim")},
         attention_kinds="diff",
         attention_options={"diff": {"lambda_std_dev": source.lambda_std_dev}},

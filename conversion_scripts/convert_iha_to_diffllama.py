@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conversion_scripts.checkpoint_io import UserError, run_cli  # noqa: E402
 from conversion_scripts.convert_diffllama_to_iha import LAMBDA_NAMES  # noqa: E402
 from conversion_scripts.convert_iha_to_llama import write_stock_checkpoint  # noqa: E402
-from conversion_scripts.convert_llama_to_iha import SHARED_FIELDS, build  # noqa: E402
+from conversion_scripts.convert_llama_to_iha import SHARED_FIELDS, build, new_config  # noqa: E402
 from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
 
 
@@ -31,7 +31,7 @@ def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
         if getattr(config, field) != value:
             raise UserError(f"The model has {field}={getattr(config, field)}; a DiffLlama has {field}={value} only.")
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "attention_bias", "head_dim")}
-    return DiffLlamaConfig(**fields, **config.options_of("diff"))
+    return new_config(DiffLlamaConfig, **fields, **config.options_of("diff"))
 
 
 def convert_back(model: IHAForCausalLM) -> DiffLlamaForCausalLM:

@@ -23,6 +23,7 @@ from conversion_scripts.convert_llama_to_iha import (  # noqa: E402
     build,
     identity_mixing,
     last_pseudo_head,
+    new_config,
     window_per_layer,
 )
 from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
@@ -44,7 +45,8 @@ def check_layers(model: IHAForCausalLM) -> None:
             )
         for name, deviation in _deviations(model.model.layers[i].self_attn, kind, config).items():
             largest = deviation.abs().max().item()
-            if largest > (OFFSET_TOLERANCE if name == "v_mix" else 0.0):
+            # Written so that a NaN fails.
+            if not largest <= (OFFSET_TOLERANCE if name == "v_mix" else 0.0):
                 raise UserError(
                     f"model.layers.{i}.self_attn.{name}.weight has moved by up to {largest:.2g} from the warm start: the layer "
                     "is no multi-head attention any more, and no stock architecture computes it."
@@ -97,7 +99,7 @@ def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
     own = {name: getattr(config, name) for name in architecture.fields if hasattr(config, name)}
     if "use_sliding_window" in architecture.fields:
         own["use_sliding_window"] = config.sliding_window is not None
-    return architecture.model_class.config_class(**fields, **own)
+    return new_config(architecture.model_class.config_class, **fields, **own)
 
 
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:

@@ -158,6 +158,11 @@ HARMLESS_FIELDS = {
     "unsloth_version",
 }
 
+# Without these no shape can be computed.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Cores count tokens in 32 bits, and PyTorch takes sizes up to 64.
+LARGEST_SIZE = 2**31 - 1
+
 ATTENTION_KINDS = ("iha", "talking_heads", "dcmha")
 SCHEDULES = ("global", "hybrid")
 VALUE_OFFSETS = ("balanced", "none")
@@ -178,7 +183,8 @@ def check_source(config: PreTrainedConfig) -> Architecture:
 def check_fields(config: PreTrainedConfig, fields: tuple[str, ...]) -> None:
     """Raises `UserError` for a source config that sets a field which could change what the model computes and is neither shared nor
     one of its architecture's `fields`."""
-    if config.hidden_act not in ACT2FN:
+    check_sizes({name: getattr(config, name) for name in SIZES})
+    if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
         raise UserError(f"The source config sets hidden_act={config.hidden_act!r}, which Transformers does not have.")
     known = {*SHARED_FIELDS, *fields, *HARMLESS_FIELDS}
     for field, value in config.to_dict().items():
@@ -190,12 +196,27 @@ def check_fields(config: PreTrainedConfig, fields: tuple[str, ...]) -> None:
             )
 
 
-def new_config(**fields) -> IHAConfig:
-    """`IHAConfig(**fields)`. Raises `UserError` when there can be none."""
+def check_sizes(sizes: dict[str, int]) -> None:
+    """Raises `UserError`, naming it, for a field of a source config that is no whole number from 1 to `LARGEST_SIZE`."""
+    for field, value in sizes.items():
+        if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
+            raise UserError(
+                f"The source config has {field}={value!r}; it must be a whole number from 1 to {LARGEST_SIZE}."
+            )
+
+
+def check_seed(seed: int) -> None:
+    """Raises `UserError` for what no generator of PyTorch takes as a seed, or takes for another one."""
+    if not 0 <= seed < 2**64:
+        raise UserError(f"--seed {seed} must be a whole number from 0 to {2**64 - 1}.")
+
+
+def new_config(config_class: type[PreTrainedConfig], **fields) -> PreTrainedConfig:
+    """`config_class(**fields)`. Raises `UserError` when there can be none."""
     try:
-        return IHAConfig(**fields)
-    except StrictDataclassError as error:
-        raise UserError(f"No IHA model can be built: {one_line(error.__cause__ or error)}") from error
+        return config_class(**fields)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise UserError(f"No {config_class.__name__} can be built: {one_line(error.__cause__ or error)}") from error
 
 
 def iha_config(
@@ -211,6 +232,11 @@ def iha_config(
         raise UserError(
             f"attention kind {attention_kind!r} with num_pseudo_heads={num_pseudo_heads}: 'iha' needs a number of pseudo-heads, and "
             "no other kind has any."
+        )
+    if num_pseudo_heads is not None and num_pseudo_heads * source.max_position_embeddings > LARGEST_SIZE:
+        raise UserError(
+            f"num_pseudo_heads={num_pseudo_heads} with max_position_embeddings={source.max_position_embeddings}: their product, the "
+            f"virtual tokens of a full context, must be at most {LARGEST_SIZE}."
         )
     if attention_kind != "iha" and schedule != "global":
         raise UserError(f"attention kind {attention_kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
@@ -228,6 +254,7 @@ def iha_config(
         fixed = getattr(architecture, name)
         fields[name] = getattr(source, name) if fixed is None else fixed
     return new_config(
+        IHAConfig,
         **fields,
         head_dim=getattr(source, "head_dim", None),
         use_qk_norm=architecture.use_qk_norm,
@@ -427,6 +454,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
+    check_seed(args.seed)
     with new_directory(args.dst) as directory:
         print(f"Reading {args.src}", flush=True)
         # All refusals that need no weights come before a long load.

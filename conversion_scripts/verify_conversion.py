@@ -16,7 +16,14 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conversion_scripts.checkpoint_io import UserError, load_config, load_model, load_tokenizer, run_cli  # noqa: E402
+from conversion_scripts.checkpoint_io import (  # noqa: E402
+    UserError,
+    check_output_file,
+    load_config,
+    load_model,
+    load_tokenizer,
+    run_cli,
+)
 from modeling_iha import IHAForCausalLM  # noqa: E402
 
 
@@ -145,6 +152,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
+    if args.json is not None:
+        check_output_file(args.json)
     config = load_config(args.src)
     tokenizer = load_tokenizer(args.src, config.vocab_size)
     tokens = read_tokens(tokenizer, args.text, args.tokens)

@@ -78,14 +78,23 @@ def render_card(
 
 
 def source_license(source: str) -> str | None:
-    """The license that a checkpoint names in its model card or GGUF header, if any."""
-    if source.endswith(".gguf"):
-        field = GGUFReader(source).get_field("general.license")
-        return field.contents() if field else None
-    card = cached_file(
-        source, "README.md", _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-    )
-    return ModelCard.load(card, ignore_metadata_errors=True).data.license if card else None
+    """The license that a checkpoint names in its model card or GGUF header; `None` when it names none, or cannot be read: a
+    card that somebody else wrote is no reason to fail."""
+    try:
+        if source.endswith(".gguf"):
+            field = GGUFReader(source).get_field("general.license")
+            license = field.contents() if field else None
+        else:
+            card = cached_file(
+                source,
+                "README.md",
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+            license = ModelCard.load(card, ignore_metadata_errors=True).data.license if card else None
+    except Exception:
+        return None
+    return license if isinstance(license, str) else None
 
 
 def source_name(source: str) -> str:

@@ -101,6 +101,19 @@ def layer_windows(config):
     return [config["window_size"] if i % 2 == 0 else None for i in range(config["n_layer"])]
 
 
+def test_mixed_dtypes_lose_no_digit():
+    """One tensor in bfloat16 says nothing about the others: the model has the narrowest dtype that holds them all."""
+    weights = released_weights(CONFIG, torch.float32)
+    weights["output.weight"] = weights["output.weight"].bfloat16()
+    model = convert(CONFIG, dict(weights))
+    assert model.dtype == torch.float32 and {tensor.dtype for tensor in model.parameters()} == {torch.float32}
+    assert torch.equal(model.model.embed_tokens.weight, weights["tok_embeddings.weight"])
+    assert torch.equal(model.lm_head.weight, weights["output.weight"].float())
+    assert convert(CONFIG, released_weights(CONFIG, torch.bfloat16)).dtype == torch.bfloat16
+    weights = {name: tensor.half() for name, tensor in weights.items()} | {"output.weight": weights["output.weight"]}
+    assert convert(CONFIG, weights).dtype == torch.float32  # neither half holds the other
+
+
 @pytest.mark.parametrize("source", [CONFIG, PLAIN, CONFIG | {"window_size": None}], ids=["all", "plain", "global"])
 def test_converted_model_computes_what_the_released_one_does(source):
     """Every token of two sequences, in one pass and from the cache."""
@@ -230,6 +243,15 @@ def test_command(form, tmp_path, monkeypatch, capsys):
     assert torch.equal(uncached_logits(model, input_ids), expected)
     card = (tmp_path / "converted" / "README.md").read_text()
     assert "Converted from source (dcformer)" in card and "dcmha" in card
+
+
+def test_the_source_says_how_to_generate(tmp_path, monkeypatch, capsys):
+    save_released(tmp_path / "source")
+    (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "max_length": 33}))
+    code, _, err = command(monkeypatch, capsys, convert_dcformer_to_iha, tmp_path / "source", tmp_path / "converted")
+    assert code == 0, err
+    generation = AutoModelForCausalLM.from_pretrained(tmp_path / "converted").generation_config
+    assert generation.eos_token_id == [2, 5] and generation.max_length == 33
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,593 @@
+"""Every fault of what a command is given is one line on standard error, found before anything is written: damaged and foreign
+checkpoints, impossible arguments, destinations that cannot be made, other runs, and signals."""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_conversion import command, edit_config, edit_weights
+from test_dcformer import save_released
+from tiny_sources import save_tiny_source, tiny_source
+
+from conversion_scripts import (
+    check_remote_code,
+    convert_dcformer_to_iha,
+    convert_diffllama_to_iha,
+    convert_iha_to_diffllama,
+    convert_iha_to_llama,
+    convert_llama_to_iha,
+    verify_conversion,
+)
+from conversion_scripts.checkpoint_io import UserError, new_directory, run_cli
+from conversion_scripts.convert_diffllama_to_iha import convert as convert_diffllama
+from conversion_scripts.convert_iha_to_llama import convert_back
+from conversion_scripts.convert_llama_to_iha import convert
+
+
+ROOT = Path(__file__).resolve().parents[1]
+# Kind of the source checkpoint -> the command that converts it.
+CONVERTERS = {
+    "llama": (convert_llama_to_iha, "--num-pseudo-heads", 2),
+    "diffllama": (convert_diffllama_to_iha,),
+    "dcformer": (convert_dcformer_to_iha,),
+    "iha": (convert_iha_to_llama,),
+    "diff": (convert_iha_to_diffllama,),
+}
+ALL = tuple(CONVERTERS)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A whole checkpoint of every kind, by kind."""
+    folder = tmp_path_factory.mktemp("sources")
+    for name, model in {
+        "llama": save_tiny_source(folder / "llama"),
+        "diffllama": save_tiny_source(folder / "diffllama", "diffllama"),
+    }.items():
+        converted = {"llama": "iha", "diffllama": "diff"}[name]
+        (convert(model, 2) if name == "llama" else convert_diffllama(model)).save_pretrained(folder / converted)
+        for path in (folder / name).glob("tokenizer*"):
+            shutil.copy(path, folder / converted)
+    save_released(folder / "dcformer", form="safetensors")
+    return folder
+
+
+def run(monkeypatch, capsys, kind, source, destination, *options):
+    module, *arguments = CONVERTERS[kind]
+    return command(monkeypatch, capsys, module, source, destination, *arguments, *options)
+
+
+def assert_refused(code, err, words):
+    assert code == 1 and err.startswith("Error: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert words in err
+    assert "trust_remote_code" not in err and "weights_only" not in err
+
+
+# Sources
+
+
+def write(name, content):
+    def damage(source):
+        (source / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return damage
+
+
+def set_config(**changes):
+    return lambda source: edit_config(source, **changes)
+
+
+def set_weight(suffix, change):
+    """Replaces the first weight whose name ends so by what `change` makes of it."""
+
+    def edit(weights):
+        name = next(name for name in sorted(weights) if name.endswith(suffix))
+        weights[name] = change(weights[name]).contiguous()
+
+    return lambda source: edit_weights(source, edit)
+
+
+def first_value(value):
+    def change(tensor):
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return change
+
+
+def index(shard):
+    """Weights outside of the directory, and an index that leads there."""
+
+    def damage(source):
+        weights = source / "model.safetensors"
+        names = list(load_file(weights))
+        weights.rename(source.parent / "model.safetensors")
+        target = str(source.parent / "model.safetensors") if shard == "absolute" else shard
+        content = {"metadata": {}, "weight_map": dict.fromkeys(names, target)}
+        (source / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return damage
+
+
+def dangling(name):
+    """As in a copy of the Hub's cache without its blobs."""
+
+    def damage(source):
+        (source / name).unlink(missing_ok=True)
+        (source / name).symlink_to("../blobs/0123")
+
+    return damage
+
+
+def folder(name):
+    def damage(source):
+        (source / name).unlink(missing_ok=True)
+        (source / name).mkdir()
+
+    return damage
+
+
+class Custom:
+    """What no reader of tensors knows."""
+
+
+def pickled_object(source):
+    (source / "model.safetensors").unlink()
+    (source / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Custom()}, protocol=2))
+
+
+INDEX = "model.safetensors.index.json"
+UNREADABLE = {"truncated": b'{"a": ', "not UTF-8": b'{"a": "\xff\xfe"}', "list": b"[1]", "null": b"null"}
+OWN_CODE = {"model_type": "toy", "auto_map": {"AutoConfig": "configuration_toy.ToyConfig"}}
+
+# What is wrong, with which sources, what the line says, and further options of the command.
+FAULTS = [
+    *(
+        (f"config {how}", ALL, write("config.json", content), "has no usable configuration: ", ())
+        for how, content in UNREADABLE.items()
+    ),
+    *(
+        (f"generation config {how}", ALL, write("generation_config.json", content), "no usable generation_config", ())
+        for how, content in UNREADABLE.items()
+    ),
+    ("generation config nowhere", ALL, dangling("generation_config.json"), "no usable generation_config", ()),
+    ("generation config folder", ALL, folder("generation_config.json"), "no usable generation_config", ()),
+    ("index nowhere", ALL, dangling(INDEX), INDEX, ()),
+    *((f"index {how}", ALL, write(INDEX, content), INDEX, ()) for how, content in UNREADABLE.items()),
+    ("index without files", ALL, write(INDEX, '{"metadata": {}}'), "weight_map=None", ()),
+    ("index of numbers", ALL, write(INDEX, '{"metadata": {}, "weight_map": {"a": 1}}'), "looks for a in 1", ()),
+    ("index leads up", ALL, index("../model.safetensors"), "'../model.safetensors'", ()),
+    ("index leads down and up", ALL, index("a/../../model.safetensors"), "'a/../../model.safetensors'", ()),
+    ("index leads elsewhere", ALL, index("absolute"), "expected a file of the same directory", ()),
+    ("auto_map list", ALL, set_config(auto_map=["x"]), "auto_map is ['x']; expected an object", ()),
+    ("auto_map null", ALL, set_config(auto_map=None), "auto_map is None; expected an object", ()),
+    ("code of its own", ("llama", "diffllama"), set_config(**OWN_CODE), "no command here runs the code", ()),
+    ("pickle of an object", ("llama", "dcformer"), pickled_object, "a pickle of more than tensors", ()),
+    ("NaN", ALL, set_weight("norm.weight", first_value(float("nan"))), "norm.weight of ", ()),
+    ("infinity", ALL, set_weight("norm.weight", first_value(float("-inf"))), "norm.weight of ", ()),
+    (
+        "diverged mixing",
+        ("iha",),
+        set_weight("q_mix.weight", first_value(float("nan"))),
+        "model.layers.0.self_attn.q_mix.weight of ",
+        (),
+    ),
+    (
+        "beyond float16",
+        ("llama", "diffllama"),
+        set_weight("down_proj.weight", first_value(65536.0)),
+        "layers.0.mlp.down_proj.weight of ",
+        ("--dtype", "float16"),
+    ),
+    *(
+        (f"{layers} layers", ("llama", "diffllama"), set_config(num_hidden_layers=layers), "num_hidden_layers", ())
+        for layers in (0, -1, 10**20, "6")
+    ),
+    ("no dropout", ("iha",), set_config(attention_dropout=None), "attention_dropout", ()),
+    ("activation list", ("llama", "diffllama"), set_config(hidden_act=["silu"]), "hidden_act", ()),
+    *(
+        (f"seed {seed}", ("llama",), lambda source: None, f"--seed {seed} must be", ("--seed", seed))
+        for seed in (-1, 2**64, 99999999999999999999)
+    ),
+    *(
+        (f"{heads} pseudo-heads", ("llama",), lambda source: None, "num_pseudo_heads=", ("--num-pseudo-heads", heads))
+        for heads in (0, 10**9, 10**20)
+    ),
+    # The fields of a DCFormer's config, which no class checks.
+    *(
+        (f"{field} {value!r}", ("dcformer",), set_config(**{field: value}), f"{field}={value!r}; it must be ", ())
+        for fields, values in {
+            ("vocab_size", "dim", "n_layer", "n_head", "block_size"): (None, True, 0, -1, 1.5, 10**20, "4", [4]),
+            ("norm_eps", "rope_base"): (None, True, 0, -1.0, "1e-6", [1]),
+            ("window_size",): (True, 0, -3, 1.5, "3", [3]),
+            ("window_type",): (1, ["LG"], {}),
+            ("use_qk_norm", "mgate", "query_wise", "use_dcmha"): (None, 0, "False"),
+            ("mgate_dim",): (None, 0, "6"),
+            ("eos_token_id",): ("2", -1, 1.5),
+        }.items()
+        for field in fields
+        for value in values
+    ),
+    ("model type list", ("dcformer",), set_config(model_type=["dcformer"]), "model_type=['dcformer']", ()),
+    ("uneven heads", ("dcformer",), set_config(n_head=5), "dim=32 and n_head=5", ()),
+    *(
+        (f"{name} {how}", ("dcformer",), set_weight(name, change), f"{name} has the shape", ())
+        for name in ("attention.wqkv.weight", "dyn_w_proj.dw1", "dyn_w_proj.qkw", "dyn_w_proj.dd")
+        for how, change in {
+            "flat": torch.flatten,
+            "scalar": torch.mean,
+            "with a further dimension": lambda tensor: tensor[None],
+            "cut": lambda tensor: tensor[..., :-1],
+        }.items()
+    ),
+    *(
+        (f"static map {how}", ("dcformer",), set_weight("pre_proj.w", change), "pre_proj.w is not the identity", ())
+        for how, change in {"scalar": torch.mean, "flat": torch.flatten, "wide": lambda w: w[..., :2]}.items()
+    ),
+    ("whole numbers", ("dcformer",), set_weight("norm.weight", torch.Tensor.long), "has the dtype torch.int64", ()),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "words", "options"),
+    [
+        pytest.param(kind, damage, words, options, id=f"{name}-{kind}")
+        for name, kinds, damage, words, options in FAULTS
+        for kind in kinds
+    ],
+)
+def test_a_fault_is_one_line_and_leaves_nothing(kind, damage, words, options, sources, tmp_path, monkeypatch, capsys):
+    shutil.copytree(sources / kind, tmp_path / "source")
+    damage(tmp_path / "source")
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = run(monkeypatch, capsys, kind, tmp_path / "source", tmp_path / "out", *options)
+    assert_refused(code, err, words)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["llama", "iha"])
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_verification_names_a_damaged_checkpoint(kind, how, sources, tmp_path, monkeypatch, capsys):
+    for name in ("llama", "iha"):
+        shutil.copytree(sources / name, tmp_path / name)
+    for name in ("config.json", "generation_config.json"):
+        whole = (tmp_path / kind / name).read_bytes()
+        (tmp_path / kind / name).write_bytes(UNREADABLE[how])
+        arguments = (tmp_path / "llama", tmp_path / "iha", "--tokens", 20, "--max-new-tokens", 2)
+        code, _, err = command(monkeypatch, capsys, verify_conversion, *arguments)
+        assert_refused(code, err, str(tmp_path / kind))
+        (tmp_path / kind / name).write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        b"---\nlicense: [mit\n---\n",
+        b"---\nlicense: {{ license }}\ntags: *nothing\n---\n",
+        b"---\n- a list\n---\n",
+        b"---\nlicense: {a: 1}\n---\n",
+        b"---\nlicense: 1.0\n---\n",
+        b"\xff\xfe\x00",
+        b"",
+    ],
+)
+def test_no_card_costs_a_conversion(card, sources, tmp_path, monkeypatch, capsys):
+    """The license is then unknown."""
+    shutil.copytree(sources / "llama", tmp_path / "source")
+    (tmp_path / "source" / "README.md").write_bytes(card)
+    code, _, err = run(monkeypatch, capsys, "llama", tmp_path / "source", tmp_path / "out")
+    assert code == 0, err
+    assert "license" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_nan_in_the_mixing_is_no_warm_start():
+    model = convert(tiny_source(), 2)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.k_mix.weight[0, 0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"model\.layers\.2\.self_attn\.k_mix\.weight has moved"):
+        convert_back(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (b'{"auto_map": []}', "auto_map=[]"),
+        (b'{"auto_map": {"AutoConfig": 1}}', "auto_map={'AutoConfig': 1}"),
+        *((content, "config.json") for content in UNREADABLE.values()),
+    ],
+)
+def test_remote_code_with_a_damaged_config(config, words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "toy.py").write_text("")
+    (tmp_path / "config.json").write_bytes(config)
+    code, _, err = command(monkeypatch, capsys, check_remote_code, tmp_path)
+    assert_refused(code, err, words)
+
+
+def test_remote_code_that_is_no_text(tmp_path, monkeypatch, capsys):
+    (tmp_path / "toy.py").write_bytes(b"\xff\xfe")
+    code, out, err = command(monkeypatch, capsys, check_remote_code, tmp_path)
+    assert_refused(code, err, "mistakes found: 1")
+    assert "toy.py: no UTF-8 text" in out
+
+
+# Destinations
+
+
+def link_to_empty(folder):
+    (folder / "empty").mkdir()
+    (folder / "out").symlink_to(folder / "empty")
+    return folder / "out"
+
+
+def dangling_link(folder):
+    (folder / "out").symlink_to(folder / "nothing")
+    return folder / "out"
+
+
+def parent_is_a_file(folder):
+    (folder / "file").write_text("mine")
+    return folder / "file" / "out"
+
+
+def grandparent_is_a_file(folder):
+    (folder / "file").write_text("mine")
+    return folder / "file" / "a" / "out"
+
+
+def parent_is_a_dangling_link(folder):
+    (folder / "link").symlink_to(folder / "nothing")
+    return folder / "link" / "out"
+
+
+def parent_takes_nothing(folder):
+    return Path("/proc/a/out")
+
+
+def somebody_elses_directory(folder):
+    (folder / ".out.tmp").mkdir()
+    (folder / ".out.tmp" / "precious.txt").write_text("mine")
+    return folder / "out"
+
+
+def somebody_elses_link(folder):
+    (folder / "precious").mkdir()
+    (folder / ".out.lock").symlink_to(folder / "precious")
+    return folder / "out"
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (link_to_empty, "is a symbolic link"),
+        (dangling_link, "is a symbolic link"),
+        (parent_is_a_file, "file is not a directory"),
+        (grandparent_is_a_file, "file is not a directory"),
+        (parent_is_a_dangling_link, "link is not a directory"),
+        (parent_takes_nothing, "/proc/a/out cannot be made"),
+        (somebody_elses_directory, "no run of this command made it: remove or rename it"),
+        (somebody_elses_link, "cannot be made"),
+    ],
+)
+def test_a_bad_destination_is_found_before_anything_is_read(make, words, kind, tmp_path, monkeypatch, capsys):
+    destination = make(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = run(monkeypatch, capsys, kind, "no/such/source", destination)
+    assert_refused(code, err, words)
+    assert out == "" and sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_mount_point_is_no_destination(tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
+    code, out, err = run(monkeypatch, capsys, "llama", "no/such/source", tmp_path / "out")
+    assert_refused(code, err, "is a mount point")
+    assert out == ""
+
+
+def test_no_permission_for_the_parent(tmp_path, monkeypatch, capsys):
+    """Asked of the system, which refuses a superuser nothing."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    code, out, err = run(monkeypatch, capsys, "llama", "no/such/source", tmp_path / "a" / "out")
+    assert_refused(code, err, f"no permission to write in {tmp_path}")
+    assert out == "" and not list(tmp_path.iterdir())
+
+
+def test_parents_made_for_a_refused_source_go_again(tmp_path, monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "llama", tmp_path / "absent", tmp_path / "a" / "b" / "out")
+    assert_refused(code, err, "neither a directory")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("a/figures.json", "no existing directory"), (".", "is a directory"), ("file/x", "no existing")],
+)
+def test_figures_that_cannot_be_written(path, words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("mine")
+    arguments = ("no/such/source", "no/such/source", "--json", tmp_path / path)
+    code, out, err = command(monkeypatch, capsys, verify_conversion, *arguments)
+    assert_refused(code, err, words)
+    assert out == ""
+
+
+# Other runs, and signals
+
+
+def write_slowly(destination, ready, go_on):
+    """A run in a process of its own, with the signals of one that is started in a terminal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+    def main():
+        with new_directory(destination) as directory:
+            (directory / "file").write_text("half")
+            ready.set()
+            go_on.wait(30)
+            (directory / "file").write_text("whole")
+
+    run_cli(main)
+
+
+@pytest.fixture
+def start():
+    """Starts a run that waits in the middle; returns its process and what lets it go on."""
+    context = multiprocessing.get_context("fork")  # a new interpreter would take seconds to import PyTorch
+    processes = []
+
+    def start(destination):
+        ready, go_on = context.Event(), context.Event()
+        process = context.Process(target=write_slowly, args=(destination, ready, go_on))
+        process.start()
+        processes.append(process)
+        assert ready.wait(30)
+        return process, go_on
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def test_a_living_run_is_left_alone(start, tmp_path, monkeypatch, capsys):
+    process, go_on = start(tmp_path / "out")
+    for _ in range(2):
+        code, out, err = run(monkeypatch, capsys, "llama", "no/such/source", tmp_path / "out")
+        assert_refused(code, err, "Another run is writing")
+        assert out == ""
+    go_on.set()
+    process.join(30)
+    assert process.exitcode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "whole"
+
+
+def test_another_destination_of_the_same_folder_is_free(start, tmp_path):
+    process, go_on = start(tmp_path / "out")
+    with new_directory(tmp_path / "out2") as directory:
+        (directory / "file").write_text("whole")
+    go_on.set()
+    process.join(30)
+    assert process.exitcode == 0 and sorted(path.name for path in tmp_path.iterdir()) == ["out", "out2"]
+
+
+def test_what_a_killed_run_left_is_removed(start, tmp_path, capsys):
+    for _ in range(2):
+        process, _ = start(tmp_path / "out")
+        process.kill()
+        process.join()
+        assert {path.name for path in tmp_path.iterdir()} == {".out.tmp", ".out.lock"}
+    with new_directory(tmp_path / "out") as directory:
+        assert not list(directory.iterdir())
+        (directory / "file").write_text("mine")
+    assert f"Removing {tmp_path / '.out.tmp'}, left by a run that was killed" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_run_that_ends_while_the_next_one_begins(succeeds, tmp_path, monkeypatch):
+    """It removes the lock file after the next run has opened it, and before that run locks it."""
+    flock, calls = fcntl.flock, []
+
+    def end_first(lock, operation):
+        calls.append(lock)
+        if len(calls) == 1:
+            (tmp_path / ".out.lock").unlink()
+            if succeeds:
+                (tmp_path / "out").mkdir()
+                (tmp_path / "out" / "file").write_text("whole")
+        flock(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", end_first)
+    if succeeds:
+        with pytest.raises(UserError, match="already exists"), new_directory(tmp_path / "out"):
+            pytest.fail("the work began")
+    else:
+        with new_directory(tmp_path / "out"):
+            assert (tmp_path / ".out.lock").exists() and len(calls) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_nothing(number, start, tmp_path):
+    process, _ = start(tmp_path / "a" / "out")
+    os.kill(process.pid, number)
+    process.join(30)
+    assert process.exitcode == 128 + number and not list(tmp_path.iterdir())
+
+
+def test_signals_are_as_before_afterwards(tmp_path):
+    """And what `nohup` has the process ignore stays ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with new_directory(tmp_path / "out"):
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def race(destination, barrier):
+    def main():
+        barrier.wait(30)
+        with new_directory(destination) as directory:
+            (directory / str(os.getpid())).write_text("whole")
+            time.sleep(0.01)
+
+    run_cli(main)
+
+
+def test_of_many_runs_at_once_one_succeeds(tmp_path):
+    context = multiprocessing.get_context("fork")
+    for i in range(5):
+        barrier = context.Barrier(6)
+        processes = [context.Process(target=race, args=(tmp_path / str(i), barrier)) for _ in range(6)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(30)
+        assert sorted(process.exitcode for process in processes) == [0, 1, 1, 1, 1, 1]
+        winner = next(process.pid for process in processes if process.exitcode == 0)
+        assert [path.name for path in (tmp_path / str(i)).iterdir()] == [str(winner)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(i) for i in range(5)]
+
+
+# As users run them
+
+
+@pytest.mark.parametrize("how", ["NaN", "unread generation config"])
+def test_commands_of_their_own_process_are_quiet_but_for_one_line(how, sources, tmp_path):
+    """No library adds a line of its own, at least none once the imports are done."""
+    shutil.copytree(sources / "llama", tmp_path / "source")
+    if how == "NaN":
+        set_weight("norm.weight", first_value(float("nan")))(tmp_path / "source")
+        set_config(pad_token_id=-1)(tmp_path / "source")
+    else:
+        write("generation_config.json", "{")(tmp_path / "source")
+    script = ROOT / "conversion_scripts" / "convert_llama_to_iha.py"
+    process = subprocess.run(
+        [sys.executable, script, "source", "out", "--num-pseudo-heads", "2"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert_refused(process.returncode, process.stdout.partition("Reading source\n")[2], "source")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
