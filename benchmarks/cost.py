@@ -17,10 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from configuration_iha import PRESETS  # noqa: E402
 from conversion_scripts.checkpoint_io import UserError, load_config, run_cli  # noqa: E402
 from modeling_iha import IHAConfig  # noqa: E402
-from modeling_iha.collapse_first import WHOLE  # noqa: E402
-from modeling_iha.configuration_iha import PRESETS  # noqa: E402
+from modeling_iha.collapse_first import MAX_UNSEGMENTED_KEYS  # noqa: E402
 from modeling_iha.window_blocks import BLOCK  # noqa: E402
 
 
@@ -78,7 +78,7 @@ def score_products(
     pairs = visible_pairs(tokens, virtual, window)
     if form == "sdpa":
         return pairs * (7 if training else 2)
-    segmented = window is None and tokens * virtual > WHOLE
+    segmented = window is None and tokens * virtual > MAX_UNSEGMENTED_KEYS
     backward = 3 + 2 / virtual + (1 + 1 / virtual if segmented else 0)
     return pairs * (1 + 1 / virtual + (backward if training else 0))
 
@@ -171,14 +171,14 @@ def diff(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
 def dcmha(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Compositions, two of rank R for each stage (DCMHA, Section 3.3)."""
     options, heads = config.options_of("dcmha"), config.num_attention_heads
-    groups, rank = options["num_groups"], options["rank"]
+    groups, rank = options.num_groups, options.rank
     size = heads // groups
-    stages = 2 if options["stages"] == "both" else 1
-    sides = 2 if options["sides"] == "both" else 1
+    stages = 2 if options.stages == "both" else 1
+    sides = 2 if options.sides == "both" else 1
     inner = 2 * size * rank
-    weights = groups * inner * (config.hidden_size + 2 * rank * size) + options["gate"] * heads * config.hidden_size
-    base = options["base_map"] * heads * size
-    cached = (options["sides"] != "query") * stages * heads * (2 * rank + options["gate"])
+    weights = groups * inner * (config.hidden_size + 2 * rank * size) + options.gate * heads * config.hidden_size
+    base = options.base_map * heads * size
+    cached = (options.sides != "query") * stages * heads * (2 * rank + options.gate)
     per_pair = stages * (sides * 2 * rank * heads + base)
     return score_matrix(config, tokens, window, per_pair, stages * sides * weights, cached) + Cost(
         parameters=stages * base
@@ -187,8 +187,9 @@ def dcmha(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost
 
 def hyper_feature(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """As many multiply-adds as one score of the whole head; a value product has A projections."""
-    orders = config.hyper_feature_orders[:: config.num_attention_heads // config.num_key_value_heads]
-    more = (sum(orders) - len(orders)) * config.head_dim if config.options_of("hyper_feature")["value_product"] else 0
+    options = config.options_of("hyper_feature")
+    orders = options.of_heads(config.num_attention_heads)[:: config.num_attention_heads // config.num_key_value_heads]
+    more = (sum(orders) - len(orders)) * config.head_dim if options.value_product else 0
     return score_matrix(config, tokens, window) + linear(tokens, config.hidden_size, more, config.attention_bias)
 
 
@@ -196,14 +197,14 @@ def hyper(config: IHAConfig, tokens: int, window: int | None, form: str, kind: s
     """Pairs (j, k) in place of keys; in the linear form sums [head_dim, head_dim]."""
     options = config.options_of(kind)
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    stacked = 1 if options["sharing"] else options["order"] - 1
+    stacked = 1 if options.sharing else options.order - 1
     more = linear(tokens, config.hidden_size, 2 * (stacked - 1) * groups * d, config.attention_bias)
     cached = tokens if window is None else min(tokens, window - 1)
-    if options["linear"]:
-        step = heads * options["order"] * d**2
+    if options.linear:
+        step = heads * options.order * d**2
         forward, decode = tokens * step, (cached + 1) * step
     else:
-        first, second = options["windows"] or [window, window]
+        first, second = options.windows or [window, window]
         spans = [[min(n + 1, span or n + 1) for n in range(tokens)] for span in (first, second)]
         # Those that are not in order are computed, and masked.
         pairs = [j * k for j, k in zip(*spans)]

@@ -33,7 +33,7 @@ MAX_LOGIT_DIFFERENCE = 1e-3
 CONTROLS = {
     "iha": "v_mix.weight",
     "talking_heads": "weight_mix.weight",
-    "diff": "difference.lambda_q1",
+    "diff": "lambda_q1",
     # Its own parameters multiply others that are zero at the exact start.
     "dcmha": "v_proj.weight",
 }

@@ -1,14 +1,47 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
 """Dynamically Composable Multi-Head Attention, kind "dcmha" (DCMHA, Section 3 and Appendix D)."""
 
+from __future__ import annotations
+
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from .configuration_iha import IHAConfig
+from .attention_options import is_whole, option, switch
 from .score_matrix import ScoreMatrixAttention
+
+
+if TYPE_CHECKING:
+    from .configuration_iha import IHAConfig
+
+
+@strict
+@dataclass
+class CompositionOptions:
+    """Options of kind "dcmha", the variants of DCMHA, Table 9.
+
+    Attributes:
+        rank: R of the projections; 0 for gates only.
+        gate: whether gates take part.
+        base_map: a learned static map W_b in place of the skip connection.
+        stages: compose scores before the softmax ("pre"), weights after it ("post"), or both.
+        sides: whose tokens compute composition weights: the queries', the keys', or both.
+        num_groups: groups of heads; heads are composed within one (Section 3.2).
+    """
+
+    rank: int = option(2, "a whole number, 0 for no projection", lambda value: is_whole(value, 0))
+    gate: bool = switch(True)
+    base_map: bool = switch(False)
+    stages: str = option("both", "'both', 'pre' or 'post'", lambda value: value in ("both", "pre", "post"))
+    sides: str = option("both", "'both', 'query' or 'key'", lambda value: value in ("both", "query", "key"))
+    num_groups: int = option(1, "a whole number, at least 1", is_whole)
 
 
 class CompositionWeights(nn.Module):
@@ -25,9 +58,9 @@ class CompositionWeights(nn.Module):
     def __init__(self, config: IHAConfig):
         super().__init__()
         options = config.options_of("dcmha")
-        self.rank, self.num_groups = options["rank"], options["num_groups"]
+        self.rank, self.num_groups = options.rank, options.num_groups
         self.group_size = config.num_attention_heads // self.num_groups
-        self.gate = nn.Linear(config.hidden_size, config.num_attention_heads, bias=False) if options["gate"] else None
+        self.gate = nn.Linear(config.hidden_size, config.num_attention_heads, bias=False) if options.gate else None
         if self.rank > 0:
             hidden = 2 * self.group_size * self.rank
             self.w1 = nn.Linear(config.hidden_size, self.num_groups * hidden, bias=False)
@@ -73,7 +106,7 @@ class BaseMap(nn.Module):
 
     def __init__(self, config: IHAConfig):
         super().__init__()
-        num_groups = config.options_of("dcmha")["num_groups"]
+        num_groups = config.options_of("dcmha").num_groups
         group_size = config.num_attention_heads // num_groups
         self.weight = nn.Parameter(torch.empty(num_groups, group_size, group_size))
 
@@ -95,19 +128,36 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     cached with its key and those after it with its value, (H / G) (2 R + 1) numbers more in each, in any stock cache.
     """
 
+    kind = "dcmha"
+    options_class = CompositionOptions
+    example_options = {"rank": 1, "base_map": True, "num_groups": 2}
     caches_like_llama = False
+
+    @classmethod
+    def validate(cls, config: IHAConfig) -> None:
+        options = config.options_of("dcmha")
+        if config.num_attention_heads % options.num_groups != 0:
+            raise ValueError(
+                f"attention_options['dcmha'] has num_groups={options.num_groups}, which does not divide "
+                f"num_attention_heads={config.num_attention_heads}; heads are composed within groups of equal size."
+            )
+        if options.rank == 0 and not options.gate and not options.base_map:
+            raise ValueError(
+                "attention_options['dcmha'] has rank=0, gate=False and base_map=False, which composes nothing: turn one of "
+                "them on, or use the kind 'mha'."
+            )
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         options = config.options_of("dcmha")
-        self.num_heads, self.num_groups = config.num_attention_heads, options["num_groups"]
-        self.rank = options["rank"]
-        dynamic = self.rank > 0 or options["gate"]
+        self.num_heads, self.num_groups = config.num_attention_heads, options.num_groups
+        self.rank = options.rank
+        dynamic = self.rank > 0 or options.gate
         for stage in ("pre", "post"):
-            composes = options["stages"] in ("both", stage)
-            setattr(self, f"{stage}_base", BaseMap(config) if composes and options["base_map"] else None)
+            composes = options.stages in ("both", stage)
+            setattr(self, f"{stage}_base", BaseMap(config) if composes and options.base_map else None)
             for side in ("query", "key"):
-                weighs = composes and dynamic and options["sides"] in ("both", side)
+                weighs = composes and dynamic and options.sides in ("both", side)
                 setattr(self, f"{stage}_{side}", CompositionWeights(config) if weighs else None)
 
     def attach(

@@ -1,14 +1,49 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
 """HyperFeatureAttention, kind "hyper_feature" (A Theoretical Study of (Hyper) Self-Attention, Sections 5 and F.2)."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .configuration_iha import IHAConfig
-from .score_matrix import HIDDEN, ScoreMatrixAttention
+from .attention_options import is_whole, option, switch
+from .score_matrix import MASKED, ScoreMatrixAttention
+
+
+if TYPE_CHECKING:
+    from .configuration_iha import IHAConfig
+
+
+@strict
+@dataclass
+class FeatureOptions:
+    """Options of kind "hyper_feature".
+
+    Attributes:
+        orders: the number of scores that a head multiplies, one for all heads or a list of one for each.
+        value_product: multiply as many values, too.
+        linear: no softmax.
+    """
+
+    orders: int | list[int] = option(
+        2,
+        "a whole number, at least 1, or a list of one for each head",
+        lambda value: is_whole(value) or (isinstance(value, list) and all(map(is_whole, value))),
+    )
+    value_product: bool = switch(False)
+    linear: bool = switch(False)
+
+    def of_heads(self, num_heads: int) -> list[int]:
+        """The order of each head."""
+        return [self.orders] * num_heads if isinstance(self.orders, int) else self.orders
 
 
 def product(factors: torch.Tensor, dim: int) -> torch.Tensor:
@@ -28,11 +63,36 @@ class HyperFeatureAttention(ScoreMatrixAttention):
     With grouped-query attention the heads of a group, which share its keys, have one order.
     """
 
+    kind = "hyper_feature"
+    options_class = FeatureOptions
+    example_options = {"orders": [1, 1, 4, 4], "value_product": True}
+
+    @classmethod
+    def validate(cls, config: IHAConfig) -> None:
+        options = config.options_of("hyper_feature")
+        orders = options.of_heads(config.num_attention_heads)
+        where = f"attention_options['hyper_feature'] has orders={options.orders}"
+        if len(orders) != config.num_attention_heads:
+            raise ValueError(f"{where}; it must be one number, or one for each of {config.num_attention_heads} heads.")
+        for order in orders:
+            if config.head_dim % (2 * order) != 0:
+                raise ValueError(
+                    f"{where} and head_dim={config.head_dim}; each of a head's features has head_dim / order channels, "
+                    "which must be an even number, for RoPE rotates pairs."
+                )
+        heads_per_group = config.num_attention_heads // config.num_key_value_heads
+        for head, order in enumerate(orders):
+            if order != orders[head - head % heads_per_group]:
+                raise ValueError(
+                    f"{where} with num_key_value_heads={config.num_key_value_heads}; the {heads_per_group} heads of a group "
+                    "share its keys, so they must have one order."
+                )
+
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         options = config.options_of("hyper_feature")
-        self.linear, self.value_product = options["linear"], options["value_product"]
-        group_orders = config.hyper_feature_orders[:: self.num_key_value_groups]
+        self.linear, self.value_product = options.linear, options.value_product
+        group_orders = options.of_heads(config.num_attention_heads)[:: self.num_key_value_groups]
         # Neighbouring groups of one order are computed together: (order, number of groups).
         self.runs = [(order, len(list(groups))) for order, groups in groupby(group_orders)]
         if self.value_product:
@@ -78,5 +138,5 @@ class HyperFeatureAttention(ScoreMatrixAttention):
 
     def normalize_scores(self, scores: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         if self.linear:
-            return scores.masked_fill(bias <= HIDDEN, 0)
+            return scores.masked_fill(bias <= MASKED, 0)
         return super().normalize_scores(scores, bias)

@@ -1,7 +1,12 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
 """Multi-head attention, kind "mha": Llama's attention with QK-norm and a window, and the base of the other kinds."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from transformers.cache_utils import Cache
@@ -13,23 +18,35 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .base_attention import SDPA_CORES
-from .configuration_iha import IHAConfig
+from .attention_options import NoOptions
 from .window_blocks import window_attention
+
+
+if TYPE_CHECKING:
+    from .configuration_iha import IHAConfig
 
 
 class MultiHeadAttention(LlamaAttention):
     """Llama's attention, cut into the steps that the other kinds share: `project`, `attend`, and the output projection.
 
     Attributes:
-        num_virtual_tokens (`int`): how many virtual tokens attention sees for each token; 1 here.
-        sliding_window (`int` or `None`): window in virtual tokens, `None` for a full-attention layer.
+        kind (`str`): name in `IHAConfig.attention_kinds`.
+        options_class (`type`): strict dataclass of the kind's `attention_options`.
+        example_options (`dict`): options that differ from the defaults, for tests and documents.
+        mixing_modules (`tuple[str, ...]`): submodules that mix heads and have entries of order 1: an optimiser gives
+            them a learning rate of their own and no weight decay.
+        num_pseudo_heads (`int`): virtual tokens that attention sees for each token; 1 here.
+        rope_table (`str`): which table of `IHARotaryEmbedding.tables` rotates the queries and keys.
+        caches_like_llama (`bool`): whether cached keys and values are [batch, G, N, head_dim].
+        sliding_window (`int` or `None`): in tokens, `None` for a full-attention layer.
     """
 
-    num_virtual_tokens = 1
-    # Which of the rotary tables of `IHARotaryEmbedding` rotates the queries and keys.
+    kind: ClassVar[str] = "mha"
+    options_class: ClassVar[type] = NoOptions
+    example_options: ClassVar[dict] = {}
+    mixing_modules: ClassVar[tuple[str, ...]] = ()
+    num_pseudo_heads = 1
     rope_table = "token"
-    # Whether the cached keys and values are [batch, G, N, head_dim], as config says to whoever allocates a cache.
     caches_like_llama = True
 
     def __init__(self, config: IHAConfig, layer_idx: int):
@@ -39,6 +56,15 @@ class MultiHeadAttention(LlamaAttention):
         if config.use_qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    @classmethod
+    def for_layer(cls, config: IHAConfig, layer_idx: int) -> MultiHeadAttention:
+        """The attention module of a layer of this kind."""
+        return cls(config, layer_idx)
+
+    @classmethod
+    def validate(cls, config: IHAConfig) -> None:
+        """Raises a ValueError for a config whose layers of this kind cannot be built or would ignore a field."""
 
     def project_value(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Values [batch, N, G * head_dim] of hidden states [batch, N, hidden_size]."""
@@ -79,16 +105,16 @@ class MultiHeadAttention(LlamaAttention):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        document_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Causal attention on the core of `config._attn_implementation`: output [batch, queries, H, head_dim], and the
-        weights [batch, H, queries, keys] where the core gives them."""
+        weights [batch, H, queries, keys] where the core gives them. `kwargs` hold `sliding_window`."""
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        if self.config._attn_implementation in SDPA_CORES and attention_mask is not None and attention_mask.ndim == 2:
-            attention_mask = attention_mask.repeat_interleave(self.num_virtual_tokens, dim=1)
-            attention_interface = partial(window_attention, attention_interface)
+        if document_ids is not None:
+            attention_interface = partial(window_attention, attention_interface, document_ids)
         return attention_interface(
             self,
             query_states,
@@ -97,7 +123,6 @@ class MultiHeadAttention(LlamaAttention):
             attention_mask,
             dropout=0.0 if not self.training else self.attention_dropout,
             scaling=self.scaling,
-            sliding_window=self.sliding_window,
             **kwargs,
         )
 
@@ -107,10 +132,24 @@ class MultiHeadAttention(LlamaAttention):
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        document_ids: torch.Tensor | None = None,
+        attention_form: Callable | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Llama's. `document_ids`, int [batch or 1, keys], stand in place of a mask where attention builds none: causal
+        attention within the layer's window among tokens of equal ids (see `LayerMask`)."""
         input_shape = hidden_states.shape[:-1]
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings, past_key_values)
-        attn_output, attn_weights = self.attend(query_states, key_states, value_states, attention_mask, **kwargs)
+
+        attn_output, attn_weights = self.attend(
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            document_ids=document_ids,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+
         attn_output = attn_output.reshape(*input_shape, -1).contiguous()
         return self.o_proj(attn_output), attn_weights

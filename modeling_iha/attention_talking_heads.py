@@ -1,11 +1,20 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
 """Talking-heads attention, kind "talking_heads" (Shazeer et al. 2020, Talking-Heads Attention, arXiv 2003.02436)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .configuration_iha import IHAConfig
 from .score_matrix import ScoreMatrixAttention
+
+
+if TYPE_CHECKING:
+    from .configuration_iha import IHAConfig
 
 
 class HeadTalk(nn.Module):
@@ -33,6 +42,9 @@ class TalkingHeadsAttention(ScoreMatrixAttention):
     Scores are mixed before they are masked, so that a masked score of one head never reaches another. With grouped-query
     attention each of the H query heads has scores of its own, and all H of them talk.
     """
+
+    kind = "talking_heads"
+    mixing_modules = ("score_mix", "weight_mix")
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

@@ -1,28 +1,66 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
 """Attention over the interleaved sequence that collapses the pseudo-heads before it multiplies the values.
 
-The collapse is linear, so sum_p R[h, p] (softmax_p V) = (sum_p R[h, p] softmax_p) V: one product with the values instead of P. In units
-of N^2 P^2 d multiply-adds the forward falls from 2 to 1 + 1/P. In the backward dA = dO V^T is the same for all pseudo-heads of a head
-and dV = A^T dO is one product, which leaves 3 + 2/P of 5. It holds for the `"per_head"` collapse only.
+For one head h with virtual queries q_p, virtual keys K and virtual values V, masked as the interleaved sequence asks:
 
-Queries go in blocks and heads one by one, so that scores stay in the processor's cache and virtual tokens exist for one head at a time;
-autograd keeps the base queries, keys and values, as for multi-head attention, and the backward recomputes the rest.
+    S_p = scaling * q_p K^T          the scores of pseudo-head p, [N, N * P]
+    A_p = softmax(S_p)
+    O   = sum_p R[h, p] A_p V = C V  with C = sum_p R[h, p] A_p, because the collapse is linear
+
+One product with the values remains instead of P. In units of N^2 P^2 d multiply-adds, the forward falls from 2 to
+1 + 1/P. The backward recomputes A_p from the log-sum-exp of each row of S_p, and dC is the same for all pseudo-heads:
+
+    dV      = C^T dO
+    dC      = dO V^T
+    delta_p = rowsum(A_p * dC)       and dR[h, p] = sum_n delta_p[n]
+    dS_p    = R[h, p] A_p * (dC - delta_p)
+    dq_p    = scaling * dS_p K       and dK = scaling * sum_p dS_p^T q_p
+
+It takes 3 + 2/P units, a fused attention takes 5. All of this holds for the `"per_head"` collapse only.
+
+Queries go in blocks, and as many heads at a time as there are threads: the scores of a block stay in each core's cache,
+and virtual tokens exist for few heads at a time. Autograd keeps the base queries, keys and values, as for multi-head
+attention.
 """
 
-import itertools
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 
-# The scores of a block: they are read and written five times, so they should stay in a core's cache.
+# The scores of a block of one head are read and written five times, so they should stay in a core's cache.
 BLOCK_BYTES = 4 * 2**20
 MIN_BLOCK, MAX_BLOCK = 4, 32
-# Tokens that are expanded into pseudo-heads at a time.
-EXPANDED = 512
-# Virtual keys whose gradients the backward holds at a time: all of a short sequence, which spares a pass, else segments.
-WHOLE, SEGMENT = 8192, 1024
+# Tokens that are mixed at a time.
+MIXED_TOKENS = 512
+# The backward holds the gradients of this many virtual keys at a time: all of a short sequence, which spares a pass,
+# or else a segment.
+MAX_UNSEGMENTED_KEYS, SEGMENT_KEYS = 8192, 1024
 LN2 = math.log(2)
+
+Rotation = tuple[torch.Tensor, torch.Tensor] | None
+
+
+class IHAWeights(NamedTuple):
+    """What an "iha" layer does to its heads' queries, keys and values (IHA, Algorithm 1).
+
+    Attributes:
+        q_mix: alpha^Q, [H, H, P].
+        k_mix, v_mix: alpha^K and alpha^V, [G, G, P].
+        collapse: R, [H, P] or [H, H * P].
+        rotation: (cos, sin), each [P, head_dim / 2], of R_p, which rotates pseudo-head p within its token; `None` for
+            shared positions.
+    """
+
+    q_mix: torch.Tensor
+    k_mix: torch.Tensor
+    v_mix: torch.Tensor
+    collapse: torch.Tensor
+    rotation: Rotation
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -31,11 +69,8 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
-def _rotate_into(
-    states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None, out: torch.Tensor
-) -> torch.Tensor:
-    """As `rotate`, without a temporary and without gradients: R_p states into `out`, both [P, n, head_dim]; `rotation` is (cos, sin)
-    [P, 1, head_dim / 2]."""
+def rotate_into(states: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> torch.Tensor:
+    """`rotate` without a temporary: `states` and `out` are [..., P, n, head_dim], the tables [P, 1, head_dim / 2]."""
     if rotation is None:
         return out.copy_(states)
     cos, sin = rotation
@@ -45,122 +80,253 @@ def _rotate_into(
     return out
 
 
-def _expand(
-    base: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None, out: torch.Tensor
+def mix_into(base: torch.Tensor, alpha: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> torch.Tensor:
+    """out[b, h, p, n] = R_p sum_m alpha[m, h, p] base[b, m, n].
+
+    Args:
+        base: [B, M, n, head_dim].
+        alpha: [M, H, P].
+        out: [B, H, P, n, head_dim], of any strides.
+    """
+    mixing = alpha.flatten(1).t()
+    for base, part in zip(base.split(MIXED_TOKENS, dim=2), out.split(MIXED_TOKENS, dim=3)):
+        rotate_into(torch.matmul(mixing, base.flatten(2)).view(part.shape), rotation, part)
+    return out
+
+
+def mix_backward(
+    grads: torch.Tensor,
+    base: torch.Tensor,
+    alpha: torch.Tensor,
+    rotation: Rotation,
+    grad_base: torch.Tensor,
+    grad_alpha: torch.Tensor,
 ) -> None:
-    """The pseudo-heads of one head, [P, n, head_dim] into `out`, from base states [M, n, head_dim] and its alpha [M, P]."""
-    for base, out in zip(base.split(EXPANDED, dim=1), out.split(EXPANDED, dim=1)):
-        _rotate_into(torch.mm(alpha.t(), base.flatten(1)).view(out.shape), rotation, out)
+    """Adds to `grad_base` and `grad_alpha` what the gradients [B, H, P, n, head_dim] of the output of `mix_into` give."""
+    if rotation is not None:
+        cos, sin = rotation
+        grads = rotate_into(grads, (cos, -sin), torch.empty(grads.shape, dtype=grads.dtype))
+    grads = grads.flatten(3).flatten(1, 2)  # [B, H * P, n * head_dim]
+    grad_base += torch.matmul(alpha.flatten(1), grads).view(grad_base.shape)
+    grad_alpha += torch.matmul(base.flatten(2), grads.transpose(1, 2)).sum(dim=0).view(grad_alpha.shape)
 
 
-class _Layer:
-    """Shapes, masks and blocks that the forward and the backward of a call share."""
+class Tile(NamedTuple):
+    """A block of queries and the keys that any of them sees."""
 
-    def __init__(self, query, key, collapse, rotation, documents, window, scaling):
+    rows: slice  # tokens of the queries
+    columns: slice  # tokens of the keys
+    bands: list[tuple[slice, torch.Tensor]]  # virtual keys, and the 0 or -inf that is added to their scores
+
+
+class Problem:
+    """Shapes, masks and tiles, which the forward and the backward of a call share. A lane is one head of one row of the
+    batch; `lanes_in_work` lanes are computed at a time."""
+
+    def __init__(self, query, key, weights: IHAWeights, scaling, window, document_ids):
         self.batch, self.heads, self.num_queries, self.head_dim = query.shape
-        self.groups, self.num_keys = key.shape[1:3]
-        self.virtual = collapse.shape[1]
+        self.num_keys, self.num_pseudo_heads = key.shape[2], weights.collapse.shape[1]
         self.offset = self.num_keys - self.num_queries
-        self.rotation, self.window, self.scaling = rotation, window, scaling
+        self.rotation, self.scaling, self.window = weights.rotation, scaling, window
         self.dtype = torch.promote_types(query.dtype, torch.float32)
-        # One for each row of the batch, `None` where all tokens may see each other.
-        self.documents = [None] * self.batch
-        if documents is not None:
-            rows = documents.expand(self.batch, -1)
-            self.documents = [None if (row == row[0]).all() else row for row in rows]
+        self.document_ids = None if document_ids is None else document_ids.expand(self.batch, -1)
         self.bands = {}
+        # Heads before rows of the batch: the heads of a row are mixed from the same states.
+        threads = torch.get_num_threads()
+        self.heads_in_work = min(self.heads, threads)
+        self.rows_in_work = min(self.batch, max(1, threads // self.heads))
 
-    def buffers(self, count: int, num_keys: int) -> tuple[torch.Tensor, ...]:
-        """So many buffers for the scores of a block against so many keys, which together fit in BLOCK_BYTES, and with them the size of
-        the blocks."""
-        span = num_keys if self.window is None else min(num_keys, self.window)
-        entries = BLOCK_BYTES // (self.dtype.itemsize * count)
-        self.block = max(MIN_BLOCK, min(MAX_BLOCK, entries // (span * self.virtual**2)))
+    def lanes_in_work(self) -> Iterator[tuple[slice, slice]]:
+        """Yields (rows of the batch, heads)."""
+        for b in range(0, self.batch, self.rows_in_work):
+            for h in range(0, self.heads, self.heads_in_work):
+                yield (
+                    slice(b, min(b + self.rows_in_work, self.batch)),
+                    slice(h, min(h + self.heads_in_work, self.heads)),
+                )
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype)
+
+    def set_block(self, num_buffers: int, num_keys: int) -> torch.Tensor:
+        """Sets the number of queries to a block, so that the scores of a lane fit into BLOCK_BYTES with `num_buffers` of
+        them; returns the buffers, [num_buffers, entries]."""
+        reach = num_keys if self.window is None else min(num_keys, self.window)
+        entries = BLOCK_BYTES // (self.dtype.itemsize * num_buffers)
+        self.block = max(MIN_BLOCK, min(MAX_BLOCK, entries // (reach * self.num_pseudo_heads**2)))
         span = num_keys if self.window is None else min(num_keys, self.window + self.block)
-        return torch.empty(count, self.block * span * self.virtual**2, dtype=self.dtype).unbind()
+        lanes = self.rows_in_work * self.heads_in_work
+        return self.empty(num_buffers, lanes * self.block * span * self.num_pseudo_heads**2)
 
-    def blocks(self, first: int, last: int) -> list[tuple]:
-        """Of each block of queries its tokens, those of the keys from `first` to `last` that any of them sees, and the bands to add to
-        the scores, with their columns."""
-        blocks = []
-        for start in range(max(0, first - self.offset), self.num_queries, self.block):
-            stop = min(start + self.block, self.num_queries)
-            position, end = start + self.offset, stop + self.offset
-            begin = 0 if self.window is None else position - self.window
-            rows, columns = slice(start, stop), slice(max(first, begin), min(last, end))
+    def tiles(self, keys: slice) -> Iterator[Tile]:
+        """Yields the tile of each block of queries that sees any of the tokens `keys`."""
+        for start in range(max(0, keys.start - self.offset), self.num_queries, self.block):
+            rows = slice(start, min(start + self.block, self.num_queries))
+            first, last = rows.start + self.offset, rows.stop + self.offset  # positions among the keys
+            begin = 0 if self.window is None else first - self.window
+            columns = slice(max(keys.start, begin), min(keys.stop, last))
             bands = []
-            # Only the tokens of the block itself may lie ahead of a query, and only as many at the other end behind its window.
-            if (ahead := columns.stop - max(position, columns.start)) > 0:
-                band = self.band(stop - start, columns.stop - ahead - position, columns.stop - position)
-                bands.append((slice(-ahead * self.virtual, None), band))
-            if self.window is not None and (behind := end - self.window - columns.start) > 0:
-                band = self.band(stop - start, columns.start - position, columns.start - position + behind)
-                bands.append((slice(behind * self.virtual), band))
-            blocks.append((rows, columns, bands))
-        return blocks
+            # Only keys of the block itself may lie ahead of a query, and only as many may lie behind its window.
+            if (ahead := columns.stop - max(first, columns.start)) > 0:
+                band = self.band(rows, columns.stop - ahead - first, columns.stop - first)
+                bands.append((slice(-ahead * self.num_pseudo_heads, None), band))
+            if self.window is not None and (behind := last - self.window - columns.start) > 0:
+                band = self.band(rows, columns.start - first, columns.start - first + behind)
+                bands.append((slice(behind * self.num_pseudo_heads), band))
+            yield Tile(rows, columns, bands)
 
-    def band(self, rows: int, first: int, last: int) -> torch.Tensor:
-        """0 or -inf, [P * rows, (last - first) * P]: causality and window between `rows` queries and the keys from token `first` to
-        `last`, counted from the first query."""
-        if (rows, first, last) not in self.bands:
-            v = (torch.arange(rows) * self.virtual + torch.arange(self.virtual)[:, None]).view(-1, 1)
-            u = torch.arange(first * self.virtual, last * self.virtual)
+    def band(self, rows: slice, first: int, last: int) -> torch.Tensor:
+        """0 or -inf, [P * rows, (last - first) * P]: causality and window between the queries and the keys of the tokens
+        from `first` to `last`, counted from the first query."""
+        cached = (rows.stop - rows.start, first, last)
+        if cached not in self.bands:
+            pseudo = self.num_pseudo_heads
+            v = (torch.arange(cached[0]) * pseudo + torch.arange(pseudo)[:, None]).view(-1, 1)
+            u = torch.arange(first * pseudo, last * pseudo)
             visible = u <= v
             if self.window is not None:
-                visible &= u > v - self.window * self.virtual
-            self.bands[rows, first, last] = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(
-                ~visible, -torch.inf
-            )
-        return self.bands[rows, first, last]
+                visible &= u > v - self.window * pseudo
+            self.bands[cached] = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, -torch.inf)
+        return self.bands[cached]
 
-    def scores(self, query, keys, b, rows, columns, bands, buffer) -> torch.Tensor:
-        """Scores [P * rows, columns * P] of queries [P * rows, head_dim] and keys [columns * P, head_dim], masked, in `buffer`."""
-        scores = buffer[: len(query) * len(keys)].view(len(query), -1)
-        # In parts, or the product's own copy of the keys would be as large as all of them.
-        for first in range(0, len(keys), WHOLE):
-            part = slice(first, first + WHOLE)
-            torch.mm(query, keys[part].t(), out=scores[:, part])
-        for part, band in bands:
-            scores[:, part] += band
-        if (documents := self.documents[b]) is not None:
-            apart = documents[rows.start + self.offset : rows.stop + self.offset, None] != documents[columns]
-            by_token = scores.view(self.virtual, *apart.shape, self.virtual)
-            by_token.masked_fill_(apart[..., None], -torch.inf)
+    def expand(self, states: torch.Tensor, alpha: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """The virtual tokens of keys or values [B, G, n, head_dim], [lanes, n * P, head_dim]."""
+        (rows, _, length, head_dim), (_, heads, pseudo) = states.shape, alpha.shape
+        virtual = self.empty(rows, heads, length, pseudo, head_dim)
+        mix_into(states, alpha, rotation, virtual.transpose(2, 3))
+        return virtual.view(rows * heads, length * pseudo, head_dim)
+
+    def scores(self, queries, keys, rows: slice, tile: Tile, buffer: torch.Tensor) -> torch.Tensor:
+        """The masked scores [lanes, P * queries, keys * P] of a tile in `buffer`, from its virtual queries [lanes, P *
+        queries, head_dim] and keys [lanes, keys * P, head_dim]; `rows` are the lanes' rows of the batch."""
+        shape = (*queries.shape[:2], keys.shape[1])
+        scores = torch.bmm(queries, keys.transpose(1, 2), out=buffer[: math.prod(shape)].view(shape))
+        for part, band in tile.bands:
+            scores[:, :, part] += band
+        if self.document_ids is not None:
+            ids = self.document_ids[rows]
+            query_ids = ids[:, tile.rows.start + self.offset : tile.rows.stop + self.offset]
+            apart = query_ids[:, :, None] != ids[:, None, tile.columns]  # [B, queries, keys]
+            by_token = scores.view(len(ids), -1, self.num_pseudo_heads, *apart.shape[1:], self.num_pseudo_heads)
+            by_token.masked_fill_(apart[:, None, None, :, :, None], -torch.inf)
         return scores
 
 
-class _CollapseFirst(torch.autograd.Function):
+class Lanes(NamedTuple):
+    """What the backward needs of the lanes in work, beside keys and values.
+
+    Attributes:
+        rows: rows of the batch.
+        query: base queries [B, H, N, head_dim] of all heads.
+        q_mix: alpha^Q of the lanes' heads, [H, heads, P].
+        collapse: R of each lane, [lanes, P].
+        grad_output: [lanes, N, head_dim].
+        log_sums: log-sum-exp of the rows of scores, [lanes, P, N].
+        delta: [lanes, P, N], to be filled.
+        buffers: two of scores.
+    """
+
+    rows: slice
+    query: torch.Tensor
+    q_mix: torch.Tensor
+    collapse: torch.Tensor
+    grad_output: torch.Tensor
+    log_sums: torch.Tensor
+    delta: torch.Tensor
+    buffers: torch.Tensor
+
+
+def recomputed_tiles(
+    problem: Problem, lanes: Lanes, segment: slice, keys: torch.Tensor, values: torch.Tensor
+) -> Iterator[tuple]:
+    """Yields, for each tile of a segment of keys: the tile, its virtual keys within the segment (slice), its virtual
+    queries times scaling / ln 2 [B, heads, P, rows, head_dim], A [lanes, P, rows, keys * P] and A * dC."""
+    pseudo = problem.num_pseudo_heads
+    for tile in problem.tiles(segment):
+        rows = tile.rows.stop - tile.rows.start
+        queries = problem.empty(len(lanes.query), lanes.q_mix.shape[1], pseudo, rows, problem.head_dim)
+        mix_into(lanes.query[:, :, tile.rows], lanes.q_mix * (problem.scaling / LN2), problem.rotation, queries)
+        inside = slice((tile.columns.start - segment.start) * pseudo, (tile.columns.stop - segment.start) * pseudo)
+        flat_queries = queries.view(len(keys), -1, problem.head_dim)
+        scores = problem.scores(flat_queries, keys[:, inside], lanes.rows, tile, lanes.buffers[0])
+        # Powers of two: PyTorch's fast exponential.
+        log_sums = lanes.log_sums[:, :, tile.rows].reshape(len(keys), -1, 1)
+        weights = scores.sub_(log_sums / LN2).exp2_().view(len(keys), pseudo, rows, -1)
+        grad_collapsed = torch.bmm(lanes.grad_output[:, tile.rows], values[:, inside].transpose(1, 2))
+        buffer = lanes.buffers[1][: weights.numel()].view(weights.shape)
+        yield tile, inside, queries, weights, torch.mul(weights, grad_collapsed.unsqueeze(1), out=buffer)
+
+
+def segment_gradients(
+    problem: Problem,
+    lanes: Lanes,
+    segment: slice,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    grad_query: torch.Tensor,
+    grad_q_mix: torch.Tensor,
+    delta_is_known: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dK and dV of a segment, [lanes, keys * P, head_dim]; adds what the segment gives to `grad_query` [B, H, N,
+    head_dim] and `grad_q_mix` [H, heads, P]."""
+    grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
+    for tile, inside, queries, weights, weighted in recomputed_tiles(problem, lanes, segment, keys, values):
+        if not delta_is_known:
+            lanes.delta[:, :, tile.rows] += weighted.sum(dim=-1)
+        collapsed = torch.bmm(lanes.collapse.unsqueeze(1), weights.flatten(2))
+        collapsed = collapsed.view(len(keys), -1, weights.shape[-1])
+        grad_values[:, inside].baddbmm_(collapsed.transpose(1, 2), lanes.grad_output[:, tile.rows])
+        # dS without its factor R[h, p], which multiplies the smaller queries.
+        grad_scores = weighted.addcmul_(weights, lanes.delta[:, :, tile.rows, None], value=-1).flatten(1, 2)
+        factor = lanes.collapse.view(*queries.shape[:3], 1, 1)
+        grad_queries = torch.bmm(grad_scores, keys[:, inside]).view(queries.shape).mul_(factor * problem.scaling)
+        mix_backward(
+            grad_queries,
+            lanes.query[:, :, tile.rows],
+            lanes.q_mix,
+            problem.rotation,
+            grad_query[:, :, tile.rows],
+            grad_q_mix,
+        )
+        queries = queries.mul_(factor * LN2).view(len(keys), -1, problem.head_dim)
+        grad_keys[:, inside].baddbmm_(grad_scores.transpose(1, 2), queries)
+    return grad_keys, grad_values
+
+
+class CollapseFirst(torch.autograd.Function):
+    """The equations at the head of this file. `k_mix` and `v_mix` are [G, H, P], those of its group for every head."""
+
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
-    def forward(ctx, query, key, value, q_mix, k_mix, v_mix, collapse, layer):
-        virtual, dtype, head_dim = layer.virtual, layer.dtype, layer.head_dim
-        output = torch.empty(layer.batch, layer.num_queries, layer.heads, head_dim, dtype=dtype)
-        log_sums = torch.empty(layer.batch, layer.heads, virtual, layer.num_queries, dtype=dtype)
-        queries = torch.empty(virtual, layer.num_queries, head_dim, dtype=dtype)
-        keys, values = torch.empty(2, layer.num_keys * virtual, head_dim, dtype=dtype).unbind()
-        (buffer,) = layer.buffers(1, layer.num_keys)
-        blocks = layer.blocks(0, layer.num_keys)
-        for b in range(layer.batch):
-            q, k, v = query[b].to(dtype), key[b].to(dtype), value[b].to(dtype)
-            for h in range(layer.heads):
-                g, place_in_group = divmod(h, layer.heads // layer.groups)
-                if place_in_group == 0:
-                    _expand(k, k_mix[:, g], layer.rotation, keys.view(-1, virtual, head_dim).transpose(0, 1))
-                    _expand(v, v_mix[:, g], None, values.view(-1, virtual, head_dim).transpose(0, 1))
-                _expand(q, q_mix[:, h] * layer.scaling, layer.rotation, queries)
-                for rows, columns, bands in blocks:
-                    block = queries[:, rows].reshape(-1, head_dim)
-                    inside = slice(columns.start * virtual, columns.stop * virtual)
-                    scores = layer.scores(block, keys[inside], b, rows, columns, bands, buffer)
-                    if layer.training:
-                        log_sums[b, h, :, rows] = scores.amax(dim=-1).view(virtual, -1)
-                    weights = torch.softmax(scores, dim=-1, out=scores)
-                    if layer.training:
-                        log_sums[b, h, :, rows] -= weights.amax(dim=-1).log_().view(virtual, -1)
-                    collapsed = torch.mm(collapse[h : h + 1], weights.view(virtual, -1))
-                    torch.mm(collapsed.view(-1, weights.shape[1]), values[inside], out=output[b, rows, h])
+    def forward(ctx, query, key, value, q_mix, k_mix, v_mix, collapse, problem, keep_log_sums):
+        pseudo, head_dim = problem.num_pseudo_heads, problem.head_dim
+        output = problem.empty(problem.batch, problem.num_queries, problem.heads, head_dim)
+        log_sums = problem.empty(problem.batch, problem.heads, pseudo, problem.num_queries)
+        (buffer,) = problem.set_block(1, problem.num_keys)
+        for b, h in problem.lanes_in_work():
+            q, k, v = (states[b].to(problem.dtype) for states in (query, key, value))
+            shape = (len(q), h.stop - h.start)
+            queries = problem.empty(*shape, pseudo, problem.num_queries, head_dim)
+            mix_into(q, q_mix[:, h] * problem.scaling, problem.rotation, queries)
+            keys = problem.expand(k, k_mix[:, h], problem.rotation)
+            values = problem.expand(v, v_mix[:, h], None)
+            lane_collapse = collapse[h].repeat(len(q), 1).unsqueeze(1)  # [lanes, 1, P]
+            for tile in problem.tiles(slice(0, problem.num_keys)):
+                inside = slice(tile.columns.start * pseudo, tile.columns.stop * pseudo)
+                tile_queries = queries[:, :, :, tile.rows].reshape(len(keys), -1, head_dim)
+                scores = problem.scores(tile_queries, keys[:, inside], b, tile, buffer)
+                if keep_log_sums:
+                    row_max = scores.amax(dim=-1)
+                weights = torch.softmax(scores, dim=-1, out=scores)
+                if keep_log_sums:
+                    # The largest weight of a row is 1 / sum(exp(scores - row_max)).
+                    log_sum = row_max - weights.amax(dim=-1).log_()
+                    log_sums[b, h, :, tile.rows] = log_sum.view(*shape, pseudo, -1)
+                collapsed = torch.bmm(lane_collapse, weights.view(len(keys), pseudo, -1))
+                attended = torch.bmm(collapsed.view(len(keys), -1, weights.shape[-1]), values[:, inside])
+                output[b, tile.rows, h] = attended.view(*shape, -1, head_dim).transpose(1, 2)
         ctx.save_for_backward(query, key, value, q_mix, k_mix, v_mix, collapse, log_sums)
-        ctx.layer = layer
+        ctx.problem = problem
         return output.to(query.dtype)
 
     @staticmethod
@@ -168,124 +334,78 @@ class _CollapseFirst(torch.autograd.Function):
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx, grad_output):
         query, key, value, q_mix, k_mix, v_mix, collapse, log_sums = ctx.saved_tensors
-        layer = ctx.layer
-        virtual, dtype, head_dim = layer.virtual, layer.dtype, layer.head_dim
-        grad_query, grad_key, grad_value = (torch.zeros_like(states, dtype=dtype) for states in (query, key, value))
-        grad_q_mix, grad_k_mix, grad_v_mix, grad_collapse = (
-            torch.zeros_like(w) for w in (q_mix, k_mix, v_mix, collapse)
-        )
-        inverse = None if layer.rotation is None else (layer.rotation[0], -layer.rotation[1])
+        problem = ctx.problem
+        pseudo, num_keys = problem.num_pseudo_heads, problem.num_keys
+        grad_query, grad_key, grad_value = (torch.zeros_like(x, dtype=problem.dtype) for x in (query, key, value))
+        grad_q_mix, grad_k_mix, grad_v_mix, grad_collapse = map(torch.zeros_like, (q_mix, k_mix, v_mix, collapse))
 
         # Keys go in segments, so that their gradients stay in the cache too. A window keeps them together by itself.
-        whole = layer.window is not None or layer.num_keys * virtual <= WHOLE
-        length = layer.num_keys if whole else max(1, SEGMENT // virtual)
-        segments = [slice(first, min(first + length, layer.num_keys)) for first in range(0, layer.num_keys, length)]
-        buffer, grad_buffer = layer.buffers(2, segments[0].stop)
-        queries = torch.empty(virtual * layer.block * head_dim, dtype=dtype)
-        keys, values, grad_keys, grad_values = torch.empty(
-            4, segments[0].stop * virtual, head_dim, dtype=dtype
-        ).unbind()
-        deltas = torch.zeros(layer.heads // layer.groups, virtual, layer.num_queries, dtype=dtype)
+        whole = problem.window is not None or num_keys * pseudo <= MAX_UNSEGMENTED_KEYS
+        length = num_keys if whole else max(1, SEGMENT_KEYS // pseudo)
+        segments = [slice(first, min(first + length, num_keys)) for first in range(0, num_keys, length)]
+        buffers = problem.set_block(2, length)
 
-        def fold(grads, base, alpha, rotation, grad_base, grad_alpha):
-            """Adds the gradients of a head's pseudo-heads [P, n, head_dim] to those of what they were expanded from."""
-            grads = _rotate_into(grads, rotation, torch.empty(grads.shape, dtype=dtype)).flatten(1)
-            grad_alpha.addmm_(base.flatten(1), grads.t())
-            grad_base.flatten(1).addmm_(alpha, grads)
+        for b, h in problem.lanes_in_work():
+            q, k, v = (states[b].to(problem.dtype) for states in (query, key, value))
+            shape = (len(q), h.stop - h.start)
+            lanes = Lanes(
+                rows=b,
+                query=q,
+                q_mix=q_mix[:, h],
+                collapse=collapse[h].repeat(len(q), 1),
+                grad_output=grad_output[b, :, h].to(problem.dtype).transpose(1, 2).flatten(0, 1),
+                log_sums=log_sums[b, h].flatten(0, 1),
+                delta=problem.empty(shape[0] * shape[1], pseudo, problem.num_queries).zero_(),
+                buffers=buffers,
+            )
 
-        def blocks(b, h, q, segment):
-            """Of every block of queries that sees the segment: its rows, virtual columns in the segment, virtual queries, weights, gradient
-            of the output and that of the collapsed weights."""
-            for rows, columns, bands in layer.blocks(segment.start, segment.stop):
-                n = rows.stop - rows.start
-                block = queries[: virtual * n * head_dim].view(virtual, n, head_dim)
-                _expand(q[:, rows], q_mix[:, h] * (layer.scaling / LN2), layer.rotation, block)
-                inside = slice((columns.start - segment.start) * virtual, (columns.stop - segment.start) * virtual)
-                weights = layer.scores(block.flatten(0, 1), keys[inside], b, rows, columns, bands, buffer)
-                # Powers of two: of the exponentials, PyTorch's fast one.
-                weights = weights.sub_(log_sums[b, h, :, rows].reshape(-1, 1) / LN2).exp2_().view(virtual, n, -1)
-                grad_out = grad_output[b, rows, h].to(dtype)
-                yield rows, inside, block, weights, grad_out, torch.mm(grad_out, values[inside].t())
-
-        for b, g in itertools.product(range(layer.batch), range(layer.groups)):
-            q, k, v = query[b].to(dtype), key[b].to(dtype), value[b].to(dtype)
-            heads = range(g * len(deltas), (g + 1) * len(deltas))
-            deltas.zero_()
-
-            def expand(segment):
-                n = segment.stop - segment.start
-                for states, alpha, rotation, out in ((k, k_mix, layer.rotation, keys), (v, v_mix, None, values)):
-                    _expand(
-                        states[:, segment],
-                        alpha[:, g],
-                        rotation,
-                        out[: n * virtual].view(n, virtual, -1).transpose(0, 1),
-                    )
-
-            def add_deltas(place, rows, weights, grad_collapsed):
-                """What the softmax's backward subtracts: the sum over the keys of weight times gradient, here without R[h, p]."""
-                deltas[place, :, rows] += (
-                    torch.bmm(weights.transpose(0, 1), grad_collapsed.unsqueeze(-1)).squeeze(-1).t()
+            def expanded(segment):
+                return (
+                    problem.expand(k[:, :, segment], k_mix[:, h], problem.rotation),
+                    problem.expand(v[:, :, segment], v_mix[:, h], None),
                 )
 
             if len(segments) > 1:
+                # Delta needs the whole row.
                 for segment in segments:
-                    expand(segment)
-                    for place, h in enumerate(heads):
-                        for rows, _, _, weights, _, grad_collapsed in blocks(b, h, q, segment):
-                            add_deltas(place, rows, weights, grad_collapsed)
+                    for tile, *_, weighted in recomputed_tiles(problem, lanes, segment, *expanded(segment)):
+                        lanes.delta[:, :, tile.rows] += weighted.sum(dim=-1)
             for segment in segments:
-                expand(segment)
-                grad_keys.zero_(), grad_values.zero_()
-                for place, h in enumerate(heads):
-                    for rows, inside, block, weights, grad_out, grad_collapsed in blocks(b, h, q, segment):
-                        if len(segments) == 1:
-                            add_deltas(place, rows, weights, grad_collapsed)
-                        collapsed = torch.mm(collapse[h : h + 1], weights.flatten(1)).view(grad_collapsed.shape)
-                        grad_values[inside].addmm_(collapsed.t(), grad_out)
-                        # Without the factor R[h, p], which the smaller queries take.
-                        grad_scores = grad_buffer[: weights.numel()].view(weights.shape)
-                        torch.sub(grad_collapsed, deltas[place, :, rows, None], out=grad_scores).mul_(weights)
-                        grad_scores = grad_scores.flatten(0, 1)
-                        factor = collapse[h, :, None, None]
-                        grad_block = torch.mm(grad_scores, keys[inside]).view(block.shape).mul_(factor * layer.scaling)
-                        fold(grad_block, q[:, rows], q_mix[:, h], inverse, grad_query[b][:, rows], grad_q_mix[:, h])
-                        grad_keys[inside].addmm_(grad_scores.t(), block.mul_(factor * LN2).flatten(0, 1))
-                n = segment.stop - segment.start
-                by_pseudo_head = grad_keys[: n * virtual].view(n, virtual, -1).transpose(0, 1)
-                fold(by_pseudo_head, k[:, segment], k_mix[:, g], inverse, grad_key[b][:, segment], grad_k_mix[:, g])
-                by_pseudo_head = grad_values[: n * virtual].view(n, virtual, -1).transpose(0, 1)
-                fold(by_pseudo_head, v[:, segment], v_mix[:, g], None, grad_value[b][:, segment], grad_v_mix[:, g])
-            grad_collapse[heads.start : heads.stop] += deltas.sum(dim=-1)
+                of_queries = (grad_query[b], grad_q_mix[:, h])
+                gradients = segment_gradients(
+                    problem, lanes, segment, *expanded(segment), *of_queries, delta_is_known=len(segments) > 1
+                )
+                for grads, base, alpha, rotation, grad_base, grad_alpha in (
+                    (gradients[0], k, k_mix, problem.rotation, grad_key, grad_k_mix),
+                    (gradients[1], v, v_mix, None, grad_value, grad_v_mix),
+                ):
+                    grads = grads.view(*shape, -1, pseudo, problem.head_dim).transpose(2, 3)
+                    states, grad_states = base[:, :, segment], grad_base[b, :, segment]
+                    mix_backward(grads, states, alpha[:, h], rotation, grad_states, grad_alpha[:, h])
+            grad_collapse[h] += lanes.delta.view(*shape, pseudo, -1).sum(dim=(0, 3))
 
         grads = (grad.to(states.dtype) for grad, states in ((grad_query, query), (grad_key, key), (grad_value, value)))
-        return *grads, grad_q_mix, grad_k_mix, grad_v_mix, grad_collapse, None
+        return *grads, grad_q_mix, grad_k_mix, grad_v_mix, grad_collapse, None, None
 
 
 def collapse_first_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    q_mix: torch.Tensor,
-    k_mix: torch.Tensor,
-    v_mix: torch.Tensor,
-    collapse: torch.Tensor,
-    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    weights: IHAWeights,
     scaling: float,
     window: int | None = None,
-    documents: torch.Tensor | None = None,
+    document_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of an IHA layer from its base states (IHA, Algorithm 1, steps 2 to 5), the queries being the last tokens.
+    """Causal attention of an "iha" layer from its base states (IHA, Algorithm 1, steps 2 to 5), on a CPU.
 
     Args:
-        query: [batch, H, N, head_dim], contiguous, rotated to the position of pseudo-head 0.
-        key, value: [batch, G, cached + N, head_dim], contiguous, keys rotated likewise.
-        q_mix, k_mix, v_mix: alpha, [H, H, P] and twice [G, G, P].
-        collapse: R, [H, P].
-        rotation: (cos, sin) [P, head_dim / 2] of R_p, the rotation of pseudo-head p within its token; `None` for shared positions.
+        query: [batch, H, N, head_dim] of the last N tokens, rotated to the position of pseudo-head 0.
+        key, value: [batch, G, cached + N, head_dim], the keys rotated likewise.
+        weights: with the collapse [H, P].
         scaling: factor of the scores.
         window: W in tokens: virtual query v sees the keys u with v - W * P < u <= v; `None` for all.
-        documents: int [batch or 1, cached + N], equal where tokens may see each other; `None` if all may.
+        document_ids: int [batch or 1, cached + N], equal where tokens may see each other; `None` if all may.
 
     Returns:
         [batch, N, H, head_dim] in the dtype of `query`; computed in float32 or, for float64, float64.
@@ -293,11 +413,15 @@ def collapse_first_attention(
     # Autocast would round the scores, which SDPA keeps in float32.
     with torch.autocast(query.device.type, enabled=False):
         dtype = torch.promote_types(query.dtype, torch.float32)
-        q_mix, k_mix, v_mix, collapse = (w.to(dtype) for w in (q_mix, k_mix, v_mix, collapse))
-        if rotation is not None:
-            rotation = tuple(table.to(dtype).unsqueeze(1) for table in rotation)
-        layer = _Layer(query, key, collapse, rotation, documents, window, scaling)
-        # Inside the function gradients are off, and what it is told of its inputs is the same under `no_grad`.
+        heads_per_group = query.shape[1] // key.shape[1]
+        q_mix, k_mix, v_mix, collapse = (weight.to(dtype) for weight in weights[:4])
+        k_mix, v_mix = (mix.repeat_interleave(heads_per_group, dim=1) for mix in (k_mix, v_mix))
+        if weights.rotation is not None:
+            weights = weights._replace(rotation=tuple(table.to(dtype).unsqueeze(1) for table in weights.rotation))
+        if document_ids is not None and (document_ids == document_ids[:, :1]).all():
+            document_ids = None
+        problem = Problem(query, key, weights, scaling, window, document_ids)
         inputs = (query, key, value, q_mix, k_mix, v_mix, collapse)
-        layer.training = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        return _CollapseFirst.apply(*inputs, layer)
+        # Inside the function gradients are off, and what it is told of its inputs is the same under `no_grad`.
+        keep_log_sums = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        return CollapseFirst.apply(*inputs, problem, keep_log_sums)

@@ -1,4 +1,8 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
 """Llama with the attention mechanism chosen per layer; the default is Interleaved Head Attention (IHA)."""
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -23,29 +27,10 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_dcmha import DynamicallyComposableAttention
-from .attention_diff import DifferentialAttention
-from .attention_hyper import HyperAttention
-from .attention_hyper_feature import HyperFeatureAttention
-from .attention_iha import InterleavedHeadAttention
+from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
-from .attention_simplicial import SimplicialAttention
-from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
-from .virtual_sequence import check_packing, create_masks
-
-
-# Where a layer's attention kind becomes a class: a new mechanism is a file, an import above, and a line here.
-ATTENTION_CLASSES = {
-    "mha": MultiHeadAttention,
-    "iha": InterleavedHeadAttention,
-    "talking_heads": TalkingHeadsAttention,
-    "diff": DifferentialAttention,
-    "hyper_feature": HyperFeatureAttention,
-    "hyper": HyperAttention,
-    "simplicial": SimplicialAttention,
-    "dcmha": DynamicallyComposableAttention,
-}
+from .virtual_sequence import LayerMask, MaskInputs, MaskKey, check_packing, create_masks
 
 
 class IHARotaryEmbedding(LlamaRotaryEmbedding):
@@ -128,16 +113,16 @@ class IHADecoderLayer(LlamaDecoderLayer):
         nn.Module.__init__(self)  # Llama's would first build the attention and FFN that are replaced here
         self.hidden_size = config.hidden_size
 
-        self.self_attn = ATTENTION_CLASSES[config.attention_kinds[layer_idx]](config=config, layer_idx=layer_idx)
+        attention_class = ATTENTION_CLASSES[config.attention_kinds[layer_idx]]
+        self.self_attn = attention_class.for_layer(config, layer_idx)
 
         self.mlp = make_mlp(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     @property
-    def geometry(self) -> tuple[str, int]:
-        """(layer type, virtual tokens per token): what the layer's mask depends on."""
-        return self.self_attn.layer_type, self.self_attn.num_virtual_tokens
+    def mask_key(self) -> MaskKey:
+        return MaskKey(self.self_attn.layer_type, self.self_attn.num_pseudo_heads)
 
 
 class IHAPreTrainedModel(PreTrainedModel):
@@ -164,10 +149,6 @@ class IHAPreTrainedModel(PreTrainedModel):
         cache, which hold one key per token. Pseudo-keys number P for each token, and are rebuilt, not cached."""
         return False
 
-    def get_correct_attn_implementation(self, requested_attention: str | None, *args, **kwargs) -> str:
-        """Transformers' check; what nobody chose is "collapse_first", which is SDPA with faster forms of it on a CPU."""
-        return super().get_correct_attn_implementation(requested_attention or "collapse_first", *args, **kwargs)
-
     def _init_weights(self, module: nn.Module):
         """Llama's, and what a mechanism's own modules say in `init_mechanism`."""
         super()._init_weights(module)
@@ -176,7 +157,16 @@ class IHAPreTrainedModel(PreTrainedModel):
 
 
 class IHAModel(IHAPreTrainedModel):
-    """The decoder: token embedding, layers, final norm."""
+    """The decoder: token embedding, layers, final norm.
+
+    Attributes:
+        attention_form (`str` or `Callable`, *optional*): how "iha" layers compute under `attn_implementation="sdpa"`.
+            `None` lets `choose_form` choose, which is never slower than SDPA; `"virtual"` is SDPA on the virtual sequence;
+            `"base"` is collapse-first attention and absorbed decoding at every length, which train in the memory of
+            multi-head attention; or a function with the arguments of `collapse_first_attention`. It is not saved.
+    """
+
+    attention_form: Callable | str | None = None
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
@@ -194,16 +184,10 @@ class IHAModel(IHAPreTrainedModel):
         # Initialize weights and apply final processing
         self.post_init()
 
-    def create_masks(
-        self,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
-        position_ids: torch.Tensor | None,
-    ) -> dict[tuple[str, int], torch.Tensor | None]:
-        """The mask of every layer geometry, see [`create_masks`]."""
-        geometries = [layer.geometry for layer in self.layers]
-        return create_masks(self.config, geometries, inputs_embeds, attention_mask, past_key_values, position_ids)
+    def create_masks(self, *inputs: torch.Tensor | Cache | None) -> dict[MaskKey, LayerMask]:
+        """The mask of every kind of layer, from the fields of [`MaskInputs`] after `config`."""
+        inputs = MaskInputs(self.config, *inputs, attention_form=self.attention_form)
+        return create_masks(inputs, [layer.mask_key for layer in self.layers])
 
     @merge_with_config_defaults
     @capture_outputs
@@ -218,7 +202,8 @@ class IHAModel(IHAPreTrainedModel):
         **kwargs,
     ) -> BaseModelOutputWithPast:
         r"""As [`LlamaModel.forward`]: every argument counts tokens, never virtual tokens. `attention_mask` may be [batch, cached + N]
-        or [batch, 1, N, cached + N], or the result of `create_masks`."""
+        or [batch, 1, N, cached + N], or one such mask for
+        each [`MaskKey`], over virtual tokens."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
@@ -230,15 +215,18 @@ class IHAModel(IHAPreTrainedModel):
 
         # `generate` prepares the masks itself for compilable caches
         if not isinstance(attention_mask, dict):
-            check_packing(self.config, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
+            inputs = MaskInputs(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+            check_packing(inputs, **kwargs)
 
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
-        if not isinstance(causal_masks := attention_mask, dict):
-            causal_masks = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        if isinstance(attention_mask, dict):
+            causal_mask_mapping = {key: LayerMask(mask) for key, mask in attention_mask.items()}
+        else:
+            causal_mask_mapping = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb.tables(hidden_states, position_ids)
@@ -246,7 +234,7 @@ class IHAModel(IHAPreTrainedModel):
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(
                 hidden_states,
-                attention_mask=causal_masks[decoder_layer.geometry],
+                **causal_mask_mapping[decoder_layer.mask_key]._asdict(),
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -268,7 +256,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer
 
     >>> model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
-    >>> tokenizer = AutoTokenizer.from_pretrained(path)
+    >>> tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
     >>> inputs = tokenizer("The capital of France is", return_tensors="pt")
     >>> tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0])
     ```
@@ -296,8 +284,6 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
                 "Continuous batching (generate_batch, transformers serve --continuous-batching) fills a paged cache inside the attention "
                 "core, which only full-attention layers of kind 'mha' allow. Use generate, which takes batches too."
             )
-        if self.config._attn_implementation == "collapse_first":
-            self.set_attn_implementation("sdpa")  # What it is for these layers, by the name that paged caches know
         return super().init_continuous_batching(*args, **kwargs)
 
     def _get_static_cache_init_shape(self):
@@ -310,8 +296,12 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
     ):
-        """Called by `generate` ahead of a forward with a compilable cache."""
-        return self.model.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        """Called by `generate` ahead of a forward with a compilable cache. One token goes through a compiled forward, which
+        takes tensors; for a prompt the forward makes masks itself."""
+        if inputs_embeds.shape[1] > 1:
+            return attention_mask
+        masks = self.model.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        return {key: mask.attention_mask for key, mask in masks.items()}
 
     @can_return_tuple
     def forward(

@@ -1,7 +1,12 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
 """Base of the attention kinds that change the scores or the weights between query and key, which no stock core exposes."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.utils.checkpoint
@@ -9,47 +14,55 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
-from .configuration_iha import IHAConfig
 
+
+if TYPE_CHECKING:
+    from .configuration_iha import IHAConfig
 
 # Queries to a block: its scores, [batch, H, BLOCK, keys], are all that exists of the score matrix at a time.
 BLOCK = 128
-# Masks hide by the lowest number of their dtype, of which float16's is the highest.
-HIDDEN = torch.finfo(torch.float16).min
+# An additive mask hides a pair with the lowest number of its dtype; float16's is the highest of these.
+MASKED = torch.finfo(torch.float16).min
 
 
 def block_bias(
-    mask: torch.Tensor | None, rows: slice, columns: slice, offset: int, window: int | None, like: torch.Tensor
+    mask: torch.Tensor | None,
+    document_ids: torch.Tensor | None,
+    rows: slice,
+    columns: slice,
+    offset: int,
+    window: int | None,
+    device: torch.device,
 ) -> torch.Tensor:
     """The additive float32 mask [batch or 1, 1 or H, rows, columns] of a block of queries: 0 where a query sees a key.
 
     Args:
-        mask: in any form that `create_masks` gives for "eager" and "sdpa": `None` (causal), boolean or additive
-            [batch or 1, 1 or H, N, keys], or the document of each token, int [batch or 1, N], for a long input to a window layer.
-        offset: position of the first query among the keys; read where the mask is not a matrix.
-        window: in tokens, `None` for all; read where the mask is not a matrix.
-        like: tensor on the device wanted.
+        mask: boolean or additive [batch or 1, 1 or H, N, keys], `None` for causal attention.
+        document_ids: int [batch or 1, keys], equal where tokens may see each other, `None` if all may; without a mask.
+        offset: position of the first query among the keys; read without a mask.
+        window: in tokens, `None` for all; read without a mask.
     """
     lowest = torch.finfo(torch.float32).min
-    if mask is not None and mask.ndim == 4:
+    if mask is not None:
         block = mask[..., rows, columns]
         if block.dtype != torch.bool:
             return block.float()
         return torch.zeros_like(block, dtype=torch.float32).masked_fill(~block, lowest)
-    i = torch.arange(rows.start, rows.stop, device=like.device)[:, None] + offset
-    j = torch.arange(columns.start, columns.stop, device=like.device)
+    i = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
+    j = torch.arange(columns.start, columns.stop, device=device)
     visible = j <= i
     if window is not None:
         visible &= j > i - window
     visible = visible[None]
-    if mask is not None:
-        visible = visible & (mask[:, rows, None] == mask[:, None, columns])
+    if document_ids is not None:
+        query_ids = document_ids[:, rows.start + offset : rows.stop + offset]
+        visible = visible & (query_ids[:, :, None] == document_ids[:, None, columns])
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest).unsqueeze(1)
 
 
 def query_blocks(query: torch.Tensor, size: int) -> list[slice]:
-    """The rows of each block of `size` queries of [batch, H, N, any]. A traced loop is unrolled, and would be compiled anew for every
-    number of blocks: there one block takes all queries."""
+    """The rows of each block of `size` queries of [batch, H, N, any]. A traced loop is unrolled, and would be compiled
+    anew for every number of blocks: there one block takes all queries."""
     length = query.shape[2]
     if is_tracing(query):
         return [slice(0, length)]
@@ -57,14 +70,14 @@ def query_blocks(query: torch.Tensor, size: int) -> list[slice]:
 
 
 def query_offset(length: int, num_keys: int) -> int:
-    """Position of the first of `length` queries among the keys, where the mask is not a matrix: a single query then sees every key, and
-    a longer input has no cached keys before it."""
+    """Position of the first of `length` queries among the keys without a mask: a single query then sees every key, and a
+    longer input has no cached keys before it."""
     return num_keys - 1 if length == 1 else 0
 
 
 def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: int | None, num_keys: int) -> slice:
-    """The keys that any query of a block may see, arguments as in `block_bias`; all where the mask is a matrix."""
-    if mask is not None and mask.ndim == 4:
+    """The keys that any query of a block may see, arguments as in `block_bias`; all with a mask."""
+    if mask is not None:
         return slice(0, num_keys)
     first = 0 if window is None else max(0, rows.start + offset - window + 1)
     return slice(first, min(rows.stop + offset, num_keys))
@@ -86,7 +99,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
     """Attention in blocks of queries, in which a kind may change the scores before the softmax and the weights after it.
 
     In training each block is recomputed in the backward, so that scores are never kept for all queries (not inside
-    `torch.compile`). Masks are SDPA's or eager's; a flash core or FlexAttention never builds the scores and is refused.
+    `torch.compile`). Masks are SDPA's or eager's; a flash core or FlexAttention never builds the scores and is
+    refused.
     """
 
     def __init__(self, config: IHAConfig, layer_idx: int):
@@ -143,21 +157,23 @@ class ScoreMatrixAttention(MultiHeadAttention):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        document_ids: torch.Tensor | None = None,
+        sliding_window: int | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.check_core()
         length, num_keys = query_states.shape[2], key_states.shape[2]
         offset = query_offset(length, num_keys)
-        # A matrix holds the window already, and no mask is given where the window reaches every key.
-        documents = attention_mask is not None and attention_mask.ndim == 2
-        window = self.sliding_window if documents else None
+        # A mask holds the window, and none is made where the window reaches every key.
+        window = None if document_ids is None else sliding_window
 
         blocks = query_blocks(query_states, BLOCK)
         outputs, weights = [], []
         for rows in blocks:
             columns = block_columns(attention_mask, rows, offset, window, num_keys)
-            bias = partial(block_bias, attention_mask, rows, columns, offset, window, query_states)
+            visible = (attention_mask, document_ids, rows, columns, offset, window, query_states.device)
             states = (query_states[:, :, rows], key_states[:, :, columns], value_states[:, :, columns])
+            bias = partial(block_bias, *visible)
             output, block_weights = recomputed(self.attend_block, len(blocks), *states, bias, rows, columns, **kwargs)
             outputs.append(output)
             if self.config._attn_implementation == "eager":

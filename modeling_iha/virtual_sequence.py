@@ -1,8 +1,17 @@
-"""The virtual sequence of Interleaved Head Attention: what a stock attention core must be told about it.
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The virtual sequence of Interleaved Head Attention: masks for it, and the choice of how to compute on it.
 
-P pseudo-heads turn token n into the P consecutive virtual tokens n * P .. n * P + P - 1. Masks, windows, document boundaries
-and cache lengths are given in tokens; the cores see virtual tokens. This file holds every translation between the two.
+P pseudo-heads turn token n into the P consecutive virtual tokens n * P .. n * P + P - 1. Masks, windows, document
+boundaries and cache lengths are given in tokens; the attention cores see virtual tokens. This file holds every
+translation between the two.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
@@ -10,13 +19,200 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
-from .base_attention import SDPA_CORES, base_attention
-from .configuration_iha import IHAConfig
+from .absorbed_decode import absorbed_attention
+from .collapse_first import collapse_first_attention
 from .window_blocks import BLOCK
 
 
-# The largest dense mask that is built for an interleaved sequence; on "sdpa" a row of N * P = 65536 virtual tokens takes it.
+if TYPE_CHECKING:
+    from .configuration_iha import IHAConfig
+
+# The largest dense mask that is built for an interleaved sequence; on "sdpa" a row of N * P = 65536 virtual tokens
+# takes it.
 MAX_MASK_BYTES = 4 * 2**30
+# Hides a pair in an additive mask of the dtype.
+MASKED = {dtype: torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+
+
+class MaskKey(NamedTuple):
+    """What the mask of a layer depends on."""
+
+    layer_type: str  # "full_attention" or "sliding_attention"
+    num_pseudo_heads: int  # virtual tokens per token
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.layer_type == "sliding_attention"
+
+
+class LayerMask(NamedTuple):
+    """What a layer is told of who sees whom: a mask as every Transformers layer takes it or, where attention builds none,
+    the document of each token; and the form in which an "iha" layer computes.
+
+    Attributes:
+        attention_mask: as Transformers makes it for the core; `None` for causal attention.
+        document_ids: int [batch or 1, keys], equal where tokens may see each other, -1 for padding. Attention is causal
+            and within the layer's window.
+        attention_form: `None` for the stock core on the virtual sequence (see `choose_form`).
+    """
+
+    attention_mask: torch.Tensor | None = None
+    document_ids: torch.Tensor | None = None
+    attention_form: Callable | None = None
+
+
+@dataclass
+class MaskInputs:
+    """What masks are made from. All lengths are in tokens.
+
+    Attributes:
+        config: of the model.
+        inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.
+        attention_mask: [batch, cached + N], nonzero for real tokens, or a custom boolean or additive
+            [batch, 1, N, cached + N], within which sliding layers keep their window.
+        past_key_values: the cache before it takes the N tokens.
+        position_ids: [batch or 1, N]; a restart begins a packed document.
+        attention_form: which form "iha" layers are to take, see `IHAModel.attention_form`.
+    """
+
+    config: IHAConfig
+    inputs_embeds: torch.Tensor
+    attention_mask: torch.Tensor | None = None
+    past_key_values: Cache | None = None
+    position_ids: torch.Tensor | None = None
+    attention_form: Callable | str | None = None
+
+    @property
+    def has_custom_mask(self) -> bool:
+        return self.attention_mask is not None and self.attention_mask.ndim == 4
+
+    def key_span(self, layer_idx: int) -> tuple[int, int, int]:
+        """(cached tokens in all, tokens that the layer will see, position of the first that it sees)."""
+        length = self.inputs_embeds.shape[1]
+        if self.past_key_values is None:
+            return 0, length, 0
+        return (
+            self.past_key_values.get_query_offset(layer_idx),
+            *self.past_key_values.get_mask_sizes(length, layer_idx),
+        )
+
+
+def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, LayerMask]:
+    """The mask of each kind of layer among `layers`, the keys of a model's layers in order. Raises a ValueError for a
+    custom mask that the core does not take, and for a dense mask above MAX_MASK_BYTES."""
+    if inputs.past_key_values is not None:
+        keep_window_edge(inputs.past_key_values, layers, inputs.config.sliding_window)
+    masks = {}
+    for layer_idx, key in enumerate(layers):
+        if key not in masks:
+            masks[key] = _mask_free(inputs, key, layer_idx) or LayerMask(_dense_mask(inputs, key, layer_idx))
+    return masks
+
+
+def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> Callable | None:
+    """The form in which "iha" layers compute steps 2 to 5 of IHA, Algorithm 1: the one place where it is decided.
+
+    `None` is the algorithm as written on the core of `attn_implementation`. Under "sdpa" on a CPU two functions compute
+    the same from the base states: `absorbed_attention` for one new token, and `collapse_first_attention`, where it is
+    faster than SDPA or saves memory (figures in benchmarks/results). `num_keys` tokens are seen, cached ones included.
+    """
+    config, length = inputs.config, inputs.inputs_embeds.shape[1]
+    wanted = inputs.attention_form
+    if key.num_pseudo_heads == 1 or wanted == "virtual" or config._attn_implementation != "sdpa":
+        return None
+    if config.pseudo_collapse != "per_head" or config.attention_dropout > 0.0:
+        return None
+    if callable(wanted):
+        return absorbed_attention if length == 1 else wanted if num_keys == length else None
+    if inputs.inputs_embeds.device.type != "cpu":
+        return None
+    if length == 1:
+        return absorbed_attention
+    if wanted == "base" or num_keys * key.num_pseudo_heads >= MIN_COLLAPSE_FIRST_KEYS:
+        return collapse_first_attention
+    return None
+
+
+# From this many virtual keys on collapse-first is faster than SDPA.
+MIN_COLLAPSE_FIRST_KEYS = 512
+
+
+def _mask_free(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> LayerMask | None:
+    """Form and documents of a layer whose attention builds no dense mask, `None` where it needs one."""
+    config, embeds, mask, cache = inputs.config, inputs.inputs_embeds, inputs.attention_mask, inputs.past_key_values
+    past, num_keys, first = inputs.key_span(layer_idx)
+    length = embeds.shape[1]
+    if is_tracing(embeds) or inputs.has_custom_mask:
+        return None
+    # The keys of a static cache need not end with the new tokens, and the mask of one token may go to a compiled forward.
+    if first + num_keys != past + length or (length == 1 and cache is not None and cache.is_compileable):
+        return None
+    form = choose_form(inputs, key, num_keys)
+    if form is None:
+        # SDPA in blocks of queries (`window_attention`). For short inputs and chunks its own mask is as good.
+        blocks = config._attn_implementation == "sdpa" and key.is_sliding and past == 0
+        if not blocks or (length - config.sliding_window) * key.num_pseudo_heads <= BLOCK:
+            return None
+    if mask is not None:
+        # As in Transformers' masks: it may come from another device, and be long enough for tokens to come.
+        document_ids = -(mask[:, first : first + num_keys].to(embeds.device) == 0).int()
+    elif cache is None and inputs.position_ids is not None:
+        positions = inputs.position_ids
+        document_ids = (positions.diff(prepend=positions[:, :1] - 1) != 1).int().cumsum(dim=-1)
+    else:
+        document_ids = torch.zeros(1, num_keys, dtype=torch.int, device=embeds.device)
+    return LayerMask(document_ids=document_ids, attention_form=form)
+
+
+def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor | None:
+    """The mask that Transformers makes for the core, over virtual tokens."""
+    config, virtual = inputs.config, key.num_pseudo_heads
+    if virtual > 1:
+        _check_mask_size(inputs, key, layer_idx)
+    if inputs.has_custom_mask:
+        if is_flash_attention_requested(config):
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation!r} takes no custom mask [batch, 1, queries, keys]: "
+                f"pass attention_mask [batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
+            )
+        return _custom_mask(inputs, key, layer_idx)
+    arguments = {
+        "config": config,
+        "inputs_embeds": inputs.inputs_embeds,
+        "attention_mask": inputs.attention_mask,
+        "past_key_values": inputs.past_key_values,
+        "position_ids": inputs.position_ids,
+    }
+    if virtual > 1:
+        batch_size, length = inputs.inputs_embeds.shape[:2]
+        arguments["config"] = _Virtual(config, sliding_window=(config.sliding_window or 0) * virtual)
+        arguments["inputs_embeds"] = inputs.inputs_embeds.new_empty(batch_size, length * virtual, 0)
+        if inputs.attention_mask is not None:
+            arguments["attention_mask"] = inputs.attention_mask.repeat_interleave(virtual, dim=1)
+        if inputs.past_key_values is not None:
+            arguments["past_key_values"] = _virtual_cache(inputs.past_key_values, virtual)
+        if inputs.position_ids is not None:
+            arguments["position_ids"] = virtual_positions(inputs.position_ids, virtual)
+    create_mask = create_sliding_window_causal_mask if key.is_sliding else create_causal_mask
+    return create_mask(**arguments, layer_idx=layer_idx)
+
+
+def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor:
+    """The additive mask [batch, heads or 1, queries * P, keys * P] of a layer from a custom one over tokens. The custom
+    mask says nothing about the virtual tokens of one token, which stay causal, and the layer keeps its window."""
+    mask, virtual, dtype = inputs.attention_mask, key.num_pseudo_heads, inputs.inputs_embeds.dtype
+    if mask.dtype == torch.bool:
+        # The eager and flex cores add the mask to the scores: True would be 1.
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, MASKED[dtype])
+    past, num_keys, first = inputs.key_span(layer_idx)
+    mask = mask[..., first : first + num_keys]
+    mask = mask.repeat_interleave(virtual, dim=-1).repeat_interleave(virtual, dim=-2)
+    q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + past * virtual
+    k = torch.arange(mask.shape[-1], device=mask.device) + first * virtual
+    hidden = (k > q) & (k // virtual == q // virtual)
+    if key.is_sliding:
+        hidden |= k <= q - inputs.config.sliding_window * virtual
+    return mask.masked_fill(hidden, MASKED[mask.dtype])
 
 
 class _Virtual:
@@ -29,91 +225,118 @@ class _Virtual:
         return getattr(self._target, name)
 
 
-def _virtual_cache(past_key_values: Cache, num_virtual_tokens: int) -> _Virtual:
+def _virtual_cache(past_key_values: Cache, num_pseudo_heads: int) -> _Virtual:
     """The lengths of `past_key_values`, which holds base keys and values at token length, in virtual tokens."""
 
     def get_query_offset(layer_idx: int) -> int:
-        return past_key_values.get_query_offset(layer_idx) * num_virtual_tokens
+        return past_key_values.get_query_offset(layer_idx) * num_pseudo_heads
 
     def get_mask_sizes(query_length: int, layer_idx: int) -> tuple[int, int]:
-        sizes = past_key_values.get_mask_sizes(query_length // num_virtual_tokens, layer_idx)
-        return tuple(size * num_virtual_tokens for size in sizes)
+        sizes = past_key_values.get_mask_sizes(query_length // num_pseudo_heads, layer_idx)
+        return tuple(size * num_pseudo_heads for size in sizes)
 
     return _Virtual(past_key_values, get_query_offset=get_query_offset, get_mask_sizes=get_mask_sizes)
 
 
-def virtual_positions(position_ids: torch.Tensor, num_virtual_tokens: int) -> torch.Tensor:
+def virtual_positions(position_ids: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
     """Positions n * P + p of the virtual tokens, [batch, N * P], from those of the tokens, [batch, N]."""
-    offsets = torch.arange(num_virtual_tokens, device=position_ids.device)
-    return (position_ids[..., None] * num_virtual_tokens + offsets).flatten(-2)
+    offsets = torch.arange(num_pseudo_heads, device=position_ids.device)
+    return (position_ids[..., None] * num_pseudo_heads + offsets).flatten(-2)
 
 
-def virtual_kwargs(kwargs: dict, num_virtual_tokens: int) -> dict:
-    """The keyword arguments by which flash cores find packed documents, in virtual tokens. The positions count n * P + p
-    even where RoPE shares n: a repeated position would start a new document."""
+def virtual_kwargs(kwargs: dict, num_pseudo_heads: int) -> dict:
+    """The keyword arguments by which cores find windows and packed documents, in virtual tokens. The positions count
+    n * P + p even where RoPE shares n: a repeated position would start a new document."""
     virtual = dict(kwargs)
     if kwargs.get("position_ids") is not None:
-        virtual["position_ids"] = virtual_positions(kwargs["position_ids"], num_virtual_tokens)
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        virtual["position_ids"] = virtual_positions(kwargs["position_ids"], num_pseudo_heads)
+    if kwargs.get("document_ids") is not None:
+        virtual["document_ids"] = kwargs["document_ids"].repeat_interleave(num_pseudo_heads, dim=1)
+    for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
         if kwargs.get(name) is not None:
-            virtual[name] = kwargs[name] * num_virtual_tokens
+            virtual[name] = kwargs[name] * num_pseudo_heads
     return virtual
 
 
-def _custom_mask(
-    mask: torch.Tensor,
-    num_virtual_tokens: int,
-    window: int | None,
-    dtype: torch.dtype,
-    past_key_values: Cache | None,
-    layer_idx: int,
-) -> torch.Tensor:
-    """The additive mask [batch, heads or 1, queries * P, keys * P] of a layer from a custom one over tokens, [batch, heads or 1,
-    queries, cached + queries], boolean (True: attend) or additive. It says nothing about the virtual tokens of one token, which
-    stay causal, and the layer keeps its window of so many tokens."""
-    if mask.dtype == torch.bool:
-        # The eager and flex cores add the mask to the scores: True would be 1.
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-    query_offset, key_offset = 0, 0
-    if past_key_values is not None:
-        query_offset = past_key_values.get_query_offset(layer_idx) * num_virtual_tokens
-        num_keys, key_offset = past_key_values.get_mask_sizes(mask.shape[-2], layer_idx)
-        mask = mask[..., key_offset : key_offset + num_keys]
-    mask = mask.repeat_interleave(num_virtual_tokens, dim=-1).repeat_interleave(num_virtual_tokens, dim=-2)
-    q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + query_offset
-    k = torch.arange(mask.shape[-1], device=mask.device) + key_offset * num_virtual_tokens
-    hidden = (k > q) & (k // num_virtual_tokens == q // num_virtual_tokens)
-    if window is not None:
-        hidden |= k <= q - window * num_virtual_tokens
-    return mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+def keep_window_edge(past_key_values: Cache, layers: list[MaskKey], sliding_window: int | None) -> None:
+    """Makes the sliding layers of a fresh stock cache keep one token more where P > 1. A window of W * P virtual tokens
+    reaches from (n, p) back to (n - W, p + 1): all but the last pseudo-head still see token n - W, which a cache for a
+    window of W tokens has dropped. A window of one token needs it for every P: a stock layer that should keep no token
+    keeps them all."""
+    for layer, key in zip(past_key_values.layers, layers):
+        if not key.is_sliding or (key.num_pseudo_heads == 1 and sliding_window > 1) or not layer.is_sliding:
+            continue
+        # A dynamic layer names its window, a static layer was cut to it; one that is shorter by choice stays.
+        name = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"
+        if getattr(layer, name) != sliding_window:
+            continue
+        if layer.get_seq_length() > 0:
+            raise ValueError(
+                f"The cache was filled for a window of sliding_window={sliding_window} tokens, but a sliding layer with "
+                f"{key.num_pseudo_heads} pseudo-heads needs one more. Pass a new cache, or none: the model makes its own."
+            )
+        setattr(layer, name, sliding_window + 1)
+        if layer.is_initialized and name == "max_cache_len":
+            layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])  # `generate` has allocated it
+
+
+def _check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
+    """Raises a ValueError for a dense mask above MAX_MASK_BYTES, which "eager" always builds and "sdpa" for windows,
+    padding, packing and chunks on a cache."""
+    config, embeds, mask = inputs.config, inputs.inputs_embeds, inputs.attention_mask
+    core, virtual = config._attn_implementation, key.num_pseudo_heads
+    if core not in ("eager", "sdpa") or is_tracing(embeds):
+        return
+    rows, queries = embeds.shape[:2]
+    past, keys, _ = inputs.key_span(layer_idx)
+    additive = inputs.has_custom_mask or core == "eager"
+    size = rows * queries * keys * virtual**2 * (embeds.dtype.itemsize if additive else 1)
+    if size <= MAX_MASK_BYTES:
+        return
+    # SDPA needs no mask for causal attention over the whole input.
+    if not additive:
+        windowed = key.is_sliding and keys >= config.sliding_window
+        padded = mask is not None and not mask.all()
+        packed = inputs.position_ids is not None and bool((inputs.position_ids.diff(dim=-1) != 1).any())
+        if not (windowed or past != 0 or padded or packed):
+            return
+    raise ValueError(
+        f"attn_implementation={core!r} needs a mask of {size / 2**30:.3g} GiB here: {rows} rows of {queries} x {virtual} "
+        f"queries and {keys} x {virtual} keys; at most {MAX_MASK_BYTES / 2**30:.3g} GiB are allocated. Use "
+        f"attn_implementation='flash_attention_2' or 'flash_attention_4', which take windows, padding and packing without "
+        f"a mask, 'flex_attention', whose mask is in blocks, or a smaller batch."
+    )
 
 
 def check_packing(
-    config: IHAConfig,
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
-    position_ids: torch.Tensor | None,
+    inputs: MaskInputs,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     **kwargs,
 ) -> None:
-    """Raises a ValueError for packed documents that the attention core would silently join. They are declared by `position_ids`
-    [batch, N] that restart or by `cu_seq_lens_q`; masks and flash cores look for them in some cases only."""
+    """Raises a ValueError for packed documents that the attention core would silently join. They are declared by
+    `position_ids` [batch, N] that restart or by `cu_seq_lens_q`; masks and flash cores look for them in some cases
+    only."""
+    config, mask, cache, position_ids = (
+        inputs.config,
+        inputs.attention_mask,
+        inputs.past_key_values,
+        inputs.position_ids,
+    )
     flash = is_flash_attention_requested(config)
-    if not flash and config._attn_implementation not in ("eager", "flex_attention", *SDPA_CORES):
+    if not flash and config._attn_implementation not in ("eager", "flex_attention", "sdpa"):
         return  # Another core has a way of its own, such as the paged ones.
-    if is_tracing(inputs_embeds) or inputs_embeds.is_meta or (attention_mask is not None and attention_mask.ndim == 4):
+    if is_tracing(inputs.inputs_embeds) or inputs.inputs_embeds.is_meta or inputs.has_custom_mask:
         return  # There are no values to look at, or a custom mask says itself who sees whom.
 
     restarts = False
     if position_ids is not None and position_ids.shape[-1] > 1:
         restart = position_ids.diff(dim=-1) < 1
-        if attention_mask is not None:
+        if mask is not None:
             # `generate` counts from the first real token: padding may restart.
-            real = attention_mask[:, -position_ids.shape[-1] :].bool()
+            real = mask[:, -position_ids.shape[-1] :].bool()
             restart = restart & real[:, 1:] & real[:, :-1]
         restarts = bool(restart.any())
     if not restarts and (cu_seq_lens_q is None or len(cu_seq_lens_q) <= 2):
@@ -123,180 +346,21 @@ def check_packing(
         by_lengths = None not in (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         by_positions = (
             restarts
-            and len(inputs_embeds) == 1
-            and (past_key_values is None or past_key_values.get_seq_length() == 0)
+            and len(inputs.inputs_embeds) == 1
+            and (cache is None or cache.get_seq_length() == 0)
             and bool((position_ids[:, 1:][restart] == position_ids[0, 0]).all())
         )
-        apart = (by_lengths or by_positions) and (attention_mask is None or bool(attention_mask.all()))
+        apart = (by_lengths or by_positions) and (mask is None or bool(mask.all()))
         how = (
-            "by cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k together, or in a batch of one row that continues no "
-            "cache by position_ids that restart at their first value; in both cases without padding in attention_mask"
+            "by cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k together, or in a batch of one row that "
+            "continues no cache by position_ids that restart at their first value; in both cases without padding in "
+            "attention_mask"
         )
     else:
-        apart = restarts and attention_mask is None and past_key_values is None
+        apart = restarts and mask is None and cache is None
         how = "by position_ids that restart, without attention_mask and without a cache (use_cache=False)"
     if not apart:
         raise ValueError(
             f"Packed documents (position_ids that restart, or cu_seq_lens) would attend to one another here: "
             f"attn_implementation={config._attn_implementation!r} keeps them apart {how}."
         )
-
-
-def _check_mask_size(
-    config: IHAConfig,
-    geometry: tuple[str, int],
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
-    position_ids: torch.Tensor | None,
-    layer_idx: int,
-) -> None:
-    """Raises a ValueError where a dense mask larger than MAX_MASK_BYTES would be built for an interleaved sequence."""
-    layer_type, virtual = geometry
-    core = config._attn_implementation
-    if core not in ("eager", *SDPA_CORES) or is_tracing(inputs_embeds):
-        return
-    rows, queries = inputs_embeds.shape[:2]
-    keys = queries if past_key_values is None else past_key_values.get_mask_sizes(queries, layer_idx)[0]
-    custom = attention_mask is not None and attention_mask.ndim == 4
-    entry = inputs_embeds.dtype.itemsize if custom or core == "eager" else 1
-    size = rows * queries * keys * virtual**2 * entry
-    if size <= MAX_MASK_BYTES:
-        return
-    # SDPA needs no mask for causal attention over the whole input.
-    if core != "eager" and not custom:
-        windowed = layer_type == "sliding_attention" and keys >= config.sliding_window
-        cached = past_key_values is not None and past_key_values.get_query_offset(layer_idx) != 0
-        padded = attention_mask is not None and not attention_mask.all()
-        packed = position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any())
-        if not (windowed or cached or padded or packed):
-            return
-    raise ValueError(
-        f"attn_implementation={core!r} needs a mask of {size / 2**30:.3g} GiB here: {rows} rows of {queries} x {virtual} queries and "
-        f"{keys} x {virtual} keys; at most {MAX_MASK_BYTES / 2**30:.3g} GiB are allocated. Use attn_implementation='flash_attention_2' "
-        f"or 'flash_attention_4', which take windows, padding and packing without a mask, 'flex_attention', whose mask is in blocks, "
-        f"or a smaller batch."
-    )
-
-
-def _documents(
-    config: IHAConfig,
-    geometry: tuple[str, int],
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
-    position_ids: torch.Tensor | None,
-    layer_idx: int,
-) -> torch.Tensor | None:
-    """What attention without a dense mask takes in place of one, int [batch or 1, keys]: the document of each token, -1 for padding.
-    It is given to `base_attention` and to `window_attention`; `None` where neither runs."""
-    layer_type, virtual = geometry
-    length = num_keys = inputs_embeds.shape[1]
-    first = past = 0
-    if is_tracing(inputs_embeds) or (attention_mask is not None and attention_mask.ndim != 2):
-        return None
-    if past_key_values is not None:
-        past = past_key_values.get_query_offset(layer_idx)
-        num_keys, first = past_key_values.get_mask_sizes(length, layer_idx)
-        # The keys of a static cache need not end with the new tokens, and `generate` may hand the mask of one token to a compiled forward.
-        if first + num_keys != past + length or (length == 1 and past_key_values.is_compileable):
-            return None
-    if virtual == 1 or base_attention(config, inputs_embeds, num_keys) is None:
-        # For short inputs and chunks that continue a cache SDPA's own mask is as good.
-        if config._attn_implementation not in SDPA_CORES or layer_type != "sliding_attention" or past > 0:
-            return None
-        if (length - config.sliding_window) * virtual <= BLOCK:
-            return None
-    if attention_mask is not None:
-        # As in Transformers' masks: it may come from another device, and be long enough for tokens to come.
-        return -(attention_mask[:, first : first + num_keys].to(inputs_embeds.device) == 0).int()
-    if past_key_values is None and position_ids is not None:
-        return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).int().cumsum(dim=-1)
-    return torch.zeros(1, num_keys, dtype=torch.int, device=inputs_embeds.device)
-
-
-def create_masks(
-    config: IHAConfig,
-    geometries: list[tuple[str, int]],
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
-    position_ids: torch.Tensor | None,
-) -> dict[tuple[str, int], torch.Tensor | None]:
-    """The mask of each geometry (layer type, virtual tokens per token) among the layers, as Transformers builds it for the
-    core of `config._attn_implementation`; where attention runs without a dense mask, the document of each token instead (see `_documents`).
-
-    Args:
-        geometries (`list[tuple[str, int]]`): (layer type, virtual tokens per token) of each layer.
-        inputs_embeds (`torch.Tensor`): [batch, N, any]; gives batch, length, dtype and device.
-        attention_mask (`torch.Tensor`, *optional*): over tokens: [batch, cached + N], nonzero for real tokens, or a custom
-            boolean or additive [batch, 1, N, cached + N], within which sliding layers keep their window.
-        position_ids (`torch.Tensor`, *optional*): [batch, N] in tokens; a restart begins a packed document.
-    """
-    if past_key_values is not None:
-        keep_window_edge(past_key_values, geometries, config.sliding_window)
-    batch_size, length = inputs_embeds.shape[:2]
-    custom = attention_mask is not None and attention_mask.ndim == 4
-    masks = {}
-    for layer_idx, (layer_type, virtual) in enumerate(geometries):
-        if (layer_type, virtual) in masks:
-            continue
-        sliding = layer_type == "sliding_attention"
-        tokens = (inputs_embeds, attention_mask, past_key_values, position_ids)
-        documents = _documents(config, (layer_type, virtual), *tokens, layer_idx)
-        if documents is not None:
-            masks[layer_type, virtual] = documents
-            continue
-        if virtual > 1:
-            _check_mask_size(config, (layer_type, virtual), *tokens, layer_idx)
-        if custom:
-            if is_flash_attention_requested(config):
-                raise ValueError(
-                    f"attn_implementation={config._attn_implementation!r} takes no custom mask [batch, 1, queries, keys]: pass "
-                    f"attention_mask [batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
-                )
-            window = config.sliding_window if sliding else None
-            masks[layer_type, virtual] = _custom_mask(
-                attention_mask, virtual, window, inputs_embeds.dtype, past_key_values, layer_idx
-            )
-            continue
-        create_mask = create_sliding_window_causal_mask if sliding else create_causal_mask
-        mask_kwargs = {
-            "config": config,
-            "inputs_embeds": inputs_embeds,
-            "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
-            "position_ids": position_ids,
-        }
-        if virtual > 1:
-            mask_kwargs["config"] = _Virtual(config, sliding_window=(config.sliding_window or 0) * virtual)
-            mask_kwargs["inputs_embeds"] = inputs_embeds.new_empty(batch_size, length * virtual, 0)
-            if attention_mask is not None:
-                mask_kwargs["attention_mask"] = attention_mask.repeat_interleave(virtual, dim=1)
-            if past_key_values is not None:
-                mask_kwargs["past_key_values"] = _virtual_cache(past_key_values, virtual)
-            if position_ids is not None:
-                mask_kwargs["position_ids"] = virtual_positions(position_ids, virtual)
-        masks[layer_type, virtual] = create_mask(**mask_kwargs, layer_idx=layer_idx)
-    return masks
-
-
-def keep_window_edge(past_key_values: Cache, geometries: list[tuple[str, int]], sliding_window: int | None) -> None:
-    """Makes the sliding layers of a fresh stock cache keep one token more where P > 1. A window of W * P virtual tokens
-    reaches from (n, p) back to (n - W, p + 1): all but the last pseudo-head still see token n - W, which a cache for a window of W
-    tokens has dropped. A window of one token needs it for every P: a stock layer that should keep no token keeps them all."""
-    for layer, (layer_type, virtual) in zip(past_key_values.layers, geometries):
-        if layer_type != "sliding_attention" or (virtual == 1 and sliding_window > 1) or not layer.is_sliding:
-            continue
-        # A dynamic layer names its window, a static layer was cut to it; one that is shorter by choice stays.
-        name = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"
-        if getattr(layer, name) != sliding_window:
-            continue
-        if layer.get_seq_length() > 0:
-            raise ValueError(
-                f"The cache was filled for a window of sliding_window={sliding_window} tokens, but a sliding layer with "
-                f"{virtual} virtual tokens per token needs one more. Pass a new cache, or none: the model makes its own."
-            )
-        setattr(layer, name, sliding_window + 1)
-        if layer.is_initialized and name == "max_cache_len":
-            layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])  # `generate` has allocated it

@@ -1,8 +1,10 @@
-"""Attention within a sliding window, in blocks of queries, for a core that knows masks but no windows: SDPA.
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Attention within a sliding window, in blocks of queries, for SDPA, a core that knows masks but no windows.
 
-A dense mask of L queries and L keys costs O(L^2) time and memory whatever the window. Here every block of queries gets the keys that
-its window reaches, all blocks go through the core in one call as a batch, and the cost is O(L * (window + BLOCK)). In an "iha" layer
-L = N * P and the window spans W * P virtual tokens: O(N W P^2) in all.
+A dense mask of L queries and L keys costs O(L^2) time and memory whatever the window. Here every block of queries gets
+the keys that its window reaches, all blocks go through the core in one call as a batch, and the cost is
+O(L * (window + BLOCK)). In an "iha" layer L = N * P and the window spans W * P virtual tokens: O(N W P^2) in all.
 """
 
 from collections.abc import Callable
@@ -16,21 +18,22 @@ BLOCK = 128
 
 def window_attention(
     core: Callable,
+    document_ids: torch.Tensor,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    documents: torch.Tensor,
+    attention_mask: None,
     sliding_window: int,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Output [batch, L, H, head_dim] of causal attention in which query v sees the keys u with v - sliding_window < u <= v of its own
-    document.
+    """Output [batch, L, H, head_dim] of causal attention in which query v sees the keys u with v - sliding_window < u <= v
+    of its own document.
 
     Args:
         core: an attention function of Transformers that takes a boolean mask.
+        document_ids: int [batch or 1, L], equal where tokens may see each other; padding is a document of its own.
         query, key, value: [batch, H or G, L, head_dim].
-        documents: int [batch or 1, L], equal where tokens may see each other; padding is a document of its own.
     """
     batch, _, length, head_dim = query.shape
     reach = sliding_window - 1
@@ -43,10 +46,10 @@ def window_attention(
 
     query = torch.nn.functional.pad(query, (0, 0, 0, end)).unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(0, 1)
     # The filling at the start and at the end is a document too, so that every query sees at least itself.
-    documents = torch.nn.functional.pad(documents.expand(batch, -1), (reach, end), value=-2)
-    key_documents = documents.unfold(1, span, BLOCK)
+    document_ids = torch.nn.functional.pad(document_ids.expand(batch, -1), (reach, end), value=-2)
+    key_ids = document_ids.unfold(1, span, BLOCK)
     i, j = torch.arange(BLOCK, device=query.device)[:, None], torch.arange(span, device=query.device)
-    mask = (i <= j) & (j <= i + reach) & (key_documents[..., reach:, None] == key_documents[..., None, :])
+    mask = (i <= j) & (j <= i + reach) & (key_ids[..., reach:, None] == key_ids[..., None, :])
 
     output, _ = core(module, query, key_blocks(key), key_blocks(value), mask.flatten(0, 1).unsqueeze(1), **kwargs)
     return output.reshape(batch, -1, *output.shape[2:])[:, :length], None

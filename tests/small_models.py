@@ -5,8 +5,8 @@ from copy import deepcopy
 import torch
 from transformers import AutoModelForCausalLM
 
-from modeling_iha import IHAConfig, IHAForCausalLM, base_attention, collapse_first
-from modeling_iha.configuration_iha import ATTENTION_OPTIONS
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, collapse_first
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 # Every pairing of attention kind and layer type; takes a `sliding_window`.
@@ -17,7 +17,7 @@ HYBRID = {
 }
 
 # One layer of each attention kind.
-EVERY_KIND = {"attention_kinds": list(ATTENTION_OPTIONS), "num_hidden_layers": len(ATTENTION_OPTIONS)}
+EVERY_KIND = {"attention_kinds": list(ATTENTION_CLASSES), "num_hidden_layers": len(ATTENTION_CLASSES)}
 
 
 def small_config(**overrides) -> IHAConfig:
@@ -69,11 +69,18 @@ def random_ids(*shape, vocab_size=61, seed=1):
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def set_core(model, core):
+    """Sets the attention implementation. "sdpa" is the stock core on the virtual sequence, "collapse_first" the forms that
+    SDPA stands for on a CPU, at every length."""
+    model.set_attn_implementation("sdpa" if core == "collapse_first" else core)
+    model.base_model.attention_form = "base" if core == "collapse_first" else "virtual"
+
+
 def collapse_short_inputs_first(monkeypatch):
-    """From here on "collapse_first" does what it says however short the input, in several blocks."""
-    monkeypatch.setattr(base_attention, "MIN_KEYS", 0)
-    monkeypatch.setattr(collapse_first, "WHOLE", 10)
-    monkeypatch.setattr(collapse_first, "SEGMENT", 6)
+    """From here on "iha" layers on SDPA collapse first however short the input, in several blocks and segments."""
+    monkeypatch.setattr(IHAModel, "attention_form", "base")
+    monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", 10)
+    monkeypatch.setattr(collapse_first, "SEGMENT_KEYS", 6)
     monkeypatch.setattr(collapse_first, "MIN_BLOCK", 1)
     monkeypatch.setattr(collapse_first, "MAX_BLOCK", 3)
 

@@ -3,7 +3,7 @@ decoded with the mixing absorbed. The tests below that are imported run as in th
 
 import pytest
 import torch
-from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, small_config
+from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, set_core, small_config
 from test_generation import (  # noqa: F401
     assert_close,
     logits_in_chunks,
@@ -26,7 +26,8 @@ from test_reference import (  # noqa: F401
 )
 from transformers import StaticCache
 
-from modeling_iha import base_attention
+from modeling_iha import virtual_sequence
+from modeling_iha.collapse_first import collapse_first_attention
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +37,13 @@ def calls(monkeypatch):
     calls = []
 
     def spy(name):
-        function = getattr(base_attention, name)
+        function = getattr(virtual_sequence, name)
 
         def spied(query, key, *args):
             calls.append((name, query.shape[2], key.shape[2]))
             return function(query, key, *args)
 
-        monkeypatch.setattr(base_attention, name, spied)
+        monkeypatch.setattr(virtual_sequence, name, spied)
 
     spy("collapse_first_attention")
     spy("absorbed_attention")
@@ -56,7 +57,7 @@ COLLAPSE, ABSORB = "collapse_first_attention", "absorbed_attention"
 def test_the_default(calls):
     """A prompt, a chunk on the cache and a token, from base states; nothing but the core is named in a config.json."""
     model = random_model(small_config(num_hidden_layers=1))
-    assert model.config._attn_implementation == "collapse_first"
+    assert model.config._attn_implementation == "sdpa"
     logits_in_chunks(model, random_ids(1, 9), [5, 3, 1])
     assert calls == [(COLLAPSE, 5, 5), (COLLAPSE, 3, 8), (ABSORB, 1, 9)]
     assert "attn_implementation" not in model.config.to_json_string()
@@ -77,26 +78,9 @@ def test_where_it_is_sdpa(case, calls):
     overrides = dict(NOT_COLLAPSED[case])
     model = random_model(small_config(num_hidden_layers=1, **{k: v for k, v in overrides.items() if k != "core"}))
     if "core" in overrides:
-        model.set_attn_implementation(overrides["core"])
+        set_core(model, overrides["core"])
     logits_in_chunks(model, random_ids(1, 9), [5, 3, 1])
     assert not calls
-
-
-@torch.no_grad()
-def test_short_inputs_are_sdpa(calls, monkeypatch):
-    monkeypatch.setattr(base_attention, "MIN_KEYS", 16)
-    model = random_model(small_config(num_hidden_layers=1))
-    model(random_ids(1, 7))
-    assert not calls
-    model(random_ids(1, 8))
-    assert calls
-    # SDPA makes more of several threads.
-    calls.clear()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    model(random_ids(1, 31))
-    assert not calls
-    model(random_ids(1, 32))
-    assert calls
 
 
 @torch.no_grad()
@@ -114,8 +98,6 @@ def test_masks_that_are_not_of_documents_are_sdpa(calls):
 
 def test_packed_long_rows_build_no_dense_mask(monkeypatch):
     """Nor do padding, windows and chunks on a cache."""
-    from modeling_iha import virtual_sequence
-
     monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 0)
     for overrides in ({}, {"layer_types": "sliding_attention", "sliding_window": 3}):
         model = random_model(small_config(**overrides))
@@ -134,7 +116,7 @@ def test_bfloat16_weights_and_autocast(positions, calls):
 
     def error(core, dtype, autocast):
         model = random_model(config, dtype=dtype)
-        model.set_attn_implementation(core)
+        set_core(model, core)
         with torch.autocast("cpu", enabled=autocast):
             logits = logits_in_chunks(model, input_ids, [30, 8, 1, 1])
         return ((logits - expected).square().mean() / expected.square().mean()).sqrt()
@@ -149,7 +131,7 @@ def test_gradients_under_autocast():
     model = random_model(small_config(num_pseudo_heads=3))
     gradients = {}
     for core in ("collapse_first", "eager", None):
-        model.set_attn_implementation(core or "eager")
+        set_core(model, core or "eager")
         model.zero_grad()
         with torch.autocast("cpu", enabled=core is not None):
             model(random_ids(2, 40)).logits.float().square().mean().backward()
@@ -165,7 +147,7 @@ def test_only_base_states_are_kept_for_the_backward():
     hidden = torch.randn(1, 64, 32, requires_grad=True)
     tables = model.model.rotary_emb.tables(hidden, torch.arange(64)[None])
     with torch.autograd.graph.saved_tensors_hooks(lambda t: largest.append(t.numel()) or t, lambda t: t):
-        output, _ = attention(hidden, tables)
+        output, _ = attention(hidden, tables, attention_form=collapse_first_attention)
     output.sum().backward()
     assert max(largest) == hidden.numel()
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from small_models import random_ids, random_model, small_config
+from small_models import random_ids, random_model, set_core, small_config
 from test_generation import assert_close, uncached_logits
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig, StaticCache
@@ -72,7 +72,7 @@ def graphs():
 def test_forward(geometry, core):
     """Two graphs for all lengths: the second is for any length."""
     model = geometry_model(geometry)
-    model.set_attn_implementation(core)
+    set_core(model, core)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for length in (9, 7, 5, 12, 6):
         input_ids = random_ids(2, length)
@@ -163,7 +163,7 @@ class Logits(torch.nn.Module):
 def test_export(geometry, core):
     """One program for every length, with left padding."""
     model = geometry_model(geometry)
-    model.set_attn_implementation(core)
+    set_core(model, core)
     length = torch.export.Dim("length", min=2, max=128)
     program = torch.export.export(
         Logits(model),

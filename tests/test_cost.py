@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import collapse_short_inputs_first, random_ids, random_model, small_config
+from small_models import collapse_short_inputs_first, random_ids, random_model, set_core, small_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 
+from configuration_iha import PRESETS
 from modeling_iha import IHAConfig, IHAForCausalLM, collapse_first
-from modeling_iha.configuration_iha import PRESETS, flop_matched_window
+from modeling_iha.configuration_iha import flop_matched_window
 
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -143,7 +144,7 @@ def test_eager_products(variant, windows):
 def test_collapse_first_products(monkeypatch, window):
     """With one token to a block hardly a pair is computed that is not visible."""
     collapse_short_inputs_first(monkeypatch)
-    monkeypatch.setattr(collapse_first, "WHOLE", cost.WHOLE)
+    monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", cost.MAX_UNSEGMENTED_KEYS)
     monkeypatch.setattr(collapse_first, "MAX_BLOCK", 1)
     windows = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
     config, tokens = small_config(num_hidden_layers=1, **windows), 64
@@ -163,9 +164,9 @@ def test_collapse_first_products_in_segments(monkeypatch):
     model, ids = random_model(config), random_ids(1, tokens)
     counted, expected = {}, {}
     for segment in (4096, 128):
-        monkeypatch.setattr(collapse_first, "SEGMENT", segment)
-        monkeypatch.setattr(collapse_first, "WHOLE", segment)
-        monkeypatch.setattr(cost, "WHOLE", segment)
+        monkeypatch.setattr(collapse_first, "SEGMENT_KEYS", segment)
+        monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", segment)
+        monkeypatch.setattr(cost, "MAX_UNSEGMENTED_KEYS", segment)
         counted[segment] = multiply_adds(lambda: model(ids, use_cache=False).logits.sum().backward())
         expected[segment] = cost.model(config, tokens).training
     assert counted[128] - counted[4096] == pytest.approx(expected[128] - expected[4096], rel=0.1)
@@ -181,7 +182,7 @@ def test_decode_and_cache(monkeypatch, variant, windows, form):
     collapse_short_inputs_first(monkeypatch)
     config, tokens = small_config(**VARIANTS[variant], **windows), 11
     model = random_model(config)
-    model.set_attn_implementation(form)
+    set_core(model, form)
     expected, cache = cost.model(config, tokens, form), DynamicCache(config=config)
     with torch.no_grad():
         model(random_ids(1, tokens), past_key_values=cache)
@@ -197,7 +198,7 @@ def test_kept_for_the_backward(monkeypatch, kind, gated, form):
     collapse_short_inputs_first(monkeypatch)
     config, tokens = small_config(attention_kinds=kind, gated_mlp=gated, num_key_value_heads=4), 300
     model = random_model(config)
-    model.set_attn_implementation(form)
+    set_core(model, form)
     parameters, kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, {}
 
     def pack(tensor):

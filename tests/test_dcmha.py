@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from references.dcmha import dcmha_attention, group_gated_mlp
-from small_models import learn_one_batch, random_ids, random_model, reload, small_config
+from small_models import learn_one_batch, random_ids, random_model, reload, set_core, small_config
 from test_generation import assert_close, logits_in_chunks, uncached_logits
 from test_numerics import GRADIENTS, HALVES, LOGITS, loss_and_gradients
 from test_reference import (
@@ -74,8 +74,8 @@ def assert_attention_matches(
 ):
     """Output and gradients (input and every parameter) of the first layer's attention against the reference, at real tokens."""
     model = random_model(config, dtype=dtype)
-    model.set_attn_implementation(core)
-    options, num_groups = reference_layers(config)[0], config.options_of("dcmha")["num_groups"]
+    set_core(model, core)
+    options, num_groups = reference_layers(config)[0], config.options_of("dcmha").num_groups
     reference_inputs = reference_inputs or {}
 
     def reference(hidden_states, weights):
@@ -330,7 +330,7 @@ def test_options_that_cannot_work_are_refused(options, message):
 def test_cores_without_scores_are_refused(core, monkeypatch):
     fake_flash.install(monkeypatch)
     model = random_model(dcmha_config())
-    model.set_attn_implementation(core)
+    set_core(model, core)
     with (
         torch.compiler.set_stance("force_eager"),
         pytest.raises(ValueError, match=f"'dcmha' changes the scores.*{core}.*'sdpa' or 'eager'"),

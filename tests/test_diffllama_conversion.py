@@ -59,7 +59,7 @@ def test_a_wrong_layer_shows():
     source = tiny_source("diffllama")
     model = convert(source)
     assert_equal_logits(logits(model), logits(source))
-    first, second = (model.model.layers[i].self_attn.difference.lambda_k2 for i in (1, 2))
+    first, second = (model.model.layers[i].self_attn.lambda_k2 for i in (1, 2))
     first.data, second.data = second.data, first.data
     assert (logits(model) - logits(source)).abs().max() > 1e-2
 
@@ -165,7 +165,7 @@ def test_verification_accepts_it_and_rejects_the_control(converted, tmp_path, mo
 def test_verification_refuses_a_changed_conversion(converted, tmp_path, monkeypatch, capsys):
     changed = copy_directory(converted / "iha", tmp_path / "changed")
     weights = load_file(changed / "model.safetensors")
-    weights["model.layers.5.self_attn.difference.lambda_k2"] += 0.5
+    weights["model.layers.5.self_attn.lambda_k2"] += 0.5
     save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
     code, _, err = verify(converted, changed, monkeypatch, capsys)
     assert code == 1 and "does not compute what" in last_line(err)

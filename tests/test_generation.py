@@ -4,7 +4,7 @@ as they went."""
 import fake_flash
 import pytest
 import torch
-from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, small_config
+from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, set_core, small_config
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from configuration_iha import PRESETS
 from modeling_iha import (
     IHAConfig,
     IHAForCausalLM,
@@ -23,7 +24,6 @@ from modeling_iha import (
     IHAForTokenClassification,
     IHAModel,
 )
-from modeling_iha.configuration_iha import PRESETS
 
 
 _WINDOW_AND_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
@@ -122,7 +122,7 @@ def test_cached_equals_uncached_on_every_core(core, geometry):
     model = random_model(small_config(num_pseudo_heads=3, **GEOMETRIES[geometry]))
     input_ids = random_ids(2, LENGTH)
     expected = uncached_logits(model, input_ids)
-    model.set_attn_implementation(core)
+    set_core(model, core)
     assert_close(logits_in_chunks(model, input_ids, [5, 1, 1, 2, 1, 1]), expected)
 
 
@@ -212,7 +212,7 @@ def test_left_padded_batch_equals_each_row_alone(core, geometry, positions):
     skip_if_refused(geometry, core)
     config = small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})
     model = random_model(config)
-    model.set_attn_implementation(core)
+    set_core(model, core)
     rows = [random_ids(1, 3, seed=1), random_ids(1, 8, seed=2)]
     longest = max(row.shape[1] for row in rows)
     padded = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])

@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 import torch
+from small_models import set_core
 from transformers.utils import is_flash_attn_2_available
 
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -62,7 +63,7 @@ def build(geometry, core, dtype=torch.bfloat16):
         "tiny", **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, **GEOMETRIES[geometry]}
     )
     model = IHAForCausalLM(config).to(torch.bfloat16).to("cuda", dtype)
-    model.set_attn_implementation(core)
+    set_core(model, core)
     return model.train()
 
 

@@ -1,5 +1,6 @@
 """HyperAttention and 2-simplicial attention against the loops of `references/hyper.py`, and what the papers claim of them."""
 
+from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from references.hyper import HyperOptions, hyper_attention
 from references.hyper_feature import visible_keys
-from small_models import learn_one_batch, random_ids, random_model, reload, small_config
+from small_models import learn_one_batch, random_ids, random_model, reload, set_core, small_config
 from test_generation import GEOMETRIES, assert_close, uncached_logits
 from test_numerics import LOGITS
 from test_reference import (
@@ -24,7 +25,7 @@ from test_reference import (
 )
 from test_window_blocks import logits_and_gradients
 
-from modeling_iha import IHAConfig, IHAForCausalLM, attention_hyper, score_matrix, virtual_sequence
+from modeling_iha import IHAConfig, IHAForCausalLM, attention_hyper, score_matrix, tuple_attention, virtual_sequence
 from modeling_iha.attention_hyper import linear_step
 
 
@@ -46,15 +47,15 @@ def hyper_config(window=None, kind="hyper", **fields):
 def reference(model, hidden, weights, position_ids=None, **visibility):
     """The reference's output [B, N, D] of the first layer; `visibility` as in `visible_keys`, with a batch dimension."""
     config, (batch, length) = model.config, hidden.shape[:2]
-    options = config.options_of(config.attention_kinds[0])
+    options = {"order": 3, "sharing": False, **asdict(config.options_of(config.attention_kinds[0]))}
     kept = "all" if config.attention_kinds[0] == "simplicial" else "j > k" if options["strict_order"] else "j >= k"
     reference_options = HyperOptions(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         theta=config.rope_parameters["rope_theta"],
-        order=options.get("order", 3),
-        sharing=options.get("sharing", False),
+        order=options["order"],
+        sharing=options["sharing"],
         kept="all" if options.get("linear") else kept,
         linear=options.get("linear", False),
         norm_eps=config.rms_norm_eps,
@@ -128,7 +129,7 @@ def test_linear_form_matches_reference_in_other_dtypes(case):
 def small_blocks(request, monkeypatch):
     """Several blocks of queries, the last one short, or as few scores to a block as there can be."""
     for name, value in request.param.items():
-        monkeypatch.setattr(attention_hyper, name, value)
+        monkeypatch.setattr(attention_hyper if name == "CHUNK" else tuple_attention, name, value)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -165,7 +166,7 @@ def test_padding_and_packing_match_reference(case, windows, core):
     if windows is not None and case in LINEAR_CASES:
         pytest.skip("the linear form has no windows")
     model = random_model(hyper_config(windows and max(windows), windows=windows, **options))
-    model.set_attn_implementation(core)
+    set_core(model, core)
     weights = reference_weights(model.model.layers[0].self_attn)
 
     real = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
@@ -188,7 +189,7 @@ def test_padding_and_packing_match_reference(case, windows, core):
 def test_long_window_inputs_equal_a_dense_mask(kind, case, monkeypatch):
     """On SDPA a long input to a window layer has no mask matrix: blocks take the columns that their windows reach. Gradients included."""
     monkeypatch.setattr(virtual_sequence, "BLOCK", 8)
-    for module in (attention_hyper, score_matrix):
+    for module in (tuple_attention, score_matrix):
         monkeypatch.setattr(module, "BLOCK", 4)
     options = {} if kind == "hyper_feature" else {kind: {"windows": [3, 5]}}
     window = {"layer_types": "sliding_attention", "sliding_window": 5, "num_hidden_layers": 1}
@@ -200,7 +201,7 @@ def test_long_window_inputs_equal_a_dense_mask(kind, case, monkeypatch):
     if case == "packed":
         inputs["position_ids"] = torch.cat([torch.arange(13), torch.arange(17)]).expand(2, -1)
     masks = model.model.create_masks(torch.empty(2, 30, 0), inputs.get("attention_mask"), None, None)
-    assert masks["sliding_attention", 1].ndim == 2
+    assert masks["sliding_attention", 1].document_ids is not None
     actual, expected = (logits_and_gradients(model, core, **inputs) for core in ("sdpa", "eager"))
     for value, target in zip(actual, expected, strict=True):
         assert_close(value, target)
@@ -227,7 +228,7 @@ def scores_of(model, length):
 def test_windows_bound_the_scores(kind, monkeypatch):
     """O(N w1 w2), not O(N^3): a block of queries reaches w - 1 keys further back than it is long, and twice the length costs twice."""
     model = random_model(hyper_config(8, kind=kind, windows=[2, 8]))
-    monkeypatch.setattr(attention_hyper, "BLOCK", 4)
+    monkeypatch.setattr(tuple_attention, "BLOCK", 4)
     sizes = {length: scores_of(model, length) for length in (200, 400)}
     block = 4 * 4 * (4 + 1) * (4 + 7)  # heads, queries, columns of j and of k
     assert max(sizes[200]) == max(sizes[400]) == block
@@ -255,7 +256,7 @@ def test_no_scores_are_kept_for_the_backward(monkeypatch):
     """Not even those of one block, [1, 4, 4, 24, 24]; without blocks all of them are. The rest, such as logits, is far smaller."""
     model = random_model(hyper_config(num_hidden_layers=1))
     assert largest_saved_tensor(model, 24) >= 4 * 24 * 24 * 24
-    monkeypatch.setattr(attention_hyper, "BLOCK", 4)
+    monkeypatch.setattr(tuple_attention, "BLOCK", 4)
     assert largest_saved_tensor(model, 24) < 4 * 24 * 24
 
 
@@ -280,13 +281,12 @@ def test_linear_form_decodes_from_a_state_of_constant_size(case):
     """One token at a time, and in chunks: `linear_step` gives what the layer gives for the whole input."""
     attention = random_model(hyper_config(**LINEAR_CASES[case]), dtype=torch.float64).model.layers[0].self_attn
     generator = torch.Generator().manual_seed(0)
-    stack = attention.num_keys
+    stack = attention.tuple_size
     query = torch.randn(2, 4, 9, 8, generator=generator, dtype=torch.float64)
-    shape = (2, 4, 1 if attention.sharing else stack, 9, 8)
-    keys, values = (
-        torch.randn(shape, generator=generator, dtype=torch.float64).expand(2, 4, stack, 9, 8) for _ in "kv"
-    )
-    expected = attention.attend_linear(query, keys, values, None).transpose(1, 2)
+    shape = (2, 2 * (1 if attention.sharing else stack), 9, 8)
+    key_states, value_states = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in "kv")
+    expected = attention.attend(query, key_states, value_states, None)[0].transpose(1, 2)
+    keys, values = attention.split_keys(key_states), attention.split_keys(value_states)
     for chunks in ([1] * 9, [4, 1, 3, 1]):
         state, outputs = torch.zeros(2, 4, stack, 8, 8, dtype=torch.float64), []
         for n in torch.arange(9).split(chunks):

@@ -1,12 +1,13 @@
 """HyperFeatureAttention against the loops of `references/hyper_feature.py`, and what the paper claims of it."""
 
+from dataclasses import asdict
 from functools import partial
 
 import fake_flash
 import pytest
 import torch
 from references.hyper_feature import HyperFeatureOptions, hyper_feature_attention, visible_keys
-from small_models import learn_one_batch, random_ids, random_model, reload, small_config
+from small_models import learn_one_batch, random_ids, random_model, reload, set_core, small_config
 from test_generation import assert_close, uncached_logits
 from test_reference import (
     BF16_GRADIENT,
@@ -37,12 +38,13 @@ def hyper_feature_config(window=None, **fields):
 def reference(model, hidden, weights, position_ids=None, **visibility):
     """The reference's output [B, N, D] of the first layer; `visibility` as in `visible_keys`, with a batch dimension."""
     config, (batch, length) = model.config, hidden.shape[:2]
+    options = config.options_of("hyper_feature")
     options = HyperFeatureOptions(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         theta=config.rope_parameters["rope_theta"],
-        **{**config.options_of("hyper_feature"), "orders": config.hyper_feature_orders},
+        **{**asdict(options), "orders": options.of_heads(config.num_attention_heads)},
         norm_eps=config.rms_norm_eps,
     )
     if position_ids is None:
@@ -105,7 +107,7 @@ def test_blocks_match_reference(case, window, monkeypatch):
 @torch.no_grad()
 def test_padding_and_packing_match_reference(case, window, core):
     model = random_model(hyper_feature_config(window, **CASES[case]))
-    model.set_attn_implementation(core)
+    set_core(model, core)
     weights = reference_weights(model.model.layers[0].self_attn)
 
     real = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
@@ -133,7 +135,7 @@ def test_order_1_is_multi_head_attention(core):
     mha = random_model(small_config(attention_kinds="mha"))
     mha.load_state_dict(model.state_dict())
     for each in (model, mha):
-        each.set_attn_implementation(core)
+        set_core(each, core)
     input_ids = random_ids(2, 9)
     actual, expected = uncached_logits(model, input_ids), uncached_logits(mha, input_ids)
     assert_close(actual, expected, 1e-6)
@@ -229,7 +231,7 @@ def test_cores_that_build_no_scores_are_refused(core, monkeypatch):
     message = f"'hyper_feature' changes the scores.*{core}.*'sdpa' or 'eager'"
     config = hyper_feature_config()
     model = random_model(config)
-    model.set_attn_implementation(core)
+    set_core(model, core)
     with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match=message):
         model(random_ids(1, 5))
     with pytest.raises(ValueError, match=message):

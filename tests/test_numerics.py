@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import infer_auto_device_map, init_empty_weights
 from safetensors import safe_open
-from small_models import EVERY_KIND, HYBRID, random_ids, random_model, small_config
+from small_models import EVERY_KIND, HYBRID, random_ids, random_model, set_core, small_config
 from test_generation import assert_close, uncached_logits
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -53,7 +53,7 @@ def test_half_precision(kinds, dtype, core, how, monkeypatch):
     _, expected = loss_and_gradients(reference, input_ids)
 
     model = random_model(config, dtype=dtype) if how == "loaded" else random_model(config)
-    model.set_attn_implementation(core)
+    set_core(model, core)
     if how == "moved":
         model.to(dtype)
     with torch.autocast("cpu", dtype, enabled=how == "autocast"):

@@ -12,13 +12,14 @@ import torch
 from references.diff import diff_attention
 from references.iha import AttentionOptions, causal_lm, iha_attention, llama_inv_freq, mha_attention
 from references.talking_heads import talking_heads_attention
-from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, small_config
+from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, set_core, small_config
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM, attention_iha
+from modeling_iha.attention_iha import mix
 
 
 FP32 = 1e-4
@@ -130,14 +131,14 @@ def assert_layer_matches(model, reference, tolerance, gradient_tolerance=None, r
     assert_gradients_match(actual_gradients, expected_gradients, gradient_tolerance or tolerance)
 
 
-def assert_attention_matches(config, tolerance, gradient_tolerance=None, dtype=torch.float32):
+def assert_attention_matches(config, tolerance, gradient_tolerance=None, dtype=torch.float32, seed=0):
     """As `assert_layer_matches`, for the kinds of `reference_attentions`."""
     attention, options = reference_attentions(config)[0], reference_layers(config)[0]
 
     def reference(hidden_states, weights):
         return attention(hidden_states, weights, options)
 
-    model = random_model(config, dtype=dtype)
+    model = random_model(config, dtype=dtype, seed=seed)
     assert_layer_matches(model, reference, tolerance, gradient_tolerance, input_ids=random_ids(2, 9))
 
 
@@ -337,7 +338,7 @@ def test_cores_agree(cpu_cores, core, positions, length):
     """Global and window layers of both kinds, where the window (5 tokens) begins to bind."""
     config = small_config(**HYBRID, sliding_window=5, num_pseudo_heads=3, pseudo_positions=positions)
     model = random_model(config)
-    model.set_attn_implementation(core)
+    set_core(model, core)
     input_ids = random_ids(2, length)
     expected, _ = reference_logits(model, input_ids)
     with torch.no_grad():
@@ -356,7 +357,7 @@ def test_cores_agree(cpu_cores, core, positions, length):
 )
 def test_core_gradients_agree(cpu_cores, core):
     model = random_model(small_config(**HYBRID, sliding_window=3))
-    model.set_attn_implementation(core)
+    set_core(model, core)
     input_ids = random_ids(2, 7)
     expected, weights = reference_logits(model, input_ids)
     actual_gradients = gradients(model(input_ids).logits, dict(model.named_parameters()))
@@ -367,7 +368,7 @@ def test_core_gradients_agree(cpu_cores, core):
 def test_left_padding(cpu_cores, core):
     """A left-padded batch against the reference, which drops padding from the keys by name."""
     model = random_model(small_config(**HYBRID, sliding_window=3, num_pseudo_heads=3))
-    model.set_attn_implementation(core)
+    set_core(model, core)
     real = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
     inputs = {"input_ids": random_ids(2, 8), "position_ids": (real.cumsum(-1) - 1).clamp_min(0)}
     expected, _ = reference_logits(model, **inputs, padding_mask=real)
@@ -382,7 +383,7 @@ def test_packed_documents_stay_separate(cpu_cores, core, positions):
     """Padding-free packing by position_ids that restart: each document as if it were alone."""
     config = small_config(**HYBRID, sliding_window=3, num_pseudo_heads=3, pseudo_positions=positions)
     model = random_model(config)
-    model.set_attn_implementation(core)
+    set_core(model, core)
     lengths = [5, 1, 4]
     documents = random_ids(1, sum(lengths)).split(lengths, dim=1)
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -437,15 +438,14 @@ def recording_core():
     del ALL_ATTENTION_FUNCTIONS._global_mapping["recording"]
 
 
-def test_interleaving_is_a_view(recording_core):
+def test_interleaving_is_a_view(recording_core, monkeypatch):
     """The core is handed the memory that the mixing wrote: one virtual sequence of N * P tokens, head by head."""
     model = random_model(small_config(num_hidden_layers=1, num_pseudo_heads=3))
     model.set_attn_implementation("recording")
-    mixed = {}
-    attention = model.model.layers[0].self_attn
-    attention.v_mix.register_forward_hook(lambda module, args, output: mixed.update(value=output))
+    mixed = []
+    monkeypatch.setattr(attention_iha, "mix", lambda *args: mixed.append(mix(*args)) or mixed[-1])
     model(random_ids(2, 5))
-    value, virtual = recording_core["value"], mixed["value"]
+    value, virtual = recording_core["value"], mixed[-1]
     assert value.shape == (2, 2, 5 * 3, 8)
     assert value.data_ptr() == virtual.data_ptr()
     assert value.untyped_storage().data_ptr() == virtual.untyped_storage().data_ptr()

@@ -4,7 +4,16 @@ attention, blocks of queries, and the cores that are refused."""
 import fake_flash
 import pytest
 import torch
-from small_models import learn_one_batch, left_padding, packing, random_ids, random_model, reload, small_config
+from small_models import (
+    learn_one_batch,
+    left_padding,
+    packing,
+    random_ids,
+    random_model,
+    reload,
+    set_core,
+    small_config,
+)
 from test_generation import assert_close, logits_in_chunks, uncached_logits
 from test_reference import (
     BF16_GRADIENT,
@@ -67,7 +76,7 @@ def test_model_matches_reference(core, geometry, block, inputs, monkeypatch):
     monkeypatch.setattr(score_matrix, "BLOCK", block)
     monkeypatch.setattr(virtual_sequence, "BLOCK", block)
     model = random_model(talking_config(geometry))
-    model.set_attn_implementation(core)
+    set_core(model, core)
     input_ids, real = random_ids(2, 11), torch.ones(2, 11, dtype=torch.bool)
     arguments, reference = {}, {}
     if inputs == "padded":
@@ -92,7 +101,7 @@ def test_model_matches_reference(core, geometry, block, inputs, monkeypatch):
 def test_cached_equals_uncached(core, geometry, chunks, block, monkeypatch):
     """Also where a chunk on top of a cache is cut into blocks of queries; from a dynamic and a static cache."""
     model = random_model(talking_config(geometry))
-    model.set_attn_implementation(core)
+    set_core(model, core)
     input_ids = random_ids(2, 11)
     expected = uncached_logits(model, input_ids)
     monkeypatch.setattr(score_matrix, "BLOCK", block)
@@ -113,7 +122,7 @@ def test_a_new_layer_is_multi_head_attention(core, heads):
     model = IHAForCausalLM(IHAConfig(attention_kinds="talking_heads", **fields)).eval()
     missing, unexpected = model.load_state_dict(llama.state_dict(), strict=False)
     assert not unexpected and {name.split(".")[-2] for name in missing} == {"score_mix", "weight_mix"}
-    model.set_attn_implementation(core)
+    set_core(model, core)
     input_ids = random_ids(2, 9)
     logits, expected = model(input_ids).logits, llama(input_ids).logits
     assert_close(logits, expected)
@@ -160,7 +169,7 @@ def test_cores_without_a_score_matrix_are_refused(core, monkeypatch):
         f"'talking_heads' changes the scores, which attn_implementation='{core}' never builds: use 'sdpa' or 'eager'"
     )
     model = random_model(config)
-    model.set_attn_implementation(core)
+    set_core(model, core)
     with pytest.raises(ValueError, match=message), torch.compiler.set_stance("force_eager"):
         model(random_ids(1, 5))
     with pytest.raises(ValueError, match=message):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from small_models import HYBRID, random_ids, random_model, small_config
+from small_models import HYBRID, random_ids, random_model, set_core, small_config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_iha import attention_mha, virtual_sequence, window_blocks
-from modeling_iha.virtual_sequence import create_masks
+from modeling_iha.virtual_sequence import MaskInputs, MaskKey, create_masks
 from modeling_iha.window_blocks import window_attention
 
 
@@ -25,9 +25,9 @@ def blocks(monkeypatch):
     """Blocks of 8 queries, so that short inputs have several; gives the lengths that went through them."""
     lengths = []
 
-    def counted(core, module, query, *args, **kwargs):
+    def counted(core, document_ids, module, query, *args, **kwargs):
         lengths.append(query.shape[2])
-        return window_attention(core, module, query, *args, **kwargs)
+        return window_attention(core, document_ids, module, query, *args, **kwargs)
 
     monkeypatch.setattr(window_blocks, "BLOCK", 8)
     monkeypatch.setattr(virtual_sequence, "BLOCK", 8)
@@ -63,7 +63,9 @@ def test_blocks_equal_single_queries(length, window, monkeypatch):
     module = torch.nn.Module()
     module.num_key_value_groups = 2
     weight = torch.randn(2, length, 4, 6, generator=generator, dtype=torch.float64)
-    output, _ = window_attention(sdpa_attention_forward, module, query, key, value, documents, window, scaling=6**-0.5)
+    output, _ = window_attention(
+        sdpa_attention_forward, documents, module, query, key, value, None, window, scaling=6**-0.5
+    )
     expected = naive(query, key, value, documents, window)
     torch.testing.assert_close(output, expected)
     gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
@@ -72,7 +74,7 @@ def test_blocks_equal_single_queries(length, window, monkeypatch):
 
 
 def logits_and_gradients(model, core, **inputs):
-    model.set_attn_implementation(core)
+    set_core(model, core)
     model.zero_grad()
     logits = model(**inputs).logits
     real = inputs.get("attention_mask", torch.ones(logits.shape[:2]))[..., None]
@@ -103,7 +105,7 @@ def test_a_mask_long_enough_for_tokens_to_come(blocks):
     mask[0, :13] = 0
     logits = {}
     for core in ("eager", "sdpa"):
-        model.set_attn_implementation(core)
+        set_core(model, core)
         with torch.no_grad():
             logits[core] = (
                 model(random_ids(2, LENGTH), attention_mask=mask, use_cache=True).logits * mask[:, :LENGTH, None]
@@ -120,7 +122,7 @@ def test_generation_after_a_long_prompt(name, cache, blocks):
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     model.set_attn_implementation("eager")
     expected = model.generate(**inputs, **settings)
-    model.set_attn_implementation("sdpa")
+    set_core(model, "sdpa")
     assert torch.equal(model.generate(**inputs, **settings, cache_implementation=cache), expected)
     # The prompt went through in blocks, once for each window layer (a "diff" layer calls its core twice); single tokens do not.
     assert set(blocks) <= {LENGTH, LENGTH * model.config.num_pseudo_heads}
@@ -146,7 +148,7 @@ def test_no_dense_mask_for_a_long_input():
     """64k tokens of four pseudo-heads: a dense mask would take 64 GiB."""
     config = small_config(layer_types="sliding_attention", sliding_window=512)
     config._attn_implementation = "sdpa"
-    length, geometry = 65536, ("sliding_attention", 4)
-    positions = torch.arange(length)[None]
-    mask = create_masks(config, [geometry], torch.empty(1, length, 0), None, None, positions)[geometry]
-    assert mask.shape == (1, length)
+    length, key = 65536, MaskKey("sliding_attention", 4)
+    inputs = MaskInputs(config, torch.empty(1, length, 0), position_ids=torch.arange(length)[None])
+    mask = create_masks(inputs, [key])[key]
+    assert mask.attention_mask is None and mask.document_ids.shape == (1, length)

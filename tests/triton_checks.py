@@ -4,12 +4,12 @@ Triton's interpreter, in a process of its own: Triton is told which when it is i
 import pytest
 import torch
 import triton
-from small_models import HYBRID, random_ids, random_model, small_config
+from small_models import HYBRID, random_ids, random_model, set_core, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-from modeling_iha import triton_kernels
-from modeling_iha.triton_kernels import fused_attention, mix_rotate
+from kernels import fused_triton as triton_kernels
+from kernels.fused_triton import fused_attention, mix_rotate
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -298,7 +298,7 @@ def test_model_on_fused_triton(overrides):
     mask[0, :2] = 0
     for core in ("eager", "fused_triton"):
         model = random_model(small_config(**overrides)).to(DEVICE)
-        model.set_attn_implementation(core)
+        set_core(model, core)
         logits = model(input_ids, attention_mask=mask).logits * mask[..., None]
         logits.square().sum().backward()
         chunks, cache = [], None

@@ -28,10 +28,10 @@ def diff_attention(
     document_ids: Tensor | None = None,
     layer_idx: int = 0,
 ) -> Tensor:
-    """One layer, `[B, N, D]`; arguments as in `iha_attention`, with difference.lambda_{q1,k1,q2,k2} `[d]` and the layer's index l - 1."""
+    """One layer, `[B, N, D]`; arguments as in `iha_attention`, with lambda_{q1,k1,q2,k2} `[d]` and the layer's index l - 1."""
     pairs, groups, width = options.num_heads // 2, options.num_kv_heads, options.head_dim
     lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
-    q1, k1, q2, k2 = (weights[f"difference.lambda_{name}"] for name in ("q1", "k1", "q2", "k2"))
+    q1, k1, q2, k2 = (weights[f"lambda_{name}"] for name in ("q1", "k1", "q2", "k2"))
     lambda_full = torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + lambda_init
 
     def attend(queries, keys, values):

@@ -1,3 +1,5 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels of Interleaved Head Attention (IHA, Algorithm 1), forward and backward: the virtual tokens in one
 pass (steps 2 and 3), and the whole attention (steps 2 to 5) without virtual queries, keys or values in global memory.
 
@@ -14,6 +16,8 @@ from __future__ import annotations
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from modeling_iha.collapse_first import IHAWeights
 
 
 try:
@@ -490,14 +494,10 @@ def fused_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    alpha_q: torch.Tensor,
-    alpha_k: torch.Tensor,
-    alpha_v: torch.Tensor,
-    collapse: torch.Tensor,
-    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    weights: IHAWeights,
     scaling: float,
     window: int | None = None,
-    documents: torch.Tensor | None = None,
+    document_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Collapsed heads [batch, N, H, head_dim] of causal attention over the virtual tokens (IHA, Algorithm 1, steps 2
     to 5, per-head collapse), in the dtype of v. Virtual queries, keys and values are made from the base states tile by
@@ -511,18 +511,19 @@ def fused_attention(
         q: [batch, H, N, head_dim], rotated to n * P, or to n for shared positions; head_dim is even.
         k, v: [batch, G, N, head_dim], where G divides H. Head h reads group h // (H / G). The dtype of v, float32, float16
             or bfloat16, is that of the tensor-core products: autocast leaves what was rotated in float32.
-        alpha_q: [H, H, P]. alpha_k, alpha_v: [G, G, P]. collapse: [H, P]. Any floating dtype of Triton.
-        rotation: cosine and sine of R_p, each [P, head_dim / 2], which get no gradients; `None` for shared positions.
+        weights: with the collapse [H, P], in any floating dtype of Triton; the rotation's tables get no gradients.
         scaling: factor of the scores.
         window: W in tokens, or `None`: virtual query v sees the virtual keys v - W * P < u <= v.
-        documents: integers [batch or 1, N], equal where tokens may see each other (padding is one of them), or `None`.
+        document_ids: integers [batch or 1, N], equal where tokens may see each other (padding is one of them), or `None`.
 
     Raises:
         ImportError: without Triton.
         ValueError: for another dtype or shape, a window below 1, a CPU tensor outside Triton's interpreter, or
             bfloat16 in it.
     """
+    alpha_q, alpha_k, alpha_v, collapse, rotation = weights
     cos, sin = rotation if rotation is not None else (None, None)
+    documents = document_ids
     q, k = q.to(v.dtype), k.to(v.dtype)
     (batch, heads, length, head_dim), groups, num_pseudo_heads = q.shape, k.shape[1], alpha_q.shape[-1]
     table = (num_pseudo_heads, head_dim // 2)

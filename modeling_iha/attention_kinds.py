@@ -1,0 +1,24 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The attention mechanisms: one import and one line each. A checkpoint ships the lines of its own mechanisms only."""
+
+from .attention_dcmha import DynamicallyComposableAttention
+from .attention_diff import DifferentialAttention
+from .attention_hyper import HyperAttention
+from .attention_hyper_feature import HyperFeatureAttention
+from .attention_iha import InterleavedHeadAttention
+from .attention_mha import MultiHeadAttention
+from .attention_simplicial import SimplicialAttention
+from .attention_talking_heads import TalkingHeadsAttention
+
+
+ATTENTION_CLASSES = {
+    "mha": MultiHeadAttention,
+    "iha": InterleavedHeadAttention,
+    "talking_heads": TalkingHeadsAttention,
+    "diff": DifferentialAttention,
+    "hyper_feature": HyperFeatureAttention,
+    "hyper": HyperAttention,
+    "simplicial": SimplicialAttention,
+    "dcmha": DynamicallyComposableAttention,
+}

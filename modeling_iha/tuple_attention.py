@@ -1,0 +1,175 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Base of the kinds that attend from a token to tuples of tokens: "hyper" and "simplicial"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import repeat_kv
+
+from .attention_options import is_whole, option
+from .score_matrix import (
+    MASKED,
+    ScoreMatrixAttention,
+    block_bias,
+    block_columns,
+    join,
+    query_blocks,
+    query_offset,
+    recomputed,
+)
+
+
+if TYPE_CHECKING:
+    from .configuration_iha import IHAConfig
+
+# Queries to a block at most, and scores to a block: 64 MiB of float32, kept for one block at a time.
+BLOCK = 32
+MAX_SCORES = 2**24
+
+
+def windows_option():
+    """A field for the windows of j and k."""
+    return option(
+        None,
+        "a list of two numbers of tokens, at least 1, or null",
+        lambda value: value is None or (isinstance(value, list) and len(value) == 2 and all(map(is_whole, value))),
+    )
+
+
+def block_size(size: int, scores: int) -> int:
+    """Queries to a block: `size`, or as few as keep to MAX_SCORES where each query has so many scores."""
+    return max(1, min(size, MAX_SCORES // max(1, scores)))
+
+
+def nearest(bias: torch.Tensor, window: int | None) -> torch.Tensor:
+    """The additive mask [..., rows, columns], with all but the last `window` visible columns of each row hidden."""
+    if window is None:
+        return bias
+    rank = (bias > MASKED).flip(-1).cumsum(-1).flip(-1)
+    return bias.masked_fill(rank > window, torch.finfo(bias.dtype).min)
+
+
+def validate_windows(config: IHAConfig, kind: str) -> None:
+    """Raises a ValueError for `windows` of a kind that do not fit its layers."""
+    windows, sliding = config.options_of(kind).windows, config.sliding_layers(kind)
+    if windows and not (all(sliding) and max(windows) == config.sliding_window):
+        raise ValueError(
+            f"attention_options[{kind!r}] has windows={windows}; its layers must be 'sliding_attention', with "
+            f"sliding_window={max(windows)}, the larger of the two."
+        )
+
+
+class TupleAttention(ScoreMatrixAttention):
+    """Attention whose keys and values are tuples of tokens.
+
+    With `sharing` the tokens of a tuple share one key and one value, and the parameters are Llama's; without, `k_proj` and
+    `v_proj` stack the heads of all `tuple_size` keys and values, and so does the cache.
+    """
+
+    def __init__(self, config: IHAConfig, layer_idx: int, tuple_size: int, sharing: bool):
+        super().__init__(config, layer_idx)
+        self.tuple_size, self.sharing = tuple_size, sharing
+        self.caches_like_llama = sharing
+        if not sharing:
+            stacked = tuple_size * config.num_key_value_heads * self.head_dim
+            self.k_proj = nn.Linear(config.hidden_size, stacked, bias=config.attention_bias)
+            self.v_proj = nn.Linear(config.hidden_size, stacked, bias=config.attention_bias)
+
+    def split_keys(self, states: torch.Tensor) -> torch.Tensor:
+        """Stacked heads [batch, tuple_size * G, N, head_dim] as one per query head, [batch, H, tuple_size, N, head_dim]."""
+        stack = [states] * self.tuple_size if self.sharing else states.chunk(self.tuple_size, dim=1)
+        return torch.stack([repeat_kv(heads, self.num_key_value_groups) for heads in stack], dim=2)
+
+
+class PairAttention(TupleAttention):
+    """A softmax over pairs (j, k): S[i, j, k] = sum_c q[i, c] k1[j, c] k2[k, c] / sqrt(head_dim), and the output
+    sum_jk A[i, j, k] v1[j] * v2[k].
+
+    `windows` [w1, w2] let j and k reach back w1 and w2 tokens, the current one included; by default both span the layer's
+    `sliding_window`. Scores exist for a block of queries at a time, O(w1 w2) for each, and are recomputed in the backward;
+    inside `torch.compile` for all queries at once.
+
+    The papers leave positions open: RoPE rotates the query and every key as in the other kinds. A product of three vectors
+    is not invariant under a common rotation, as a dot product is, so scores depend on positions, not only on distances.
+
+    The attention weights that are returned are the shares of j, summed over k, [batch, H, N, keys].
+    """
+
+    def __init__(self, config: IHAConfig, layer_idx: int, sharing: bool, windows: list[int] | None):
+        super().__init__(config, layer_idx, tuple_size=2, sharing=sharing)
+        self.windows = windows or [self.sliding_window] * 2
+
+    def is_pair(self, j: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """Which pairs of positions j and k, which broadcast, are attended to."""
+        raise NotImplementedError
+
+    def attend_block(
+        self,
+        query: torch.Tensor,
+        keys: tuple[torch.Tensor, torch.Tensor],
+        values: tuple[torch.Tensor, torch.Tensor],
+        biases: tuple[torch.Tensor, torch.Tensor],
+        pairs: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [batch, rows, H, head_dim] and weights of j [batch, H, rows, columns of j] of a block of queries
+        [batch, H, rows, head_dim].
+
+        Args:
+            keys, values: two each, [batch, H, columns of j, head_dim] and [batch, H, columns of k, head_dim].
+            biases: additive masks, [batch or 1, 1 or H, rows, columns of j] and [..., columns of k].
+            pairs: bool [columns of j, columns of k], True for a pair to attend to.
+        """
+        (key1, key2), (value1, value2) = keys, values
+        bias = biases[0].unsqueeze(-1) + biases[1].unsqueeze(-2)
+        bias = bias.clamp_min(torch.finfo(bias.dtype).min).masked_fill(~pairs, torch.finfo(bias.dtype).min)
+
+        query_key1 = query.unsqueeze(3) * key1.unsqueeze(2)  # [batch, H, rows, columns of j, head_dim]
+        scores = torch.matmul(query_key1, key2.unsqueeze(2).transpose(-1, -2)) * self.scaling
+        weights = torch.softmax((scores.float() + bias).flatten(-2), dim=-1).view(scores.shape)
+        # A query without any pair, such as padding, has weights all the same.
+        weights = weights.masked_fill(bias <= MASKED, 0).to(query.dtype)
+        weights = torch.nn.functional.dropout(weights, p=self.attention_dropout, training=self.training)
+        output = (torch.matmul(weights, value2.unsqueeze(2)) * value1.unsqueeze(2)).sum(dim=3)
+        return output.transpose(1, 2), weights.sum(dim=-1)
+
+    def attend(
+        self,
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        document_ids: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.check_core()
+        keys, values = self.split_keys(key_states), self.split_keys(value_states)
+        (batch, heads, length, head_dim), num_keys = query_states.shape, key_states.shape[2]
+        offset = query_offset(length, num_keys)
+        reach = [num_keys if window is None else min(num_keys, window + BLOCK) for window in self.windows]
+        scores = batch * heads * reach[0] * max(reach[1], head_dim)
+        blocks = query_blocks(query_states, block_size(BLOCK, scores))
+
+        outputs, weights = [], []
+        for rows in blocks:
+            columns = [block_columns(attention_mask, rows, offset, window, num_keys) for window in self.windows]
+            biases = []
+            for span, window in zip(columns, self.windows):
+                bias = block_bias(attention_mask, document_ids, rows, span, offset, None, query_states.device)
+                biases.append(nearest(bias, window))
+            j, k = (torch.arange(span.start, span.stop, device=query_states.device) for span in columns)
+            arguments = (
+                query_states[:, :, rows],
+                tuple(keys[:, :, a, span] for a, span in enumerate(columns)),
+                tuple(values[:, :, a, span] for a, span in enumerate(columns)),
+                tuple(biases),
+                self.is_pair(j[:, None], k),
+            )
+            output, block_weights = recomputed(self.attend_block, len(blocks), *arguments)
+            outputs.append(output)
+            if self.config._attn_implementation == "eager":
+                weights.append(block_weights)
+        return join(outputs, dim=1), join(weights, dim=2) if weights else None
