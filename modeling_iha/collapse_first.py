@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 # The scores of a block of one head are read and written five times, so they should stay in a core's cache.
 BLOCK_BYTES = 4 * 2**20
-MIN_BLOCK, MAX_BLOCK = 4, 32
+MIN_BLOCK, MAX_BLOCK = 4, 64
 # Tokens that are mixed at a time.
 MIXED_TOKENS = 512
 # The backward holds the gradients of this many virtual keys at a time: all of a short sequence, which spares a pass,
@@ -111,6 +111,19 @@ def mix_backward(
     grad_alpha += torch.matmul(base.flatten(2), grads.transpose(1, 2)).sum(dim=0).view(grad_alpha.shape)
 
 
+def share_lanes(batch: int, heads: int) -> tuple[int, int, float]:
+    """How the threads share the lanes, heads of rows of the batch: (rows, heads) that are computed at a time, in as few
+    rounds as possible, and the share of the threads' time that they fill."""
+    threads = torch.get_num_threads()
+
+    def rounds(rows: int) -> int:
+        return math.ceil(batch / rows) * math.ceil(heads / min(heads, threads // rows))
+
+    # Heads before rows: the heads of a row are mixed from the same states.
+    rows = min(range(1, min(batch, threads) + 1), key=rounds)
+    return rows, min(heads, threads // rows), batch * heads / (rounds(rows) * threads)
+
+
 class Tile(NamedTuple):
     """A block of queries and the keys that any of them sees."""
 
@@ -131,10 +144,7 @@ class Problem:
         self.dtype = torch.promote_types(query.dtype, torch.float32)
         self.document_ids = None if document_ids is None else document_ids.expand(self.batch, -1)
         self.bands = {}
-        # Heads before rows of the batch: the heads of a row are mixed from the same states.
-        threads = torch.get_num_threads()
-        self.heads_in_work = min(self.heads, threads)
-        self.rows_in_work = min(self.batch, max(1, threads // self.heads))
+        self.rows_in_work, self.heads_in_work, _ = share_lanes(self.batch, self.heads)
 
     def lanes_in_work(self) -> Iterator[tuple[slice, slice]]:
         """Yields (rows of the batch, heads)."""
