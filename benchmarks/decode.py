@@ -18,6 +18,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from modeling_iha.attention_iha import collapse, interleave, mix
+
 
 BETTER = "better pseudo cache"
 # Of the norm of the output. In bfloat16 each form rounds at another place.
@@ -44,8 +46,8 @@ def one_token(step: Callable, hidden_states: torch.Tensor, cache: Cache) -> Call
 
 def layer_forms(tokens: int, virtual: int, dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
     """The forms, each a decoding step that returns the layer's output [1, 1, 512]."""
-    absorbed = Attention("collapse_first", dtype, num_pseudo_heads=virtual)
-    remixing = Attention("sdpa", dtype, num_pseudo_heads=virtual)
+    absorbed = Attention("base", dtype, num_pseudo_heads=virtual)
+    remixing = Attention("virtual", dtype, num_pseudo_heads=virtual)
     remixing.load_state_dict(absorbed.state_dict())
     layer = absorbed.model.layers[0].self_attn
     keys, values = torch.randn(2, 1, 8, tokens, 64, dtype=dtype)
@@ -54,8 +56,9 @@ def layer_forms(tokens: int, virtual: int, dtype: torch.dtype) -> dict[str, Call
 
     def expand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rotation = tables["pseudo_head"]
-        query, key = layer.expand(layer.q_mix, query, rotation), layer.expand(layer.k_mix, key, rotation)
-        return tuple(layer.interleave(states) for states in (query, key, layer.v_mix(value)))
+        query = layer.rotate_pseudo_heads(mix(query, layer.q_mix.weight), rotation)
+        key = layer.rotate_pseudo_heads(mix(key, layer.k_mix.weight), rotation)
+        return tuple(interleave(states) for states in (query, key, mix(value, layer.v_mix.weight)))
 
     hidden = torch.full((virtual, virtual), -torch.inf, dtype=dtype).triu(1)
     mask = torch.cat((torch.zeros(virtual, tokens * virtual, dtype=dtype), hidden), dim=1)[None, None]
@@ -65,7 +68,7 @@ def layer_forms(tokens: int, virtual: int, dtype: torch.dtype) -> dict[str, Call
             query, key, value = expand(*layer.project(hidden_states, tables, None))
             key, value = pseudo_cache.update(key, value, 0)
             output, _ = core(layer, query, key, value, mask, scaling=layer.scaling)
-            return layer.o_proj(layer.collapse(output).reshape(1, 1, -1))
+            return layer.o_proj(collapse(output, layer.collapse.weight, virtual).reshape(1, 1, -1))
 
         return step
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel  # noqa: E402
-from modeling_iha.collapse_first import collapse_first_attention  # noqa: E402
+from modeling_iha.collapse_first import IHAWeights, collapse_first_attention  # noqa: E402
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -34,13 +34,15 @@ PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.fi
 
 
 class Attention(torch.nn.Module):
-    """The attention modules of a model, width 512, 8 heads and one layer unless `overrides` of its config say otherwise."""
+    """The attention modules of a model, width 512, 8 heads and one layer unless `overrides` of its config say otherwise;
+    `form` as in `IHAModel.attention_form`."""
 
-    def __init__(self, core: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
+    def __init__(self, form: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
         super().__init__()
         sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
         config = IHAConfig.from_preset("tiny", **{**sizes, "num_hidden_layers": 1, **overrides})
-        self.model = IHAModel._from_config(config, attn_implementation=core, dtype=dtype).eval()
+        self.model = IHAModel._from_config(config, dtype=dtype).eval()
+        self.model.attention_form = form
 
     def leaves(self) -> list[torch.nn.Parameter]:
         return [parameter for layer in self.model.layers for parameter in layer.self_attn.parameters()]
@@ -48,7 +50,7 @@ class Attention(torch.nn.Module):
     def attend(
         self, states: torch.Tensor, past_key_values: Cache | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The attention of every layer, one after the other, for hidden states [1, N, 512] like `states`, with masks and
+        """The attention of every layer, one after the other, for hidden states [batch, N, 512] like `states`, with masks and
         rotary tables at hand."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         positions = torch.arange(past, past + states.shape[1])[None]
@@ -57,29 +59,33 @@ class Attention(torch.nn.Module):
 
         def run(hidden_states: torch.Tensor) -> torch.Tensor:
             for layer in self.model.layers:
-                mask = masks[layer.geometry]
-                hidden_states, _ = layer.self_attn(
-                    hidden_states, tables, mask, past_key_values, position_ids=positions
-                )
+                mask = masks[layer.mask_key]._asdict()
+                arguments = {"past_key_values": past_key_values, "position_ids": positions, **mask}
+                hidden_states, _ = layer.self_attn(hidden_states, tables, **arguments)
             return hidden_states
 
         return run
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[1, N, 512], masks and rotary tables included."""
+        """[batch, N, 512], masks and rotary tables included."""
         return self.attend(hidden_states)(hidden_states)
 
     def from_base(self) -> Callable[..., torch.Tensor]:
-        """What an "iha" layer does by default between RoPE and its output projection: mixing, attention and collapse of
+        """Collapse-first attention of the layer, from RoPE to its output projection: mixing, attention and collapse of
         queries, keys and values [1, 8, N, 64]."""
+        layer = self.model.layers[0].self_attn
         rotation = self.model.rotary_emb.tables(torch.empty(0), torch.zeros(1, 1))["pseudo_head"]
-        attend_base = self.model.layers[0].self_attn.attend_base
-        return lambda query, key, value: attend_base(collapse_first_attention, query, key, value, None, rotation)
+        weights = IHAWeights(*(part.weight for part in self.mixing(layer)), rotation)
+        options = (weights, layer.scaling, layer.sliding_window)
+        return lambda query, key, value: collapse_first_attention(query, key, value, *options)
 
     def mechanism(self) -> list[torch.nn.Parameter]:
         """The parameters of `from_base`."""
-        layer = self.model.layers[0].self_attn
-        return [p for module in (layer.q_mix, layer.k_mix, layer.v_mix, layer.collapse) for p in module.parameters()]
+        return [part.weight for part in self.mixing(self.model.layers[0].self_attn)]
+
+    @staticmethod
+    def mixing(layer: torch.nn.Module) -> list[torch.nn.Module]:
+        return [getattr(layer, name) for name in layer.mixing_modules]
 
 
 def causal_lm(config: IHAConfig) -> IHAForCausalLM:
@@ -223,7 +229,8 @@ def write(
             axes.loglog(*zip(*sorted(points)), marker="o", label=line)
         axes.set(xlabel=x.replace("_", " "), ylabel=label)
         axes.legend(fontsize="small")
-    figure.suptitle(f"{name}: {processor()}, one thread", fontsize="small")
+    threads = setting.get("threads", torch.get_num_threads())
+    figure.suptitle(f"{name}: {processor()}, threads: {threads}", fontsize="small")
     figure.tight_layout()
     with whole(out / f"{name}.png") as path:
         figure.savefig(path, dpi=100, format="png")

@@ -1,5 +1,5 @@
-"""Peak memory and time of a forward and backward of one attention module: "mha", "iha" as the model runs it by
-default, and "iha" unchunked, on SDPA over the virtual sequence. Width 512, 8 heads, fp32. Peaks are of processes of
+"""Peak memory and time of a forward and backward of one attention module: "mha", "iha" collapsed first,
+and "iha" unchunked, on SDPA over the virtual sequence. Width 512, 8 heads, fp32. Peaks are of processes of
 their own, times of other runs.
 
 example: python benchmarks/training_memory.py --tokens 1024 2048 4096
@@ -12,13 +12,17 @@ from cost import attention
 from harness import Attention, arguments, extra_bytes, medians, ratios, report, training, write
 
 
-# kind and core
-FORMS = {"mha": ("mha", "sdpa"), "iha": ("iha", "collapse_first"), "unchunked iha": ("iha", "sdpa")}
+# Kind, `attention_form`, and the form's name in the cost model.
+FORMS = {
+    "mha": ("mha", None, "sdpa"),
+    "iha": ("iha", "base", "collapse_first"),
+    "unchunked iha": ("iha", "virtual", "sdpa"),
+}
 
 
 def prepare(form: str, tokens: int, pseudo_heads: int) -> Callable[[], None]:
-    kind, core = FORMS[form]
-    module = Attention(core, attention_kinds=kind, num_pseudo_heads=pseudo_heads)
+    kind, attention_form, _ = FORMS[form]
+    module = Attention(attention_form, attention_kinds=kind, num_pseudo_heads=pseudo_heads)
     return training(module, [torch.randn(1, tokens, 512)], module.leaves())
 
 
@@ -27,7 +31,10 @@ def measure(tokens: int, pseudo_heads: int, repeats: int) -> dict:
     extra = {form: extra_bytes(prepare, (form, tokens, pseudo_heads), (form, *small)) for form in FORMS}
     seconds = medians({form: prepare(form, tokens, pseudo_heads) for form in FORMS}, repeats)
     config = Attention(num_pseudo_heads=pseudo_heads).model.config
-    costs = {form: attention(config, kind, "full_attention", tokens, core) for form, (kind, core) in FORMS.items()}
+    costs = {
+        form: attention(config, kind, "full_attention", tokens, cost_form)
+        for form, (kind, _, cost_form) in FORMS.items()
+    }
 
     def all_ratios(memory: dict, time: dict) -> dict:
         memory = {f"memory: {name}": ratio for name, ratio in ratios(memory, "mha").items()}

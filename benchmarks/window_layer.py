@@ -24,9 +24,9 @@ FORMS = (*LAYERS, "attention", "bare SDPA, dense mask")
 
 
 def window_attention(form: str, pseudo_heads: int, window: int) -> Attention:
-    core = "collapse_first" if form in ("layer", "attention") else "sdpa"
+    attention_form = "base" if form in ("layer", "attention") else "virtual"
     sizes = {"num_pseudo_heads": pseudo_heads, "layer_types": "sliding_attention", "sliding_window": window}
-    return Attention(core, **sizes)
+    return Attention(attention_form, **sizes)
 
 
 def dense_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
@@ -43,8 +43,8 @@ def prepare(form: str, tokens: int, pseudo_heads: int, window: int) -> Callable[
         return inference(module.from_base(), *torch.randn(3, 1, 8, tokens, 64))
     run = inference(module, torch.randn(1, tokens, 512))
     if form == "layer, dense mask":
-        # Without the documents that blocks go by, the model builds the mask that any core of Transformers gets.
-        run = mock.patch.object(virtual_sequence, "_documents", lambda *_: None)(run)
+        # The mask that any core of Transformers gets.
+        run = mock.patch.object(virtual_sequence, "_mask_free", lambda *_: None)(run)
     return run
 
 

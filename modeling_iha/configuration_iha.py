@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of the IHA model: Llama's, plus the attention mechanism of each layer."""
 
+import os
+import re
 from difflib import get_close_matches
 from math import inf
 from pathlib import Path
@@ -15,6 +17,7 @@ require_version("transformers>=5.17,<6")
 
 from huggingface_hub.dataclasses import strict  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
+from transformers.dynamic_module_utils import get_relative_import_files  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 from transformers.models.llama.configuration_llama import LlamaConfig  # noqa: E402
 
@@ -72,6 +75,26 @@ def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
             "Use fewer pseudo-heads, a longer context, or set sliding_window yourself."
         )
     return window
+
+
+def remove_unused_code(directory: str | os.PathLike, kinds: list[str]) -> None:
+    """Removes from a saved checkpoint the code of all attention kinds but `kinds`: their lines in attention_kinds.py, and
+    the files that nothing imports any more."""
+    directory = Path(directory)
+    registry = directory / "attention_kinds.py"
+    if not registry.is_file() or registry.samefile(Path(__file__).with_name(registry.name)):
+        return
+
+    def imported() -> set[str]:
+        roots = [directory / name for name in ("configuration_iha.py", "modeling_iha.py")]
+        return {file for root in roots if root.is_file() for file in get_relative_import_files(root)}
+
+    before, lines = imported(), registry.read_text(encoding="utf-8").splitlines(keepends=True)
+    unused = {cls.__name__ for kind, cls in ATTENTION_CLASSES.items() if kind not in kinds}
+    kept = [line for line in lines if not unused & set(re.findall(r"\w+", line))]
+    registry.write_text("".join(kept), encoding="utf-8")
+    for file in before - imported():
+        Path(file).unlink()
 
 
 def _expand_pattern(field: str, pattern: str | list[str], num_layers: int, allowed: tuple[str, ...]) -> list[str]:
@@ -307,6 +330,12 @@ class IHAConfig(LlamaConfig):
                 f"This config.json names no {', '.join(missing)}: it is damaged or incomplete; copy it again, or add them."
             )
         return super().from_dict(config_dict, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs):
+        """As in Transformers, for a model too, whose weights it precedes and whose code it follows: a stranger reads the
+        code before trusting it, so a checkpoint ships that of its own mechanisms only."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        remove_unused_code(save_directory, self.attention_kinds)
 
     def to_dict(self) -> dict:
         # Saving after a load from the Hub would else keep entries that point back at the repository of origin, and a

@@ -20,7 +20,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
 from .absorbed_decode import absorbed_attention
-from .collapse_first import collapse_first_attention
+from .collapse_first import collapse_first_attention, share_lanes
 from .window_blocks import BLOCK
 
 
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 # The largest dense mask that is built for an interleaved sequence; on "sdpa" a row of N * P = 65536 virtual tokens
 # takes it.
 MAX_MASK_BYTES = 4 * 2**30
-# Hides a pair in an additive mask of the dtype.
-MASKED = {dtype: torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+# Hides a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where float64's lowest number
+# is -inf, and a row of nothing else NaN.
+MASKED = {dtype: torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+MASKED[torch.float64] = MASKED[torch.float32]
 
 
 class MaskKey(NamedTuple):
@@ -113,12 +115,12 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> Callable | N
     """The form in which "iha" layers compute steps 2 to 5 of IHA, Algorithm 1: the one place where it is decided.
 
     `None` is the algorithm as written on the core of `attn_implementation`. Under "sdpa" on a CPU two functions compute
-    the same from the base states: `absorbed_attention` for one new token, and `collapse_first_attention`, where it is
-    faster than SDPA or saves memory (figures in benchmarks/results). `num_keys` tokens are seen, cached ones included.
+    the same from the base states: `absorbed_attention` for one new token, and `collapse_first_attention` for more, where
+    it is faster than SDPA or saves memory. `num_keys` tokens are seen, cached ones included.
     """
     config, length = inputs.config, inputs.inputs_embeds.shape[1]
-    wanted = inputs.attention_form
-    if key.num_pseudo_heads == 1 or wanted == "virtual" or config._attn_implementation != "sdpa":
+    wanted, virtual = inputs.attention_form, key.num_pseudo_heads
+    if virtual == 1 or wanted == "virtual" or config._attn_implementation != "sdpa":
         return None
     if config.pseudo_collapse != "per_head" or config.attention_dropout > 0.0:
         return None
@@ -128,13 +130,25 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> Callable | N
         return None
     if length == 1:
         return absorbed_attention
-    if wanted == "base" or num_keys * key.num_pseudo_heads >= MIN_COLLAPSE_FIRST_KEYS:
+    if wanted == "base" or _collapse_first_wins(inputs, key, num_keys):
         return collapse_first_attention
     return None
 
 
-# From this many virtual keys on collapse-first is faster than SDPA.
-MIN_COLLAPSE_FIRST_KEYS = 512
+def _collapse_first_wins(inputs: MaskInputs, key: MaskKey, num_keys: int) -> bool:
+    """Whether collapse-first attention is faster than SDPA, as measured with one and two threads on two CPU cores
+    (benchmarks/default_form.py), or is chosen for its memory: beyond MAX_UNSEGMENTED_KEYS virtual keys a training step
+    takes up to 1.2 times SDPA's time and, at P = 8, a sixth of the memory."""
+    config, virtual = inputs.config, key.num_pseudo_heads
+    # Threads share heads and rows of the batch. SDPA also shares blocks of queries: it wins where threads would idle.
+    if share_lanes(len(inputs.inputs_embeds), config.num_attention_heads)[-1] < 0.8:
+        return False
+    # Blocks of queries are longer than a short window.
+    if key.is_sliding and config.sliding_window < 64:
+        return False
+    if torch.is_grad_enabled():
+        return virtual >= 4 and num_keys * virtual >= 2048
+    return num_keys * virtual >= (1024 if virtual >= 4 else 2048)
 
 
 def _mask_free(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> LayerMask | None:
@@ -194,7 +208,10 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
         if inputs.position_ids is not None:
             arguments["position_ids"] = virtual_positions(inputs.position_ids, virtual)
     create_mask = create_sliding_window_causal_mask if key.is_sliding else create_causal_mask
-    return create_mask(**arguments, layer_idx=layer_idx)
+    mask = create_mask(**arguments, layer_idx=layer_idx)
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:
+        mask = mask.clamp_min(MASKED[torch.float64])
+    return mask
 
 
 def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor:
