@@ -10,6 +10,7 @@ import torch
 from small_models import set_core
 from transformers.utils import is_flash_attn_2_available
 
+from kernels.fused_triton import fused_attention
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -63,7 +64,9 @@ def build(geometry, core, dtype=torch.bfloat16):
         "tiny", **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, **GEOMETRIES[geometry]}
     )
     model = IHAForCausalLM(config).to(torch.bfloat16).to("cuda", dtype)
-    set_core(model, core)
+    set_core(model, "sdpa" if core == "fused_triton" else core)
+    if core == "fused_triton":
+        model.model.attention_form = fused_attention
     return model.train()
 
 

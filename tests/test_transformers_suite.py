@@ -115,12 +115,6 @@ class CommonTests:
     def setUp(self):
         self.model_tester = IHAModelTester(self)
 
-    def test_sdpa_can_dispatch_non_composite_models(self):
-        """Expected difference: what nobody chose is "collapse_first", SDPA with faster forms of it for "iha" layers on a CPU."""
-        for core in (None, "sdpa", "eager"):
-            model = IHAModel._from_config(self.model_tester.get_config(), attn_implementation=core)
-            self.assertEqual(model.config._attn_implementation, core or "collapse_first")
-
     def test_attention_outputs(self):
         """Expected differences: an "iha" layer attends, and returns weights, between virtual tokens; weights that "dcmha" composed need
         not sum to 1."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from modeling_iha import triton_kernels
+from kernels import fused_triton as triton_kernels
+from modeling_iha.collapse_first import IHAWeights
 
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +42,7 @@ def test_kernels_match_their_definition():
 
 def test_package_without_triton():
     code = (
-        "import sys; sys.modules['triton'] = None; import torch; from modeling_iha.triton_kernels import mix_rotate; "
+        "import sys; sys.modules['triton'] = None; import torch; from kernels.fused_triton import mix_rotate; "
         "mix_rotate(torch.zeros(1, 2, 3, 4), torch.zeros(2, 2, 2))"
     )
     error = run("-c", code).stderr
@@ -84,7 +85,9 @@ def test_kernels_compile_for_hopper(dtype, pseudo, head_dim, length, options, mo
     rotation = (table, table) if "rotation" in options else None
     documents = meta(2, length, dtype=torch.int32) if "documents" in options else None
     triton_kernels.mix_rotate(q, mixing[0], rotation).sum().backward()
-    triton_kernels.fused_attention(q, k, v, *mixing, rotation, 0.1, options.get("window"), documents).sum().backward()
+    triton_kernels.fused_attention(
+        q, k, v, IHAWeights(*mixing, rotation), 0.1, options.get("window"), documents
+    ).sum().backward()
 
     assert sorted(compiled) == sorted(names)
     for name, kernel in compiled.items():

@@ -10,6 +10,8 @@ from triton.runtime import interpreter
 
 from kernels import fused_triton as triton_kernels
 from kernels.fused_triton import fused_attention, mix_rotate
+from modeling_iha.attention_iha import mix
+from modeling_iha.collapse_first import IHAWeights
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,12 +145,18 @@ def attention_inputs(batch=1, heads=2, groups=2, pseudo=2, length=19, head_dim=8
     }
 
 
+def fused(q, k, v, alpha_q, alpha_k, alpha_v, collapse, rotation, scaling, window, documents):
+    return fused_attention(
+        q, k, v, IHAWeights(alpha_q, alpha_k, alpha_v, collapse, rotation), scaling, window, documents
+    )
+
+
 def compare_attention(dtype=torch.float32, rotated=True, window=None, documents=None, **sizes):
     inputs = attention_inputs(**sizes)
     pseudo, head_dim = inputs["collapse"].shape[1], inputs["q"].shape[-1]
     rotation = rotation_tables(pseudo, head_dim) if rotated else None
     options = {"rotation": rotation, "scaling": 0.4 * head_dim**-0.5, "window": window, "documents": documents}
-    compare(fused_attention, plain_attention, inputs, dtype, **options)
+    compare(fused, plain_attention, inputs, dtype, **options)
 
 
 @pytest.mark.parametrize(
@@ -278,10 +286,12 @@ def test_layer(small_tiles, pseudo_positions):
     with torch.no_grad():
         expected, _ = layer(hidden_states, tables)
         states = layer.project(hidden_states, tables, None)
-        weights = [part.weight for part in (layer.q_mix, layer.k_mix, layer.v_mix, layer.collapse)]
-        heads = fused_attention(*states, *weights, tables.get("pseudo_head"), layer.scaling)
+        weights = IHAWeights(
+            *(getattr(layer, name).weight for name in layer.mixing_modules), tables.get("pseudo_head")
+        )
+        heads = fused_attention(*states, weights, layer.scaling)
         assert_same(layer.o_proj(heads.flatten(2)), expected.double().cpu(), torch.float32, "layer")
-        mixed = layer.expand(layer.q_mix, states[0], tables.get("pseudo_head"))
+        mixed = layer.rotate_pseudo_heads(mix(states[0], weights.q_mix), weights.rotation)
         rotated = mix_rotate(states[0], layer.q_mix.weight, tables.get("pseudo_head"))
         assert_same(rotated, mixed.double().cpu(), torch.float32, "virtual queries")
 
@@ -290,15 +300,17 @@ def test_layer(small_tiles, pseudo_positions):
     "overrides", [HYBRID | {"sliding_window": 3}, {"num_pseudo_heads": 3, "pseudo_positions": "shared"}], ids=str
 )
 def test_model_on_fused_triton(overrides):
-    """attn_implementation="fused_triton" against eager: logits and gradients with left padding, then a chunk and a token on the cache
-    (whose virtual tokens are made by `mix_rotate` and not at all)."""
+    """The model on the fused kernels against eager: logits and gradients with left padding, then a chunk and a token on
+    the cache."""
     results = {}
     input_ids = random_ids(2, 9).to(DEVICE)
     mask = torch.ones(2, 9, dtype=torch.long, device=DEVICE)
     mask[0, :2] = 0
     for core in ("eager", "fused_triton"):
         model = random_model(small_config(**overrides)).to(DEVICE)
-        set_core(model, core)
+        set_core(model, "eager" if core == "eager" else "sdpa")
+        if core == "fused_triton":
+            model.model.attention_form = fused_attention
         logits = model(input_ids, attention_mask=mask).logits * mask[..., None]
         logits.square().sum().backward()
         chunks, cache = [], None
