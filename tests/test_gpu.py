@@ -10,7 +10,7 @@ import torch
 from small_models import set_core
 from transformers.utils import is_flash_attn_2_available
 
-from kernels.fused_triton import fused_attention
+from gpu_kernels.fused_triton import fused_attention
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import fused_triton as triton_kernels
+from gpu_kernels import fused_triton as triton_kernels
 from modeling_iha.collapse_first import IHAWeights
 
 
@@ -42,7 +42,7 @@ def test_kernels_match_their_definition():
 
 def test_package_without_triton():
     code = (
-        "import sys; sys.modules['triton'] = None; import torch; from kernels.fused_triton import mix_rotate; "
+        "import sys; sys.modules['triton'] = None; import torch; from gpu_kernels.fused_triton import mix_rotate; "
         "mix_rotate(torch.zeros(1, 2, 3, 4), torch.zeros(2, 2, 2))"
     )
     error = run("-c", code).stderr

@@ -8,8 +8,8 @@ from small_models import HYBRID, random_ids, random_model, set_core, small_confi
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
-from kernels import fused_triton as triton_kernels
-from kernels.fused_triton import fused_attention, mix_rotate
+from gpu_kernels import fused_triton as triton_kernels
+from gpu_kernels.fused_triton import fused_attention, mix_rotate
 from modeling_iha.attention_iha import mix
 from modeling_iha.collapse_first import IHAWeights
 
