@@ -72,9 +72,9 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a temporary sibling of `path` to write to; it becomes `path` on success and is removed on any exception and Ctrl-C.
 
-    `path` holds its old content or all of the new, never a part. The directories above it are made.
+    `path` holds its old content or all of the new, never a part. The directories above it are made; a symbolic link stays one.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -87,10 +87,11 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
     """Raises `UserError`, before the work, when `whole_file` could not write `path` after it, and, unless it may `replace` it,
     when there is a file of that name."""
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.realpath(path))
     try:
-        if path.is_dir():
-            raise UserError(f"{path} is a directory: expected the name of a file to write.")
+        if path.exists() and not path.is_file():
+            what = "a directory" if path.is_dir() else "no regular file"
+            raise UserError(f"{path} is {what}: expected the name of a file to write.")
         if path.exists() and not replace:
             raise UserError(f"{path} exists: remove it or choose another name.")
         directory = next(parent for parent in path.parents if parent.exists())

@@ -412,7 +412,12 @@ def test_parents_made_for_a_refused_source_go_again(tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [(".", "is a directory"), ("file/x", "cannot be written: Not a directory"), ("a" * 252, "File name too long")],
+    [
+        (".", "is a directory"),
+        ("file/x", "cannot be written: Not a directory"),
+        ("a" * 252, "File name too long"),
+        ("/dev/null", "is no regular file"),
+    ],
 )
 def test_figures_that_cannot_be_written(path, words, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("mine")
@@ -431,6 +436,13 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         temporary.write_text("half")
         1 / 0
     assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("figures.json", "new")]
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with whole_file(tmp_path / "link") as temporary:
+        temporary.write_text("figures")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "figures"
 
 
 # Other runs, and signals
