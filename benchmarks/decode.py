@@ -5,20 +5,26 @@ base keys and values; and caches that hold the virtual keys and values themselve
 cache, SDPA") and by two products and a float32 softmax ("pseudo cache, eager"). All start from the same tokens, and
 their outputs are compared. A cached token's bytes are those of Llama's cache times the ratio given.
 
-example: python benchmarks/decode.py --tokens 512 2048 8192 --pseudo-heads 2 4
+example: python -m benchmarks.decode --tokens 512 2048 8192 --pseudo-heads 2 4
 """
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from cost import attention
-from harness import Attention, arguments, medians, ratios, report, write
 from transformers import LlamaConfig, LlamaModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from modeling_iha.attention_iha import collapse, interleave, mix
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import attention
+from benchmarks.harness import Attention, arguments, medians, ratios, report, write
 
 
 BETTER = "better pseudo cache"

@@ -1,21 +1,26 @@
 """Greedy decoding by a Llama checkpoint converted to IHA with P = 2 in every layer, against its source; fp32, after a
 prompt of random tokens. Both must choose the same tokens.
 
-example: python benchmarks/decode_model.py --tokens 512 --new-tokens 24
+example: python -m benchmarks.decode_model --tokens 512 --new-tokens 24
 """
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from cost import attention
-from harness import arguments, medians, ratios, report, write
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from conversion_scripts.checkpoint_io import load_model, run_cli
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import attention
+from benchmarks.harness import arguments, medians, ratios, report, write
+from command_io import run_cli
+from conversion_scripts.checkpoint_io import load_model, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert
-from demo import smollm2_gguf
 
 
 PSEUDO_HEADS = 2

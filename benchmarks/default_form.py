@@ -2,15 +2,21 @@
 (forward and backward) and one token after N cached ones, of one attention module with the same weights. Width 512, 8
 heads, fp32, no padding; with one thread and with all.
 
-example: python benchmarks/default_form.py --tokens 512 2048 --pseudo-heads 2 4 8 --batch 1 4
+example: python -m benchmarks.default_form --tokens 512 2048 --pseudo-heads 2 4 8 --batch 1 4
 """
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from decode import cache_of, one_token
-from harness import Attention, arguments, inference, medians, report, training, write
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.decode import cache_of, one_token
+from benchmarks.harness import Attention, arguments, inference, medians, report, training, write
 
 
 WINDOW = {"layer_types": "sliding_attention"}

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,12 +19,9 @@ import transformers
 from matplotlib.figure import Figure
 from transformers.cache_utils import Cache
 
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel  # noqa: E402
-from modeling_iha.collapse_first import IHAWeights, collapse_first_attention  # noqa: E402
+from command_io import whole_file
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
+from modeling_iha.collapse_first import IHAWeights, collapse_first_attention
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -179,18 +175,6 @@ def report(row: dict) -> None:
     print(f"{setting}: {measured}", flush=True)
 
 
-@contextmanager
-def whole(path: Path):
-    """A path to write to that becomes `path` once all is written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"unfinished-{path.name}")
-    try:
-        yield unfinished
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def processor() -> str:
     names = (
         line.partition(":")[2].strip()
@@ -212,7 +196,7 @@ def write(
         setting: what all rows have in common; command, machine and versions are added.
     """
     environment = {
-        "command": f"python {' '.join(sys.argv)}",
+        "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
         "machine": processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -232,8 +216,8 @@ def write(
     threads = setting.get("threads", torch.get_num_threads())
     figure.suptitle(f"{name}: {processor()}, threads: {threads}", fontsize="small")
     figure.tight_layout()
-    with whole(out / f"{name}.png") as path:
+    with whole_file(out / f"{name}.png") as path:
         figure.savefig(path, dpi=100, format="png")
-    with whole(out / f"{name}.json") as path:
+    with whole_file(out / f"{name}.json") as path:
         path.write_text(json.dumps({**environment, **setting, "rows": rows}, indent=1) + "\n")
     print(f"Wrote {out / name}.json and .png", flush=True)

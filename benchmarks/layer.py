@@ -4,12 +4,19 @@ Forms: "bare SDPA" on random queries, keys and values of the N * P virtual token
 queries, keys and values: mixing, attention and collapse; "layer", the whole of it with projections and RoPE; "mha
 layer", Llama's.
 
-example: python benchmarks/layer.py --tokens 512 2048 --pseudo-heads 4 8
+example: python -m benchmarks.layer --tokens 512 2048 --pseudo-heads 4 8
 """
 
+import sys
+from pathlib import Path
+
 import torch
-from cost import attention, linear, score_products
-from harness import Attention, arguments, inference, medians, ratios, report, training, write
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import attention, linear, score_products
+from benchmarks.harness import Attention, arguments, inference, medians, ratios, report, training, write
 
 
 def bare_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,21 @@ whole model of two layers, width 512, 8 heads of 64 and a gated FFN of 2048, one
 DCMHA's paper gives 74.5 to 89.2% of the baseline's training speed and 81 to 95% of its inference speed on TPUs, at widths of 1024 to 4096, where
 the attention is a smaller part of the model (DCMHA, Section 4.4).
 
-example: python benchmarks/mechanisms.py --tokens 256 1024
+example: python -m benchmarks.mechanisms --tokens 256 1024
 """
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from cost import model
-from harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, report, write
 from transformers import DynamicCache
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import model
+from benchmarks.harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, report, write
 from modeling_iha import IHAConfig
 
 

@@ -2,15 +2,20 @@
 four sliding "iha" layers and a global "mha" layer, the same with sliding "mha" layers, and five global "mha" layers.
 The window stays the same at every length.
 
-example: python benchmarks/prefill.py --tokens 4096 8192 16384 32768 65536
+example: python -m benchmarks.prefill --tokens 4096 8192 16384 32768 65536
 """
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from cost import head, model
-from harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, report, write
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import head, model
+from benchmarks.harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, report, write
 from modeling_iha import IHAConfig
 
 

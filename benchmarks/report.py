@@ -4,15 +4,20 @@ files beside it.
 A JSON file holds rows; a row holds its setting, and by name "seconds", "extra_bytes" where they were measured,
 "ratios" and the same ratios as "predicted" by the cost model, if it knows them.
 
-example: python benchmarks/report.py
+example: python -m benchmarks.report
 """
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import RESULTS, whole
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.harness import RESULTS
+from command_io import whole_file
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def main() -> None:
     if missing := [name for name in names if not (args.out / f"{name}.json").exists()]:
         parser.error(f"{args.out} lacks {', '.join(missing)}: run these benchmarks first, or `make bench`.")
     results = {name: json.loads((args.out / f"{name}.json").read_text()) for name in names}
-    with whole(args.out / "README.md") as path:
+    with whole_file(args.out / "README.md") as path:
         path.write_text(render(results), encoding="utf-8")
     print(f"Wrote {args.out / 'README.md'}")
 

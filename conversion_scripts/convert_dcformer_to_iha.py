@@ -14,21 +14,19 @@ import torch
 from transformers import PreTrainedConfig
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.checkpoint_io import (  # noqa: E402
-    UserError,
+from command_io import UserError, new_directory, run_cli
+from conversion_scripts.checkpoint_io import (
     check_finite,
     load_config_dict,
     load_generation_config,
     load_tokenizer,
     load_weights,
-    new_directory,
-    run_cli,
 )
-from conversion_scripts.convert_llama_to_iha import check_sizes, new_config, write_checkpoint  # noqa: E402
-from model_cards.render import source_name  # noqa: E402
-from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
+from conversion_scripts.convert_llama_to_iha import check_sizes, new_config, write_checkpoint
+from model_cards.render import source_name
+from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 # Field of a DCFormer's config -> IHA's.
@@ -267,7 +265,7 @@ def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Convert a released DCFormer checkpoint, with equal logits.",
-        epilog="example: python conversion_scripts/convert_dcformer_to_iha.py Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
+        epilog="example: python -m conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
     )
     parser.add_argument("src", help="source checkpoint: a directory or a Hub id")
     parser.add_argument("dst", help="new directory for the converted checkpoint")

@@ -11,25 +11,19 @@ from pathlib import Path
 from transformers import DiffLlamaForCausalLM, PreTrainedConfig
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.checkpoint_io import (  # noqa: E402
-    UserError,
-    load_config,
-    load_model,
-    load_tokenizer,
-    new_directory,
-    run_cli,
-)
-from conversion_scripts.convert_llama_to_iha import (  # noqa: E402
+from command_io import UserError, new_directory, run_cli
+from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
+from conversion_scripts.convert_llama_to_iha import (
     SHARED_FIELDS,
     build,
     check_fields,
     new_config,
     write_checkpoint,
 )
-from model_cards.render import source_name  # noqa: E402
-from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
+from model_cards.render import source_name
+from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 # The one difference in names: DiffLlama's comes first.
@@ -64,7 +58,7 @@ def convert(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description='Convert a DiffLlama checkpoint to a model of "diff" layers, losslessly.',
-        epilog="example: python conversion_scripts/convert_diffllama_to_iha.py kajuma/DiffLlama-0.3B-handcut diff-iha",
+        epilog="example: python -m conversion_scripts.convert_diffllama_to_iha kajuma/DiffLlama-0.3B-handcut diff-iha",
     )
     parser.add_argument("src", help="DiffLlama checkpoint: a directory or a Hub id")
     parser.add_argument("dst", help="new directory for the converted checkpoint")

@@ -7,13 +7,13 @@ from pathlib import Path
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.checkpoint_io import UserError, run_cli  # noqa: E402
-from conversion_scripts.convert_diffllama_to_iha import LAMBDA_NAMES  # noqa: E402
-from conversion_scripts.convert_iha_to_llama import write_stock_checkpoint  # noqa: E402
-from conversion_scripts.convert_llama_to_iha import SHARED_FIELDS, build, new_config  # noqa: E402
-from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
+from command_io import UserError, run_cli
+from conversion_scripts.convert_diffllama_to_iha import LAMBDA_NAMES
+from conversion_scripts.convert_iha_to_llama import write_stock_checkpoint
+from conversion_scripts.convert_llama_to_iha import SHARED_FIELDS, build, new_config
+from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 # What every DiffLlama is.
@@ -47,7 +47,7 @@ def convert_back(model: IHAForCausalLM) -> DiffLlamaForCausalLM:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description='Convert a model of "diff" layers to a DiffLlama checkpoint, losslessly.',
-        epilog="example: python conversion_scripts/convert_iha_to_diffllama.py diff-iha diffllama-again",
+        epilog="example: python -m conversion_scripts.convert_iha_to_diffllama diff-iha diffllama-again",
     )
     parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")
     parser.add_argument("dst", help="new directory for the DiffLlama checkpoint")

@@ -13,10 +13,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.checkpoint_io import UserError, load_model, load_tokenizer, new_directory, run_cli  # noqa: E402
-from conversion_scripts.convert_llama_to_iha import (  # noqa: E402
+from command_io import UserError, new_directory, run_cli
+from conversion_scripts.checkpoint_io import load_model, load_tokenizer
+from conversion_scripts.convert_llama_to_iha import (
     ARCHITECTURES,
     SHARED_FIELDS,
     Architecture,
@@ -26,7 +27,7 @@ from conversion_scripts.convert_llama_to_iha import (  # noqa: E402
     new_config,
     window_per_layer,
 )
-from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
+from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 # Rounding of a sum over the pseudo-heads, for offsets that were not drawn exact in binary.
@@ -121,7 +122,7 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Convert an IHA checkpoint whose layers still compute a multi-head attention to a stock architecture.",
-        epilog="example: python conversion_scripts/convert_iha_to_llama.py smollm2-iha smollm2-again",
+        epilog="example: python -m conversion_scripts.convert_iha_to_llama smollm2-iha smollm2-again",
     )
     parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")
     parser.add_argument("dst", help="new directory for the stock checkpoint")

@@ -30,20 +30,13 @@ from transformers import (
 from transformers.activations import ACT2FN
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.checkpoint_io import (  # noqa: E402
-    UserError,
-    load_config,
-    load_model,
-    load_tokenizer,
-    new_directory,
-    one_line,
-    run_cli,
-)
-from model_cards.render import render_card, source_license, source_name  # noqa: E402
-from modeling_iha import IHAConfig, IHAForCausalLM  # noqa: E402
-from modeling_iha.attention_dcmha import CompositionWeights  # noqa: E402
+from command_io import UserError, new_directory, one_line, run_cli
+from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
+from model_cards.render import render_card, source_license, source_name
+from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.attention_dcmha import CompositionWeights
 
 
 @dataclass(frozen=True)
@@ -414,7 +407,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Convert a Llama, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to Interleaved Head Attention, talking heads or "
         "DCMHA, losslessly.",
-        epilog="example: python conversion_scripts/convert_llama_to_iha.py HuggingFaceTB/SmolLM2-135M-Instruct "
+        epilog="example: python -m conversion_scripts.convert_llama_to_iha HuggingFaceTB/SmolLM2-135M-Instruct "
         "smollm2-iha --num-pseudo-heads 2",
     )
     parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")

@@ -11,10 +11,11 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.check_remote_code import check_remote_code  # noqa: E402
-from conversion_scripts.checkpoint_io import UserError, load_in_clean_process, one_line, run_cli  # noqa: E402
+from command_io import UserError, one_line, run_cli
+from conversion_scripts.check_remote_code import check_remote_code
+from conversion_scripts.checkpoint_io import load_in_clean_process
 
 
 # Weights and code are found by what they are, see `files_to_upload`; every other file must be on this list.
@@ -107,7 +108,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Publish a saved model directory on the Hugging Face Hub, after proving that it loads in a process without "
         "this package. Log in first: hf auth login.",
-        epilog="example: python conversion_scripts/push_to_hub.py smollm2-iha me/smollm2-iha --private --dry-run",
+        epilog="example: python -m conversion_scripts.push_to_hub smollm2-iha me/smollm2-iha --private --dry-run",
     )
     parser.add_argument("dir", type=Path, help="saved model directory")
     parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")

@@ -3,7 +3,7 @@
 The server looks the class of a checkpoint up among the names of `transformers` itself, whatever `--trust-remote-code` says, so the
 command alone cannot find one that is not part of the library. It runs the installed package, not the code in the checkpoint.
 
-example: python conversion_scripts/serve.py smollm2-iha --port 8000
+example: python -m conversion_scripts.serve smollm2-iha --port 8000
 """
 
 import errno
@@ -18,10 +18,10 @@ from transformers.cli.serve import Serve
 from transformers.utils.import_utils import is_serve_available
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.checkpoint_io import UserError, one_line, run_cli  # noqa: E402
-from modeling_iha import IHAForCausalLM  # noqa: E402
+from command_io import UserError, one_line, run_cli
+from modeling_iha import IHAForCausalLM
 
 
 def check_address(host: str, port: int) -> None:

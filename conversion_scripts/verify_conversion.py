@@ -14,17 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.checkpoint_io import (  # noqa: E402
-    UserError,
-    check_output_file,
-    load_config,
-    load_model,
-    load_tokenizer,
-    run_cli,
-)
-from modeling_iha import IHAForCausalLM  # noqa: E402
+from command_io import UserError, check_output_file, run_cli, whole_file
+from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
+from modeling_iha import IHAForCausalLM
 
 
 DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
@@ -136,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Compare a converted IHA checkpoint with its source on real text; exit code 1 when they differ or when a "
         "deliberately broken control is not told apart.",
-        epilog="example: python conversion_scripts/verify_conversion.py HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha",
+        epilog="example: python -m conversion_scripts.verify_conversion HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha",
     )
     parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
     parser.add_argument("dst", help="converted checkpoint: a directory or a Hub id")
@@ -153,7 +147,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     if args.json is not None:
-        check_output_file(args.json)
+        check_output_file(args.json, replace=True)
     config = load_config(args.src)
     tokenizer = load_tokenizer(args.src, config.vocab_size)
     tokens = read_tokens(tokenizer, args.text, args.tokens)
@@ -183,7 +177,8 @@ def main() -> None:
         print(f"{name:12}{result.max_logit_difference:14.2e}{result.mean_kl:14.2e}{greedy:>10}  {verdict}")
     if args.json is not None:
         figures = {name: asdict(result) | {"passed": result.passed} for name, result in results.items()}
-        args.json.write_text(json.dumps({"tokens": args.tokens, **figures}, indent=2) + "\n", encoding="utf-8")
+        with whole_file(args.json) as path:
+            path.write_text(json.dumps({"tokens": args.tokens, **figures}, indent=2) + "\n", encoding="utf-8")
 
     if results["control"].passed:
         raise UserError("The control with a broken parameter passed as well: this text cannot tell the models apart.")

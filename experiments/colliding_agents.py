@@ -9,18 +9,23 @@ What the theorems say, and the table shows: the training error goes to 0 (4.4), 
 numbers of them (4.8), and what is learned equals what was constructed once both are seen as functions, T[mu, nu] (Corollary 4.9), while C and w
 themselves do not. Writes colliding_agents.json and colliding_agents.png to experiments/results; takes about half a minute.
 
-example: python experiments/colliding_agents.py --cells 20 --radius 1 --agents 12
+example: python -m experiments.colliding_agents --cells 20 --radius 1 --agents 12
 """
 
 import argparse
 import json
 import math
 import platform
+import sys
 from pathlib import Path
 
 import torch
-from linear_self_attention import LinearSelfAttention
 from matplotlib.figure import Figure
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from experiments.linear_self_attention import LinearSelfAttention
 
 
 RESULTS = Path(__file__).parent / "results"

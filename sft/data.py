@@ -4,7 +4,6 @@ TRL ignores OpenThoughts' `system` column and does not rename its roles, and it 
 without a word, so both steps are done here, where a bad row can be named.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-from conversion_scripts.checkpoint_io import UserError
+from command_io import UserError, read_jsonl
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -62,22 +61,6 @@ def _text(value: object, place: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{place}: expected text, got {type(value).__name__} {value!r:.80}.")
     return value
-
-
-def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
-    """The rows of a JSON-lines file, one object a line; empty lines do not count. Raises `UserError` naming the row."""
-    with open(path, "rb") as lines:
-        for number, line in enumerate(filter(bytes.strip, lines), 1):
-            try:
-                row = json.loads(line.decode())
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}, row {number}: not UTF-8 text ({error}).") from None
-            # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, row {number}: not valid JSON ({error}).") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}, row {number}: expected a JSON object, got {row!r:.80}.")
-            yield row
 
 
 def _local_messages(path: str, version: tuple[int, int]) -> Iterator[dict]:
@@ -161,27 +144,3 @@ def tokenize(
             f"{unlearnable[0]}: raise max_length or remove these rows."
         )
     return dataset.remove_columns(["was_cut", "is_learnable"])
-
-
-def check_new_file(path: Path) -> None:
-    """Refuse, before the work, a file that `write_whole` could not write after it, and one that exists. Raises `UserError`."""
-    try:
-        if path.exists():
-            raise UserError(f"{path} exists: remove it or choose another name.")
-        directory = next(parent for parent in path.absolute().parents if parent.exists())
-        probe = directory / f".{path.name}.tmp"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, with the directories above it, so that it holds either its old or its new content, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -10,16 +10,15 @@ from pathlib import Path
 import reasoning_gym
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.checkpoint_io import UserError, one_line, run_cli  # noqa: E402
-from sft.data import check_new_file, read_jsonl, write_whole  # noqa: E402
+from command_io import UserError, check_output_file, one_line, read_jsonl, run_cli, whole_file
 
 
 SYSTEM = "Think step by step, then give the solution."
 EXAMPLE = """example:
-  python sft/make_reasoning_data.py train.jsonl --rows 400 --generator chain_sum --options min_terms=3 max_terms=4
-  python sft/make_reasoning_data.py test.jsonl --rows 50 --seed 1 --exclude train.jsonl \\
+  python -m sft.make_reasoning_data train.jsonl --rows 400 --generator chain_sum --options min_terms=3 max_terms=4
+  python -m sft.make_reasoning_data test.jsonl --rows 50 --seed 1 --exclude train.jsonl \\
       --generator chain_sum --options min_terms=3 max_terms=4
 """
 # reasoning-gym draws entry i of seed s from the seed s + i: neighbouring seeds would give nearly the same entries.
@@ -165,10 +164,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Python draws the same from a seed and its negative.
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: expected at least 0.")
-    check_new_file(args.out)
+    check_output_file(args.out)
     excluded = questions(args.exclude) if args.exclude else set()
     rows = make_rows(args.rows, args.seed, args.generator, dict(args.options), excluded)
-    write_whole(args.out, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    with whole_file(args.out) as path:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows)} rows of {args.generator}: {args.out}")
 
 

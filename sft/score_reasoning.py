@@ -13,15 +13,16 @@ from reasoning_gym.factory import DATASETS
 from tqdm import tqdm
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.checkpoint_io import UserError, load_model, load_tokenizer, run_cli  # noqa: E402
-from sft.data import check_new_file, read_jsonl, to_messages, write_whole  # noqa: E402
-from sft.make_reasoning_data import extract_solution  # noqa: E402
+from command_io import UserError, check_output_file, read_jsonl, run_cli, whole_file
+from conversion_scripts.checkpoint_io import load_model, load_tokenizer
+from sft.data import to_messages
+from sft.make_reasoning_data import extract_solution
 
 
 EXAMPLE = """example:
-  python sft/score_reasoning.py outputs/demo/final test.jsonl --limit 50
+  python -m sft.score_reasoning outputs/demo/final test.jsonl --limit 50
 """
 
 
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if (count := getattr(args, name)) is not None and count < 1:
             raise UserError(f"--{name.replace('_', '-')} {count}: expected at least 1.")
     if args.json is not None:
-        check_new_file(args.json)
+        check_output_file(args.json)
     rows = list(islice(read_jsonl(args.data), args.limit))
     if not rows:
         raise UserError(f"{args.data}: no rows to score.")
@@ -121,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
     tokenizer = load_tokenizer(args.model, model.config.vocab_size)
     result = score(model, tokenizer, rows, args.batch_size, args.max_new_tokens)
     if args.json is not None:
-        write_whole(args.json, json.dumps(result, indent=1).encode())
+        with whole_file(args.json) as path:
+            path.write_text(json.dumps(result, indent=1), encoding="utf-8")
     print(f"{result['correct']} of {result['rows']}: {result['accuracy']:.1%}")
     return result
 

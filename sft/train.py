@@ -1,6 +1,5 @@
 """Supervised fine-tuning of a causal language model with TRL's SFTTrainer: see `--help` and sft/recipes/README.md."""
 
-import io
 import json
 import sys
 from argparse import Namespace
@@ -21,18 +20,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTConfig, SFTTrainer, TrlParser
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from conversion_scripts.checkpoint_io import (  # noqa: E402
-    UserError,
-    load_model,
-    load_tokenizer,
-    new_directory,
-    one_line,
-    run_cli,
-)
-from model_cards.render import render_card, source_license, source_name  # noqa: E402
-from sft.data import load_messages, tokenize, write_whole  # noqa: E402
+from command_io import UserError, new_directory, one_line, run_cli, whole_file
+from conversion_scripts.checkpoint_io import load_model, load_tokenizer
+from model_cards.render import render_card, source_license, source_name
+from sft.data import load_messages, tokenize
 
 
 USAGE = """accelerate launch sft/train.py --config sft/recipes/NAME/sft.yaml [--key value ...]
@@ -218,7 +211,8 @@ def write_losses(history: list[dict], output_dir: str | Path) -> None:
         "train": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "eval": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
     }
-    write_whole(Path(output_dir) / "loss.json", json.dumps(losses, indent=1).encode())
+    with whole_file(Path(output_dir) / "loss.json") as path:
+        path.write_text(json.dumps(losses, indent=1), encoding="utf-8")
     figure = Figure()
     axes = figure.subplots()
     for name, points in losses.items():
@@ -226,9 +220,8 @@ def write_losses(history: list[dict], output_dir: str | Path) -> None:
         axes.plot(steps, values, marker=".", label=name)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend()
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    write_whole(Path(output_dir) / "loss.png", image.getvalue())
+    with whole_file(Path(output_dir) / "loss.png") as path:
+        figure.savefig(path, format="png", dpi=120)
 
 
 def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset | None]:

@@ -22,8 +22,9 @@ from transformers import (
     MixtralConfig,
 )
 
+from command_io import UserError, new_directory, run_cli
 from conversion_scripts import convert_iha_to_llama, convert_llama_to_iha, push_to_hub, verify_conversion
-from conversion_scripts.checkpoint_io import UserError, load_in_clean_process, new_directory, run_cli
+from conversion_scripts.checkpoint_io import load_in_clean_process
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert, exact_length, iha_config, last_pseudo_head
 from model_cards.render import MECHANISMS
@@ -562,7 +563,7 @@ def test_back_conversion_command(converted, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("module", [convert_llama_to_iha, convert_iha_to_llama, verify_conversion, push_to_hub])
 def test_help_has_an_example(module, monkeypatch, capsys):
     code, out, _ = command(monkeypatch, capsys, module, "--help")
-    assert code == 0 and f"example: python conversion_scripts/{Path(module.__file__).name} " in " ".join(out.split())
+    assert code == 0 and f"example: python -m {module.__name__} " in " ".join(out.split())
 
 
 # Bad input

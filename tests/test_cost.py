@@ -2,7 +2,6 @@
 
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +9,10 @@ from small_models import collapse_short_inputs_first, random_ids, random_model, 
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 
+from benchmarks import cost
 from configuration_iha import PRESETS
 from modeling_iha import IHAConfig, IHAForCausalLM, collapse_first
 from modeling_iha.configuration_iha import flop_matched_window
-
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-import cost  # noqa: E402
 
 
 VARIANTS = {

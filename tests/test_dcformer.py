@@ -18,8 +18,8 @@ from test_reference import FP64, relative_error
 from tiny_sources import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from command_io import UserError
 from conversion_scripts import convert_dcformer_to_iha
-from conversion_scripts.checkpoint_io import UserError
 from conversion_scripts.convert_dcformer_to_iha import convert, iha_config
 
 
@@ -284,4 +284,4 @@ def test_help_shows_an_example(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["convert_dcformer_to_iha.py", "--help"])
     with pytest.raises(SystemExit):
         convert_dcformer_to_iha.main()
-    assert "example: python conversion_scripts/convert_dcformer_to_iha.py" in capsys.readouterr().out
+    assert "example: python -m conversion_scripts.convert_dcformer_to_iha" in capsys.readouterr().out

@@ -21,8 +21,9 @@ from test_conversion import (
 from tiny_sources import CHAT_TEMPLATE, OTHER_SOURCES, save_tiny_source, tiny_source
 from transformers import AutoModelForCausalLM, AutoTokenizer, DiffLlamaForCausalLM
 
+from command_io import UserError
 from conversion_scripts import convert_diffllama_to_iha, convert_iha_to_diffllama, verify_conversion
-from conversion_scripts.checkpoint_io import UserError, load_in_clean_process
+from conversion_scripts.checkpoint_io import load_in_clean_process
 from conversion_scripts.convert_diffllama_to_iha import convert, iha_config
 from conversion_scripts.convert_iha_to_diffllama import convert_back
 from modeling_iha import IHAForCausalLM
@@ -216,4 +217,4 @@ def test_existing_output_is_kept_and_help_has_an_example(module, tmp_path, monke
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "precious.txt"]
     code, out, _ = command(monkeypatch, capsys, module, "--help")
     name = module.__name__.rpartition(".")[2]
-    assert code == 0 and f"example: python conversion_scripts/{name}.py " in " ".join(out.split())
+    assert code == 0 and f"example: python -m conversion_scripts.{name} " in " ".join(out.split())

@@ -20,6 +20,7 @@ from test_conversion import command, edit_config, edit_weights
 from test_dcformer import save_released
 from tiny_sources import save_tiny_source, tiny_source
 
+from command_io import UserError, new_directory, run_cli, whole_file
 from conversion_scripts import (
     check_remote_code,
     convert_dcformer_to_iha,
@@ -29,7 +30,6 @@ from conversion_scripts import (
     convert_llama_to_iha,
     verify_conversion,
 )
-from conversion_scripts.checkpoint_io import UserError, new_directory, run_cli
 from conversion_scripts.convert_diffllama_to_iha import convert as convert_diffllama
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert
@@ -412,7 +412,12 @@ def test_parents_made_for_a_refused_source_go_again(tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("a/figures.json", "no existing directory"), (".", "is a directory"), ("file/x", "no existing")],
+    [
+        (".", "is a directory"),
+        ("file/x", "cannot be written: Not a directory"),
+        ("a" * 252, "File name too long"),
+        ("/dev/null", "is no regular file"),
+    ],
 )
 def test_figures_that_cannot_be_written(path, words, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("mine")
@@ -420,6 +425,24 @@ def test_figures_that_cannot_be_written(path, words, tmp_path, monkeypatch, caps
     code, out, err = command(monkeypatch, capsys, verify_conversion, *arguments)
     assert_refused(code, err, words)
     assert out == ""
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "figures.json"
+    for content in ("old", "new"):
+        with whole_file(path) as temporary:
+            temporary.write_text(content)
+    with pytest.raises(ZeroDivisionError), whole_file(path) as temporary:
+        temporary.write_text("half")
+        1 / 0
+    assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("figures.json", "new")]
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with whole_file(tmp_path / "link") as temporary:
+        temporary.write_text("figures")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "figures"
 
 
 # Other runs, and signals

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.colliding_agents import EMBEDDINGS, constructed, examples, interactions
+from experiments.linear_self_attention import LinearSelfAttention
+
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
-sys.path.insert(0, str(EXPERIMENTS))
-
-from colliding_agents import EMBEDDINGS, constructed, examples, interactions  # noqa: E402
-from linear_self_attention import LinearSelfAttention  # noqa: E402
 
 
 def test_layer_is_the_definition():

@@ -13,7 +13,8 @@ from test_sft import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from tiny_sources import tiny_source
 from trl import SFTConfig
 
-from conversion_scripts.checkpoint_io import UserError, load_in_clean_process, run_in_clean_process
+from command_io import UserError
+from conversion_scripts.checkpoint_io import load_in_clean_process, run_in_clean_process
 from modeling_iha import IHAForCausalLM
 from sft import train
 

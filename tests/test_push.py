@@ -11,8 +11,8 @@ from small_models import random_model, small_config
 from test_conversion import command, last_line
 from tiny_sources import tiny_tokenizer
 
+from command_io import UserError
 from conversion_scripts import push_to_hub
-from conversion_scripts.checkpoint_io import UserError
 from conversion_scripts.push_to_hub import files_to_upload
 
 

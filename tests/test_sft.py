@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig
 
-from conversion_scripts.checkpoint_io import UserError, load_in_clean_process
+from command_io import UserError
+from conversion_scripts.checkpoint_io import load_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import make_reasoning_data, score_reasoning, train
 from sft.data import load_messages, to_messages, tokenize

@@ -13,8 +13,8 @@ from test_sft import with_template
 from transformers import LlamaConfig
 
 from benchmarks import cost
+from command_io import run_cli
 from conversion_scripts import serve
-from conversion_scripts.checkpoint_io import run_cli
 from sft import make_reasoning_data, score_reasoning
 
 

@@ -1,0 +1,214 @@
+"""What every command does the same way: errors as one line, outputs whole or not at all, JSON read with its mistakes named."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from transformers.utils import logging
+
+
+class UserError(Exception):
+    """A mistake the user can fix: what was wrong, what was expected, what to do. Shown as one line."""
+
+
+def run_cli(main: Callable[[], None]) -> None:
+    """Run a command's `main`; a mistake of the user becomes one line on stderr and exit code 1, Ctrl-C exit code 130.
+
+    The same goes for the machine's refusals, such as a full disk. Any other exception is a defect and keeps its traceback.
+    """
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # a log would keep every state of a bar
+    try:
+        main()
+    except KeyboardInterrupt as interrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
+    except Exception as error:
+        # safetensors, tokenizers and PyTorch wrap the system's error in exception types of their own, and keep its wording.
+        refused = ("(os error ", "can't allocate memory")
+        if not isinstance(error, (UserError, OSError, MemoryError)) and not any(
+            text in str(error) for text in refused
+        ):
+            raise
+        print(f"Error: {one_line(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def one_line(error: Exception) -> str:
+    """The message of `error` with its line breaks removed, or its class name when it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
+    """Yield a temporary sibling of `dst` to write into; it becomes `dst` on success and is removed on any exception, Ctrl-C,
+    SIGTERM and SIGHUP. What a killed run left is removed by the next one for the same `dst`.
+
+    Raises `UserError` before anything is done when `dst` exists and is anything but an empty directory, cannot be replaced or
+    made, or is being written by another run.
+    """
+    dst = Path(os.path.abspath(dst))
+    _check_destination(dst)
+    absent = [parent for parent in dst.parents if not parent.exists()]
+    try:
+        with _signals_as_interrupts(), _temporary_sibling(dst) as temporary:
+            yield temporary
+            os.replace(temporary, dst)
+    except BaseException:
+        with suppress(OSError):  # a parent that somebody else uses by now stays
+            for parent in absent:
+                parent.rmdir()
+        raise
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield a temporary sibling of `path` to write to; it becomes `path` on success and is removed on any exception and Ctrl-C.
+
+    `path` holds its old content or all of the new, never a part. The directories above it are made; a symbolic link stays one.
+    """
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
+    """Raises `UserError`, before the work, when `whole_file` could not write `path` after it, and, unless it may `replace` it,
+    when there is a file of that name."""
+    path = Path(os.path.realpath(path))
+    try:
+        if path.exists() and not path.is_file():
+            what = "a directory" if path.is_dir() else "no regular file"
+            raise UserError(f"{path} is {what}: expected the name of a file to write.")
+        if path.exists() and not replace:
+            raise UserError(f"{path} exists: remove it or choose another name.")
+        directory = next(parent for parent in path.parents if parent.exists())
+        probe = directory / f".{path.name}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _check_destination(dst: Path) -> None:
+    """Raises `UserError` unless `dst` is free, or an empty directory that a new one can replace, and its parents can be made."""
+    if dst.is_symlink():
+        raise UserError(f"{dst} is a symbolic link: give the path it leads to, or remove it.")
+    if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
+        raise UserError(
+            f"{dst} already exists and is not an empty directory: remove it or choose another output path."
+        )
+    if os.path.ismount(dst):
+        raise UserError(f"{dst} is a mount point, which no new directory can replace: choose a path inside it.")
+    parent = next(parent for parent in dst.parents if os.path.lexists(parent))
+    if not parent.is_dir():
+        raise UserError(f"{dst} cannot be made: {parent} is not a directory.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"{dst} cannot be made: no permission to write in {parent}.")
+
+
+@contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """Has SIGTERM and SIGHUP raise `KeyboardInterrupt(signal)`, unless the process ignores or handles them already."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt(number)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if in_main_thread and signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def _temporary_sibling(dst: Path) -> Iterator[Path]:
+    """Yields the new directory .NAME.tmp beside `dst`, and removes it if it is still there in the end.
+
+    The file .NAME.lock beside it is locked meanwhile. The system drops the lock with the process, however that ends, so a lock
+    file that says so and is not locked makes the directory the leftover of a killed run. Raises `UserError`.
+    """
+    temporary, lock_file = dst.with_name(f".{dst.name}.tmp"), dst.with_name(f".{dst.name}.lock")
+    lock = _lock(dst, lock_file)
+    try:
+        _check_destination(dst)  # another run may have finished since
+        if os.path.lexists(temporary):
+            if not os.read(lock, 1):
+                raise UserError(f"{temporary} exists, and no run of this command made it: remove or rename it.")
+            print(f"Removing {temporary}, left by a run that was killed", flush=True)
+            shutil.rmtree(temporary)
+        os.write(lock, b"A run of this project makes the directory .tmp beside this file.\n")
+        temporary.mkdir()
+        try:
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    finally:
+        lock_file.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _lock(dst: Path, path: Path) -> int:
+    """A descriptor of the file `path`, made if need be and locked until it is closed. Raises `UserError`."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise UserError(f"{dst} cannot be made: {one_line(error)}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last holder may have removed the file between the two calls: then somebody else can lock another.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), path.stat()):
+                    return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise UserError(f"Another run is writing {dst}: wait for it, or choose another output path.") from None
+        except OSError as error:
+            os.close(lock)
+            raise UserError(f"{dst} cannot be made: {path} cannot be locked: {one_line(error)}") from error
+        os.close(lock)
+
+
+def read_json(path: str | os.PathLike) -> dict:
+    """The object that a JSON file holds. Raises `UserError` when it holds anything else or cannot be read."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}: expected a JSON object.")
+    return content
+
+
+def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
+    """The rows of a JSON-lines file, one object a line; empty lines do not count. Raises `UserError` naming the row."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(filter(bytes.strip, lines), 1):
+            try:
+                row = json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}, row {number}: not UTF-8 text ({error}).") from None
+            # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}, row {number}: not valid JSON ({error}).") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{path}, row {number}: expected a JSON object, got {row!r:.80}.")
+            yield row

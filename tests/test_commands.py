@@ -1,0 +1,63 @@
+"""Every command of the repository starts as a module from the checkout, and by path from anywhere."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+# Started by path, Python looks beside the script only: this line, the same in every command, adds its checkout.
+LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
+COMMANDS = sorted(
+    path
+    for name in ("conversion_scripts", "sft", "benchmarks", "experiments")
+    for path in (ROOT / name).glob("*.py")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_a_command_answers_help(path, monkeypatch, capsys):
+    """In this process, which has imported most of it: a process of its own takes 5 s."""
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.delitem(sys.modules, module := f"{path.parent.name}.{path.stem}", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module(module, run_name="__main__")
+    assert stop.value.code in (0, None) and "usage:" in capsys.readouterr().out.lower()
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_a_command_finds_its_own_checkout(path):
+    before, line, _ = path.read_text(encoding="utf-8").partition(LINE)
+    ours = (
+        "modeling_iha",
+        "command_io",
+        *(entry.name for entry in ROOT.iterdir() if (entry / "__init__.py").exists()),
+    )
+    assert line and not any(f"\n{word} {name}" in before for word in ("from", "import") for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "in_checkout"),
+    [
+        ([ROOT / "benchmarks/cost.py"], False),
+        (["-m", "benchmarks.cost"], True),
+        ([ROOT / "sft/make_reasoning_data.py"], False),
+    ],
+    ids=["path", "module", "other path"],
+)
+def test_a_process_of_its_own(arguments, in_checkout, tmp_path):
+    """As a user starts it, with nothing prepared."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    process = subprocess.run(
+        [sys.executable, *arguments, "--help"],
+        cwd=ROOT if in_checkout else tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0 and "usage:" in process.stdout, process.stderr
