@@ -32,6 +32,7 @@ from conversion_scripts.checkpoint_io import (  # noqa: E402
     run_cli,
 )
 from model_cards.render import render_card, source_license, source_name  # noqa: E402
+from modeling_iha.attention_kinds import ATTENTION_CLASSES  # noqa: E402
 from sft.data import load_messages, tokenize, write_whole  # noqa: E402
 
 
@@ -44,9 +45,8 @@ example:
   accelerate launch --config_file sft/accelerate_configs/single.yaml sft/train.py --config sft/recipes/demo/sft.yaml \\
       --model_name_or_path checkpoints/smollm2-iha --dataset_name rows.jsonl --output_dir outputs/demo
 """
-# The modules that mix heads or collapse pseudo-heads, with entries of order 1: of an "iha" layer (IHA, Algorithm 1) and of a
-# "talking_heads" layer.
-MIXING_MODULES = {"q_mix", "k_mix", "v_mix", "collapse", "score_mix", "weight_mix"}
+# The modules that mix heads or collapse pseudo-heads, with entries of order 1.
+MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
