@@ -15,8 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from benchmarks.cost import attention, linear, score_products
+from benchmarks.cost import attention, linear
 from benchmarks.harness import Attention, arguments, inference, medians, ratios, report, training, write
+from mechanisms.cost import score_products
 
 
 def bare_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -19,25 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from benchmarks.cost import model
 from benchmarks.harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, report, write
+from mechanisms import all_mechanisms
 from modeling_iha import IHAConfig
 
 
-WINDOWED = {"layer_types": "sliding_attention", "sliding_window": 32}
 FORMS = {
-    "mha": {"attention_kinds": "mha"},
-    "iha, P = 2": {"attention_kinds": "iha", "num_pseudo_heads": 2},
-    "iha, P = 4": {"attention_kinds": "iha", "num_pseudo_heads": 4},
-    "talking_heads": {"attention_kinds": "talking_heads"},
-    "diff": {"attention_kinds": "diff"},
-    "dcmha": {"attention_kinds": "dcmha"},
-    "dcmha, query-wise": {"attention_kinds": "dcmha", "attention_options": {"dcmha": {"sides": "query"}}},
-    "hyper_feature, order 4": {
-        "attention_kinds": "hyper_feature",
-        "attention_options": {"hyper_feature": {"orders": 4}},
-    },
-    "hyper, windows of 32": {"attention_kinds": "hyper", **WINDOWED},
-    "hyper, linear": {"attention_kinds": "hyper", "attention_options": {"hyper": {"linear": True}}},
-    "simplicial, windows of 32": {"attention_kinds": "simplicial", **WINDOWED},
+    title: {"attention_kinds": kind, **fields}
+    for kind, mechanism in all_mechanisms().items()
+    if mechanism.cost
+    for title, fields in mechanism.forms.items()
 }
 PARTS = ("training", "forward", "decoding")
 

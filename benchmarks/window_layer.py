@@ -16,8 +16,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from benchmarks.cost import attention, linear, score_products
+from benchmarks.cost import attention, linear
 from benchmarks.harness import Attention, arguments, extra_bytes, inference, medians, report, write
+from mechanisms.cost import score_products
 from modeling_iha import virtual_sequence
 from modeling_iha.collapse_first import BLOCK_BYTES
 from modeling_iha.window_blocks import BLOCK

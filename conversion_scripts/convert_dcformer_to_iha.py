@@ -202,7 +202,7 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
     check_finite(weights.items(), "the source weights")
 
     width, heads = config.hidden_size, config.num_attention_heads
-    rank = config.options_of("dcmha")["rank"]
+    rank = config.options_of("dcmha").rank
     inner = 2 * rank * heads
 
     def pop(name: str, *shape: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Convert a DiffLlama checkpoint to a model of "diff" layers, which computes the same.
 
-The layers are Transformers' own (Differential Transformer): only the four lambda vectors of each change their name.
+The layers are Transformers' own (Differential Transformer), and every parameter keeps its name.
 """
 
 import argparse
@@ -26,10 +26,6 @@ from model_cards.render import source_name
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
-# The one difference in names: DiffLlama's comes first.
-LAMBDA_NAMES = ("self_attn.lambda_", "self_attn.difference.lambda_")
-
-
 def iha_config(source: PreTrainedConfig) -> IHAConfig:
     """The configuration of the converted model. Raises `UserError` when the source does not allow one."""
     if source.model_type != "diffllama":
@@ -50,9 +46,7 @@ def convert(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
 
     Raises `UserError` when the source is not supported.
     """
-    config = iha_config(source.config)
-    state = {name.replace(*LAMBDA_NAMES): tensor for name, tensor in source.state_dict().items()}
-    return build(IHAForCausalLM, config, state, source)
+    return build(IHAForCausalLM, iha_config(source.config), source.state_dict(), source)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -10,7 +10,6 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, run_cli
-from conversion_scripts.convert_diffllama_to_iha import LAMBDA_NAMES
 from conversion_scripts.convert_iha_to_llama import write_stock_checkpoint
 from conversion_scripts.convert_llama_to_iha import SHARED_FIELDS, build, new_config
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -31,7 +30,7 @@ def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
         if getattr(config, field) != value:
             raise UserError(f"The model has {field}={getattr(config, field)}; a DiffLlama has {field}={value} only.")
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "attention_bias", "head_dim")}
-    return new_config(DiffLlamaConfig, **fields, **config.options_of("diff"))
+    return new_config(DiffLlamaConfig, **fields, lambda_std_dev=config.options_of("diff").lambda_std_dev)
 
 
 def convert_back(model: IHAForCausalLM) -> DiffLlamaForCausalLM:
@@ -39,9 +38,7 @@ def convert_back(model: IHAForCausalLM) -> DiffLlamaForCausalLM:
 
     Raises `UserError` when there is none.
     """
-    config = diffllama_config(model.config)
-    state = {name.replace(*LAMBDA_NAMES[::-1]): tensor for name, tensor in model.state_dict().items()}
-    return build(DiffLlamaForCausalLM, config, state, model)
+    return build(DiffLlamaForCausalLM, diffllama_config(model.config), model.state_dict(), model)
 
 
 def parse_arguments() -> argparse.Namespace:

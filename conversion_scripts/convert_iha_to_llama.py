@@ -1,7 +1,7 @@
 """Convert an IHA checkpoint back to the stock architecture it still computes.
 
-That is possible while every layer is a multi-head attention: kind "mha", or an "iha" or "talking_heads" layer that is where the exact
-warm start of `convert_llama_to_iha.py` put it. Anything else is refused, naming the first parameter that moved.
+That is possible while every layer is a multi-head attention: kind "mha", or a kind with `deviations` in its file of mechanisms/ that is
+where the exact warm start of `convert_llama_to_iha.py` put it. Anything else is refused, naming the first parameter that moved.
 """
 
 import argparse
@@ -22,53 +22,33 @@ from conversion_scripts.convert_llama_to_iha import (
     SHARED_FIELDS,
     Architecture,
     build,
-    identity_mixing,
-    last_pseudo_head,
     new_config,
     window_per_layer,
 )
+from mechanisms import mechanism_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
-# Rounding of a sum over the pseudo-heads, for offsets that were not drawn exact in binary.
-OFFSET_TOLERANCE = 1e-6
-
-
-def check_layers(model: IHAForCausalLM) -> None:
-    """Raises `UserError`, naming the first layer and parameter, unless every layer of `model` is a multi-head attention."""
-    config = model.config
+def check_layers(model: IHAForCausalLM) -> set[str]:
+    """The names of the parameters that no multi-head attention has. Raises `UserError`, naming the first layer and parameter, unless
+    every layer of `model` is one."""
+    config, added = model.config, set()
     for i, kind in enumerate(config.attention_kinds):
-        if kind not in ("mha", "iha", "talking_heads"):
+        if (deviations := mechanism_of(kind).deviations) is None:
             raise UserError(f"Layer {i} is of kind {kind!r}, which none of these architectures computes.")
         if kind == "iha" and config.pseudo_positions != "shared" and config.num_pseudo_heads > 1:
             raise UserError(
                 f"Layer {i} has pseudo_positions={config.pseudo_positions!r}; only shared positions can equal an MHA."
             )
-        for name, deviation in _deviations(model.model.layers[i].self_attn, kind, config).items():
-            largest = deviation.abs().max().item()
-            # Written so that a NaN fails.
-            if not largest <= (OFFSET_TOLERANCE if name == "v_mix" else 0.0):
+        for name, deviation in deviations(model.model.layers[i].self_attn, config).items():
+            name, largest = f"model.layers.{i}.self_attn.{name}", deviation.abs().max().item()
+            if largest != 0:  # a NaN is not, either
                 raise UserError(
-                    f"model.layers.{i}.self_attn.{name}.weight has moved by up to {largest:.2g} from the warm start: the layer "
+                    f"{name} has moved by up to {largest:.2g} from the warm start: the layer "
                     "is no multi-head attention any more, and no stock architecture computes it."
                 )
-
-
-def _deviations(attention: torch.nn.Module, kind: str, config: IHAConfig) -> dict[str, torch.Tensor]:
-    """How far each mixing of a layer is from the warm start, by name."""
-    num_heads, num_groups, p = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
-    if kind == "talking_heads":
-        return {name: getattr(attention, name).weight - torch.eye(num_heads) for name in ("score_mix", "weight_mix")}
-    if kind == "mha":
-        return {}
-    value_mixing = attention.v_mix.weight.detach().double()
-    return {
-        "q_mix": attention.q_mix.weight - identity_mixing(num_heads, p),
-        "k_mix": attention.k_mix.weight - identity_mixing(num_groups, p),
-        # Offsets of the values count as their sum over the pseudo-heads, whose keys are equal.
-        "v_mix": (value_mixing - identity_mixing(num_groups, p)).sum(-1),
-        "collapse": attention.collapse.weight - last_pseudo_head(num_heads, p, config.pseudo_collapse),
-    }
+            added.add(name)
+    return added
 
 
 def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]:
@@ -108,13 +88,12 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
 
     Raises `UserError` when a layer is no multi-head attention any more, or when no stock architecture has the combination.
     """
-    check_layers(model)
+    added = check_layers(model)
     architecture, config = stock_config(model)
-    mixing = ("_mix.weight", "collapse.weight")
     state = {
         name: tensor
         for name, tensor in model.state_dict().items()
-        if not name.endswith((*mixing, *architecture.lacks))
+        if name not in added and not name.endswith(architecture.lacks)
     }
     return build(architecture.model_class, config, state, model)
 

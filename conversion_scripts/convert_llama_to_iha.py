@@ -1,12 +1,6 @@
 """Convert a pretrained Llama-like checkpoint to Interleaved Head Attention (IHA) without changing what it computes.
 
-The warm start makes every IHA layer compute exactly the multi-head attention it replaces (the inclusion of IHA, Theorem 2, in
-its causal form): every pseudo-head is its own head, RoPE positions are shared by a token's pseudo-heads, and the collapse
-selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal mask. Value
-offsets that sum to zero over the pseudo-heads set them apart without changing the result, since their keys are still equal.
-
-A layer of talking heads is the attention it replaces while both of its maps are the identity, one of Dynamically Composable
-Multi-Head Attention while the second projections and the gates of its compositions are zero.
+Where each attention kind starts is in its file of mechanisms/.
 """
 
 import argparse
@@ -34,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from command_io import UserError, new_directory, one_line, run_cli
 from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
+from mechanisms import all_mechanisms, mechanism_of
 from model_cards.render import render_card, source_license, source_name
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.attention_dcmha import CompositionWeights
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 # Cores count tokens in 32 bits, and PyTorch takes sizes up to 64.
 LARGEST_SIZE = 2**31 - 1
 
-ATTENTION_KINDS = ("iha", "talking_heads", "dcmha")
+ATTENTION_KINDS = [kind for kind, mechanism in all_mechanisms().items() if mechanism.start]
 SCHEDULES = ("global", "hybrid")
 VALUE_OFFSETS = ("balanced", "none")
 
@@ -270,28 +264,6 @@ def exact_length(source: PreTrainedConfig, config: IHAConfig) -> int | None:
     return min(limits, default=None)
 
 
-def identity_mixing(num_heads: int, num_pseudo_heads: int) -> torch.Tensor:
-    """alpha [M, M, P] (source head, head, pseudo-head), float32: every pseudo-head is its own head."""
-    return torch.eye(num_heads)[:, :, None].repeat(1, 1, num_pseudo_heads)
-
-
-def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str = "per_head") -> torch.Tensor:
-    """R [H, P] or, for "all_heads", [H, H * P], float32: each head takes its own last pseudo-head."""
-    last = torch.zeros(1, num_pseudo_heads)
-    last[0, -1] = 1.0
-    return last.repeat(num_heads, 1) if pseudo_collapse == "per_head" else torch.kron(torch.eye(num_heads), last)
-
-
-def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Generator) -> torch.Tensor:
-    """D [M, M, P], float32, random within 0.25 of zero and summing to zero over the pseudo-heads; all zero for P = 1.
-
-    The entries are multiples of 2^-7, so that I + D and its sum over the pseudo-heads are exact in bfloat16 too: rounding it
-    would leave an error of 0.2% in the values of every layer.
-    """
-    steps = torch.randint(-16, 17, (num_heads, num_heads, num_pseudo_heads), generator=generator)
-    return (steps - steps.roll(1, dims=-1)) / 128
-
-
 def convert(
     source: PreTrainedModel,
     num_pseudo_heads: int | None = None,
@@ -310,47 +282,23 @@ def convert(
         schedule (`str`): "global" keeps the geometry of every layer and is exact; "hybrid" is the paper's four sliding "iha"
             layers, then a plain global one, and is exact for sequences of at most `exact_length` tokens.
         window (`int`, *optional*): of the sliding layers of "hybrid", in tokens.
-        value_offsets (`str`): "balanced" (`balanced_offsets`) or "none", which leaves the pseudo-heads symmetric.
-        seed (`int`): of the offsets, and of the first projections of "dcmha".
-        attention_kind (`str`): "iha", "talking_heads" or "dcmha".
+        value_offsets (`str`): "balanced" (see mechanisms/iha.py) or "none", which leaves the pseudo-heads symmetric.
+        seed (`int`): of what an exact start leaves random.
+        attention_kind (`str`): one of `ATTENTION_KINDS`, those whose mechanism has an exact start.
 
     Raises `UserError` when the source is not supported or an argument does not fit it.
     """
     config = iha_config(source.config, num_pseudo_heads, schedule, window, attention_kind)
     generator = torch.Generator().manual_seed(seed)
-    num_heads, num_groups = config.num_attention_heads, config.num_key_value_heads
-
     state = dict(source.state_dict())
     for i, kind in enumerate(config.attention_kinds):
         layer = f"model.layers.{i}."
         for name in ARCHITECTURES[source.config.model_type].lacks:
             state[layer + name] = torch.zeros(config.hidden_size, dtype=source.dtype)
-        if kind == "iha":
-            value_mixing = identity_mixing(num_groups, num_pseudo_heads)
-            if value_offsets == "balanced":
-                value_mixing += balanced_offsets(num_groups, num_pseudo_heads, generator)
-            state[layer + "self_attn.q_mix.weight"] = identity_mixing(num_heads, num_pseudo_heads).to(source.dtype)
-            state[layer + "self_attn.k_mix.weight"] = identity_mixing(num_groups, num_pseudo_heads).to(source.dtype)
-            state[layer + "self_attn.v_mix.weight"] = value_mixing.to(source.dtype)
-            state[layer + "self_attn.collapse.weight"] = last_pseudo_head(num_heads, num_pseudo_heads).to(source.dtype)
-        if kind == "talking_heads":
-            for name in ("score_mix", "weight_mix"):
-                state[layer + f"self_attn.{name}.weight"] = torch.eye(num_heads, dtype=source.dtype)
-        if kind == "dcmha":
-            for name in ("pre_query", "pre_key", "post_query", "post_key"):
-                for parameter, value in identity_composition(config, generator).items():
-                    state[layer + f"self_attn.{name}.{parameter}"] = value.to(source.dtype)
+        if start := mechanism_of(kind).start:
+            for name, value in start(config, generator, value_offsets).items():
+                state[f"{layer}self_attn.{name}"] = value.to(source.dtype)
     return build(IHAForCausalLM, config, state, source)
-
-
-def identity_composition(config: IHAConfig, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """The parameters of a `CompositionWeights` that composes nothing yet, float32; its first projections start as usual."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-        composition = CompositionWeights(config)
-        composition.init_mechanism(config)
-    composition.init_identity()
-    return composition.state_dict()
 
 
 def build(

@@ -18,19 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from command_io import UserError, check_output_file, run_cli, whole_file
 from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
+from mechanisms import all_mechanisms
 from modeling_iha import IHAForCausalLM
 
 
 DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
 MAX_LOGIT_DIFFERENCE = 1e-3
-# The parameter of each kind of layer whose sign the control reverses.
-CONTROLS = {
-    "iha": "v_mix.weight",
-    "talking_heads": "weight_mix.weight",
-    "diff": "lambda_q1",
-    # Its own parameters multiply others that are zero at the exact start.
-    "dcmha": "v_proj.weight",
-}
 
 
 @dataclass(frozen=True)
@@ -91,14 +84,15 @@ def compare(reference: Run, run: Run) -> Comparison:
 
 @torch.no_grad()
 def break_one_parameter(model: IHAForCausalLM) -> str:
-    """Reverse the sign of one of `CONTROLS` in the first layer that has it, in place; returns the parameter's name."""
+    """Reverse the sign of its mechanism's control in the first layer that has one, in place; returns the parameter's name."""
+    controls = {kind: mechanism.control for kind, mechanism in all_mechanisms().items() if mechanism.control}
     for i, kind in enumerate(model.config.attention_kinds):
-        if kind in CONTROLS:
-            name = f"model.layers.{i}.self_attn.{CONTROLS[kind]}"
+        if kind in controls:
+            name = f"model.layers.{i}.self_attn.{controls[kind]}"
             model.get_parameter(name).neg_()
             return name
     raise UserError(
-        f"The converted model has no layer of kind {', '.join(map(repr, CONTROLS))}, so there is nothing to break as a control."
+        f"The converted model has no layer of kind {', '.join(map(repr, controls))}, so there is nothing to break as a control."
     )
 
 

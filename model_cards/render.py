@@ -7,25 +7,11 @@ from gguf import GGUFReader
 from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import cached_file
 
+from mechanisms import mechanism_of
 from modeling_iha import IHAConfig
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
-
-# What a layer of each attention kind does, for the reader of a card.
-MECHANISMS = {
-    "mha": "ordinary multi-head attention.",
-    "iha": "Interleaved Head Attention: every head is a learned combination of all heads, and every token takes part in attention as "
-    "{config.num_pseudo_heads} interleaved pseudo-tokens. The KV cache holds base keys and values only, so it is as large as that of "
-    "the same model with ordinary attention.",
-    "talking_heads": "Talking-Heads Attention: the heads mix their attention scores before the softmax and their weights after it.",
-    "dcmha": "Dynamically Composable Multi-Head Attention: before and after the softmax, heads are combined with weights that the "
-    "query's and key's tokens compute. The KV cache holds the key's weights beside each key and value.",
-    "hyper_feature": "HyperFeatureAttention: a head's scores are products of several features' scores.",
-    "hyper": "HyperAttention: every token attends to tuples of tokens.",
-    "simplicial": "2-simplicial attention: every token attends to pairs of tokens.",
-    "diff": "differential attention as in DiffLlama: the difference of two softmaxes over the same values.",
-}
 
 USAGE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -67,7 +53,7 @@ def render_card(
             template_path=str(TEMPLATE),
             name=name,
             mechanisms="\n".join(
-                f'- "{kind}": {MECHANISMS[kind].format(config=config)}'
+                f'- "{kind}": {mechanism_of(kind).card.format(config=config)}'
                 for kind in dict.fromkeys(config.attention_kinds)
             ),
             usage=USAGE.format(name=name),

@@ -143,7 +143,7 @@ class IHAConfig(LlamaConfig):
             RMSNorm over each head's query and key, before RoPE and before the mixing (as in Qwen3).
         attention_options (`dict[str, dict]`, *optional*):
             Options of single mechanisms, `{kind: {option: value}}`; the `options_class` of a mechanism's class says which it
-            has. `"mha"`, `"iha"` and `"talking_heads"` have none.
+            has; `"mha"` and `"iha"` have none.
 
     ```python
     >>> from modeling_iha import IHAConfig, IHAForCausalLM

@@ -278,7 +278,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args, **kwargs):
         """As in [`GenerationMixin`], whose paged cache is filled inside the attention core: an "iha" layer's keys are those of virtual
-        tokens there, a "diff" layer calls its core twice. Refused but for a model of full "mha" layers."""
+        tokens there, a layer of differential attention calls its core twice. Refused but for a model of full "mha" layers."""
         if set(self.config.attention_kinds) != {"mha"} or "sliding_attention" in self.config.layer_types:
             raise NotImplementedError(
                 "Continuous batching (generate_batch, transformers serve --continuous-batching) fills a paged cache inside the attention "

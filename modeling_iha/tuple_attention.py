@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the kinds that attend from a token to tuples of tokens: "hyper" and "simplicial"."""
+"""Base of the kinds that attend from a token to tuples of tokens."""
 
 from __future__ import annotations
 

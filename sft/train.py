@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from command_io import UserError, new_directory, one_line, run_cli, whole_file
 from conversion_scripts.checkpoint_io import load_model, load_tokenizer
 from model_cards.render import render_card, source_license, source_name
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from sft.data import load_messages, tokenize
 
 
@@ -37,9 +38,8 @@ example:
   accelerate launch --config_file sft/accelerate_configs/single.yaml sft/train.py --config sft/recipes/demo/sft.yaml \\
       --model_name_or_path checkpoints/smollm2-iha --dataset_name rows.jsonl --output_dir outputs/demo
 """
-# The modules that mix heads or collapse pseudo-heads, with entries of order 1: of an "iha" layer (IHA, Algorithm 1) and of a
-# "talking_heads" layer.
-MIXING_MODULES = {"q_mix", "k_mix", "v_mix", "collapse", "score_mix", "weight_mix"}
+# The modules that mix heads or collapse pseudo-heads, with entries of order 1.
+MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
 DTYPES = ("float32", "bfloat16", "float16")
 
 

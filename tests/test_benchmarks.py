@@ -35,6 +35,10 @@ COMMANDS = {
 }
 
 
+def name_of(script):
+    return script.__name__.rpartition(".")[2]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """The directory that all benchmarks wrote to."""
@@ -50,7 +54,7 @@ def results(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", COMMANDS, ids=name_of)
 def test_results(results, script):
     name = script.__name__.removeprefix("benchmarks.")
     assert f"example: python -m benchmarks.{name} --" in script.__doc__

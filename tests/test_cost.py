@@ -9,6 +9,8 @@ from small_models import collapse_short_inputs_first, random_ids, random_model, 
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 
+import mechanisms.cost
+import mechanisms.iha
 from benchmarks import cost
 from configuration_iha import PRESETS
 from modeling_iha import IHAConfig, IHAForCausalLM, collapse_first
@@ -77,7 +79,7 @@ def test_visible_pairs(tokens, virtual, window):
     length = tokens * virtual
     span = length if window is None else window * virtual
     pairs = sum(v - span < u <= v for v in range(length) for u in range(length))
-    assert cost.visible_pairs(tokens, virtual, window) == pairs
+    assert mechanisms.cost.visible_pairs(tokens, virtual, window) == pairs
 
 
 @pytest.mark.parametrize("variant", OTHER_KINDS)
@@ -103,8 +105,8 @@ def test_products_of_other_kinds(variant):
 def test_flop_matched_window():
     """W = N / (2 P^2): a sliding layer has about as many pairs as a global MHA layer (IHA, Appendix C)."""
     tokens, virtual = 8192, 4
-    pairs = cost.visible_pairs(tokens, virtual, flop_matched_window(tokens, virtual))
-    assert pairs / cost.visible_pairs(tokens) == pytest.approx(1, rel=0.05)
+    pairs = mechanisms.cost.visible_pairs(tokens, virtual, flop_matched_window(tokens, virtual))
+    assert pairs / mechanisms.cost.visible_pairs(tokens) == pytest.approx(1, rel=0.05)
 
 
 def in_place_product(total, a, b, **kwargs):
@@ -139,7 +141,7 @@ def test_eager_products(variant, windows):
 def test_collapse_first_products(monkeypatch, window):
     """With one token to a block hardly a pair is computed that is not visible."""
     collapse_short_inputs_first(monkeypatch)
-    monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", cost.MAX_UNSEGMENTED_KEYS)
+    monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", mechanisms.cost.MAX_UNSEGMENTED_KEYS)
     monkeypatch.setattr(collapse_first, "MAX_BLOCK", 1)
     windows = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
     config, tokens = small_config(num_hidden_layers=1, **windows), 64
@@ -161,7 +163,7 @@ def test_collapse_first_products_in_segments(monkeypatch):
     for segment in (4096, 128):
         monkeypatch.setattr(collapse_first, "SEGMENT_KEYS", segment)
         monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", segment)
-        monkeypatch.setattr(cost, "MAX_UNSEGMENTED_KEYS", segment)
+        monkeypatch.setattr(mechanisms.cost, "MAX_UNSEGMENTED_KEYS", segment)
         counted[segment] = multiply_adds(lambda: model(ids, use_cache=False).logits.sum().backward())
         expected[segment] = cost.model(config, tokens).training
     assert counted[128] - counted[4096] == pytest.approx(expected[128] - expected[4096], rel=0.1)
@@ -209,7 +211,7 @@ def test_kept_for_the_backward(monkeypatch, kind, gated, form):
 
 
 def test_unknown_kind_is_refused(monkeypatch):
-    monkeypatch.delitem(cost.KINDS, "iha")
+    monkeypatch.setattr(mechanisms.iha, "MECHANISM", mechanisms.Mechanism())
     with pytest.raises(ValueError, match="'mha', .*not 'iha': add its function"):
         cost.model(small_config(), 16)
 

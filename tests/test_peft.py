@@ -16,17 +16,12 @@ from trl import SFTConfig
 from command_io import UserError
 from conversion_scripts.checkpoint_io import load_in_clean_process, run_in_clean_process
 from modeling_iha import IHAForCausalLM
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from sft import train
 
 
-# The modules that each kind adds to the projections. `train.py` trains all but the last at a rate of their own.
-MODULES = {
-    "iha": ["collapse", "k_mix", "q_mix", "v_mix"],
-    "talking_heads": ["score_mix", "weight_mix"],
-    "mha": [],
-    # Its lambda vectors are parameters of the attention module itself, as in DiffLlama: no adapter trains them.
-    "diff": [],
-}
+# The modules that `train.py` trains at a rate of their own, of each kind.
+MODULES = {kind: sorted(attention.mixing_modules) for kind, attention in ATTENTION_CLASSES.items()}
 MIXING = MODULES["iha"]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -74,6 +69,7 @@ def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
 
     changed = take_a_step(model)
     assert changed == {name for name, _ in model.named_parameters() if "lora_" in name or ".modules_to_save." in name}
+    # The lambda vectors of "diff" are parameters of the attention module itself, as in DiffLlama: no adapter trains them.
     parameters = {"iha": 4, "mha": 0, "talking_heads": 2, "diff": 0}
     assert sum(".modules_to_save." in name for name in changed) == sum(map(parameters.get, config.attention_kinds))
     adapted = logits_of(model)

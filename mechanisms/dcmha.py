@@ -1,0 +1,51 @@
+"""Kind "dcmha". A layer is the multi-head attention it replaces while the second projections and the gates of its compositions
+are zero."""
+
+import torch
+
+from modeling_iha import IHAConfig
+from modeling_iha.attention_dcmha import CompositionWeights
+
+from . import Mechanism
+from .cost import Cost, score_matrix
+
+
+def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
+    """Four compositions that compose nothing yet; their first projections start as usual, from the generator."""
+    state = {}
+    for name in ("pre_query", "pre_key", "post_query", "post_key"):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+            composition = CompositionWeights(config)
+            composition.init_mechanism(config)
+        composition.init_identity()
+        state |= composition.state_dict(prefix=f"{name}.")
+    return state
+
+
+def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Compositions, two of rank R for each stage (DCMHA, Section 3.3)."""
+    options, heads = config.options_of("dcmha"), config.num_attention_heads
+    groups, rank = options.num_groups, options.rank
+    size = heads // groups
+    stages = 2 if options.stages == "both" else 1
+    sides = 2 if options.sides == "both" else 1
+    inner = 2 * size * rank
+    weights = groups * inner * (config.hidden_size + 2 * rank * size) + options.gate * heads * config.hidden_size
+    base = options.base_map * heads * size
+    cached = (options.sides != "query") * stages * heads * (2 * rank + options.gate)
+    per_pair = stages * (sides * 2 * rank * heads + base)
+    return score_matrix(config, tokens, window, per_pair, stages * sides * weights, cached) + Cost(
+        parameters=stages * base
+    )
+
+
+MECHANISM = Mechanism(
+    card="Dynamically Composable Multi-Head Attention: before and after the softmax, heads are combined with weights that the "
+    "query's and key's tokens compute. The KV cache holds the key's weights beside each key and value.",
+    cost=cost,
+    start=start,
+    # Its own parameters multiply others that are zero at the exact start.
+    control="v_proj.weight",
+    forms={"dcmha": {}, "dcmha, query-wise": {"attention_options": {"dcmha": {"sides": "query"}}}},
+)

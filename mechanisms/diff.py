@@ -1,0 +1,20 @@
+"""Kind "diff", which starts from a DiffLlama: see convert_diffllama_to_iha.py."""
+
+from modeling_iha import IHAConfig
+
+from . import Mechanism, mha
+from .cost import Cost
+
+
+def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Every softmax once for each half of the values."""
+    twice = mha.cost(config, tokens, window, form)
+    more = Cost(4 * config.head_dim, twice.prefill, twice.training, twice.decode)
+    return twice + more + Cost(kept=tokens * config.num_attention_heads * config.head_dim)
+
+
+MECHANISM = Mechanism(
+    card="differential attention as in DiffLlama: the difference of two softmaxes over the same values.",
+    cost=cost,
+    control="lambda_q1",
+)

@@ -1,0 +1,27 @@
+"""Kind "hyper"."""
+
+from modeling_iha import IHAConfig
+
+from . import Mechanism
+from .cost import Cost, pair_products, tuples
+
+
+def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Pairs (j, k) in place of keys; in the linear form sums [head_dim, head_dim]."""
+    options = config.options_of("hyper")
+    stacked = 1 if options.sharing else options.order - 1
+    if options.linear:
+        cached = tokens if window is None else min(tokens, window - 1)
+        step = config.num_attention_heads * options.order * config.head_dim**2
+        return tuples(config, tokens, window, stacked, tokens * step, (cached + 1) * step)
+    return tuples(config, tokens, window, stacked, *pair_products(config, tokens, window, options.windows))
+
+
+MECHANISM = Mechanism(
+    card="HyperAttention: every token attends to tuples of tokens.",
+    cost=cost,
+    forms={
+        "hyper, windows of 32": {"layer_types": "sliding_attention", "sliding_window": 32},
+        "hyper, linear": {"attention_options": {"hyper": {"linear": True}}},
+    },
+)

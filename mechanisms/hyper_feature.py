@@ -1,0 +1,21 @@
+"""Kind "hyper_feature"."""
+
+from modeling_iha import IHAConfig
+
+from . import Mechanism
+from .cost import Cost, linear, score_matrix
+
+
+def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """As many multiply-adds as one score of the whole head; a value product has A projections."""
+    options = config.options_of("hyper_feature")
+    orders = options.of_heads(config.num_attention_heads)[:: config.num_attention_heads // config.num_key_value_heads]
+    more = (sum(orders) - len(orders)) * config.head_dim if options.value_product else 0
+    return score_matrix(config, tokens, window) + linear(tokens, config.hidden_size, more, config.attention_bias)
+
+
+MECHANISM = Mechanism(
+    card="HyperFeatureAttention: a head's scores are products of several features' scores.",
+    cost=cost,
+    forms={"hyper_feature, order 4": {"attention_options": {"hyper_feature": {"orders": 4}}}},
+)

@@ -1,0 +1,109 @@
+"""Kind "iha", Interleaved Head Attention (IHA).
+
+The warm start makes every IHA layer compute exactly the multi-head attention it replaces (the inclusion of IHA, Theorem 2, in
+its causal form): every pseudo-head is its own head, RoPE positions are shared by a token's pseudo-heads, and the collapse
+selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal mask. Value
+offsets that sum to zero over the pseudo-heads set them apart without changing the result, since their keys are still equal.
+"""
+
+import torch
+
+from modeling_iha import IHAConfig
+
+from . import Mechanism
+from .cost import Cost, score_products, visible_pairs
+
+
+# Rounding of a sum over the pseudo-heads, for offsets that were not drawn exact in binary.
+OFFSET_TOLERANCE = 1e-6
+
+
+def identity_mixing(num_heads: int, num_pseudo_heads: int) -> torch.Tensor:
+    """alpha [M, M, P] (source head, head, pseudo-head), float32: every pseudo-head is its own head."""
+    return torch.eye(num_heads)[:, :, None].repeat(1, 1, num_pseudo_heads)
+
+
+def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str = "per_head") -> torch.Tensor:
+    """R [H, P] or, for "all_heads", [H, H * P], float32: each head takes its own last pseudo-head."""
+    last = torch.zeros(1, num_pseudo_heads)
+    last[0, -1] = 1.0
+    return last.repeat(num_heads, 1) if pseudo_collapse == "per_head" else torch.kron(torch.eye(num_heads), last)
+
+
+def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Generator) -> torch.Tensor:
+    """D [M, M, P], float32, random within 0.25 of zero and summing to zero over the pseudo-heads; all zero for P = 1.
+
+    The entries are multiples of 2^-7, so that I + D and its sum over the pseudo-heads are exact in bfloat16 too: rounding it
+    would leave an error of 0.2% in the values of every layer.
+    """
+    steps = torch.randint(-16, 17, (num_heads, num_heads, num_pseudo_heads), generator=generator)
+    return (steps - steps.roll(1, dims=-1)) / 128
+
+
+def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
+    """Identities and the last pseudo-head; the offsets "balanced" set the pseudo-heads apart, "none" leaves them symmetric."""
+    num_heads, num_groups, p = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
+    value_mixing = identity_mixing(num_groups, p)
+    if value_offsets == "balanced":
+        value_mixing += balanced_offsets(num_groups, p, generator)
+    return {
+        "q_mix.weight": identity_mixing(num_heads, p),
+        "k_mix.weight": identity_mixing(num_groups, p),
+        "v_mix.weight": value_mixing,
+        "collapse.weight": last_pseudo_head(num_heads, p, config.pseudo_collapse),
+    }
+
+
+def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
+    """Offsets of the values count as their sum over the pseudo-heads, whose keys are equal, beyond rounding."""
+    moved = {name: attention.get_parameter(name) - value for name, value in start(config, None, "none").items()}
+    value_mixing = attention.v_mix.weight.detach().double()
+    offsets = (value_mixing - identity_mixing(config.num_key_value_heads, config.num_pseudo_heads)).sum(-1)
+    # A NaN is no rounding.
+    return moved | {"v_mix.weight": offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)}
+
+
+def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Interleaved Head Attention between the projections: mixing, attention and collapse."""
+    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    virtual, per_head = config.num_pseudo_heads, config.pseudo_collapse == "per_head"
+    if not per_head or virtual == 1:
+        form = "sdpa" if form == "collapse_first" else form
+    cached = tokens if window is None else min(tokens, window)
+    keys = cached + 1
+    mixing = (heads**2 + 2 * groups**2) * virtual
+    collapse = heads * virtual * (1 if per_head else heads)
+    base = tokens * (heads + 2 * groups) * d
+    forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
+    cost = Cost(parameters=mixing + collapse, cache=2 * groups * d * cached)
+    if form == "collapse_first":
+        # The collapse is of weights, and the mixing happens once more in the backward. Each pseudo-query of a new token
+        # goes to every cached head.
+        pairs = heads * visible_pairs(tokens, virtual, window)
+        return cost + Cost(
+            prefill=forward + tokens * mixing * d + pairs,
+            training=training + 4 * tokens * mixing * d + 3 * pairs,
+            decode=heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + heads * d),
+            kept=base + tokens * heads * (d + virtual),
+        )
+    linear_parts = tokens * (mixing + collapse) * d
+    return cost + Cost(
+        prefill=forward + linear_parts,
+        training=training + 3 * linear_parts,
+        # Keys and values of all tokens are mixed anew.
+        decode=(heads**2 + 2 * groups**2 * keys) * virtual * d + 2 * heads * d * virtual**2 * keys + collapse * d,
+        # The output of the virtual tokens once for SDPA and once, in another layout, for the collapse.
+        kept=base * (1 + virtual) + tokens * heads * (virtual * (2 * d + 1) + d),
+    )
+
+
+MECHANISM = Mechanism(
+    card="Interleaved Head Attention: every head is a learned combination of all heads, and every token takes part in attention as "
+    "{config.num_pseudo_heads} interleaved pseudo-tokens. The KV cache holds base keys and values only, so it is as large as that of "
+    "the same model with ordinary attention.",
+    cost=cost,
+    start=start,
+    deviations=deviations,
+    control="v_mix.weight",
+    forms={"iha, P = 2": {"num_pseudo_heads": 2}, "iha, P = 4": {"num_pseudo_heads": 4}},
+)

@@ -1,0 +1,27 @@
+"""Kind "mha", multi-head attention."""
+
+from modeling_iha import IHAConfig
+
+from . import Mechanism
+from .cost import Cost, score_products
+
+
+def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Multi-head attention between the projections. Kept are queries, keys, values, output and a sum for each query."""
+    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    form = "sdpa" if form == "collapse_first" else form
+    cached = tokens if window is None else min(tokens, window - 1)
+    return Cost(
+        prefill=heads * d * score_products(form, tokens, 1, window),
+        training=heads * d * score_products(form, tokens, 1, window, training=True),
+        decode=2 * heads * d * (cached + 1),
+        cache=2 * groups * d * cached,
+        kept=tokens * ((2 * heads + 2 * groups) * d + heads),
+    )
+
+
+MECHANISM = Mechanism(
+    card="ordinary multi-head attention.",
+    cost=cost,
+    deviations=lambda attention, config: {},
+)

@@ -1,0 +1,19 @@
+"""Kind "simplicial"."""
+
+from modeling_iha import IHAConfig
+
+from . import Mechanism
+from .cost import Cost, pair_products, tuples
+
+
+def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """All pairs (j, k)."""
+    windows = config.options_of("simplicial").windows
+    return tuples(config, tokens, window, 2, *pair_products(config, tokens, window, windows))
+
+
+MECHANISM = Mechanism(
+    card="2-simplicial attention: every token attends to pairs of tokens.",
+    cost=cost,
+    forms={"simplicial, windows of 32": {"layer_types": "sliding_attention", "sliding_window": 32}},
+)

@@ -1,0 +1,36 @@
+"""Kind "talking_heads". A layer is the multi-head attention it replaces while both of its maps are the identity."""
+
+import torch
+
+from modeling_iha import IHAConfig
+
+from . import Mechanism
+from .cost import Cost, score_matrix
+
+
+MAPS = ("score_mix.weight", "weight_mix.weight")
+
+
+def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
+    """Identities."""
+    return {name: torch.eye(config.num_attention_heads) for name in MAPS}
+
+
+def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
+    """From the identity."""
+    return {name: attention.get_parameter(name) - torch.eye(config.num_attention_heads) for name in MAPS}
+
+
+def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Two maps [H, H] of every pair."""
+    maps = 2 * config.num_attention_heads**2
+    return score_matrix(config, tokens, window, per_pair=maps) + Cost(parameters=maps)
+
+
+MECHANISM = Mechanism(
+    card="Talking-Heads Attention: the heads mix their attention scores before the softmax and their weights after it.",
+    cost=cost,
+    start=start,
+    deviations=deviations,
+    control="weight_mix.weight",
+)

@@ -1,0 +1,84 @@
+"""The companions of the attention kinds: each thing known of a kind stands in one place, and what is derived from there is complete."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import small_config
+
+import mechanisms
+from conversion_scripts.convert_llama_to_iha import ATTENTION_KINDS
+from model_cards.render import render_card
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.attention_talking_heads import TalkingHeadsAttention
+from sft.train import MIXING_MODULES
+
+
+ROOT = Path(__file__).parents[1]
+# Converters whose subject is one kind.
+CONVERTERS = {
+    "diff": {"convert_diffllama_to_iha.py", "convert_iha_to_diffllama.py"},
+    "dcmha": {"convert_dcformer_to_iha.py"},
+}
+
+
+# "mha" and "iha" are what the model is about.
+@pytest.mark.parametrize("kind", sorted(ATTENTION_CLASSES.keys() - {"mha", "iha"}))
+def test_a_kind_stands_in_its_own_files_and_one_line(kind):
+    folders = ("modeling_iha", "mechanisms", "conversion_scripts", "sft", "benchmarks", "model_cards")
+    lines = {
+        path.name if path.parent.name != "mechanisms" else f"mechanisms/{path.name}": len(found)
+        for folder in folders
+        for path in sorted((ROOT / folder).glob("*.py"))
+        if (found := re.findall(rf"[\"'`]{kind}[\"'`]", path.read_text(encoding="utf-8")))
+    }
+    assert lines.pop("attention_kinds.py") == 1
+    allowed = {f"attention_{kind}.py", f"mechanisms/{kind}.py"} | CONVERTERS.get(kind, set())
+    assert lines.keys() <= allowed
+
+
+def test_every_companion_is_of_a_kind():
+    names = {path.stem for path in (ROOT / "mechanisms").glob("*.py")} - {"__init__", "cost"}
+    assert names <= ATTENTION_CLASSES.keys()
+
+
+def test_what_is_derived():
+    assert ATTENTION_KINDS == ["iha", "talking_heads", "dcmha"]
+    assert MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse", "score_mix", "weight_mix"}
+
+
+@pytest.mark.parametrize("kind", ATTENTION_CLASSES)
+def test_a_card_describes_every_kind(kind):
+    config = small_config(attention_kinds=kind)
+    text = mechanisms.mechanism_of(kind).card.format(config=config)
+    assert text.endswith(".") and "{" not in text and f'- "{kind}": {text}' in render_card(config, "name")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if mechanisms.mechanism_of(kind).deviations])
+def test_no_deviation_at_the_exact_start(kind):
+    """And one where a parameter has moved."""
+    mechanism, config = mechanisms.mechanism_of(kind), small_config(attention_kinds=kind)
+    attention = ATTENTION_CLASSES[kind].for_layer(config, 0)
+    state = mechanism.start(config, torch.Generator().manual_seed(0), "balanced") if mechanism.start else {}
+    attention.load_state_dict(state, strict=False)
+    assert mechanism.deviations(attention, config).keys() == state.keys()
+    assert not any(deviation.any() for deviation in mechanism.deviations(attention, config).values())
+    for name in state:
+        with torch.no_grad():
+            attention.get_parameter(name).view(-1)[0] += 0.1
+        assert mechanism.deviations(attention, config)[name].any()
+
+
+def test_a_kind_without_a_companion_has_defaults(monkeypatch):
+    class Unknown(TalkingHeadsAttention):
+        """Heads talk (Shazeer et al. 2020) of
+        {anything}. A second sentence."""
+
+    monkeypatch.setitem(ATTENTION_CLASSES, "unknown", Unknown)
+    mechanism = mechanisms.mechanism_of("unknown")
+    assert mechanism.card.format(config=None) == "Heads talk (Shazeer et al. 2020) of {anything}."
+    assert mechanism.forms == {"unknown": {}}
+    assert mechanism.start is mechanism.deviations is mechanism.control is mechanism.cost is None
+    Unknown.__doc__ = None
+    assert mechanisms.mechanism_of("unknown").card == "Unknown."
