@@ -20,7 +20,6 @@ from test_generation import (  # noqa: F401
     test_gradient_checkpointing_changes_no_gradient,
     test_window_layers_keep_the_window,
 )
-from test_masks import ONES, POSITIONS  # noqa: F401
 from test_reference import (  # noqa: F401
     test_attention_matches_reference,
     test_attention_matches_reference_in_bfloat16,
@@ -32,6 +31,10 @@ from transformers import StaticCache
 
 from modeling_iha import virtual_sequence
 from modeling_iha.collapse_first import collapse_first_attention
+
+
+POSITIONS = torch.cat([torch.arange(n) for n in (5, 1, 4)])[None]
+ONES = torch.ones(1, 10, dtype=torch.long)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,8 @@ particular to a kind is in its own file.
 Tolerances are relative to the largest entry of what is compared (`relative_error`).
 """
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import (
@@ -26,7 +28,8 @@ from helpers import (
     set_core,
     small_config,
 )
-from references.iha import AttentionOptions, causal_lm, iha_attention, llama_inv_freq
+from references.iha import causal_lm, iha_attention, mha_attention
+from references.options import AttentionOptions, llama_inv_freq
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -45,7 +48,10 @@ def test_reference_mha_is_llama():
     input_ids = random_ids(2, 9)
     options = AttentionOptions(4, 2, 8, llama_inv_freq(8, config.rope_parameters["rope_theta"]), norm_eps=1e-6)
     weights = reference_weights(model)
-    expected, logits = causal_lm(input_ids, weights, [options] * 2), model(input_ids).logits
+    expected, logits = (
+        causal_lm(input_ids, weights, [partial(mha_attention, options=options)] * 2),
+        model(input_ids).logits,
+    )
     assert relative_error(logits, expected) < FP64
     assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP64)
 
