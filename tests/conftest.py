@@ -8,13 +8,25 @@ from pathlib import Path
 # The test models are tiny: more threads than one cost more than they give, most of all with several processes at a time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import fake_flash  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from helpers import collapse_short_inputs_first  # noqa: E402
 
 
 torch.set_num_threads(1)
 STARTED = time.monotonic()
+
+
+@pytest.fixture
+def cpu_cores(monkeypatch):
+    """Every attention core on CPU: a stand-in for flash (yields its calls), and flex_attention in its uncompiled form, which is the same
+    mathematics without minutes of compilation. "iha" layers on SDPA collapse first however short the input."""
+    calls = fake_flash.install(monkeypatch)
+    collapse_short_inputs_first(monkeypatch)
+    with torch.compiler.set_stance("force_eager"):
+        yield calls
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,19 +3,22 @@ decoded with the mixing absorbed. The tests below that are imported run as in th
 
 import pytest
 import torch
-from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, set_core, small_config
-from test_generation import (  # noqa: F401
+from helpers import (
+    HYBRID,
     assert_close,
+    causal_4d,
+    collapse_short_inputs_first,
     logits_in_chunks,
+    random_ids,
+    random_model,
+    set_core,
+    small_config,
+)
+from test_generation import (  # noqa: F401
     test_a_cache_of_the_caller,
     test_cached_equals_uncached,
     test_gradient_checkpointing_changes_no_gradient,
     test_window_layers_keep_the_window,
-)
-from test_masks import (  # noqa: F401
-    ONES,
-    POSITIONS,
-    causal_4d,
 )
 from test_reference import (  # noqa: F401
     test_attention_matches_reference,
@@ -28,6 +31,10 @@ from transformers import StaticCache
 
 from modeling_iha import virtual_sequence
 from modeling_iha.collapse_first import collapse_first_attention
+
+
+POSITIONS = torch.cat([torch.arange(n) for n in (5, 1, 4)])[None]
+ONES = torch.ones(1, 10, dtype=torch.long)
 
 
 @pytest.fixture(autouse=True)

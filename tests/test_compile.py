@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 import torch
-from small_models import random_ids, random_model, set_core, small_config
-from test_generation import assert_close, uncached_logits
+from helpers import assert_close, random_ids, random_model, set_core, small_config, uncached_logits
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig, StaticCache
+
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 # As few layers as show every path: compiling costs time for each.
@@ -21,17 +22,14 @@ GEOMETRIES = {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 4,
     },
-    "talking_heads": {"num_hidden_layers": 1, "attention_kinds": "talking_heads"},
-    "diff": {"num_hidden_layers": 1, "attention_kinds": "diff"},
-    "hyper_feature": {
-        "num_hidden_layers": 1,
-        "attention_kinds": "hyper_feature",
-        "attention_options": {"hyper_feature": {"orders": [1, 1, 2, 2], "value_product": True}},
-    },
-    "hyper": {
-        "num_hidden_layers": 1,
-        "attention_kinds": "hyper",
-        "attention_options": {"hyper": {"sharing": False}},
+    **{
+        kind: {
+            "num_hidden_layers": 1,
+            "attention_kinds": kind,
+            "attention_options": {kind: attention_class.example_options},
+        }
+        for kind, attention_class in ATTENTION_CLASSES.items()
+        if kind not in ("iha", "mha")
     },
     "hyper_linear": {
         "num_hidden_layers": 1,
@@ -45,7 +43,6 @@ GEOMETRIES = {
         "layer_types": "sliding_attention",
         "sliding_window": 4,
     },
-    "dcmha": {"num_hidden_layers": 1, "attention_kinds": "dcmha"},
 }
 
 
@@ -82,10 +79,7 @@ def test_forward(geometry, core):
 
 
 @pytest.mark.parametrize("inputs", ["plain", "padded", "packed"])
-@pytest.mark.parametrize(
-    "geometry",
-    ["global", "hybrid", "talking_heads", "diff", "dcmha", "hyper_feature", "hyper", "hyper_linear", "simplicial"],
-)
+@pytest.mark.parametrize("geometry", [geometry for geometry in GEOMETRIES if geometry != "shared"])
 def test_backward(geometry, inputs):
     model = geometry_model(geometry)
     input_ids = random_ids(1, 8)

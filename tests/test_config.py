@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from small_models import small_config
+from helpers import small_config
 from transformers import AutoConfig
 
 from modeling_iha import IHAConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import EVERY_KIND, random_ids, random_model, small_config
 from safetensors.torch import load_file, save_file
-from small_models import EVERY_KIND, random_ids, random_model, small_config
 from tiny_sources import CHAT_TEMPLATE, SOURCES, VOCAB_SIZE, save_tiny_source, tiny_source, tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from small_models import collapse_short_inputs_first, random_ids, random_model, set_core, small_config
+from helpers import collapse_short_inputs_first, random_ids, random_model, set_core, small_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 

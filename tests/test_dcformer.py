@@ -9,12 +9,10 @@ import sys
 
 import pytest
 import torch
+from helpers import FP64, logits_in_chunks, random_ids, relative_error, uncached_logits
 from references.dcmha import released_causal_lm
 from safetensors.torch import save_file
-from small_models import random_ids
 from test_conversion import command
-from test_generation import logits_in_chunks, uncached_logits
-from test_reference import FP64, relative_error
 from tiny_sources import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 

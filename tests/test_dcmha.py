@@ -4,26 +4,32 @@ the DCFormers. Tolerances are relative to the largest entry of what is compared.
 import math
 from copy import deepcopy
 
-import fake_flash
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from references.dcmha import dcmha_attention, group_gated_mlp
-from small_models import learn_one_batch, random_ids, random_model, reload, set_core, small_config
-from test_generation import assert_close, logits_in_chunks, uncached_logits
-from test_numerics import GRADIENTS, HALVES, LOGITS, loss_and_gradients
-from test_reference import (
+from helpers import (
     BF16_GRADIENT,
     BF16_OUTPUT,
     FP32,
     FP64,
+    GRADIENTS,
+    HALVES,
+    LOGITS,
+    assert_attention_matches,
+    assert_close,
     assert_gradients_match,
-    assert_layer_matches,
     gradients,
-    reference_layers,
+    logits_in_chunks,
+    loss_and_gradients,
+    random_ids,
+    random_model,
     reference_weights,
     relative_error,
+    reload,
+    small_config,
+    uncached_logits,
 )
+from peft import LoraConfig, PeftModel, get_peft_model
+from references.dcmha import group_gated_mlp
 
 from modeling_iha import IHAConfig, IHAForCausalLM, score_matrix
 from modeling_iha.attention_dcmha import BaseMap, CompositionWeights
@@ -62,30 +68,6 @@ def dcmha_config(window=None, heads="H4G2", options=None, **overrides):
     )
 
 
-def assert_attention_matches(
-    config,
-    tolerance,
-    gradient_tolerance=None,
-    dtype=torch.float64,
-    core="sdpa",
-    length=9,
-    reference_inputs=None,
-    **inputs,
-):
-    """Output and gradients (input and every parameter) of the first layer's attention against the reference, at real tokens."""
-    model = random_model(config, dtype=dtype)
-    set_core(model, core)
-    options, num_groups = reference_layers(config)[0], config.options_of("dcmha").num_groups
-    reference_inputs = reference_inputs or {}
-
-    def reference(hidden_states, weights):
-        return dcmha_attention(hidden_states, weights, options, num_groups, **reference_inputs)
-
-    inputs |= {"input_ids": random_ids(2, length), "use_cache": False}
-    real = reference_inputs.get("padding_mask")
-    assert_layer_matches(model, reference, tolerance, gradient_tolerance, real, **inputs)
-
-
 # The layer
 
 
@@ -93,14 +75,22 @@ def assert_attention_matches(
 @pytest.mark.parametrize("options", OPTIONS)
 def test_attention_matches_reference(options, window):
     """Every option, in one block of queries and, with a window, in blocks of 4."""
-    assert_attention_matches(dcmha_config(window, options=OPTIONS[options], num_hidden_layers=1), FP64)
+    assert_attention_matches(
+        dcmha_config(window, options=OPTIONS[options], num_hidden_layers=1), FP64, dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2, 9])
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 20])
 @pytest.mark.parametrize("heads", HEADS)
 def test_heads_windows_and_lengths(heads, window, length):
-    assert_attention_matches(dcmha_config(window, heads, num_hidden_layers=1, use_qk_norm=True), FP64, length=length)
+    assert_attention_matches(
+        dcmha_config(window, heads, num_hidden_layers=1, use_qk_norm=True),
+        FP64,
+        dtype=torch.float64,
+        core="sdpa",
+        length=length,
+    )
 
 
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
@@ -109,11 +99,13 @@ def test_blocks_of_queries(window, core, monkeypatch):
     """Eleven queries in blocks of 4, each recomputed in the backward; on SDPA a long input to a window layer brings no mask."""
     monkeypatch.setattr(score_matrix, "BLOCK", 4)
     monkeypatch.setattr("modeling_iha.virtual_sequence.BLOCK", 4)
-    assert_attention_matches(dcmha_config(window, num_hidden_layers=1), FP64, core=core, length=11)
+    assert_attention_matches(
+        dcmha_config(window, num_hidden_layers=1), FP64, dtype=torch.float64, core=core, length=11
+    )
 
 
 def test_float32():
-    assert_attention_matches(dcmha_config(3, num_hidden_layers=1), FP32, dtype=torch.float32)
+    assert_attention_matches(dcmha_config(3, num_hidden_layers=1), FP32)
 
 
 @pytest.mark.parametrize("options", ["paper", "all"])
@@ -135,29 +127,6 @@ def test_half_precision(dtype, how):
     assert abs(loss - expected_loss) < LOGITS[dtype] * expected_loss
     for name, gradient in expected.items():
         assert_close(actual[name], gradient, GRADIENTS[dtype])
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_left_padding(window):
-    real = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9], dtype=torch.bool)
-    assert_attention_matches(
-        dcmha_config(window, num_hidden_layers=1),
-        FP64,
-        reference_inputs={"padding_mask": real},
-        attention_mask=real.long(),
-    )
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_packed_documents(window):
-    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3]]).expand(2, -1)
-    documents = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]]).expand(2, -1)
-    assert_attention_matches(
-        dcmha_config(window, num_hidden_layers=1),
-        FP64,
-        reference_inputs={"document_ids": documents, "position_ids": positions},
-        position_ids=positions,
-    )
 
 
 # The cache
@@ -204,13 +173,6 @@ def test_training_keeps_no_score_matrix(window, monkeypatch):
     assert largest_saved_tensor(model, input_ids) >= scores  # in one block all of it is kept
     monkeypatch.setattr(score_matrix, "BLOCK", block)
     assert largest_saved_tensor(model, input_ids) < scores * block / length  # not one block is
-
-
-def test_overfits_one_batch():
-    torch.manual_seed(0)
-    model = IHAForCausalLM(dcmha_config(3)).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    assert learn_one_batch(model, optimizer) < 0.05
 
 
 def test_initialisation():
@@ -324,18 +286,6 @@ def test_presets_have_the_size_of_their_name(preset, size):
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(Exception, match=message):
         dcmha_config(options=options)
-
-
-@pytest.mark.parametrize("core", ["flash_attention_2", "flex_attention"])
-def test_cores_without_scores_are_refused(core, monkeypatch):
-    fake_flash.install(monkeypatch)
-    model = random_model(dcmha_config())
-    set_core(model, core)
-    with (
-        torch.compiler.set_stance("force_eager"),
-        pytest.raises(ValueError, match=f"'dcmha' changes the scores.*{core}.*'sdpa' or 'eager'"),
-    ):
-        model(random_ids(1, 5))
 
 
 # Checkpoints

@@ -1,20 +1,8 @@
 """Kind "diff" against the loops of `references/diff.py` and against Transformers' DiffLlama, which it equals on every core."""
 
-import fake_flash
 import pytest
 import torch
-from small_models import (
-    learn_one_batch,
-    left_padding,
-    packing,
-    random_ids,
-    random_model,
-    reload,
-    set_core,
-    small_config,
-)
-from test_generation import assert_close, logits_in_chunks, uncached_logits
-from test_reference import (
+from helpers import (
     BF16_GRADIENT,
     BF16_OUTPUT,
     FP32,
@@ -23,10 +11,20 @@ from test_reference import (
     assert_attention_matches,
     assert_gradients_match,
     gradients,
+    learn_one_batch,
+    left_padding,
+    logits_in_chunks,
+    packing,
+    random_ids,
+    random_model,
     reference_logits,
     relative_error,
+    reload,
+    set_core,
+    small_config,
+    uncached_logits,
 )
-from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, StaticCache
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from modeling_iha import IHAConfig, IHAForCausalLM, virtual_sequence, window_blocks
 
@@ -38,14 +36,6 @@ GEOMETRIES = {
     "hybrid": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
 }
 DIFF_LLAMA = {field: value for field, value in LLAMA.items() if field != "mlp_bias"}
-
-
-@pytest.fixture
-def cpu_cores(monkeypatch):
-    """Every attention core on CPU: a stand-in for flash, and flex_attention uncompiled."""
-    fake_flash.install(monkeypatch)
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def diff_config(geometry="global", **overrides):
@@ -102,23 +92,6 @@ def test_model_matches_reference(cpu_cores, core, block, geometry, inputs, monke
     if logits.requires_grad:
         actual_gradients = gradients(logits[real], dict(model.named_parameters()))
         assert_gradients_match(actual_gradients, gradients(expected[real], weights), FP32)
-
-
-# The cache
-
-
-@pytest.mark.parametrize("chunks", [[1] * 11, [5, 1, 3, 2], [1, 9, 1]], ids=str)
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("core", CORES)
-def test_cached_equals_uncached(cpu_cores, core, geometry, chunks):
-    model = random_model(diff_config(geometry))
-    input_ids = random_ids(2, 11)
-    expected = uncached_logits(model, input_ids)
-    set_core(model, core)
-    assert_close(logits_in_chunks(model, input_ids, chunks), expected)
-    if core in ("eager", "sdpa"):
-        static = StaticCache(config=model.config, max_cache_len=14)
-        assert_close(logits_in_chunks(model, input_ids, chunks, static), expected)
 
 
 # It is DiffLlama's attention

@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
+from helpers import random_model, small_config
 from safetensors.torch import load_file, save_file
-from small_models import random_model, small_config
 from test_conversion import (
     assert_equal_logits,
     command,

@@ -6,8 +6,16 @@ import threading
 
 import pytest
 import torch
-from small_models import random_ids, random_model, small_config
-from test_generation import GEOMETRIES, SCORE_MATRIX, assert_close, logits_in_chunks, uncached_logits
+from helpers import (
+    GEOMETRIES,
+    SCORE_MATRIX,
+    assert_close,
+    logits_in_chunks,
+    random_ids,
+    random_model,
+    small_config,
+    uncached_logits,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

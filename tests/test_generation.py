@@ -4,7 +4,20 @@ as they went."""
 import fake_flash
 import pytest
 import torch
-from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, set_core, small_config
+from helpers import (
+    GEOMETRIES,
+    HYBRID,
+    SCORE_MATRIX,
+    assert_close,
+    collapse_short_inputs_first,
+    logits_in_chunks,
+    random_ids,
+    random_model,
+    set_core,
+    skip_if_refused,
+    small_config,
+    uncached_logits,
+)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,48 +39,7 @@ from modeling_iha import (
 )
 
 
-_WINDOW_AND_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
-GEOMETRIES = {
-    "global": {},
-    "one_pseudo_head": {"num_pseudo_heads": 1},
-    "no_gqa": {"num_key_value_heads": 4, "pseudo_collapse": "all_heads"},
-    "window": {"layer_types": "sliding_attention", "sliding_window": 3},
-    "window_of_1": {"layer_types": "sliding_attention", "sliding_window": 1},
-    "window_mha": {"layer_types": "sliding_attention", "sliding_window": 3, "attention_kinds": "mha"},
-    "hybrid": {**HYBRID, "sliding_window": 4},
-    "hybrid_window_of_1": {**HYBRID, "sliding_window": 1},
-    "talking_heads": {"attention_kinds": "talking_heads", **_WINDOW_AND_GLOBAL},
-    "diff": {"attention_kinds": "diff", **_WINDOW_AND_GLOBAL},
-    "dcmha": {"attention_kinds": "dcmha", **_WINDOW_AND_GLOBAL},
-    "hyper_feature": {
-        "attention_kinds": "hyper_feature",
-        "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
-        **_WINDOW_AND_GLOBAL,
-    },
-    "hyper": {
-        "attention_kinds": "hyper",
-        "attention_options": {"hyper": {"sharing": False, "strict_order": True}},
-        **_WINDOW_AND_GLOBAL,
-    },
-    "hyper_linear": {
-        "attention_kinds": "hyper",
-        "attention_options": {"hyper": {"order": 4, "sharing": False, "linear": True}},
-    },
-    "simplicial": {
-        "attention_kinds": "simplicial",
-        "attention_options": {"simplicial": {"windows": [2, 3]}},
-        "layer_types": "sliding_attention",
-        "sliding_window": 3,
-    },
-}
-# Of kinds that change the score matrix, which flash cores and FlexAttention never build: refused there.
-SCORE_MATRIX = {"talking_heads", "dcmha", "hyper_feature", "hyper", "hyper_linear", "simplicial"}
 LENGTH = 11
-
-
-def skip_if_refused(geometry, core):
-    if geometry in SCORE_MATRIX and ("flash" in core or "flex" in core):
-        pytest.skip(f"{geometry} changes the score matrix, which {core} never builds: refused")
 
 
 @pytest.fixture(params=["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"])
@@ -77,28 +49,6 @@ def core(request, monkeypatch):
     collapse_short_inputs_first(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield request.param
-
-
-def assert_close(actual, expected, tolerance=2e-5):
-    """Same shape, and no entry further off than the tolerance times the largest."""
-    assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
-
-
-def logits_in_chunks(model, input_ids, chunks, cache=None):
-    """Logits of the whole input when it is fed in chunks of these lengths through one cache."""
-    logits = []
-    with torch.no_grad():
-        for chunk in input_ids.split(chunks, dim=1):
-            output = model(chunk, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            logits.append(output.logits)
-    return torch.cat(logits, dim=1)
-
-
-def uncached_logits(model, input_ids, **inputs):
-    with torch.no_grad():
-        return model(input_ids, use_cache=False, **inputs).logits
 
 
 # The cache

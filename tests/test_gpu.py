@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 import torch
-from small_models import set_core
+from helpers import set_core
 from transformers.utils import is_flash_attn_2_available
 
 from gpu_kernels.fused_triton import fused_attention

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import random_model
 from loopback_hub import File, LoopbackHub
-from small_models import random_model
 from test_sft import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,29 +1,31 @@
 """HyperAttention and 2-simplicial attention against the loops of `references/hyper.py`, and what the papers claim of them."""
 
-from dataclasses import asdict
-from functools import partial
-
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from references.hyper import HyperOptions, hyper_attention
-from references.hyper_feature import visible_keys
-from small_models import learn_one_batch, random_ids, random_model, reload, set_core, small_config
-from test_generation import GEOMETRIES, assert_close, uncached_logits
-from test_numerics import LOGITS
-from test_reference import (
+from helpers import (
     BF16_GRADIENT,
     BF16_OUTPUT,
     FP32,
     FP64,
+    GEOMETRIES,
+    LOGITS,
+    assert_attention_matches,
+    assert_close,
     assert_gradients_match,
-    assert_layer_matches,
     attention_of_first_layer,
     gradients,
-    reference_weights,
+    learn_one_batch,
+    left_padding,
+    logits_and_gradients,
+    packing,
+    random_ids,
+    random_model,
     relative_error,
+    reload,
+    small_config,
+    uncached_logits,
 )
-from test_window_blocks import logits_and_gradients
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from modeling_iha import IHAConfig, IHAForCausalLM, attention_hyper, score_matrix, tuple_attention, virtual_sequence
 from modeling_iha.attention_hyper import linear_step
@@ -42,39 +44,6 @@ def hyper_config(window=None, kind="hyper", **fields):
         sliding_window=window,
         **{"num_hidden_layers": 1, **fields},
     )
-
-
-def reference(model, hidden, weights, position_ids=None, **visibility):
-    """The reference's output [B, N, D] of the first layer; `visibility` as in `visible_keys`, with a batch dimension."""
-    config, (batch, length) = model.config, hidden.shape[:2]
-    options = {"order": 3, "sharing": False, **asdict(config.options_of(config.attention_kinds[0]))}
-    kept = "all" if config.attention_kinds[0] == "simplicial" else "j > k" if options["strict_order"] else "j >= k"
-    reference_options = HyperOptions(
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        theta=config.rope_parameters["rope_theta"],
-        order=options["order"],
-        sharing=options["sharing"],
-        kept="all" if options.get("linear") else kept,
-        linear=options.get("linear", False),
-        norm_eps=config.rms_norm_eps,
-    )
-    windows = options["windows"] or [config.sliding_window] * (reference_options.order - 1)
-    if position_ids is None:
-        position_ids = torch.arange(length).expand(batch, -1)
-    rows = []
-    for b in range(batch):
-        of_row = {name: mask[b] for name, mask in visibility.items()}
-        visible = [visible_keys(length, window, **of_row) for window in windows]
-        rows.append(hyper_attention(hidden[b], weights, reference_options, position_ids[b], visible))
-    return torch.stack(rows)
-
-
-def assert_matches_reference(config, tolerance=FP32, gradient_tolerance=None, dtype=torch.float32):
-    """Output and gradients, of the input and of every parameter."""
-    model = random_model(config, dtype=dtype)
-    assert_layer_matches(model, partial(reference, model), tolerance, gradient_tolerance, input_ids=random_ids(2, 7))
 
 
 CASES = {
@@ -97,12 +66,12 @@ LINEAR_CASES = {
 @pytest.mark.parametrize("window", [None, 2, 4, 20])
 @pytest.mark.parametrize("case", CASES)
 def test_matches_reference(case, window):
-    assert_matches_reference(hyper_config(window, **CASES[case]))
+    assert_attention_matches(hyper_config(window, **CASES[case]), FP32, length=7)
 
 
 @pytest.mark.parametrize("case", LINEAR_CASES)
 def test_linear_form_matches_reference(case):
-    assert_matches_reference(hyper_config(**LINEAR_CASES[case]))
+    assert_attention_matches(hyper_config(**LINEAR_CASES[case]), FP32, length=7)
 
 
 @pytest.mark.parametrize("windows", [[2, 4], [4, 2], [1, 3], [3, 1], [1, 1]], ids=str)
@@ -110,19 +79,21 @@ def test_linear_form_matches_reference(case):
 def test_two_windows_match_reference(case, windows):
     if case == "strict" and windows[1] == 1:
         pytest.skip("no pair has j > k where k is the query's own token: refused")
-    assert_matches_reference(hyper_config(max(windows), windows=windows, **CASES[case]))
+    assert_attention_matches(hyper_config(max(windows), windows=windows, **CASES[case]), FP32, length=7)
 
 
 @pytest.mark.parametrize("case", ["sharing", "strict_no_sharing", "simplicial"])
 def test_matches_reference_in_other_dtypes(case):
-    assert_matches_reference(hyper_config(**CASES[case]), FP64, dtype=torch.float64)
-    assert_matches_reference(hyper_config(**CASES[case]), BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
+    assert_attention_matches(hyper_config(**CASES[case]), FP64, dtype=torch.float64, length=7)
+    assert_attention_matches(hyper_config(**CASES[case]), BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16, length=7)
 
 
 @pytest.mark.parametrize("case", ["linear", "linear_order_4"])
 def test_linear_form_matches_reference_in_other_dtypes(case):
-    assert_matches_reference(hyper_config(**LINEAR_CASES[case]), FP64, dtype=torch.float64)
-    assert_matches_reference(hyper_config(**LINEAR_CASES[case]), BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
+    assert_attention_matches(hyper_config(**LINEAR_CASES[case]), FP64, dtype=torch.float64, length=7)
+    assert_attention_matches(
+        hyper_config(**LINEAR_CASES[case]), BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16, length=7
+    )
 
 
 @pytest.fixture(params=[{"BLOCK": 3, "CHUNK": 3}, {"MAX_SCORES": 1}], ids=["blocks_of_3", "blocks_of_1"])
@@ -136,13 +107,13 @@ def small_blocks(request, monkeypatch):
 @pytest.mark.parametrize("case", ["no_sharing", "strict", "simplicial"])
 def test_blocks_match_reference(case, window, small_blocks):
     windows = {} if window is None else {"windows": [2, 3]}
-    assert_matches_reference(hyper_config(window, **CASES[case], **windows))
+    assert_attention_matches(hyper_config(window, **CASES[case], **windows), FP32, length=7)
 
 
 @pytest.mark.parametrize("case", ["linear", "linear_order_4"])
 def test_linear_chunks_match_reference(case, monkeypatch):
     monkeypatch.setattr(attention_hyper, "CHUNK", 3)
-    assert_matches_reference(hyper_config(**LINEAR_CASES[case]))
+    assert_attention_matches(hyper_config(**LINEAR_CASES[case]), FP32, length=7)
 
 
 @pytest.mark.parametrize("case", ["linear", "linear_order_4"])
@@ -160,28 +131,14 @@ def test_linear_form_under_a_mask_equals_running_sums(case, small_blocks):
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
 @pytest.mark.parametrize("windows", [None, [3, 2]], ids=str)
 @pytest.mark.parametrize("case", ["no_sharing", "strict", "simplicial", "linear_order_4"])
-@torch.no_grad()
 def test_padding_and_packing_match_reference(case, windows, core):
     options = {**CASES, **LINEAR_CASES}[case]
     if windows is not None and case in LINEAR_CASES:
         pytest.skip("the linear form has no windows")
-    model = random_model(hyper_config(windows and max(windows), windows=windows, **options))
-    set_core(model, core)
-    weights = reference_weights(model.model.layers[0].self_attn)
-
+    config = hyper_config(windows and max(windows), windows=windows, **options)
     real = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
-    position_ids = (real.cumsum(-1) - 1).clamp_min(0)
-    inputs = {"input_ids": random_ids(2, 7), "attention_mask": real.long(), "position_ids": position_ids}
-    hidden, output = attention_of_first_layer(model, **inputs)
-    expected = reference(model, hidden.double(), weights, position_ids, is_real=real)
-    assert relative_error(output[real], expected[real]) < FP32
-
-    position_ids = torch.tensor([[0, 1, 2, 0, 0, 1, 2]])
-    document = torch.tensor([[0, 0, 0, 1, 2, 2, 2]])
-    inputs = {"input_ids": random_ids(1, 7), "position_ids": position_ids, "use_cache": False}
-    hidden, output = attention_of_first_layer(model, **inputs)
-    expected = reference(model, hidden.double(), weights, position_ids, document=document)
-    assert relative_error(output, expected) < FP32
+    assert_attention_matches(config, FP32, core=core, length=7, inputs=left_padding(real))
+    assert_attention_matches(config, FP32, core=core, length=7, rows=1, inputs=packing((3, 1, 3)))
 
 
 @pytest.mark.parametrize("case", ["plain", "left_padding", "packed"])
@@ -431,9 +388,3 @@ def test_bad_options_are_refused(fields, message):
     kind = fields.get("kind", "hyper")
     with pytest.raises(Exception, match=rf"attention_options\['{kind}'\] has {message}"):
         hyper_config(**fields)
-
-
-@pytest.mark.parametrize("kind", ["hyper", "simplicial"])
-def test_cores_that_build_no_scores_are_refused(kind):
-    with pytest.raises(ValueError, match=f"'{kind}' changes the scores.*flex_attention.*'sdpa' or 'eager'"):
-        IHAForCausalLM._from_config(hyper_config(kind=kind), attn_implementation="flex_attention")

@@ -1,26 +1,26 @@
 """HyperFeatureAttention against the loops of `references/hyper_feature.py`, and what the paper claims of it."""
 
-from dataclasses import asdict
-from functools import partial
-
-import fake_flash
 import pytest
 import torch
-from references.hyper_feature import HyperFeatureOptions, hyper_feature_attention, visible_keys
-from small_models import learn_one_batch, random_ids, random_model, reload, set_core, small_config
-from test_generation import assert_close, uncached_logits
-from test_reference import (
+from helpers import (
     BF16_GRADIENT,
     BF16_OUTPUT,
     FP32,
     FP64,
-    assert_layer_matches,
-    attention_of_first_layer,
-    reference_weights,
-    relative_error,
+    assert_attention_matches,
+    assert_close,
+    learn_one_batch,
+    left_padding,
+    packing,
+    random_ids,
+    random_model,
+    reload,
+    set_core,
+    small_config,
+    uncached_logits,
 )
 
-from modeling_iha import IHAForCausalLM, score_matrix
+from modeling_iha import score_matrix
 
 
 def hyper_feature_config(window=None, **fields):
@@ -32,35 +32,6 @@ def hyper_feature_config(window=None, **fields):
         layer_types="full_attention" if window is None else "sliding_attention",
         sliding_window=window,
         **{"num_hidden_layers": 1, **fields},
-    )
-
-
-def reference(model, hidden, weights, position_ids=None, **visibility):
-    """The reference's output [B, N, D] of the first layer; `visibility` as in `visible_keys`, with a batch dimension."""
-    config, (batch, length) = model.config, hidden.shape[:2]
-    options = config.options_of("hyper_feature")
-    options = HyperFeatureOptions(
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        theta=config.rope_parameters["rope_theta"],
-        **{**asdict(options), "orders": options.of_heads(config.num_attention_heads)},
-        norm_eps=config.rms_norm_eps,
-    )
-    if position_ids is None:
-        position_ids = torch.arange(length).expand(batch, -1)
-    rows = []
-    for b in range(batch):
-        visible = visible_keys(length, config.sliding_window, **{name: mask[b] for name, mask in visibility.items()})
-        rows.append(hyper_feature_attention(hidden[b], weights, options, position_ids[b], visible))
-    return torch.stack(rows)
-
-
-def assert_matches_reference(config, tolerance=FP32, gradient_tolerance=None, dtype=torch.float32, length=9):
-    """Output and gradients, of the input and of every parameter."""
-    model = random_model(config, dtype=dtype)
-    assert_layer_matches(
-        model, partial(reference, model), tolerance, gradient_tolerance, input_ids=random_ids(2, length)
     )
 
 
@@ -83,14 +54,14 @@ CASES = {
 @pytest.mark.parametrize("window", [None, 1, 4, 20])
 @pytest.mark.parametrize("case", CASES)
 def test_matches_reference(case, window):
-    assert_matches_reference(hyper_feature_config(window, **CASES[case]))
+    assert_attention_matches(hyper_feature_config(window, **CASES[case]), FP32)
 
 
 @pytest.mark.parametrize("case", ["order_4", "mixed_value_product", "linear_mixed_value_product"])
 def test_matches_reference_in_other_dtypes(case):
     config = hyper_feature_config(**CASES[case])
-    assert_matches_reference(config, FP64, dtype=torch.float64)
-    assert_matches_reference(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
+    assert_attention_matches(config, FP64, dtype=torch.float64)
+    assert_attention_matches(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -98,31 +69,17 @@ def test_matches_reference_in_other_dtypes(case):
 def test_blocks_match_reference(case, window, monkeypatch):
     """Several blocks of queries, the last one short, recomputed in the backward."""
     monkeypatch.setattr(score_matrix, "BLOCK", 2)
-    assert_matches_reference(hyper_feature_config(window, **CASES[case]), length=7)
+    assert_attention_matches(hyper_feature_config(window, **CASES[case]), FP32, length=7)
 
 
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("case", ["mixed_value_product", "linear_mixed_value_product"])
-@torch.no_grad()
 def test_padding_and_packing_match_reference(case, window, core):
-    model = random_model(hyper_feature_config(window, **CASES[case]))
-    set_core(model, core)
-    weights = reference_weights(model.model.layers[0].self_attn)
-
+    config = hyper_feature_config(window, **CASES[case])
     real = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
-    position_ids = (real.cumsum(-1) - 1).clamp_min(0)
-    inputs = {"input_ids": random_ids(2, 7), "attention_mask": real.long(), "position_ids": position_ids}
-    hidden, output = attention_of_first_layer(model, **inputs)
-    expected = reference(model, hidden.double(), weights, position_ids, is_real=real)
-    assert relative_error(output[real], expected[real]) < FP32
-
-    position_ids = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]])
-    document = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2]])
-    inputs = {"input_ids": random_ids(1, 8), "position_ids": position_ids, "use_cache": False}
-    hidden, output = attention_of_first_layer(model, **inputs)
-    expected = reference(model, hidden.double(), weights, position_ids, document=document)
-    assert relative_error(output, expected) < FP32
+    assert_attention_matches(config, FP32, core=core, length=7, inputs=left_padding(real))
+    assert_attention_matches(config, FP32, core=core, length=8, rows=1, inputs=packing((3, 1, 4)))
 
 
 # What the paper says of it
@@ -222,17 +179,3 @@ def test_round_trip(tmp_path):
 def test_bad_options_are_refused(fields, message):
     with pytest.raises(Exception, match=rf"attention_options\['hyper_feature'\] has {message}"):
         hyper_feature_config(**fields)
-
-
-@pytest.mark.parametrize("core", ["flash_attention_2", "flex_attention"])
-def test_cores_that_build_no_scores_are_refused(core, monkeypatch):
-    """Where the model is built, and where the core is changed later."""
-    fake_flash.install(monkeypatch)
-    message = f"'hyper_feature' changes the scores.*{core}.*'sdpa' or 'eager'"
-    config = hyper_feature_config()
-    model = random_model(config)
-    set_core(model, core)
-    with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match=message):
-        model(random_ids(1, 5))
-    with pytest.raises(ValueError, match=message):
-        IHAForCausalLM._from_config(config, attn_implementation=core)

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from small_models import EVERY_KIND, random_model, small_config
-from test_generation import GEOMETRIES
+from helpers import EVERY_KIND, GEOMETRIES, random_model, small_config
 from tiny_sources import tiny_tokenizer
 
 from conversion_scripts.checkpoint_io import run_in_clean_process

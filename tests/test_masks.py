@@ -4,14 +4,25 @@ what a core would silently ignore is refused."""
 import fake_flash
 import pytest
 import torch
-from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, set_core, small_config
-from test_generation import GEOMETRIES, SCORE_MATRIX, assert_close, skip_if_refused
+from helpers import (
+    CORES,
+    GEOMETRIES,
+    HYBRID,
+    SCORE_MATRIX,
+    assert_close,
+    causal_4d,
+    collapse_short_inputs_first,
+    random_ids,
+    random_model,
+    set_core,
+    skip_if_refused,
+    small_config,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from modeling_iha import virtual_sequence
 
 
-CORES = ["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"]
 FLASH = "flash_attention_2"
 LENGTHS = [5, 1, 4]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
@@ -78,15 +89,6 @@ def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
 
 
 # Custom masks
-
-
-def causal_4d(attention_mask, kind):
-    """The mask [batch, 1, N, N] that a padding mask [batch, N] stands for."""
-    length = attention_mask.shape[1]
-    allowed = torch.ones(length, length, dtype=torch.bool).tril() & attention_mask.bool()[:, None, None, :]
-    if kind == "bool":
-        return allowed
-    return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])

@@ -6,18 +6,26 @@ import fake_flash
 import pytest
 import torch
 from accelerate import infer_auto_device_map, init_empty_weights
+from helpers import (
+    EVERY_KIND,
+    GRADIENTS,
+    HALVES,
+    HYBRID,
+    LOGITS,
+    assert_close,
+    loss_and_gradients,
+    random_ids,
+    random_model,
+    set_core,
+    small_config,
+    uncached_logits,
+)
 from safetensors import safe_open
-from small_models import EVERY_KIND, HYBRID, random_ids, random_model, set_core, small_config
-from test_generation import assert_close, uncached_logits
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from modeling_iha import IHAForCausalLM
 
 
-HALVES = [torch.bfloat16, torch.float16]
-# Over the largest entry. Seen: logits 0.022 and 0.003; gradients 0.17 and 0.010, of the QK norms, whose terms cancel.
-LOGITS = {torch.bfloat16: 0.05, torch.float16: 0.008}
-GRADIENTS = {torch.bfloat16: 0.3, torch.float16: 0.03}
 # In half precision "diff" is DiffLlama bit by bit (test_diff.py): no figure of its own, since the gradient of lambda is one sum over
 # all tokens, whose terms cancel.
 KINDS = {"iha_mha": HYBRID["attention_kinds"], "talking_heads": "talking_heads"}
@@ -25,13 +33,6 @@ KINDS = {"iha_mha": HYBRID["attention_kinds"], "talking_heads": "talking_heads"}
 
 def hybrid_config(**overrides):
     return small_config(**{"num_pseudo_heads": 3, **HYBRID, "sliding_window": 3, **overrides})
-
-
-def loss_and_gradients(model, input_ids, **inputs):
-    model.zero_grad()
-    loss = model(input_ids, labels=input_ids, use_cache=False, **inputs).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.float() for name, p in model.named_parameters()}
 
 
 # Dtypes

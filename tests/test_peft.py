@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from helpers import GEOMETRIES, assert_close, random_ids, random_model, small_config
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from small_models import random_ids, random_model, small_config
-from test_generation import GEOMETRIES, assert_close
 from test_sft import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from tiny_sources import tiny_source
 from trl import SFTConfig

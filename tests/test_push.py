@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import random_model, small_config
 from huggingface_hub.errors import HTTPError
-from small_models import random_model, small_config
 from test_conversion import command, last_line
 from tiny_sources import tiny_tokenizer
 

@@ -6,9 +6,8 @@ are a few hundred numbers a layer.
 
 import pytest
 import torch
+from helpers import GEOMETRIES, random_ids, random_model, small_config
 from peft import LoraConfig, get_peft_model
-from small_models import random_ids, random_model, small_config
-from test_generation import GEOMETRIES
 from test_peft import MIXING, PROJECTIONS, greedy, logits_of, take_a_step
 from transformers import BitsAndBytesConfig, TorchAoConfig
 

@@ -6,165 +6,36 @@ Tolerances are relative to the largest entry of what is compared (`relative_erro
 
 from functools import partial
 
-import fake_flash
 import pytest
 import torch
-from references.diff import diff_attention
-from references.iha import AttentionOptions, causal_lm, iha_attention, llama_inv_freq, mha_attention
-from references.talking_heads import talking_heads_attention
-from small_models import HYBRID, collapse_short_inputs_first, random_ids, random_model, set_core, small_config
+from helpers import (
+    BF16_GRADIENT,
+    BF16_OUTPUT,
+    CORES,
+    FP32,
+    FP64,
+    FP64_EXACT,
+    HYBRID,
+    LLAMA,
+    assert_attention_matches,
+    assert_gradients_match,
+    gradients,
+    random_ids,
+    random_model,
+    reference_logits,
+    reference_weights,
+    relative_error,
+    set_core,
+    small_config,
+)
+from references.iha import causal_lm, iha_attention, mha_attention
+from references.options import AttentionOptions, llama_inv_freq
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import IHAConfig, IHAForCausalLM, attention_iha
 from modeling_iha.attention_iha import mix
-
-
-FP32 = 1e-4
-# Transformers keeps RoPE's angles, RMSNorm, and the softmax of the eager core in float32 for a float64 model too.
-FP64 = 5e-6
-# What the model does in float64 alone leaves this.
-FP64_EXACT = 1e-12
-# bfloat16 moves a value by up to 2^-9 of it at each rounding. An output passes about eight in a row (projection, two
-# by RoPE, mixing, the pseudo-head's rotation, attention, collapse, output projection), each counted twice for the
-# differences of like size that it is summed with; a gradient passes them on the way back again, and the softmax's
-# backward is a difference of nearly equal terms. The reference has the rounded weights and input. Seen: 0.015 and
-# 0.08.
-BF16_OUTPUT = 16 * 2**-9
-BF16_GRADIENT = 64 * 2**-9
-
-LLAMA = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "attention_bias": True,
-    "mlp_bias": True,
-}
-CORES = ["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"]
-
-
-REFERENCES = {"mha": mha_attention, "iha": iha_attention, "talking_heads": talking_heads_attention}
-
-
-def relative_error(actual, expected):
-    """Largest difference over the largest expected entry, or over 1 where all that is expected is 0: everything here
-    is of order one, but a query that sees a single key has no gradient."""
-    scale = expected.abs().max().item()
-    return (actual.double() - expected).abs().max().item() / (scale if scale > 1e-12 else 1.0)
-
-
-def reference_layers(config):
-    """The reference's options for every layer of a model."""
-    rope = config.rope_parameters
-    if rope["rope_type"] == "default":
-        inv_freq, scaling = llama_inv_freq(config.head_dim, rope["rope_theta"]), 1.0
-    else:
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    return [
-        AttentionOptions(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            inv_freq=inv_freq.double(),
-            num_pseudo_heads=config.num_pseudo_heads if kind == "iha" else 1,
-            pseudo_positions=config.pseudo_positions,
-            window=config.sliding_window if layer_type == "sliding_attention" else None,
-            rope_scaling=scaling,
-            norm_eps=config.rms_norm_eps,
-        )
-        for kind, layer_type in zip(config.attention_kinds, config.layer_types)
-    ]
-
-
-def reference_attentions(config):
-    """The reference's function for every layer of a model."""
-    return [
-        partial(diff_attention, layer_idx=i) if kind == "diff" else REFERENCES[kind]
-        for i, kind in enumerate(config.attention_kinds)
-    ]
-
-
-def reference_weights(module):
-    """Float64 leaves with the values of a module's parameters, by name."""
-    return {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
-
-
-def attention_of_first_layer(model, **inputs):
-    """Input and output, in the autograd graph, of the first layer's attention in a forward pass of the whole model."""
-    seen = {}
-
-    def keep(module, args, kwargs, output):
-        seen["in"] = args[0] if args else kwargs["hidden_states"]
-        seen["out"] = output[0]
-
-    handle = model.model.layers[0].self_attn.register_forward_hook(keep, with_kwargs=True)
-    model(**inputs)
-    handle.remove()
-    return seen["in"], seen["out"]
-
-
-def gradients(output, leaves):
-    """Gradients of a fixed random projection of the output with respect to the leaves, by name."""
-    probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return dict(zip(leaves, torch.autograd.grad(output, list(leaves.values()), probe.to(output.dtype))))
-
-
-def assert_layer_matches(model, reference, tolerance, gradient_tolerance=None, real=None, **inputs):
-    """Output and gradients (input and every parameter) of the first layer's attention in a forward pass of the model against
-    `reference(hidden_states, weights)`, at all tokens or those that `real` [B, N] marks."""
-    hidden, output = attention_of_first_layer(model, **inputs)
-    attention = model.model.layers[0].self_attn
-    expected_hidden = hidden.detach().double().requires_grad_()
-    weights = reference_weights(attention)
-    expected = reference(expected_hidden, weights)
-    if real is not None:
-        output, expected = output[real], expected[real]
-
-    assert relative_error(output, expected) < tolerance
-    actual_gradients = gradients(output, {"input": hidden, **dict(attention.named_parameters())})
-    expected_gradients = gradients(expected, {"input": expected_hidden, **weights})
-    assert_gradients_match(actual_gradients, expected_gradients, gradient_tolerance or tolerance)
-
-
-def assert_attention_matches(config, tolerance, gradient_tolerance=None, dtype=torch.float32, seed=0):
-    """As `assert_layer_matches`, for the kinds of `reference_attentions`."""
-    attention, options = reference_attentions(config)[0], reference_layers(config)[0]
-
-    def reference(hidden_states, weights):
-        return attention(hidden_states, weights, options)
-
-    model = random_model(config, dtype=dtype, seed=seed)
-    assert_layer_matches(model, reference, tolerance, gradient_tolerance, input_ids=random_ids(2, 9))
-
-
-def assert_gradients_match(actual, expected, tolerance):
-    """Every gradient, by name, to a tolerance relative to its own largest entry."""
-    assert actual.keys() == expected.keys()
-    errors = {name: relative_error(actual[name], gradient) for name, gradient in expected.items()}
-    assert all(error < tolerance for error in errors.values()), errors
-
-
-def reference_logits(model, input_ids, **inputs):
-    """The reference's logits for a model, and the float64 weights they depend on."""
-    weights = reference_weights(model)
-    config = model.config
-    layers, attentions = reference_layers(config), reference_attentions(config)
-    return causal_lm(input_ids, weights, layers, ACT2FN[config.hidden_act], attentions, **inputs), weights
-
-
-@pytest.fixture
-def cpu_cores(monkeypatch):
-    """Every attention core on CPU: a stand-in for flash (yields its calls), and flex_attention in its uncompiled form,
-    which is the same mathematics without minutes of compilation."""
-    calls = fake_flash.install(monkeypatch)
-    collapse_short_inputs_first(monkeypatch)
-    with torch.compiler.set_stance("force_eager"):
-        yield calls
 
 
 # The reference itself
@@ -177,7 +48,10 @@ def test_reference_mha_is_llama():
     input_ids = random_ids(2, 9)
     options = AttentionOptions(4, 2, 8, llama_inv_freq(8, config.rope_parameters["rope_theta"]), norm_eps=1e-6)
     weights = reference_weights(model)
-    expected, logits = causal_lm(input_ids, weights, [options] * 2), model(input_ids).logits
+    expected, logits = (
+        causal_lm(input_ids, weights, [partial(mha_attention, options=options)] * 2),
+        model(input_ids).logits,
+    )
     assert relative_error(logits, expected) < FP64
     assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP64)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from small_models import HYBRID, random_model, small_config
+from helpers import HYBRID, random_model, small_config
 from tiny_sources import tiny_tokenizer
 from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from helpers import random_model
 from safetensors.torch import save_file
-from small_models import random_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig

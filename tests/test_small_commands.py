@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_models import random_model, small_config
+from helpers import random_model, small_config
 from test_sft import with_template
 from transformers import LlamaConfig
 

@@ -6,8 +6,7 @@ import fake_flash
 import pytest
 import torch
 from datasets import Dataset
-from small_models import EVERY_KIND, random_model, small_config
-from test_generation import GEOMETRIES
+from helpers import EVERY_KIND, GEOMETRIES, random_model, small_config
 from tiny_sources import tiny_tokenizer
 from trl import (
     DPOConfig,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import HYBRID, random_ids, random_model, set_core, small_config
+from helpers import HYBRID, logits_and_gradients, random_ids, random_model, set_core, small_config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_iha import attention_mha, virtual_sequence, window_blocks
@@ -71,15 +71,6 @@ def test_blocks_equal_single_queries(length, window, monkeypatch):
     gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
     for actual, target in zip(gradients, torch.autograd.grad((expected * weight).sum(), (query, key, value))):
         torch.testing.assert_close(actual, target)
-
-
-def logits_and_gradients(model, core, **inputs):
-    set_core(model, core)
-    model.zero_grad()
-    logits = model(**inputs).logits
-    real = inputs.get("attention_mask", torch.ones(logits.shape[:2]))[..., None]
-    (logits * real).square().sum().backward()
-    return [(logits * real).detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize("case", ["plain", "cache", "left_padding", "right_padding", "packed"])

@@ -4,7 +4,7 @@ from collections import Counter
 from functools import cache
 
 import torch
-from small_models import random_model
+from helpers import random_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DiffLlamaConfig,

@@ -4,7 +4,7 @@ Triton's interpreter, in a process of its own: Triton is told which when it is i
 import pytest
 import torch
 import triton
-from small_models import HYBRID, random_ids, random_model, set_core, small_config
+from helpers import HYBRID, random_ids, random_model, set_core, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 

@@ -14,7 +14,13 @@ import math
 import torch
 from torch import Tensor
 
-from .iha import AttentionOptions, _linear, _rotate, _under, _visible_keys, rms_norm
+from .iha import _linear, _rotate, _under, _visible_keys, rms_norm
+from .options import AttentionOptions, layer_options
+
+
+def attention(hidden_states, weights, config, layer_idx, **inputs):
+    num_groups = config.attention_options.get("dcmha", {}).get("num_groups", 1)
+    return dcmha_attention(hidden_states, weights, layer_options(config, layer_idx), num_groups, **inputs)
 
 
 def dcmha_attention(

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from .heads import per_query
-from .iha import AttentionOptions, rms_norm
+from .iha import rms_norm
+from .options import AttentionOptions, layer_options
+
+
+def attention(hidden_states, weights, config, layer_idx, **inputs):
+    return diff_attention(hidden_states, weights, layer_options(config, layer_idx), layer_idx=layer_idx, **inputs)
 
 
 def diff_attention(

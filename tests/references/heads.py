@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from .iha import AttentionOptions, _linear, _rotate, _visible_keys, rms_norm
+from .iha import _linear, _rotate, _visible_keys, rms_norm
+from .options import AttentionOptions
 
 
 def per_query(

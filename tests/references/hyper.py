@@ -16,8 +16,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from .hyper_feature import linear, rotate
+from .hyper_feature import linear, rotate, visible_in_rows
 from .iha import rms_norm
+from .options import layer_window
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,37 @@ class HyperOptions:
     kept: str = "all"
     linear: bool = False
     norm_eps: float = 1e-6
+
+
+def attention(hidden_states, weights, config, layer_idx, **inputs):
+    stated = config.attention_options.get("hyper", {})
+    linear_form = stated.get("linear", False)
+    options = HyperOptions(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        theta=config.rope_parameters["rope_theta"],
+        order=stated.get("order", 3),
+        sharing=stated.get("sharing", True),
+        kept="all" if linear_form else "j > k" if stated.get("strict_order", False) else "j >= k",
+        linear=linear_form,
+        norm_eps=config.rms_norm_eps,
+    )
+    return tuple_attention(hidden_states, weights, options, config, layer_idx, stated.get("windows"), **inputs)
+
+
+def tuple_attention(hidden_states, weights, options, config, layer_idx, windows, position_ids=None, **masks):
+    """The layer [B, N, D] with these windows of the members of a tuple, by default the layer's own; `masks` as in `visible_in_rows`."""
+    batch, length, _ = hidden_states.shape
+    if position_ids is None:
+        position_ids = torch.arange(length).expand(batch, -1)
+    windows = windows or [layer_window(config, layer_idx)] * (options.order - 1)
+    visible = zip(*[visible_in_rows(batch, length, window, **masks) for window in windows])
+    rows = [
+        hyper_attention(hidden, weights, options, positions, list(of_members))
+        for hidden, positions, of_members in zip(hidden_states, position_ids.expand(batch, -1), visible)
+    ]
+    return torch.stack(rows)
 
 
 def hyper_attention(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .iha import rms_norm
+from .options import layer_window
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,6 @@ class HyperFeatureOptions:
         theta: base of RoPE: component i of a vector of width w turns by theta^(-2i / w) per position (RoFormer, 3.2.2).
         value_product: the value is the elementwise product of A_h vectors of width d.
         linear: the scores are the weights (Definition 5.1).
-        window: W in tokens, or None: query i sees the keys i - W < j <= i.
         norm_eps: epsilon of the QK-norms.
     """
 
@@ -40,8 +40,31 @@ class HyperFeatureOptions:
     theta: float
     value_product: bool = False
     linear: bool = False
-    window: int | None = None
     norm_eps: float = 1e-6
+
+
+def attention(hidden_states, weights, config, layer_idx, position_ids=None, **masks):
+    batch, length, _ = hidden_states.shape
+    stated = config.attention_options.get("hyper_feature", {})
+    orders = stated.get("orders", 2)
+    options = HyperFeatureOptions(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        orders=orders if isinstance(orders, list) else [orders] * config.num_attention_heads,
+        theta=config.rope_parameters["rope_theta"],
+        value_product=stated.get("value_product", False),
+        linear=stated.get("linear", False),
+        norm_eps=config.rms_norm_eps,
+    )
+    if position_ids is None:
+        position_ids = torch.arange(length).expand(batch, -1)
+    visible = visible_in_rows(batch, length, layer_window(config, layer_idx), **masks)
+    rows = [
+        hyper_feature_attention(hidden, weights, options, positions, of_row)
+        for hidden, positions, of_row in zip(hidden_states, position_ids.expand(batch, -1), visible)
+    ]
+    return torch.stack(rows)
 
 
 def hyper_feature_attention(
@@ -121,6 +144,15 @@ def visible_keys(
                 and (document is None or bool(document[i] == document[j]))
             )
     return visible
+
+
+def visible_in_rows(
+    batch: int, length: int, window: int | None, padding_mask: Tensor | None = None, document_ids: Tensor | None = None
+) -> list[Tensor]:
+    """`visible_keys` of each row; `padding_mask` and `document_ids` are [B, N]."""
+    real = [None] * batch if padding_mask is None else padding_mask
+    documents = [None] * batch if document_ids is None else document_ids.expand(batch, -1)
+    return [visible_keys(length, window, *of_row) for of_row in zip(real, documents)]
 
 
 def rotate(vector: Tensor, position: Tensor, theta: float) -> Tensor:

@@ -9,43 +9,11 @@ of the interleaved sequence has index n * P + p, with n and p counted from 0.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """What a layer's weights do not say.
-
-    Args:
-        num_heads: H.
-        num_kv_heads: G, a divisor of H. Head h reads key/value group h // (H / G).
-        head_dim: d.
-        inv_freq: `[d / 2]` rotation frequencies of RoPE in radians per position (see `llama_inv_freq`).
-        num_pseudo_heads: P.
-        pseudo_positions: "interleaved" puts virtual token (n, p) at RoPE position n * P + p, as the paper does,
-            "shared" at n.
-        window: W in tokens, or None for a global layer: virtual query v sees the keys v - W * P < u <= v.
-        rope_scaling: factor on both the cosine and the sine (YaRN's attention factor).
-        norm_eps: epsilon of the RMSNorms.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    inv_freq: Tensor
-    num_pseudo_heads: int = 1
-    pseudo_positions: str = "interleaved"
-    window: int | None = None
-    rope_scaling: float = 1.0
-    norm_eps: float = 1e-6
-
-
-def llama_inv_freq(head_dim: int, theta: float) -> Tensor:
-    """The `[head_dim / 2]` float64 frequencies theta^(-2i/d) of plain RoPE (RoFormer, section 3.2.2)."""
-    return torch.tensor([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)], dtype=torch.float64)
+from .options import AttentionOptions, layer_options
 
 
 def iha_attention(
@@ -86,6 +54,10 @@ def iha_attention(
     )
 
 
+def attention(hidden_states, weights, config, layer_idx, **inputs):
+    return iha_attention(hidden_states, weights, layer_options(config, layer_idx), **inputs)
+
+
 def mha_attention(hidden_states: Tensor, weights: dict[str, Tensor], options: AttentionOptions, **kwargs) -> Tensor:
     """Multi-head attention: the layer with one pseudo-head per head that copies the head, collapsed by 1.
 
@@ -102,44 +74,33 @@ def mha_attention(hidden_states: Tensor, weights: dict[str, Tensor], options: At
 
 
 def causal_lm(
-    input_ids: Tensor,
-    weights: dict[str, Tensor],
-    layers: list[AttentionOptions],
-    activation=None,
-    attentions=None,
-    **kwargs,
+    input_ids: Tensor, weights: dict[str, Tensor], attentions: list, norm_eps: float = 1e-6, activation=None, **inputs
 ) -> Tensor:
-    """Logits `[B, N, vocabulary]` of a whole pre-norm decoder (Llama's) with these attention layers.
+    """Logits `[B, N, vocabulary]` of a whole pre-norm decoder (Llama's).
 
     Args:
         input_ids: `[B, N]`.
         weights: the causal language model's state dict. What it holds decides the form: a layer without gate_proj has the
             two-matrix FFN, no lm_head means a tied one.
-        layers: the geometry of each layer.
+        attentions: of each layer, a function of hidden states, weights and `inputs`.
+        norm_eps: epsilon of the RMSNorms.
         activation: FFN activation, SiLU by default.
-        attentions: the attention of each layer, a function such as `iha_attention`; by default `iha_attention` where there is
-            mixing, else `mha_attention`.
-        kwargs: position_ids, padding_mask and document_ids, as in `iha_attention`.
+        inputs: position_ids, padding_mask and document_ids, as in `iha_attention`.
     """
     activation = activation or torch.nn.functional.silu
     hidden = weights["model.embed_tokens.weight"][input_ids]
-    for i, options in enumerate(layers):
+    for i, attention_of_layer in enumerate(attentions):
         layer = _under(weights, f"model.layers.{i}.")
-        attention_weights = _under(layer, "self_attn.")
-        if attentions is not None:
-            attention = attentions[i]
-        else:
-            attention = iha_attention if "q_mix.weight" in attention_weights else mha_attention
-        normed = rms_norm(hidden, layer["input_layernorm.weight"], options.norm_eps)
-        hidden = hidden + attention(normed, attention_weights, options, **kwargs)
-        normed = rms_norm(hidden, layer["post_attention_layernorm.weight"], options.norm_eps)
+        normed = rms_norm(hidden, layer["input_layernorm.weight"], norm_eps)
+        hidden = hidden + attention_of_layer(normed, _under(layer, "self_attn."), **inputs)
+        normed = rms_norm(hidden, layer["post_attention_layernorm.weight"], norm_eps)
         up = _linear(normed, layer, "mlp.up_proj")
         if "mlp.gate_proj.weight" in layer:
             inner = activation(_linear(normed, layer, "mlp.gate_proj")) * up
         else:
             inner = activation(up)
         hidden = hidden + _linear(inner, layer, "mlp.down_proj")
-    hidden = rms_norm(hidden, weights["model.norm.weight"], layers[-1].norm_eps)
+    hidden = rms_norm(hidden, weights["model.norm.weight"], norm_eps)
     return hidden @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
 
 

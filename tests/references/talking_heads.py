@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from .heads import per_query
-from .iha import AttentionOptions
+from .options import AttentionOptions, layer_options
+
+
+def attention(hidden_states, weights, config, layer_idx, **inputs):
+    return talking_heads_attention(hidden_states, weights, layer_options(config, layer_idx), **inputs)
 
 
 def talking_heads_attention(

@@ -1,0 +1,371 @@
+"""What the tests share: small models with weights that leave nothing at its neutral value, so that no part can drop out unnoticed; inputs
+for them; and comparisons, relative to the largest entry of what is compared."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from references import reference_attention
+from references.iha import causal_lm
+from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
+
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, collapse_first
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.score_matrix import ScoreMatrixAttention
+
+
+# Tolerances
+
+
+FP32 = 1e-4
+
+
+# Transformers keeps RoPE's angles, RMSNorm, and the softmax of the eager core in float32 for a float64 model too.
+FP64 = 5e-6
+
+
+# What the model does in float64 alone leaves this.
+FP64_EXACT = 1e-12
+
+
+# bfloat16 moves a value by up to 2^-9 of it at each rounding. An output passes about eight in a row (projection, two
+# by RoPE, mixing, the pseudo-head's rotation, attention, collapse, output projection), each counted twice for the
+# differences of like size that it is summed with; a gradient passes them on the way back again, and the softmax's
+# backward is a difference of nearly equal terms. The reference has the rounded weights and input. Seen: 0.015 and
+# 0.08.
+BF16_OUTPUT = 16 * 2**-9
+
+
+BF16_GRADIENT = 64 * 2**-9
+HALVES = [torch.bfloat16, torch.float16]
+
+
+# Over the largest entry. Seen: logits 0.022 and 0.003; gradients 0.17 and 0.010, of the QK norms, whose terms cancel.
+LOGITS = {torch.bfloat16: 0.05, torch.float16: 0.008}
+
+
+GRADIENTS = {torch.bfloat16: 0.3, torch.float16: 0.03}
+
+
+# Configs and models
+
+
+# Every pairing of attention kind and layer type; takes a `sliding_window`.
+HYBRID = {
+    "attention_kinds": ["iha", "mha", "iha", "mha"],
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    "num_hidden_layers": 4,
+}
+
+# One layer of each attention kind.
+EVERY_KIND = {"attention_kinds": list(ATTENTION_CLASSES), "num_hidden_layers": len(ATTENTION_CLASSES)}
+
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+
+CORES = ["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"]
+_WINDOW_AND_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+
+
+GEOMETRIES = {
+    "global": {},
+    "one_pseudo_head": {"num_pseudo_heads": 1},
+    "no_gqa": {"num_key_value_heads": 4, "pseudo_collapse": "all_heads"},
+    "window": {"layer_types": "sliding_attention", "sliding_window": 3},
+    "window_of_1": {"layer_types": "sliding_attention", "sliding_window": 1},
+    "window_mha": {"layer_types": "sliding_attention", "sliding_window": 3, "attention_kinds": "mha"},
+    "hybrid": {**HYBRID, "sliding_window": 4},
+    "hybrid_window_of_1": {**HYBRID, "sliding_window": 1},
+    "talking_heads": {"attention_kinds": "talking_heads", **_WINDOW_AND_GLOBAL},
+    "diff": {"attention_kinds": "diff", **_WINDOW_AND_GLOBAL},
+    "dcmha": {"attention_kinds": "dcmha", **_WINDOW_AND_GLOBAL},
+    "hyper_feature": {
+        "attention_kinds": "hyper_feature",
+        "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
+        **_WINDOW_AND_GLOBAL,
+    },
+    "hyper": {
+        "attention_kinds": "hyper",
+        "attention_options": {"hyper": {"sharing": False, "strict_order": True}},
+        **_WINDOW_AND_GLOBAL,
+    },
+    "hyper_linear": {
+        "attention_kinds": "hyper",
+        "attention_options": {"hyper": {"order": 4, "sharing": False, "linear": True}},
+    },
+    "simplicial": {
+        "attention_kinds": "simplicial",
+        "attention_options": {"simplicial": {"windows": [2, 3]}},
+        "layer_types": "sliding_attention",
+        "sliding_window": 3,
+    },
+}
+# Of kinds that change the score matrix, which flash cores and FlexAttention never build: refused there.
+SCORE_MATRIX = {
+    name
+    for name, fields in GEOMETRIES.items()
+    if issubclass(ATTENTION_CLASSES.get(str(fields.get("attention_kinds")), object), ScoreMatrixAttention)
+}
+
+
+def small_config(**overrides) -> IHAConfig:
+    """Two "iha" layers, 4 heads of 8 in 2 groups, P = 2, no end-of-sequence token; with `overrides`."""
+    fields = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_pseudo_heads": 2,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    return IHAConfig(**{**fields, **overrides})
+
+
+def random_model(config, model_class=IHAForCausalLM, dtype=torch.float32, seed=0):
+    """A model in eval mode whose every parameter is random: norms around 1, mixing, collapse and biases far from
+    neutral.
+
+    Args:
+        config: of any model class with Llama's parameter names.
+        model_class: the class to build.
+        dtype: of the parameters; they are drawn in float64, so two dtypes give roundings of the same model.
+        seed: of the parameters, drawn in the order of their names: equal state dicts are equally filled.
+    """
+    # A model keeps the config it is given and writes its attention core into it: each gets its own.
+    model = model_class._from_config(deepcopy(config), dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if "norm" in name:
+                noise = 1 + 0.2 * noise
+            elif "_mix" in name:
+                noise = noise / parameter.shape[0] ** 0.5  # [sources, heads, pseudo-heads]
+            elif "embed" not in name:
+                noise = noise / parameter.shape[-1] ** 0.5
+            parameter.copy_(noise)
+    return model.eval()
+
+
+def random_ids(*shape, vocab_size=61, seed=1):
+    """Token ids above the special ones, `[*shape]`."""
+    return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def set_core(model, core):
+    """Sets the attention implementation. "sdpa" is the stock core on the virtual sequence, "collapse_first" the forms that
+    SDPA stands for on a CPU, at every length."""
+    model.set_attn_implementation("sdpa" if core == "collapse_first" else core)
+    model.base_model.attention_form = "base" if core == "collapse_first" else "virtual"
+
+
+def collapse_short_inputs_first(monkeypatch):
+    """From here on "iha" layers on SDPA collapse first however short the input, in several blocks and segments."""
+    monkeypatch.setattr(IHAModel, "attention_form", "base")
+    monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", 10)
+    monkeypatch.setattr(collapse_first, "SEGMENT_KEYS", 6)
+    monkeypatch.setattr(collapse_first, "MIN_BLOCK", 1)
+    monkeypatch.setattr(collapse_first, "MAX_BLOCK", 3)
+
+
+def learn_one_batch(model, optimizer):
+    """The loss on one batch of two rows of 9 tokens in the last of 60 steps on it."""
+    input_ids = random_ids(2, 9)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model(input_ids, labels=input_ids).loss
+        loss.backward()
+        optimizer.step()
+    return loss
+
+
+def reload(model, directory):
+    """The model, saved to the directory and loaded again with every weight in its place."""
+    model.save_pretrained(directory)
+    loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return loaded
+
+
+def left_padding(real):
+    """Arguments for `real` [B, N], True where a token is none of padding: (of a model, of a reference)."""
+    position_ids = (real.cumsum(-1) - 1).clamp_min(0)
+    return (
+        {"attention_mask": real.long(), "position_ids": position_ids},
+        {"padding_mask": real, "position_ids": position_ids},
+    )
+
+
+def packing(lengths, rows=1):
+    """Arguments for documents of these lengths packed into each row: (of a model, of a reference)."""
+    position_ids = torch.cat([torch.arange(n) for n in lengths]).expand(rows, -1)
+    document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).expand(rows, -1)
+    return {"position_ids": position_ids}, {"position_ids": position_ids, "document_ids": document_ids}
+
+
+def skip_if_refused(geometry, core):
+    if geometry in SCORE_MATRIX and ("flash" in core or "flex" in core):
+        pytest.skip(f"{geometry} changes the score matrix, which {core} never builds: refused")
+
+
+def causal_4d(attention_mask, kind):
+    """The mask [batch, 1, N, N] that a padding mask [batch, N] stands for."""
+    length = attention_mask.shape[1]
+    allowed = torch.ones(length, length, dtype=torch.bool).tril() & attention_mask.bool()[:, None, None, :]
+    if kind == "bool":
+        return allowed
+    return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+
+
+# Outputs and gradients
+
+
+def logits_in_chunks(model, input_ids, chunks, cache=None):
+    """Logits of the whole input when it is fed in chunks of these lengths through one cache."""
+    logits = []
+    with torch.no_grad():
+        for chunk in input_ids.split(chunks, dim=1):
+            output = model(chunk, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
+def uncached_logits(model, input_ids, **inputs):
+    with torch.no_grad():
+        return model(input_ids, use_cache=False, **inputs).logits
+
+
+def loss_and_gradients(model, input_ids, **inputs):
+    model.zero_grad()
+    loss = model(input_ids, labels=input_ids, use_cache=False, **inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def logits_and_gradients(model, core, **inputs):
+    """Logits of real tokens on a core, and the gradients of every parameter for the sum of their squares."""
+    set_core(model, core)
+    model.zero_grad()
+    logits = model(**inputs).logits
+    real = inputs.get("attention_mask", torch.ones(logits.shape[:2]))[..., None]
+    (logits * real).square().sum().backward()
+    return [(logits * real).detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def reference_weights(module):
+    """Float64 leaves with the values of a module's parameters, by name."""
+    return {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
+
+
+def attention_of_first_layer(model, **inputs):
+    """Input and output, in the autograd graph, of the first layer's attention in a forward pass of the whole model."""
+    seen = {}
+
+    def keep(module, args, kwargs, output):
+        seen["in"] = args[0] if args else kwargs["hidden_states"]
+        seen["out"] = output[0]
+
+    handle = model.model.layers[0].self_attn.register_forward_hook(keep, with_kwargs=True)
+    model(**inputs)
+    handle.remove()
+    return seen["in"], seen["out"]
+
+
+def gradients(output, leaves):
+    """Gradients of a fixed random projection of the output with respect to the leaves, by name; zeros where it does not depend on one."""
+    probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return dict(
+        zip(leaves, torch.autograd.grad(output, list(leaves.values()), probe.to(output.dtype), materialize_grads=True))
+    )
+
+
+# Comparisons
+
+
+def assert_close(actual, expected, tolerance=2e-5):
+    """Same shape, and no entry further off than the tolerance times the largest."""
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def relative_error(actual, expected):
+    """Largest difference over the largest expected entry, or over 1 where all that is expected is 0: everything here
+    is of order one, but a query that sees a single key has no gradient."""
+    scale = expected.abs().max().item()
+    return (actual.double() - expected).abs().max().item() / (scale if scale > 1e-12 else 1.0)
+
+
+def assert_gradients_match(actual, expected, tolerance):
+    """Every gradient, by name, to a tolerance relative to its own largest entry."""
+    assert actual.keys() == expected.keys()
+    errors = {name: relative_error(actual[name], gradient) for name, gradient in expected.items()}
+    assert all(error < tolerance for error in errors.values()), errors
+
+
+def assert_layer_matches(model, reference, tolerance, gradient_tolerance=None, real=None, **inputs):
+    """Output and gradients (input and every parameter) of the first layer's attention in a forward pass of the model against
+    `reference(hidden_states, weights)`, at all tokens or those that `real` [B, N] marks."""
+    hidden, output = attention_of_first_layer(model, **inputs)
+    attention = model.model.layers[0].self_attn
+    expected_hidden = hidden.detach().double().requires_grad_()
+    weights = reference_weights(attention)
+    expected = reference(expected_hidden, weights)
+    if real is not None:
+        output, expected = output[real], expected[real]
+
+    assert relative_error(output, expected) < tolerance
+    actual_gradients = gradients(output, {"input": hidden, **dict(attention.named_parameters())})
+    expected_gradients = gradients(expected, {"input": expected_hidden, **weights})
+    assert_gradients_match(actual_gradients, expected_gradients, gradient_tolerance or tolerance)
+
+
+def assert_attention_matches(
+    config,
+    tolerance,
+    gradient_tolerance=None,
+    dtype=torch.float32,
+    core=None,
+    seed=0,
+    length=9,
+    rows=2,
+    inputs=({}, {}),
+):
+    """As `assert_layer_matches`, with the reference of the first layer's kind and `rows` of `length` tokens. `inputs` of the model and of the
+    reference are those of `left_padding` or `packing`."""
+    model = random_model(config, dtype=dtype, seed=seed)
+    if core is not None:
+        set_core(model, core)
+    reference, (of_model, of_reference) = reference_attention(config, 0), inputs
+    assert_layer_matches(
+        model,
+        lambda hidden_states, weights: reference(hidden_states, weights, **of_reference),
+        tolerance,
+        gradient_tolerance,
+        of_reference.get("padding_mask"),
+        input_ids=random_ids(rows, length),
+        use_cache=False,
+        **of_model,
+    )
+
+
+def reference_logits(model, input_ids, **inputs):
+    """The reference's logits for a model, and the float64 weights they depend on."""
+    weights, config = reference_weights(model), model.config
+    attentions = [reference_attention(config, i) for i in range(config.num_hidden_layers)]
+    activation = ACT2FN[config.hidden_act]
+    return causal_lm(input_ids, weights, attentions, config.rms_norm_eps, activation, **inputs), weights

@@ -1,0 +1,242 @@
+"""What every attention kind must hold. test_mechanisms.py runs these checks for each entry of `ATTENTION_CLASSES`."""
+
+import json
+from dataclasses import dataclass, field, fields
+from functools import cache
+
+import pytest
+import torch
+from helpers import (
+    FP32,
+    FP64,
+    assert_attention_matches,
+    assert_close,
+    assert_gradients_match,
+    gradients,
+    learn_one_batch,
+    left_padding,
+    logits_in_chunks,
+    packing,
+    random_ids,
+    random_model,
+    reference_logits,
+    relative_error,
+    reload,
+    set_core,
+    small_config,
+    uncached_logits,
+)
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import StaticCache
+
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.score_matrix import ScoreMatrixAttention
+
+
+# (window, length): one token, odd lengths, and lengths around where a window begins to bind.
+LENGTHS = [(None, 1), (None, 2), (None, 7), (1, 1), (1, 5), (4, 1), (4, 3), (4, 4), (4, 5), (4, 7)]
+LENGTH = 7
+# Root mean squares of the difference over that of the logits. Seen: 0.034 and 0.0099 of "dcmha", which norms vectors of few entries; 0.017
+# and 0.0016 of the others.
+HALF_PRECISION = {torch.bfloat16: 0.05, torch.float16: 0.016}
+INPUTS = ["plain", "padded", "packed"]
+# The appended token is alone in its forward, inside and outside the window.
+CHUNKS = [[6, 1], [1] * LENGTH, [3, 1, 2, 1]]
+# None of them is allowed by every option, and every option allows at most two.
+NONSENSE = [-1, 0, 0.5, float("nan"), "nonsense", [0, 1], {}, None, True]
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """An attention kind with options."""
+
+    kind: str
+    options: dict = field(default_factory=dict, hash=False)
+
+    def __str__(self):
+        return f"{self.kind}-{'example' if self.options else 'default'}"
+
+    def config(self, window=None, **overrides):
+        """A `small_config` of layers of this kind; the test is skipped for a window that the kind refuses.
+
+        The epsilon of the norms is of the size of the squares that it is added to: where attention is normed, as in "diff", a
+        query that sees a single key would else leave its scale no gradient.
+        """
+        window_fields = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
+        options = {self.kind: self.options} if self.options else {}
+        all_fields = {
+            "attention_kinds": self.kind,
+            "attention_options": options,
+            "rms_norm_eps": 0.1,
+            **window_fields,
+            **overrides,
+        }
+        try:
+            return small_config(**all_fields)
+        except Exception as error:
+            if all_fields.get("sliding_window") is None or "window" not in str(error):
+                raise
+            pytest.skip(str(error).splitlines()[-1])
+
+    def hybrid_config(self, **overrides):
+        """A window layer below a global one."""
+        return self.config(layer_types=["sliding_attention", "full_attention"], sliding_window=3, **overrides)
+
+    def forms(self):
+        """What `set_core` is to choose: None for the model's own choice and, where a token is several virtual ones, the form that trains in the
+        memory of multi-head attention."""
+        num_pseudo_heads = random_model(self.config()).model.layers[0].self_attn.num_pseudo_heads
+        return [None, "collapse_first"] if num_pseudo_heads > 1 else [None]
+
+    def is_refused_on(self, core):
+        """Whether the kind needs scores that the core never builds."""
+        return issubclass(ATTENTION_CLASSES[self.kind], ScoreMatrixAttention) and ("flash" in core or "flex" in core)
+
+
+def all_mechanisms():
+    """Every kind with its default options, and with its example options where it has some."""
+    for kind, attention_class in ATTENTION_CLASSES.items():
+        yield Mechanism(kind)
+        if attention_class.example_options:
+            yield Mechanism(kind, attention_class.example_options)
+
+
+def parameters_of(model):
+    return dict(model.named_parameters())
+
+
+# Against the reference
+
+
+def check_layer(mechanism, window, length, num_key_value_heads=2, form=None):
+    """Output and gradients of one layer in float64; `form` is a core of `set_core`, by default the model's own choice."""
+    config = mechanism.config(window, num_hidden_layers=1, num_key_value_heads=num_key_value_heads)
+    assert_attention_matches(config, FP64, dtype=torch.float64, core=form, length=length)
+
+
+@cache
+def _reference(config_json, inputs):
+    """Model, input ids, arguments of a forward pass, the tokens that count, and the reference's logits and gradients there."""
+    model = random_model(small_config(**json.loads(config_json)))
+    # A flash core takes documents in a batch of one row only.
+    input_ids = random_ids(1 if inputs == "packed" else 2, LENGTH)
+    real, of_model, of_reference = torch.ones(input_ids.shape, dtype=torch.bool), {}, {}
+    if inputs == "padded":
+        real[0, :3] = False
+        of_model, of_reference = left_padding(real)
+    if inputs == "packed":
+        of_model, of_reference = packing((3, 1, 3), rows=len(input_ids))
+    expected, weights = reference_logits(model, input_ids, **of_reference)
+    return model, input_ids, of_model, real, expected[real].detach(), gradients(expected[real], weights)
+
+
+def check_core(mechanism, core, inputs):
+    """Logits and gradients of a model in float32, or the refusal of a core that never builds the scores."""
+    config = mechanism.hybrid_config()
+    names = ("attention_kinds", "attention_options", "rms_norm_eps", "layer_types", "sliding_window")
+    stated = json.dumps({name: getattr(config, name) for name in names})
+    model, input_ids, of_model, real, expected, expected_gradients = _reference(stated, inputs)
+    set_core(model, core)
+    if mechanism.is_refused_on(core):
+        with pytest.raises(ValueError, match=f"{mechanism.kind!r} changes the scores.*{core}.*'sdpa' or 'eager'"):
+            model(input_ids, use_cache=False, **of_model)
+        return
+    with torch.set_grad_enabled(core != "flex_attention"):  # it has no CPU backward
+        logits = model(input_ids, use_cache=False, **of_model).logits
+    assert relative_error(logits[real], expected) < FP32
+    if logits.requires_grad:
+        assert_gradients_match(gradients(logits[real], parameters_of(model)), expected_gradients, FP32)
+
+
+# The cache
+
+
+def check_cache(mechanism, window, chunks, form=None):
+    """Chunks on a cache inside an autograd graph give the logits and the gradients of the whole input; a static cache its logits."""
+    model = random_model(mechanism.config(window), dtype=torch.float64)
+    if form is not None:
+        set_core(model, form)
+    input_ids = random_ids(2, LENGTH)
+    expected = model(input_ids, use_cache=False).logits
+    logits, past_key_values = [], None
+    for chunk in input_ids.split(chunks, dim=1):
+        output = model(chunk, past_key_values=past_key_values, use_cache=True)
+        past_key_values = output.past_key_values
+        logits.append(output.logits)
+    actual = torch.cat(logits, dim=1)
+    assert relative_error(actual, expected) < FP64
+    expected_gradients = gradients(expected, parameters_of(model))
+    assert_gradients_match(gradients(actual, parameters_of(model)), expected_gradients, FP64)
+    static = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
+    assert_close(logits_in_chunks(model, input_ids, chunks, static), expected.detach(), FP64)
+
+
+# Precision, training, checkpoints
+
+
+def check_half_precision(mechanism, dtype, how):
+    """Logits near those in float32, and gradients that are finite: loaded in the dtype, or float32 weights under autocast."""
+    config, input_ids = mechanism.hybrid_config(use_qk_norm=True), random_ids(2, 13)
+    expected = uncached_logits(random_model(config), input_ids)
+    model = random_model(config, dtype=dtype if how == "loaded" else torch.float32)
+    with torch.autocast("cpu", dtype, enabled=how == "autocast"):
+        output = model(input_ids, labels=input_ids, use_cache=False)
+    assert output.logits.dtype == dtype
+    error = (output.logits.float() - expected).square().mean() / expected.square().mean()
+    assert error.sqrt() < HALF_PRECISION[dtype]
+    output.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def check_round_trip(mechanism, directory):
+    model = random_model(mechanism.hybrid_config(), dtype=torch.bfloat16)
+    loaded, input_ids = reload(model, directory), random_ids(2, LENGTH)
+    assert loaded.config.attention_kinds == [mechanism.kind] * 2
+    assert loaded.config.options_of(mechanism.kind) == model.config.options_of(mechanism.kind)
+    assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model, input_ids))
+
+
+def check_learning(mechanism):
+    torch.manual_seed(0)
+    model = random_model(mechanism.hybrid_config()).train()
+    assert learn_one_batch(model, torch.optim.Adam(model.parameters(), lr=0.01)) < 0.05
+
+
+def check_adapters(mechanism, directory):
+    """LoRA on the projections trains, comes back and merges."""
+    config, input_ids = mechanism.hybrid_config(), random_ids(2, LENGTH)
+    base = random_model(config)
+    expected = uncached_logits(base, input_ids)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
+    model = get_peft_model(random_model(config), adapters)
+    model(input_ids, labels=input_ids).loss.backward()
+    assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)
+    adapted = uncached_logits(model.eval(), input_ids)
+    assert (adapted - expected).abs().max() > 0.1
+    model.save_pretrained(directory)
+    assert torch.equal(uncached_logits(PeftModel.from_pretrained(base, directory), input_ids), adapted)
+    assert_close(uncached_logits(model.merge_and_unload(), input_ids), adapted)
+
+
+# Options
+
+
+def refusal(kind, options):
+    """The reason for which a config with these options of the kind is refused: the last line; None if it is accepted."""
+    try:
+        small_config(attention_kinds=kind, attention_options={kind: options})
+    except Exception as error:
+        return str(error).strip().splitlines()[-1]
+
+
+def check_options(kind):
+    """Every nonsensical value of every option is refused in one line that names the kind, the option and the value."""
+    for option in fields(ATTENTION_CLASSES[kind].options_class):
+        reasons = {str(value): refusal(kind, {option.name: value}) for value in NONSENSE}
+        refused = {value: reason for value, reason in reasons.items() if reason is not None}
+        assert len(refused) >= len(NONSENSE) - 2, reasons
+        for value, reason in refused.items():
+            assert repr(kind) in reason and option.name in reason and value in reason
+    assert f"attention_options[{kind!r}] has the option 'unheard_of'" in refusal(kind, {"unheard_of": 1})
+    assert f"attention_options[{kind!r}]=3; it must be a dict" in refusal(kind, 3)

@@ -1,0 +1,22 @@
+"""Attention whose scores each head scales by a learned temperature: what the mechanism of test_toy_mechanism.py is tested against."""
+
+import math
+
+import torch
+
+from .heads import per_query
+from .options import layer_options
+
+
+def attention(hidden_states, weights, config, layer_idx, position_ids=None, padding_mask=None, document_ids=None):
+    options = layer_options(config, layer_idx)
+    group = options.num_heads // options.num_kv_heads
+
+    def attend(queries, keys, values):
+        heads = []
+        for h, temperature in enumerate(weights["temperature.weight"]):
+            scores = temperature * (keys[:, h // group] @ queries[h]) / math.sqrt(options.head_dim)
+            heads.append(torch.softmax(scores, dim=0) @ values[:, h // group])
+        return torch.cat(heads)
+
+    return per_query(attend, hidden_states, weights, options, position_ids, padding_mask, document_ids)

@@ -1,0 +1,96 @@
+"""Every attention kind, with its default and its example options, against its reference in `references/` and in every use. The kinds are
+the entries of `ATTENTION_CLASSES`: nothing here names one."""
+
+import mechanism_checks as checks
+import pytest
+import torch
+from helpers import CORES, HALVES, random_ids, random_model, uncached_logits
+
+from conversion_scripts.checkpoint_io import run_in_clean_process
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
+
+
+MECHANISMS = list(checks.all_mechanisms())
+mechanisms = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+in_every_form = pytest.mark.parametrize(
+    ("mechanism", "form"), [(mechanism, form) for mechanism in MECHANISMS for form in mechanism.forms()], ids=str
+)
+
+
+@pytest.mark.parametrize(("window", "length"), checks.LENGTHS)
+@in_every_form
+def test_layer(mechanism, window, length, form):
+    checks.check_layer(mechanism, window, length, form=form)
+
+
+@mechanisms
+def test_layer_without_grouped_queries(mechanism):
+    checks.check_layer(mechanism, None, 5, num_key_value_heads=4)
+
+
+@pytest.mark.parametrize("inputs", checks.INPUTS)
+@pytest.mark.parametrize("core", CORES)
+@mechanisms
+def test_core(cpu_cores, mechanism, core, inputs):
+    checks.check_core(mechanism, core, inputs)
+
+
+@pytest.mark.parametrize("chunks", checks.CHUNKS, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 3])
+@in_every_form
+def test_cache(mechanism, window, chunks, form):
+    checks.check_cache(mechanism, window, chunks, form)
+
+
+@pytest.mark.parametrize("how", ["loaded", "autocast"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@mechanisms
+def test_half_precision(mechanism, dtype, how):
+    checks.check_half_precision(mechanism, dtype, how)
+
+
+@mechanisms
+def test_round_trip(mechanism, tmp_path):
+    checks.check_round_trip(mechanism, tmp_path)
+
+
+@mechanisms
+def test_learning(mechanism):
+    checks.check_learning(mechanism)
+
+
+@mechanisms
+def test_adapters(mechanism, tmp_path):
+    checks.check_adapters(mechanism, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ATTENTION_CLASSES)
+def test_options(kind):
+    checks.check_options(kind)
+
+
+PROGRAM = """
+import json
+import torch
+from transformers import AutoModelForCausalLM
+
+result = {}
+for name, directory in request["directories"].items():
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    with torch.no_grad():
+        result[name] = model(torch.tensor(request["input_ids"]), use_cache=False).logits.tolist()
+"""
+
+
+def test_remote_code(tmp_path):
+    """A checkpoint of each kind gives the same logits in a process that has the checkpoint's own code only."""
+    input_ids, expected, directories = random_ids(2, 5), {}, {}
+    of_each_kind = {mechanism.kind: mechanism for mechanism in MECHANISMS}
+    for name, mechanism in of_each_kind.items():
+        model = random_model(mechanism.hybrid_config())
+        model.save_pretrained(tmp_path / name)
+        directories[name], expected[name] = str(tmp_path / name), uncached_logits(model, input_ids)
+    logits = run_in_clean_process(PROGRAM, {"directories": directories, "input_ids": input_ids.tolist()})
+    assert logits.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(torch.tensor(logits[name]), expected[name])
