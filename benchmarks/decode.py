@@ -18,13 +18,12 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from modeling_iha.attention_iha import collapse, interleave, mix
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from benchmarks.cost import attention
 from benchmarks.harness import Attention, arguments, medians, ratios, report, write
+from modeling_iha.attention_iha import collapse, interleave, mix
 
 
 BETTER = "better pseudo cache"

@@ -100,6 +100,8 @@ def load_config(source: str | os.PathLike) -> PreTrainedConfig:
 def load_config_dict(source: str | os.PathLike) -> dict:
     """The entries of the config.json of `source`, a directory or a Hub id, of whatever model. Raises `UserError`."""
     location, _ = _locate(source)
+    if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
+        raise UserError(f"{source} has no usable configuration: it holds no {CONFIG_NAME}.")
     try:
         entries = read_json(cached_file(location, CONFIG_NAME))
     except Exception as error:

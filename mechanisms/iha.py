@@ -72,6 +72,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     cached = tokens if window is None else min(tokens, window)
     keys = cached + 1
     mixing = (heads**2 + 2 * groups**2) * virtual
+    # Collapse-first attention expands keys and values anew for every head of a group.
+    expansion = (heads**2 + 2 * groups * heads) * virtual
     collapse = heads * virtual * (1 if per_head else heads)
     base = tokens * (heads + 2 * groups) * d
     forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
@@ -81,8 +83,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
         # goes to every cached head.
         pairs = heads * visible_pairs(tokens, virtual, window)
         return cost + Cost(
-            prefill=forward + tokens * mixing * d + pairs,
-            training=training + 4 * tokens * mixing * d + 3 * pairs,
+            prefill=forward + tokens * expansion * d + pairs,
+            training=training + 4 * tokens * expansion * d + 3 * pairs,
             decode=heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + heads * d),
             kept=base + tokens * heads * (d + virtual),
         )

@@ -175,10 +175,10 @@ class IHAConfig(LlamaConfig):
     def __post_init__(self, **kwargs):
         # Transformers keeps unknown fields: a misspelt one would be stored and never read. Those that other libraries add have
         # words of their own.
-        fields = (*IHAConfig.__annotations__, *LlamaConfig.__annotations__)
+        ours = IHAConfig.__annotations__
         for name in kwargs:
-            meant = get_close_matches(name, fields, n=1, cutoff=0.9)
-            meant = meant or [field for field in fields if set(name.split("_")) <= set(field.split("_"))]
+            meant = get_close_matches(name, (*ours, *LlamaConfig.__annotations__), n=1, cutoff=0.9)
+            meant = meant or [field for field in ours if set(name.split("_")) <= set(field.split("_"))]
             if meant:
                 raise ValueError(
                     f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {' or '.join(map(repr, meant))}?"

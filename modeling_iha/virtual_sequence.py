@@ -222,7 +222,8 @@ def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tens
         # The eager and flex cores add the mask to the scores: True would be 1.
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, MASKED[dtype])
     past, num_keys, first = inputs.key_span(layer_idx)
-    mask = mask[..., first : first + num_keys]
+    if inputs.past_key_values is not None:
+        mask = mask[..., first : first + num_keys]
     mask = mask.repeat_interleave(virtual, dim=-1).repeat_interleave(virtual, dim=-2)
     q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + past * virtual
     k = torch.arange(mask.shape[-1], device=mask.device) + first * virtual

@@ -117,6 +117,14 @@ SCORE_MATRIX = {
 }
 
 
+# What a checkpoint of "iha" and "mha" layers ships.
+IHA_CODE = {
+    *("configuration_iha.py", "modeling_iha.py", "virtual_sequence.py"),
+    *("attention_kinds.py", "attention_options.py", "attention_mha.py", "attention_iha.py"),
+    *("collapse_first.py", "absorbed_decode.py", "window_blocks.py"),
+}
+
+
 def small_config(**overrides) -> IHAConfig:
     """Two "iha" layers, 4 heads of 8 in 2 groups, P = 2, no end-of-sequence token; with `overrides`."""
     fields = {

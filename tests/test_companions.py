@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import small_config
+from helpers import small_config
 
 import mechanisms
 from conversion_scripts.convert_llama_to_iha import ATTENTION_KINDS

@@ -106,13 +106,10 @@ MISSPELT = {
     "qk_norm": "use_qk_norm",
     "window": "sliding_window",
     "slidng_window": "sliding_window",
-    "num_heads": "num_pseudo_heads' or 'num_attention_heads' or 'num_key_value_heads",
     "num_attention_head": "num_attention_heads",
-    "num_layers": "num_hidden_layers",
     "hiden_size": "hidden_size",
     "rope_parameter": "rope_parameters",
     "attention_kind": "attention_kinds",
-    "dropout": "attention_dropout",
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import EVERY_KIND, random_ids, random_model, small_config
+from helpers import EVERY_KIND, IHA_CODE, random_ids, random_model, small_config
 from safetensors.torch import load_file, save_file
 from tiny_sources import CHAT_TEMPLATE, SOURCES, VOCAB_SIZE, save_tiny_source, tiny_source, tiny_tokenizer
 from transformers import (
@@ -370,7 +370,7 @@ def test_converted_directory_is_complete(converted):
     assert len(list((converted / "source").glob("*.safetensors"))) > 3, "the source was meant to be sharded"
     assert {path.name for path in converted.iterdir()} == {"source", "iha"}
     assert {path.name for path in (converted / "iha").iterdir()} == {
-        *(path.name for path in (ROOT / "modeling_iha").glob("*.py") if path.name != "__init__.py"),
+        *IHA_CODE,
         *("README.md", "config.json", "generation_config.json", "model.safetensors"),
         *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
     }

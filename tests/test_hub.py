@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_model
+from helpers import IHA_CODE, random_model
 from loopback_hub import File, LoopbackHub
 from test_sft import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,7 +23,6 @@ from sft import train
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "1+1?"
-CODE = {path.name for path in (ROOT / "modeling_iha").glob("*.py")} - {"__init__.py"}
 
 # Several pushes in one process. That a directory loads alone is checked before each; here once is enough.
 PUSHES = """
@@ -180,7 +179,7 @@ def test_what_a_push_stores(hub, commits, trained):
     repository = hub.repositories["me/iha"]
     assert commits["first"] != commits["second"] and repository.references["v1"] == commits["first"]
     files = repository.commits[commits["first"]]
-    assert {name for name in files if name.endswith(".py")} == CODE
+    assert {name for name in files if name.endswith(".py")} == IHA_CODE
     assert {name for name, file in files.items() if file.lfs} == {"model.safetensors"}
     for name in files.keys() - {".gitattributes"}:
         assert files[name].content == (trained / "final" / name).read_bytes()
@@ -254,8 +253,8 @@ def test_load_by_id_at_a_revision(hub, commits, trained, second, tmp_path, monke
 
     for directory in (again, *(Path(f"{again}{head}") for head in result["heads"])):
         assert json.loads((directory / "config.json").read_text())["auto_map"] == AUTO_MAP
-        assert {path.name for path in directory.glob("*.py")} == CODE
-        for name in CODE:
+        assert {path.name for path in directory.glob("*.py")} == IHA_CODE
+        for name in IHA_CODE:
             assert (directory / name).read_bytes() == (trained / "final" / name).read_bytes()
     reply = load_in_clean_process(again, PROMPT, max_new_tokens=4)
     assert reply["token_ids"] == result["first"]["tokens"][length:]
@@ -263,7 +262,7 @@ def test_load_by_id_at_a_revision(hub, commits, trained, second, tmp_path, monke
 
 def test_trainer_checkpoints_carry_the_code(trained):
     checkpoint = trained / "checkpoint-2"
-    assert {path.name for path in checkpoint.glob("*.py")} == CODE
+    assert {path.name for path in checkpoint.glob("*.py")} == IHA_CODE
     assert json.loads((checkpoint / "config.json").read_text())["auto_map"] == AUTO_MAP
     reply = load_in_clean_process(checkpoint, PROMPT, max_new_tokens=4)
     inputs = byte_tokenizer()(PROMPT, return_tensors="pt")

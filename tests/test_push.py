@@ -1,12 +1,11 @@
 """What is published, what is refused, and which calls the Hub gets."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import random_model, small_config
+from helpers import IHA_CODE, random_model, small_config
 from huggingface_hub.errors import HTTPError
 from test_conversion import command, last_line
 from tiny_sources import tiny_tokenizer
@@ -16,8 +15,7 @@ from conversion_scripts import push_to_hub
 from conversion_scripts.push_to_hub import files_to_upload
 
 
-CODE = {path.name for path in (Path(__file__).parents[1] / "modeling_iha").glob("*.py")} - {"__init__.py"}
-CHECKPOINT = CODE | {
+CHECKPOINT = IHA_CODE | {
     *("README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json"),
 }

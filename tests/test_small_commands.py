@@ -114,7 +114,11 @@ MISTAKES = [
         for option in ("--limit", "--batch-size", "--max-new-tokens")
         for count in ("0", "-1")
     ],
-    (score_reasoning, ["IN/nothing", "IN/rows.jsonl"], "IN/nothing cannot be loaded"),
+    (
+        score_reasoning,
+        ["IN/nothing", "IN/rows.jsonl"],
+        "IN/nothing has no usable configuration: it holds no config.json",
+    ),
     (score_reasoning, ["IN/mute", "IN/rows.jsonl"], "The tokenizer has no chat template"),
     (score_reasoning, ["IN/nothing", "IN/rows.jsonl", "--json", "IN/rows.jsonl"], "IN/rows.jsonl exists: "),
     (

@@ -145,7 +145,7 @@ def attention_inputs(batch=1, heads=2, groups=2, pseudo=2, length=19, head_dim=8
     }
 
 
-def fused(q, k, v, alpha_q, alpha_k, alpha_v, collapse, rotation, scaling, window, documents):
+def fused(q, k, v, alpha_q, alpha_k, alpha_v, collapse, rotation, scaling, window=None, documents=None):
     return fused_attention(
         q, k, v, IHAWeights(alpha_q, alpha_k, alpha_v, collapse, rotation), scaling, window, documents
     )
@@ -210,7 +210,7 @@ def test_tensors_of_any_strides(small_tiles):
     rotation = tuple(table.T.contiguous().T for table in rotation_tables(2, 8))
     documents = torch.tensor([[0] * 10 + [1] * 9], dtype=torch.int32).expand(2, -1)
     options = {"rotation": rotation, "scaling": 0.1, "window": None, "documents": documents}
-    compare(fused_attention, plain_attention, strided, torch.float32, **options)
+    compare(fused, plain_attention, strided, torch.float32, **options)
     mix_inputs = {"states": strided["q"], "alpha": strided["alpha_q"]}
     compare(mix_rotate, plain_mix_rotate, mix_inputs, torch.float32, rotation=rotation)
 
@@ -227,7 +227,7 @@ def test_nothing_as_large_as_the_virtual_tokens_is_allocated(small_tiles):
 
     inputs = {name: x.float().to(DEVICE).requires_grad_() for name, x in attention_inputs(pseudo=4).items()}
     with Sizes() as sizes:
-        fused_attention(**inputs, rotation=None, scaling=1.0).sum().backward()
+        fused(**inputs, rotation=None, scaling=1.0).sum().backward()
     assert sizes.largest == inputs["q"].nbytes
 
 
@@ -248,32 +248,32 @@ def test_refusals(changes, message):
     arguments = {name: x.float() for name, x in attention_inputs().items()} | {"rotation": None, "scaling": 1.0}
     arguments = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in (arguments | changes).items()}
     with pytest.raises(ValueError, match=message):
-        fused_attention(**arguments)
+        fused(**arguments)
 
 
 def test_head_dim_and_groups_are_refused():
     inputs = {name: x.float().to(DEVICE) for name, x in attention_inputs(head_dim=7).items()}
     with pytest.raises(ValueError, match="head_dim must be even, but q has 7"):
-        fused_attention(**inputs, rotation=None, scaling=1.0)
+        fused(**inputs, rotation=None, scaling=1.0)
     inputs = {name: x.float().to(DEVICE) for name, x in attention_inputs(heads=3, groups=2).items()}
     with pytest.raises(ValueError, match="must divide those of q, but there are 2 and 3"):
-        fused_attention(**inputs, rotation=None, scaling=1.0)
+        fused(**inputs, rotation=None, scaling=1.0)
 
 
 def test_rotated_states_under_autocast():
     """They are float32 while the values are not: the products are in the values' dtype."""
     inputs = {name: x.float().to(DEVICE) for name, x in attention_inputs().items()}
     inputs["v"] = inputs["v"].half()
-    output = fused_attention(**inputs, rotation=None, scaling=0.3)
+    output = fused(**inputs, rotation=None, scaling=0.3)
     inputs |= {"q": inputs["q"].half(), "k": inputs["k"].half()}
-    assert output.dtype == torch.float16 and torch.equal(output, fused_attention(**inputs, rotation=None, scaling=0.3))
+    assert output.dtype == torch.float16 and torch.equal(output, fused(**inputs, rotation=None, scaling=0.3))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="about the interpreter")
 def test_bfloat16_products_are_refused_by_the_interpreter():
     inputs = {name: x.bfloat16() for name, x in attention_inputs().items()}
     with pytest.raises(ValueError, match="multiplies the bits of bfloat16 as integers"):
-        fused_attention(**inputs, rotation=None, scaling=1.0)
+        fused(**inputs, rotation=None, scaling=1.0)
 
 
 @pytest.mark.parametrize("pseudo_positions", ["interleaved", "shared"])
