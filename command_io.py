@@ -1,4 +1,5 @@
-"""What every command does the same way: errors as one line, outputs whole or not at all, JSON read with its mistakes named."""
+"""What every command does the same way: errors as one line, outputs whole or not at all, JSON read with its mistakes
+named."""
 
 import fcntl
 import json
@@ -21,7 +22,8 @@ class UserError(Exception):
 def run_cli(main: Callable[[], None]) -> None:
     """Run a command's `main`; a mistake of the user becomes one line on stderr and exit code 1, Ctrl-C exit code 130.
 
-    The same goes for the machine's refusals, such as a full disk. Any other exception is a defect and keeps its traceback.
+    The same goes for the machine's refusals, such as a full disk. Any other exception is a defect and keeps its
+    traceback.
     """
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # a log would keep every state of a bar
@@ -31,7 +33,8 @@ def run_cli(main: Callable[[], None]) -> None:
         print("Interrupted.", file=sys.stderr)
         sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
     except Exception as error:
-        # safetensors, tokenizers and PyTorch wrap the system's error in exception types of their own, and keep its wording.
+        # safetensors, tokenizers and PyTorch wrap the system's error in exception types of their own, and keep its
+        # wording.
         refused = ("(os error ", "can't allocate memory")
         if not isinstance(error, (UserError, OSError, MemoryError)) and not any(
             text in str(error) for text in refused
@@ -48,11 +51,11 @@ def one_line(error: Exception) -> str:
 
 @contextmanager
 def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
-    """Yield a temporary sibling of `dst` to write into; it becomes `dst` on success and is removed on any exception, Ctrl-C,
-    SIGTERM and SIGHUP. What a killed run left is removed by the next one for the same `dst`.
+    """Yield a temporary sibling of `dst` to write into; it becomes `dst` on success and is removed on any exception,
+    Ctrl-C, SIGTERM and SIGHUP. What a killed run left is removed by the next one for the same `dst`.
 
-    Raises `UserError` before anything is done when `dst` exists and is anything but an empty directory, cannot be replaced or
-    made, or is being written by another run.
+    Raises `UserError` before anything is done when `dst` exists and is anything but an empty directory, cannot be
+    replaced or made, or is being written by another run.
     """
     dst = Path(os.path.abspath(dst))
     _check_destination(dst)
@@ -70,9 +73,11 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a temporary sibling of `path` to write to; it becomes `path` on success and is removed on any exception and Ctrl-C.
+    """Yield a temporary sibling of `path` to write to; it becomes `path` on success and is removed on any exception
+    and Ctrl-C.
 
-    `path` holds its old content or all of the new, never a part. The directories above it are made; a symbolic link stays one.
+    `path` holds its old content or all of the new, never a part. The directories above it are made; a symbolic link
+    stays one.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,8 +90,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
-    """Raises `UserError`, before the work, when `whole_file` could not write `path` after it, and, unless it may `replace` it,
-    when there is a file of that name."""
+    """Raises `UserError`, before the work, when `whole_file` could not write `path` after it, and, unless it may
+    `replace` it, when there is a file of that name."""
     path = Path(os.path.realpath(path))
     try:
         if path.exists() and not path.is_file():
@@ -103,7 +108,8 @@ def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
 
 
 def _check_destination(dst: Path) -> None:
-    """Raises `UserError` unless `dst` is free, or an empty directory that a new one can replace, and its parents can be made."""
+    """Raises `UserError` unless `dst` is free, or an empty directory that a new one can replace, and its parents can
+    be made."""
     if dst.is_symlink():
         raise UserError(f"{dst} is a symbolic link: give the path it leads to, or remove it.")
     if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
@@ -141,8 +147,8 @@ def _signals_as_interrupts() -> Iterator[None]:
 def _temporary_sibling(dst: Path) -> Iterator[Path]:
     """Yields the new directory .NAME.tmp beside `dst`, and removes it if it is still there in the end.
 
-    The file .NAME.lock beside it is locked meanwhile. The system drops the lock with the process, however that ends, so a lock
-    file that says so and is not locked makes the directory the leftover of a killed run. Raises `UserError`.
+    The file .NAME.lock beside it is locked meanwhile. The system drops the lock with the process, however that ends,
+    so a lock file that says so and is not locked makes the directory the leftover of a killed run. Raises `UserError`.
     """
     temporary, lock_file = dst.with_name(f".{dst.name}.tmp"), dst.with_name(f".{dst.name}.lock")
     lock = _lock(dst, lock_file)
@@ -199,7 +205,8 @@ def read_json(path: str | os.PathLike) -> dict:
 
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
-    """The rows of a JSON-lines file, one object a line; empty lines do not count. Raises `UserError` naming the row."""
+    """The rows of a JSON-lines file, one object a line; empty lines do not count. Raises `UserError` naming the
+    row."""
     with open(path, "rb") as lines:
         for number, line in enumerate(filter(bytes.strip, lines), 1):
             try:

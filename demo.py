@@ -1,5 +1,6 @@
-"""The whole road on real weights, with the commands a user would run: convert SmolLM2-135M-Instruct to Interleaved Head
-Attention, verify that no logit changed, fine-tune, save, reload in a process that has never seen this package, and generate.
+"""The whole road on real weights, with the commands a user would run: convert SmolLM2-135M-Instruct to Interleaved
+Head Attention, verify that no logit changed, fine-tune, save, reload in a process that has never seen this package,
+and generate.
 
 Every finished step leaves its result in outputs/demo and is not repeated: the demo can be stopped and started again.
 """

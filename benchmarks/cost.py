@@ -29,7 +29,8 @@ FORMS = ("collapse_first", "sdpa", "eager")
 
 
 def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "collapse_first") -> Cost:
-    """An attention module with its projections. Raises a ValueError for a kind whose mechanism has no cost function."""
+    """An attention module with its projections. Raises a ValueError for a kind whose mechanism has no cost
+    function."""
     if (between := mechanism_of(kind).cost) is None:
         known = [known for known, mechanism in all_mechanisms().items() if mechanism.cost]
         raise ValueError(

@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from benchmarks.cost import attention
 from benchmarks.decode import cache_of, one_token
 from benchmarks.harness import Attention, arguments, inference, medians, report, training, write
 
@@ -41,6 +42,17 @@ def prepare(module: Attention, states: torch.Tensor, part: str) -> Callable[[], 
     return torch.no_grad()(one_token(module.attend(token, cache), token, cache))
 
 
+def predicted(module: Attention, tokens: int, part: str, form: str) -> float:
+    """Multiply-adds of the default over those of SDPA."""
+    config = module.model.config
+    field = {"forward": "prefill", "training": "training", "decoding": "decode"}[part]
+    default, sdpa = (
+        getattr(attention(config, "iha", config.layer_types[0], tokens, cost_form), field)
+        for cost_form in ("sdpa" if form == "sdpa" else "collapse_first", "sdpa")
+    )
+    return default / sdpa
+
+
 def measure(threads: int, tokens: int, pseudo_heads: int, batch: int, window: int | None, part: str, repeats: int):
     torch.set_num_threads(threads)
     fields = {"num_pseudo_heads": pseudo_heads} | ({} if window is None else {**WINDOW, "sliding_window": window})
@@ -49,14 +61,12 @@ def measure(threads: int, tokens: int, pseudo_heads: int, batch: int, window: in
     states = torch.randn(batch, tokens, 512)
     runs = {name: prepare(module, states, part) for name, module in modules.items()}
     # Short runs are noisy, and one of 16384 virtual tokens takes up to a minute.
-    virtual = tokens * pseudo_heads * batch
-    if part == "decoding":
-        repeats = max(repeats, 16384 // tokens)
-    elif virtual > 8192:
+    if part != "decoding" and tokens * pseudo_heads * batch > 8192:
         repeats = 1
     else:
-        repeats = max(repeats, 4096 // tokens)
+        repeats *= max(1, (4096 if part == "decoding" else 1024) // tokens)
     seconds = medians(runs, repeats)
+    form = chosen(modules["default"], states, part)
     return {
         "threads": threads,
         "tokens": tokens,
@@ -64,9 +74,10 @@ def measure(threads: int, tokens: int, pseudo_heads: int, batch: int, window: in
         "batch": batch,
         "window": window,
         "pass": part,
-        "form": chosen(modules["default"], states, part),
+        "form": form,
         "seconds": seconds,
         "ratios": {"default / sdpa": seconds["default"] / seconds["sdpa"]},
+        "predicted": {"default / sdpa": predicted(modules["default"], tokens, part, form)},
     }
 
 
@@ -100,7 +111,9 @@ def main() -> None:
         return lines
 
     panels = {f"default / SDPA, {part}, threads: {n}": panel(n, part) for n in counts for part in PASSES}
-    write(args.out, "default_form", rows, "tokens", panels, dtype="float32", threads=counts, predicted_by="")
+    write(
+        args.out, "default_form", rows, "tokens", panels, dtype="float32", threads=counts, predicted_by="multiply-adds"
+    )
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.fi
 
 
 class Attention(torch.nn.Module):
-    """The attention modules of a model, width 512, 8 heads and one layer unless `overrides` of its config say otherwise;
-    `form` as in `IHAModel.attention_form`."""
+    """The attention modules of a model, width 512, 8 heads and one layer unless `overrides` of its config say
+    otherwise; `form` as in `IHAModel.attention_form`."""
 
     def __init__(self, form: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
         super().__init__()
@@ -46,8 +46,8 @@ class Attention(torch.nn.Module):
     def attend(
         self, states: torch.Tensor, past_key_values: Cache | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The attention of every layer, one after the other, for hidden states [batch, N, 512] like `states`, with masks and
-        rotary tables at hand."""
+        """The attention of every layer, one after the other, for hidden states [batch, N, 512] like `states`, with
+        masks and rotary tables at hand."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         positions = torch.arange(past, past + states.shape[1])[None]
         masks = self.model.create_masks(states, None, past_key_values, positions)

@@ -1,8 +1,8 @@
-"""Every attention kind against "mha": time of a training step, a forward and a decoding step, and peak memory of the training step, of a
-whole model of two layers, width 512, 8 heads of 64 and a gated FFN of 2048, one CPU thread, fp32.
+"""Every attention kind against "mha": time of a training step, a forward and a decoding step, and peak memory of the
+training step, of a whole model of two layers, width 512, 8 heads of 64 and a gated FFN of 2048, one CPU thread, fp32.
 
-DCMHA's paper gives 74.5 to 89.2% of the baseline's training speed and 81 to 95% of its inference speed on TPUs, at widths of 1024 to 4096, where
-the attention is a smaller part of the model (DCMHA, Section 4.4).
+DCMHA's paper gives 74.5 to 89.2% of the baseline's training speed and 81 to 95% of its inference speed on TPUs, at
+widths of 1024 to 4096, where the attention is a smaller part of the model (DCMHA, Section 4.4).
 
 example: python -m benchmarks.mechanisms --tokens 256 1024
 """

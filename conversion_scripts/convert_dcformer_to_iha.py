@@ -1,7 +1,7 @@
 """Convert a released DCFormer checkpoint (Caiyun-AI/DCFormer-2.8B and its format) without changing what it computes.
 
-The official code computes windows in two ways: its decoding and its JAX training see `window_size` tokens, the current one included,
-its PyTorch training one more. The converted model sees `window_size` tokens.
+The official code computes windows in two ways: its decoding and its JAX training see `window_size` tokens, the current
+one included, its PyTorch training one more. The converted model sees `window_size` tokens.
 """
 
 import argparse
@@ -84,7 +84,8 @@ HARMLESS_FIELDS = {
     *("torch_dtype", "auto_map", "tie_word_embeddings"),
 }
 
-# Parameter of a DCFormer -> IHA's; "{}" is the layer. The official RoPE rotates component i with i + d/2, as Llama's does.
+# Parameter of a DCFormer -> IHA's; "{}" is the layer. The official RoPE rotates component i with i + d/2, as Llama's
+# does.
 PARAMETERS = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -110,8 +111,8 @@ STATIC_MAPS = (".pre_proj.w", ".post_proj.w")
 
 
 def iha_config(source: dict) -> IHAConfig:
-    """The configuration of the converted model, from the entries of a DCFormer's config.json. Raises `UserError` when there is none
-    that computes the same."""
+    """The configuration of the converted model, from the entries of a DCFormer's config.json. Raises `UserError` when
+    there is none that computes the same."""
     model_type = source.get("model_type")
     if model_type == "dcpythia":
         raise UserError(
@@ -141,7 +142,8 @@ def iha_config(source: dict) -> IHAConfig:
 
 
 def _check_fields(source: dict) -> None:
-    """Raises `UserError`, naming it, on anything that could change what the model computes and that is not carried over."""
+    """Raises `UserError`, naming it, on anything that could change what the model computes and that is not carried
+    over."""
     check_sizes({field: source[field] for field in SIZES})
     for field, (is_valid, expected) in VALUES.items():
         if not is_valid(source[field]):
@@ -185,8 +187,8 @@ def _check_fields(source: dict) -> None:
 def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict[str, torch.Tensor]:
     """The state dict of the converted model, views of the tensors of `weights` wherever they allow it.
 
-    Raises `UserError` when a parameter is missing, has no place, has another shape than `config` gives it, is no floating-point
-    tensor or is not finite.
+    Raises `UserError` when a parameter is missing, has no place, has another shape than `config` gives it, is no
+    floating-point tensor or is not finite.
     """
     weights = {
         name: tensor for name, tensor in weights.items() if not name.endswith(DERIVED) and ".kv_cache." not in name
@@ -241,8 +243,9 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
 
 
 def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
-    """The model that computes what the official code does with the config.json `source` and its `weights`, in eval mode and the
-    narrowest dtype that holds each of theirs. Raises `UserError` when they are not supported or do not fit each other."""
+    """The model that computes what the official code does with the config.json `source` and its `weights`, in eval
+    mode and the narrowest dtype that holds each of theirs. Raises `UserError` when they are not supported or do not
+    fit each other."""
     config = iha_config(source)
     state = convert_weights(weights, config)
     model, info = IHAForCausalLM.from_pretrained(

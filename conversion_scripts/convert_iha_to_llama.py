@@ -1,7 +1,8 @@
 """Convert an IHA checkpoint back to the stock architecture it still computes.
 
-That is possible while every layer is a multi-head attention: kind "mha", or a kind with `deviations` in its file of mechanisms/ that is
-where the exact warm start of `convert_llama_to_iha.py` put it. Anything else is refused, naming the first parameter that moved.
+That is possible while every layer is a multi-head attention: kind "mha", or a kind with `deviations` in its file of
+mechanisms/ that is where the exact warm start of `convert_llama_to_iha.py` put it. Anything else is refused, naming
+the first parameter that moved.
 """
 
 import argparse
@@ -30,8 +31,8 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 def check_layers(model: IHAForCausalLM) -> set[str]:
-    """The names of the parameters that no multi-head attention has. Raises `UserError`, naming the first layer and parameter, unless
-    every layer of `model` is one."""
+    """The names of the parameters that no multi-head attention has. Raises `UserError`, naming the first layer and
+    parameter, unless every layer of `model` is one."""
     config, added = model.config, set()
     for i, kind in enumerate(config.attention_kinds):
         if (deviations := mechanism_of(kind).deviations) is None:
@@ -52,7 +53,8 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
 
 
 def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]:
-    """The first row of `ARCHITECTURES` that can hold `model`, and its config. Raises `UserError` when there is none."""
+    """The first row of `ARCHITECTURES` that can hold `model`, and its config. Raises `UserError` when there is
+    none."""
     config = model.config
     if config.gated_mlp and config.mlp_gate_groups is None:
         for model_type, architecture in ARCHITECTURES.items():
@@ -86,7 +88,8 @@ def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     """The stock model that computes what `model` does, in eval mode and its dtype, sharing its weights' memory.
 
-    Raises `UserError` when a layer is no multi-head attention any more, or when no stock architecture has the combination.
+    Raises `UserError` when a layer is no multi-head attention any more, or when no stock architecture has the
+    combination.
     """
     added = check_layers(model)
     architecture, config = stock_config(model)
@@ -109,7 +112,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def write_stock_checkpoint(src: str, dst: str, convert: Callable[[IHAForCausalLM], PreTrainedModel]) -> None:
-    """Reads the IHA checkpoint `src`, converts it, and writes the stock model and the tokenizer to the new directory `dst`."""
+    """Reads the IHA checkpoint `src`, converts it, and writes the stock model and the tokenizer to the new directory
+    `dst`."""
     with new_directory(dst) as directory:
         print(f"Reading {src}", flush=True)
         source = load_model(src)

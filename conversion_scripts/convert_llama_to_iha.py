@@ -74,7 +74,8 @@ def window_per_layer(config: PreTrainedConfig) -> list[int | None]:
 
 _QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-# By model_type. The parameter names are Llama's in all of them, and IHA's too. The way back takes the first row that fits.
+# By model_type. The parameter names are Llama's in all of them, and IHA's too. The way back takes the first row that
+# fits.
 ARCHITECTURES = {
     "qwen2": Architecture(
         Qwen2ForCausalLM,
@@ -156,8 +157,8 @@ VALUE_OFFSETS = ("balanced", "none")
 
 
 def check_source(config: PreTrainedConfig) -> Architecture:
-    """The row of `ARCHITECTURES` for a source config. Raises `UserError`, naming it, on anything that could change what the
-    model computes and that the row does not account for."""
+    """The row of `ARCHITECTURES` for a source config. Raises `UserError`, naming it, on anything that could change
+    what the model computes and that the row does not account for."""
     if config.model_type not in ARCHITECTURES:
         raise UserError(
             f"The architecture {config.model_type!r} cannot be converted; supported are {', '.join(ARCHITECTURES)}."
@@ -168,8 +169,8 @@ def check_source(config: PreTrainedConfig) -> Architecture:
 
 
 def check_fields(config: PreTrainedConfig, fields: tuple[str, ...]) -> None:
-    """Raises `UserError` for a source config that sets a field which could change what the model computes and is neither shared nor
-    one of its architecture's `fields`."""
+    """Raises `UserError` for a source config that sets a field which could change what the model computes and is
+    neither shared nor one of its architecture's `fields`."""
     check_sizes({name: getattr(config, name) for name in SIZES})
     if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
         raise UserError(f"The source config sets hidden_act={config.hidden_act!r}, which Transformers does not have.")
@@ -184,7 +185,8 @@ def check_fields(config: PreTrainedConfig, fields: tuple[str, ...]) -> None:
 
 
 def check_sizes(sizes: dict[str, int]) -> None:
-    """Raises `UserError`, naming it, for a field of a source config that is no whole number from 1 to `LARGEST_SIZE`."""
+    """Raises `UserError`, naming it, for a field of a source config that is no whole number from 1 to
+    `LARGEST_SIZE`."""
     for field, value in sizes.items():
         if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
             raise UserError(
@@ -213,7 +215,8 @@ def iha_config(
     window: int | None = None,
     attention_kind: str = "iha",
 ) -> IHAConfig:
-    """The configuration of the converted model. Raises `UserError` when the source or an argument does not allow one."""
+    """The configuration of the converted model. Raises `UserError` when the source or an argument does not allow
+    one."""
     architecture = check_source(source)
     if (attention_kind == "iha") != (num_pseudo_heads is not None):
         raise UserError(
@@ -254,10 +257,11 @@ def iha_config(
 
 
 def exact_length(source: PreTrainedConfig, config: IHAConfig) -> int | None:
-    """The longest sequence, in tokens, for which the converted model computes what its source does; `None` for any length.
+    """The longest sequence, in tokens, for which the converted model computes what its source does; `None` for any
+    length.
 
-    A layer agrees with its source while the smaller of the two windows covers the sequence: in a sliding "iha" layer the last
-    pseudo-head of token n sees all pseudo-heads of the tokens n - W + 1 .. n and nothing else.
+    A layer agrees with its source while the smaller of the two windows covers the sequence: in a sliding "iha" layer
+    the last pseudo-head of token n sees all pseudo-heads of the tokens n - W + 1 .. n and nothing else.
     """
     pairs = zip(ARCHITECTURES[source.model_type].layer_windows(source), window_per_layer(config))
     limits = [min(window for window in pair if window is not None) for pair in pairs if pair[0] != pair[1]]
@@ -276,11 +280,11 @@ def convert(
     """The IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
     Args:
-        source: a causal language model of one of `ARCHITECTURES`. The result shares its weights' memory: drop one of the two,
-            or copy, before training.
+        source: a causal language model of one of `ARCHITECTURES`. The result shares its weights' memory: drop one of
+            the two, or copy, before training.
         num_pseudo_heads (`int`, *optional*): P, for kind "iha" and for no other.
-        schedule (`str`): "global" keeps the geometry of every layer and is exact; "hybrid" is the paper's four sliding "iha"
-            layers, then a plain global one, and is exact for sequences of at most `exact_length` tokens.
+        schedule (`str`): "global" keeps the geometry of every layer and is exact; "hybrid" is the paper's four sliding
+            "iha" layers, then a plain global one, and is exact for sequences of at most `exact_length` tokens.
         window (`int`, *optional*): of the sliding layers of "hybrid", in tokens.
         value_offsets (`str`): "balanced" (see mechanisms/iha.py) or "none", which leaves the pseudo-heads symmetric.
         seed (`int`): of what an exact start leaves random.

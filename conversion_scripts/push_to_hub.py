@@ -40,10 +40,11 @@ PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 
 
 def files_to_upload(directory: Path) -> tuple[list[str], list[str]]:
-    """The names in `directory` that make up the checkpoint, and those that do not and stay behind (folders end in "/").
+    """The names in `directory` that make up the checkpoint, and those that do not and stay behind (folders end in
+    "/").
 
-    The checkpoint is its safetensors, the Python files that the config's `auto_map` leads to, and `ALLOWED_NAMES`. Raises
-    `UserError` when `directory` is no saved model, or holds a pickle: whoever loads one runs what it says.
+    The checkpoint is its safetensors, the Python files that the config's `auto_map` leads to, and `ALLOWED_NAMES`.
+    Raises `UserError` when `directory` is no saved model, or holds a pickle: whoever loads one runs what it says.
     """
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} holds no config.json: expected a saved model directory.")
@@ -62,8 +63,8 @@ def files_to_upload(directory: Path) -> tuple[list[str], list[str]]:
 
 
 def _code_files(directory: Path) -> set[str]:
-    """Names of the modules in the config's `auto_map` and of all they import from beside them. Raises `UserError` for code
-    that would not work from the Hub."""
+    """Names of the modules in the config's `auto_map` and of all they import from beside them. Raises `UserError` for
+    code that would not work from the Hub."""
     if problems := check_remote_code(directory):
         raise UserError(f"{directory} holds code that breaks once it is published: {' '.join(problems)}")
     auto_map = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("auto_map", {})
@@ -80,12 +81,13 @@ def push(
     tag: str | None = None,
     create_pr: bool = False,
 ) -> str:
-    """Upload the files `names` of `directory` to the model repository `repo_id`, made if need be; returns the web address of
-    the commit or pull request. Raises `UserError` when the Hub refuses or cannot be reached, when somebody else commits during
-    the upload, and, before uploading anything, when `tag` is taken."""
+    """Upload the files `names` of `directory` to the model repository `repo_id`, made if need be; returns the web
+    address of the commit or pull request. Raises `UserError` when the Hub refuses or cannot be reached, when somebody
+    else commits during the upload, and, before uploading anything, when `tag` is taken."""
     api = HfApi()
     try:
-        # None leaves the choice to the account's default: an organisation may have it that new repositories are private.
+        # None leaves the choice to the account's default: an organisation may have it that new repositories are
+        # private.
         api.create_repo(repo_id, private=private or None, exist_ok=True)
         if tag is not None and any(ref.name == tag for ref in api.list_repo_refs(repo_id).tags):
             raise UserError(f"{repo_id} already has a tag {tag!r}: choose another, or delete it first.")

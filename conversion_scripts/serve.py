@@ -1,7 +1,8 @@
 """`transformers serve` for IHA checkpoints, with all its options: an OpenAI-compatible server.
 
-The server looks the class of a checkpoint up among the names of `transformers` itself, whatever `--trust-remote-code` says, so the
-command alone cannot find one that is not part of the library. It runs the installed package, not the code in the checkpoint.
+The server looks the class of a checkpoint up among the names of `transformers` itself, whatever `--trust-remote-code`
+says, so the command alone cannot find one that is not part of the library. It runs the installed package, not the code
+in the checkpoint.
 
 example: python -m conversion_scripts.serve smollm2-iha --port 8000
 """

@@ -1,7 +1,7 @@
 """Check on real text that a converted checkpoint computes what its source does, and that the check can fail.
 
-Both models run in float32 over the same tokens. As a control, one parameter of a mechanism of the converted model is broken in memory;
-the same thresholds must reject it.
+Both models run in float32 over the same tokens. As a control, one parameter of a mechanism of the converted model is
+broken in memory; the same thresholds must reject it.
 """
 
 import argparse
@@ -28,7 +28,8 @@ MAX_LOGIT_DIFFERENCE = 1e-3
 
 @dataclass(frozen=True)
 class Run:
-    """What a model did with the text: logits [tokens, vocab_size], float32, and the tokens it continued with, [new tokens]."""
+    """What a model did with the text: logits [tokens, vocab_size], float32, and the tokens it continued with, [new
+    tokens]."""
 
     logits: torch.Tensor
     continuation: torch.Tensor
@@ -37,7 +38,8 @@ class Run:
 @dataclass(frozen=True)
 class Comparison:
     """How far one run is from the reference: the largest difference of a logit, the mean over the tokens of
-    KL(reference || model) in nats, and how many of the greedily decoded tokens agree before the first that does not."""
+    KL(reference || model) in nats, and how many of the greedily decoded tokens agree before the first that does
+    not."""
 
     max_logit_difference: float
     mean_kl: float
@@ -52,8 +54,8 @@ class Comparison:
 
 @torch.no_grad()
 def run_model(model: PreTrainedModel, tokens: torch.Tensor, max_new_tokens: int) -> Run:
-    """Logits of `tokens` [N], and the greedy continuation, with a cache, of all but the last `max_new_tokens` of them: neither
-    reaches beyond N tokens, so one length says for how long a conversion was checked."""
+    """Logits of `tokens` [N], and the greedy continuation, with a cache, of all but the last `max_new_tokens` of them:
+    neither reaches beyond N tokens, so one length says for how long a conversion was checked."""
     prompt = tokens[None, :-max_new_tokens]
     generated = model.generate(
         prompt,
@@ -84,7 +86,8 @@ def compare(reference: Run, run: Run) -> Comparison:
 
 @torch.no_grad()
 def break_one_parameter(model: IHAForCausalLM) -> str:
-    """Reverse the sign of its mechanism's control in the first layer that has one, in place; returns the parameter's name."""
+    """Reverse the sign of its mechanism's control in the first layer that has one, in place; returns the parameter's
+    name."""
     controls = {kind: mechanism.control for kind, mechanism in all_mechanisms().items() if mechanism.control}
     for i, kind in enumerate(model.config.attention_kinds):
         if kind in controls:
@@ -99,7 +102,8 @@ def break_one_parameter(model: IHAForCausalLM) -> str:
 def verify(
     source: PreTrainedModel, converted: IHAForCausalLM, tokens: torch.Tensor, max_new_tokens: int = 64
 ) -> dict[str, Comparison]:
-    """Compare two float32 models on `tokens` [N]: the comparisons "converted" and "control". `converted` is left broken."""
+    """Compare two float32 models on `tokens` [N]: the comparisons "converted" and "control". `converted` is left
+    broken."""
     reference = run_model(source, tokens, max_new_tokens)
     result = compare(reference, run_model(converted, tokens, max_new_tokens))
     break_one_parameter(converted)

@@ -1,13 +1,15 @@
 """Colliding agents: one linear self-attention layer learns who is in whose way, and keeps it for any number of agents.
 
-L agents of radius R stand on a ring of N cells; agent i is penalised by 1 for each agent within ring distance 2 R. (Section 7.1 of "A Theoretical
-Study of (Hyper) Self-Attention through the Lens of Interactions". Each agent counts itself, too: a constant 1.) Cells are embedded
-as one-hot vectors, or as sines and cosines, in N dimensions. C starts at 0 and w at ones / N; full-batch gradient descent on the mean squared
-error. The paper does not give its N, L, number of examples and step size; they are options here.
+L agents of radius R stand on a ring of N cells; agent i is penalised by 1 for each agent within ring distance 2 R.
+(Section 7.1 of "A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions". Each agent counts
+itself, too: a constant 1.) Cells are embedded as one-hot vectors, or as sines and cosines, in N dimensions. C starts
+at 0 and w at ones / N; full-batch gradient descent on the mean squared error. The paper does not give its N, L, number
+of examples and step size; they are options here.
 
-What the theorems say, and the table shows: the training error goes to 0 (4.4), so does the test error for as many agents (4.6) and for other
-numbers of them (4.8), and what is learned equals what was constructed once both are seen as functions, T[mu, nu] (Corollary 4.9), while C and w
-themselves do not. Writes colliding_agents.json and colliding_agents.png to experiments/results; takes about half a minute.
+What the theorems say, and the table shows: the training error goes to 0 (4.4), so does the test error for as many
+agents (4.6) and for other numbers of them (4.8), and what is learned equals what was constructed once both are seen as
+functions, T[mu, nu] (Corollary 4.9), while C and w themselves do not. Writes colliding_agents.json and
+colliding_agents.png to experiments/results; takes about half a minute.
 
 example: python -m experiments.colliding_agents --cells 20 --radius 1 --agents 12
 """
@@ -59,8 +61,8 @@ EMBEDDINGS = {"one-hot": one_hot, "sinusoidal": sinusoidal}
 
 
 def constructed(embedding: torch.Tensor, radius: int) -> LinearSelfAttention:
-    """The layer of the paper's construction: x^T w = 1 for every cell, and C = X^T (interactions) X, which is diagonal up to the order of
-    sines and cosines for the sinusoidal embedding. The embedding is orthonormal."""
+    """The layer of the paper's construction: x^T w = 1 for every cell, and C = X^T (interactions) X, which is diagonal
+    up to the order of sines and cosines for the sinusoidal embedding. The embedding is orthonormal."""
     value = embedding.T @ torch.ones(len(embedding), 1, dtype=torch.float64)
     return LinearSelfAttention(embedding.T @ interactions(len(embedding), radius) @ embedding, value)
 

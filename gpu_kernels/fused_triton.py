@@ -195,7 +195,8 @@ def _mix_rotate_backward(
 
 @jit
 def _of_program(q, k, v, N, H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr):
-    """Row of the batch, head and group that a program of the attention kernels is about, and q, k and v from that row on."""
+    """Row of the batch, head and group that a program of the attention kernels is about, and q, k and v from that row
+    on."""
     batch, h = tl.program_id(2).to(tl.int64), tl.program_id(1)
     row = batch * N * 2 * HALF
     return batch, h, h // (H // G), q + row * H, k + row * G, v + row * G
@@ -509,12 +510,13 @@ def fused_attention(
 
     Args:
         q: [batch, H, N, head_dim], rotated to n * P, or to n for shared positions; head_dim is even.
-        k, v: [batch, G, N, head_dim], where G divides H. Head h reads group h // (H / G). The dtype of v, float32, float16
-            or bfloat16, is that of the tensor-core products: autocast leaves what was rotated in float32.
+        k, v: [batch, G, N, head_dim], where G divides H. Head h reads group h // (H / G). The dtype of v, float32,
+            float16 or bfloat16, is that of the tensor-core products: autocast leaves what was rotated in float32.
         weights: with the collapse [H, P], in any floating dtype of Triton; the rotation's tables get no gradients.
         scaling: factor of the scores.
         window: W in tokens, or `None`: virtual query v sees the virtual keys v - W * P < u <= v.
-        document_ids: integers [batch or 1, N], equal where tokens may see each other (padding is one of them), or `None`.
+        document_ids: integers [batch or 1, N], equal where tokens may see each other (padding is one of them), or
+            `None`.
 
     Raises:
         ImportError: without Triton.

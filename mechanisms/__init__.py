@@ -1,6 +1,8 @@
-"""What this repository knows of each attention mechanism and a checkpoint does not need, one file for each: `mechanisms/<kind>.py`.
+"""What this repository knows of each attention mechanism and a checkpoint does not need, one file for each:
+`mechanisms/<kind>.py`.
 
-A kind of `ATTENTION_CLASSES` is found by its name. It may go without a file, and then has the defaults of a `Mechanism`.
+A kind of `ATTENTION_CLASSES` is found by its name. It may go without a file, and then has the defaults of a
+`Mechanism`.
 """
 
 import importlib
@@ -22,14 +24,14 @@ class Mechanism:
     """The `MECHANISM` of a companion file.
 
     Attributes:
-        card: what a layer does, for the reader of a model card; `{config.field}` is a field of its config. By default the
-            first sentence of the class's docstring.
+        card: what a layer does, for the reader of a model card; `{config.field}` is a field of its config. By default
+            the first sentence of the class's docstring.
         cost: the attention between the projections, of (config, tokens, window in tokens or `None`, form as in
             `score_products`).
         start: the exact start from a multi-head attention: parameters of the attention module by name, float32, of
             (config, generator, value offsets "balanced" or "none"). Without it nothing is converted to the kind.
-        deviations: how far the parameters that a multi-head attention lacks are from one, by name, of (attention module,
-            config). Without it no layer of the kind is one.
+        deviations: how far the parameters that a multi-head attention lacks are from one, by name, of (attention
+            module, config). Without it no layer of the kind is one.
         control: the parameter whose sign the control of a verification reverses.
         forms: rows of the benchmark of mechanisms: fields of a config, by title. By default one, with default options.
     """

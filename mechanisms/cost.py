@@ -71,8 +71,9 @@ def linear(tokens: int, inputs: int, outputs: int, bias: bool = False) -> Cost:
 def score_matrix(
     config: IHAConfig, tokens: int, window: int | None, per_pair: float = 0, linear: float = 0, cached_more: int = 0
 ) -> Cost:
-    """A kind that changes the scores, between the projections: `per_pair` more multiply-adds for each pair, parameters in linear maps of
-    every token, and values cached for each. Blocks of scores are computed once more in the backward."""
+    """A kind that changes the scores, between the projections: `per_pair` more multiply-adds for each pair, parameters
+    in linear maps of every token, and values cached for each. Blocks of scores are computed once more in the
+    backward."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     cached = tokens if window is None else min(tokens, window - 1)
     per_pair += 2 * heads * d
@@ -100,8 +101,9 @@ def pair_products(
 
 
 def tuples(config: IHAConfig, tokens: int, window: int | None, stacked: int, forward: float, decode: float) -> Cost:
-    """A kind that attends to tuples of tokens, with `stacked` keys and values for each token, between the projections: its further
-    projections, its cache, and the multiply-adds `forward` and `decode`, the first computed once more in the backward."""
+    """A kind that attends to tuples of tokens, with `stacked` keys and values for each token, between the projections:
+    its further projections, its cache, and the multiply-adds `forward` and `decode`, the first computed once more in
+    the backward."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     more = linear(tokens, config.hidden_size, 2 * (stacked - 1) * groups * d, config.attention_bias)
     cached = tokens if window is None else min(tokens, window - 1)

@@ -1,5 +1,5 @@
-"""Kind "dcmha". A layer is the multi-head attention it replaces while the second projections and the gates of its compositions
-are zero."""
+"""Kind "dcmha". A layer is the multi-head attention it replaces while the second projections and the gates of its
+compositions are zero."""
 
 import torch
 

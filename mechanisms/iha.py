@@ -1,9 +1,10 @@
 """Kind "iha", Interleaved Head Attention (IHA).
 
-The warm start makes every IHA layer compute exactly the multi-head attention it replaces (the inclusion of IHA, Theorem 2, in
-its causal form): every pseudo-head is its own head, RoPE positions are shared by a token's pseudo-heads, and the collapse
-selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal mask. Value
-offsets that sum to zero over the pseudo-heads set them apart without changing the result, since their keys are still equal.
+The warm start makes every IHA layer compute exactly the multi-head attention it replaces (the inclusion of IHA,
+Theorem 2, in its causal form): every pseudo-head is its own head, RoPE positions are shared by a token's pseudo-heads,
+and the collapse selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved
+causal mask. Value offsets that sum to zero over the pseudo-heads set them apart without changing the result, since
+their keys are still equal.
 """
 
 import torch
@@ -33,15 +34,16 @@ def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str
 def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Generator) -> torch.Tensor:
     """D [M, M, P], float32, random within 0.25 of zero and summing to zero over the pseudo-heads; all zero for P = 1.
 
-    The entries are multiples of 2^-7, so that I + D and its sum over the pseudo-heads are exact in bfloat16 too: rounding it
-    would leave an error of 0.2% in the values of every layer.
+    The entries are multiples of 2^-7, so that I + D and its sum over the pseudo-heads are exact in bfloat16 too:
+    rounding it would leave an error of 0.2% in the values of every layer.
     """
     steps = torch.randint(-16, 17, (num_heads, num_heads, num_pseudo_heads), generator=generator)
     return (steps - steps.roll(1, dims=-1)) / 128
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
-    """Identities and the last pseudo-head; the offsets "balanced" set the pseudo-heads apart, "none" leaves them symmetric."""
+    """Identities and the last pseudo-head; the offsets "balanced" set the pseudo-heads apart, "none" leaves them
+    symmetric."""
     num_heads, num_groups, p = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
     value_mixing = identity_mixing(num_groups, p)
     if value_offsets == "balanced":
@@ -79,8 +81,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
     cost = Cost(parameters=mixing + collapse, cache=2 * groups * d * cached)
     if form == "collapse_first":
-        # The collapse is of weights, and the mixing happens once more in the backward. Each pseudo-query of a new token
-        # goes to every cached head.
+        # The collapse is of weights, and the mixing happens once more in the backward. Each pseudo-query of a new
+        # token goes to every cached head.
         pairs = heads * visible_pairs(tokens, virtual, window)
         return cost + Cost(
             prefill=forward + tokens * expansion * d + pairs,

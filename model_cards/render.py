@@ -64,8 +64,8 @@ def render_card(
 
 
 def source_license(source: str) -> str | None:
-    """The license that a checkpoint names in its model card or GGUF header; `None` when it names none, or cannot be read: a
-    card that somebody else wrote is no reason to fail."""
+    """The license that a checkpoint names in its model card or GGUF header; `None` when it names none, or cannot be
+    read: a card that somebody else wrote is no reason to fail."""
     try:
         if source.endswith(".gguf"):
             field = GGUFReader(source).get_field("general.license")

@@ -1,5 +1,5 @@
-"""Interleaved Head Attention for Transformers. Importing the package registers its classes with the Auto classes; a checkpoint
-ships the other files of this directory and needs no installation."""
+"""Interleaved Head Attention for Transformers. Importing the package registers its classes with the Auto classes; a
+checkpoint ships the other files of this directory and needs no installation."""
 
 from transformers import (
     AutoConfig,

@@ -7,8 +7,8 @@ Mixing and rotation are linear. For query pseudo-head i and key pseudo-head j of
     q_i . R_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] R_j^T q_i) . k_m
 
 The bracket is as small as a query: mixing and rotation of the keys move into the query, and the scores are one product
-with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the collapse before it
-(see `collapse_first.py`).
+with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the collapse before
+it (see `collapse_first.py`).
 """
 
 import torch

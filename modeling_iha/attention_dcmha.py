@@ -45,11 +45,12 @@ class CompositionOptions:
 
 
 class CompositionWeights(nn.Module):
-    """What one side of a `Compose`, the queries or the keys, computes for each token from the layer's input x, by groups of M heads:
-    w_1 and w_2 as Chunk(GELU(x W_1) W_2), the heads' root mean square of w_1 being 1 (DCMHA, Equation 5), and w_g = tanh(x W_g)
-    (Equation 6).
+    """What one side of a `Compose`, the queries or the keys, computes for each token from the layer's input x, by
+    groups of M heads: w_1 and w_2 as Chunk(GELU(x W_1) W_2), the heads' root mean square of w_1 being 1 (DCMHA,
+    Equation 5), and w_g = tanh(x W_g) (Equation 6).
 
-    With I = 2 M R, `w1.weight` is [groups * I, hidden_size], `w2` [groups, 2 R, M, I] and `gate.weight` [H, hidden_size].
+    With I = 2 M R, `w1.weight` is [groups * I, hidden_size], `w2` [groups, 2 R, M, I] and `gate.weight` [H,
+    hidden_size].
     """
 
     # Of the released models' normalisation of w_1, whatever the epsilon of the other norms.
@@ -72,7 +73,8 @@ class CompositionWeights(nn.Module):
         return 2 * self.rank + (self.gate is not None)
 
     def init_mechanism(self, config: IHAConfig):
-        """Small composition weights, which the paper finds critical (Section 4, as in the released code); Xavier for the rest."""
+        """Small composition weights, which the paper finds critical (Section 4, as in the released code); Xavier for
+        the rest."""
         if self.rank > 0:
             init.normal_(self.w1.weight, std=math.sqrt(2 / (config.hidden_size + self.w2.shape[-1])))
             init.normal_(self.w2, std=0.02 / (math.sqrt(self.w2.shape[-1]) * (self.group_size + self.rank)))
@@ -81,8 +83,8 @@ class CompositionWeights(nn.Module):
 
     @torch.no_grad()
     def init_identity(self):
-        """A start at which the composition is the identity: the exact start from a multi-head attention. w_1 keeps its start: were it
-        zero beside w_2, neither would ever get a gradient."""
+        """A start at which the composition is the identity: the exact start from a multi-head attention. w_1 keeps its
+        start: were it zero beside w_2, neither would ever get a gradient."""
         if self.rank > 0:
             self.w2[:, self.rank :].zero_()
         if self.gate is not None:
@@ -102,7 +104,8 @@ class CompositionWeights(nn.Module):
 
 
 class BaseMap(nn.Module):
-    """The static composition A W_b of DCMHA, Equation 7: `weight` [groups, M, M] holds W_b[m, n], the share of head m in head n."""
+    """The static composition A W_b of DCMHA, Equation 7: `weight` [groups, M, M] holds W_b[m, n], the share of head m
+    in head n."""
 
     def __init__(self, config: IHAConfig):
         super().__init__()
@@ -121,11 +124,13 @@ class BaseMap(nn.Module):
 
 
 class DynamicallyComposableAttention(ScoreMatrixAttention):
-    """Dynamically Composable Multi-Head Attention: before and after the softmax every head's matrix becomes a combination of all heads'
-    (of all in its group), with weights that the query's and the key's token compute from the layer's input (DCMHA, Equations 4, 7).
+    """Dynamically Composable Multi-Head Attention: before and after the softmax every head's matrix becomes a
+    combination of all heads' (of all in its group), with weights that the query's and the key's token compute from the
+    layer's input (DCMHA, Equations 4, 7).
 
-    A token's weights travel beside its query, key and value, along the last dimension: those it has as a key before the softmax are
-    cached with its key and those after it with its value, (H / G) (2 R + 1) numbers more in each, in any stock cache.
+    A token's weights travel beside its query, key and value, along the last dimension: those it has as a key before
+    the softmax are cached with its key and those after it with its value, (H / G) (2 R + 1) numbers more in each, in
+    any stock cache.
     """
 
     kind = "dcmha"
@@ -163,8 +168,8 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     def attach(
         self, states: torch.Tensor, hidden_states: torch.Tensor, *modules: CompositionWeights | None
     ) -> torch.Tensor:
-        """States [batch, heads, N, head_dim] and, beside them, the weights that the modules compute from the hidden states [batch, N,
-        hidden_size]; those of all H heads, shared out evenly where the states have fewer."""
+        """States [batch, heads, N, head_dim] and, beside them, the weights that the modules compute from the hidden
+        states [batch, N, hidden_size]; those of all H heads, shared out evenly where the states have fewer."""
         shares = [
             module(hidden_states).flatten(2).unflatten(2, (states.shape[1], -1)).transpose(1, 2)
             for module in modules
@@ -173,7 +178,8 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         return torch.cat((states, *shares), dim=-1)
 
     def detach(self, states: torch.Tensor, *modules: CompositionWeights | None) -> list[torch.Tensor | None]:
-        """The states [batch, heads, N, head_dim] that `attach` was given and each module's weights [batch, H, N, width]."""
+        """The states [batch, heads, N, head_dim] that `attach` was given and each module's weights [batch, H, N,
+        width]."""
         per_head = self.num_heads // states.shape[1]
         shares = [0 if module is None else per_head * module.width for module in modules]
         states, *weights = states.split([self.head_dim, *shares], dim=-1)
@@ -225,8 +231,8 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         query_weights: torch.Tensor | None,
         key_weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`Compose` (DCMHA, Equation 7) of scores or weights [batch, H, rows, columns], with the composition weights [batch, H, rows
-        or columns, width] of the queries and keys, in their dtype."""
+        """`Compose` (DCMHA, Equation 7) of scores or weights [batch, H, rows, columns], with the composition weights
+        [batch, H, rows or columns, width] of the queries and keys, in their dtype."""
         attention = attention.unflatten(1, (self.num_groups, -1))
         composed = attention if base is None else base(attention)
         for weights, of_query in ((query_weights, True), (key_weights, False)):

@@ -1,7 +1,7 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Differential attention, kind "diff" (Ye et al. 2024, Differential Transformer, arXiv 2410.05258), as in Transformers'
-DiffLlama."""
+"""Differential attention, kind "diff" (Ye et al. 2024, Differential Transformer, arXiv 2410.05258), as in
+Transformers' DiffLlama."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class DifferentialAttention(MultiHeadAttention):
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, with a fixed lambda_init that grows
     with the layer and four learned vectors [head_dim].
 
-    The values of the pair are those of two groups side by side, g and g + G / 2, so a head is twice as wide and there are
-    half as many. Stock cores take no values wider than the keys without losing their fast paths: each half of the values
-    goes through the core on its own. The attention weights returned are those of the softmaxes, before the difference.
+    The values of the pair are those of two groups side by side, g and g + G / 2, so a head is twice as wide and there
+    are half as many. Stock cores take no values wider than the keys without losing their fast paths: each half of the
+    values goes through the core on its own. The attention weights returned are those of the softmaxes, before the
+    difference.
     """
 
     kind = "diff"

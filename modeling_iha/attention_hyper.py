@@ -89,11 +89,12 @@ class HyperAttention(PairAttention):
 def linear_step(
     state: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """New tokens of linear HyperAttention, given all before them as a state of constant size (Section G.3, equation 43).
+    """New tokens of linear HyperAttention, given all before them as a state of constant size (Section G.3, equation
+    43).
 
     Args:
-        state: [batch, heads, n - 1, head_dim, head_dim], the sums of k_a v_a^T over the tokens so far; zeros at the start. For
-            precision over long inputs it is float32 or float64.
+        state: [batch, heads, n - 1, head_dim, head_dim], the sums of k_a v_a^T over the tokens so far; zeros at the
+            start. For precision over long inputs it is float32 or float64.
         query: [batch, heads, N, head_dim] of N new tokens, scaled.
         keys, values: [batch, heads, n - 1, N, head_dim] of the new tokens.
 
@@ -108,8 +109,8 @@ def linear_step(
 def masked_step(
     state: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `linear_step` from the start, for queries [batch, heads, rows, head_dim] of which each sees keys of its own: `visible`
-    is bool, [batch or 1, 1 or heads, rows, keys]. The state stays as it is."""
+    """As `linear_step` from the start, for queries [batch, heads, rows, head_dim] of which each sees keys of its own:
+    `visible` is bool, [batch or 1, 1 or heads, rows, keys]. The state stays as it is."""
     keys = keys.to(state.dtype).unsqueeze(3) * visible[:, :, None, :, :, None]
     sums = torch.matmul(keys.transpose(-1, -2), values.to(state.dtype).unsqueeze(3))
     return contract(query, sums), state
@@ -123,9 +124,9 @@ def contract(query: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
 
 
 class LinearHyperAttention(TupleAttention):
-    """Linear HyperAttention of any order (Section G.3): the scores are the weights, without a softmax, and tuples are not
-    ordered. The sums over the tokens of a tuple are then separate running sums, O(N head_dim^2) in all. Under a mask
-    (padding, packing, a chunk that continues a cache) every query sums what it sees, O(N^2 head_dim^2).
+    """Linear HyperAttention of any order (Section G.3): the scores are the weights, without a softmax, and tuples are
+    not ordered. The sums over the tokens of a tuple are then separate running sums, O(N head_dim^2) in all. Under a
+    mask (padding, packing, a chunk that continues a cache) every query sums what it sees, O(N^2 head_dim^2).
 
     It has no attention weights to return.
     """

@@ -54,11 +54,12 @@ def product(factors: torch.Tensor, dim: int) -> torch.Tensor:
 class HyperFeatureAttention(ScoreMatrixAttention):
     """Attention whose scores are products of the scores of several features (Definition F.3).
 
-    A head of order A holds A queries and keys of width w = head_dim / A side by side; its score is the product over a of
-    q_a k_a^T / sqrt(w). RoPE rotates each as a vector of width w (Remark F.5). Order 1 is multi-head attention.
+    A head of order A holds A queries and keys of width w = head_dim / A side by side; its score is the product over a
+    of q_a k_a^T / sqrt(w). RoPE rotates each as a vector of width w (Remark F.5). Order 1 is multi-head attention.
 
-    With `value_product` the value is a product, too, of A vectors of width head_dim (`v_proj` has A times the rows), else an
-    ordinary one. With `linear` the scores are the weights, without softmax (Definition 5.1). The cache is Llama's.
+    With `value_product` the value is a product, too, of A vectors of width head_dim (`v_proj` has A times the rows),
+    else an ordinary one. With `linear` the scores are the weights, without softmax (Definition 5.1). The cache is
+    Llama's.
 
     With grouped-query attention the heads of a group, which share its keys, have one order.
     """

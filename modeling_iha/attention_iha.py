@@ -32,8 +32,8 @@ class HeadMixing(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads, num_heads, num_pseudo_heads))
 
     def init_mechanism(self, config: IHAConfig):
-        """Every pseudo-head near its own head, as the paper gives no start: the layer starts close to MHA, and the noise
-        sets the pseudo-heads apart."""
+        """Every pseudo-head near its own head, as the paper gives no start: the layer starts close to MHA, and the
+        noise sets the pseudo-heads apart."""
         noise = torch.randn_like(self.weight) * config.initializer_range
         identity = torch.eye(self.weight.shape[0], device=noise.device, dtype=noise.dtype)
         init.copy_(self.weight, identity.unsqueeze(-1) + noise)
@@ -46,8 +46,9 @@ class HeadMixing(nn.Module):
 class HeadCollapse(nn.Module):
     """The heads' outputs from the pseudo-heads', R of IHA, Algorithm 1, step 5.
 
-    `weight` is [H, P] for `"per_head"`: out[h] = sum_p R[h, p] O[h, p]; and [H, H * P] for `"all_heads"`, which also sums
-    over the heads: column h' * P + p of row h is the share of pseudo-head p of head h', both from 0 (Definition 3).
+    `weight` is [H, P] for `"per_head"`: out[h] = sum_p R[h, p] O[h, p]; and [H, H * P] for `"all_heads"`, which also
+    sums over the heads: column h' * P + p of row h is the share of pseudo-head p of head h', both from 0 (Definition
+    3).
     """
 
     def __init__(self, num_heads: int, num_pseudo_heads: int, pseudo_collapse: str):

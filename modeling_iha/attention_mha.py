@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class MultiHeadAttention(LlamaAttention):
-    """Llama's attention, cut into the steps that the other kinds share: `project`, `attend`, and the output projection.
+    """Llama's attention, cut into the steps that the other kinds share: `project`, `attend`, and the output
+    projection.
 
     Attributes:
         kind (`str`): name in `IHAConfig.attention_kinds`.
@@ -136,8 +137,8 @@ class MultiHeadAttention(LlamaAttention):
         attention_form: Callable | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Llama's. `document_ids`, int [batch or 1, keys], stand in place of a mask where attention builds none: causal
-        attention within the layer's window among tokens of equal ids (see `LayerMask`)."""
+        """As Llama's. `document_ids`, int [batch or 1, keys], stand in place of a mask where attention builds none:
+        causal attention within the layer's window among tokens of equal ids (see `LayerMask`)."""
         input_shape = hidden_states.shape[:-1]
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings, past_key_values)
 

@@ -1,6 +1,7 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Options of an attention kind as a strict dataclass: fields with a default, a test, and words for what the test asks."""
+"""Options of an attention kind as a strict dataclass: fields with a default, a test, and words for what the test
+asks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields

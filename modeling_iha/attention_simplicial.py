@@ -1,6 +1,7 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""2-simplicial attention, kind "simplicial" (Fast and Simplex, Section 4; the strongest baseline of IHA, Appendix D)."""
+"""2-simplicial attention, kind "simplicial" (Fast and Simplex, Section 4; the strongest baseline of IHA, Appendix
+D)."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class SimplicialOptions:
 
 
 class SimplicialAttention(PairAttention):
-    """2-simplicial attention: a softmax over all pairs of past tokens, in whatever order, with keys and values of their own
-    for both tokens, see [`PairAttention`]."""
+    """2-simplicial attention: a softmax over all pairs of past tokens, in whatever order, with keys and values of
+    their own for both tokens, see [`PairAttention`]."""
 
     kind = "simplicial"
     options_class = SimplicialOptions

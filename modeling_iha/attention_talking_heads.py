@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class HeadTalk(nn.Module):
-    """A linear map across the heads of a score matrix, the logits or the weights projection of Talking-Heads Attention.
+    """A linear map across the heads of a score matrix, the logits or the weights projection of Talking-Heads
+    Attention.
 
     `weight` [H, H] holds in row h, column g the share of head h in head g after the map.
     """
@@ -39,8 +40,8 @@ class HeadTalk(nn.Module):
 class TalkingHeadsAttention(ScoreMatrixAttention):
     """Talking-heads attention: the heads mix their scores before the softmax, and their weights after it.
 
-    Scores are mixed before they are masked, so that a masked score of one head never reaches another. With grouped-query
-    attention each of the H query heads has scores of its own, and all H of them talk.
+    Scores are mixed before they are masked, so that a masked score of one head never reaches another. With
+    grouped-query attention each of the H query heads has scores of its own, and all H of them talk.
     """
 
     kind = "talking_heads"

@@ -19,9 +19,9 @@ One product with the values remains instead of P. In units of N^2 P^2 d multiply
 
 It takes 3 + 2/P units, a fused attention takes 5. All of this holds for the `"per_head"` collapse only.
 
-Queries go in blocks, and as many heads at a time as there are threads: the scores of a block stay in each core's cache,
-and virtual tokens exist for few heads at a time. Autograd keeps the base queries, keys and values, as for multi-head
-attention.
+Queries go in blocks, and as many heads at a time as there are threads: the scores of a block stay in each core's
+cache, and virtual tokens exist for few heads at a time. Autograd keeps the base queries, keys and values, as for
+multi-head attention.
 """
 
 import math
@@ -102,7 +102,8 @@ def mix_backward(
     grad_base: torch.Tensor,
     grad_alpha: torch.Tensor,
 ) -> None:
-    """Adds to `grad_base` and `grad_alpha` what the gradients [B, H, P, n, head_dim] of the output of `mix_into` give."""
+    """Adds to `grad_base` and `grad_alpha` what the gradients [B, H, P, n, head_dim] of the output of `mix_into`
+    give."""
     if rotation is not None:
         cos, sin = rotation
         grads = rotate_into(grads, (cos, -sin), torch.empty(grads.shape, dtype=grads.dtype))
@@ -112,8 +113,8 @@ def mix_backward(
 
 
 def share_lanes(batch: int, heads: int) -> tuple[int, int, float]:
-    """How the threads share the lanes, heads of rows of the batch: (rows, heads) that are computed at a time, in as few
-    rounds as possible, and the share of the threads' time that they fill."""
+    """How the threads share the lanes, heads of rows of the batch: (rows, heads) that are computed at a time, in as
+    few rounds as possible, and the share of the threads' time that they fill."""
     threads = torch.get_num_threads()
 
     def rounds(rows: int) -> int:
@@ -133,8 +134,8 @@ class Tile(NamedTuple):
 
 
 class Problem:
-    """Shapes, masks and tiles, which the forward and the backward of a call share. A lane is one head of one row of the
-    batch; `lanes_in_work` lanes are computed at a time."""
+    """Shapes, masks and tiles, which the forward and the backward of a call share. A lane is one head of one row of
+    the batch; `lanes_in_work` lanes are computed at a time."""
 
     def __init__(self, query, key, weights: IHAWeights, scaling, window, document_ids):
         self.batch, self.heads, self.num_queries, self.head_dim = query.shape
@@ -159,8 +160,8 @@ class Problem:
         return torch.empty(shape, dtype=self.dtype)
 
     def set_block(self, num_buffers: int, num_keys: int) -> torch.Tensor:
-        """Sets the number of queries to a block, so that the scores of a lane fit into BLOCK_BYTES with `num_buffers` of
-        them; returns the buffers, [num_buffers, entries]."""
+        """Sets the number of queries to a block, so that the scores of a lane fit into BLOCK_BYTES with `num_buffers`
+        of them; returns the buffers, [num_buffers, entries]."""
         reach = num_keys if self.window is None else min(num_keys, self.window)
         entries = BLOCK_BYTES // (self.dtype.itemsize * num_buffers)
         self.block = max(MIN_BLOCK, min(MAX_BLOCK, entries // (reach * self.num_pseudo_heads**2)))
@@ -186,8 +187,8 @@ class Problem:
             yield Tile(rows, columns, bands)
 
     def band(self, rows: slice, first: int, last: int) -> torch.Tensor:
-        """0 or -inf, [P * rows, (last - first) * P]: causality and window between the queries and the keys of the tokens
-        from `first` to `last`, counted from the first query."""
+        """0 or -inf, [P * rows, (last - first) * P]: causality and window between the queries and the keys of the
+        tokens from `first` to `last`, counted from the first query."""
         cached = (rows.stop - rows.start, first, last)
         if cached not in self.bands:
             pseudo = self.num_pseudo_heads

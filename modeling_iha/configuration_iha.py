@@ -78,8 +78,8 @@ def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
 
 
 def remove_unused_code(directory: str | os.PathLike, kinds: list[str]) -> None:
-    """Removes from a saved checkpoint the code of all attention kinds but `kinds`: their lines in attention_kinds.py, and
-    the files that nothing imports any more."""
+    """Removes from a saved checkpoint the code of all attention kinds but `kinds`: their lines in attention_kinds.py,
+    and the files that nothing imports any more."""
     directory = Path(directory)
     registry = directory / "attention_kinds.py"
     if not registry.is_file() or registry.samefile(Path(__file__).with_name(registry.name)):
@@ -119,31 +119,31 @@ class IHAConfig(LlamaConfig):
 
     Args:
         attention_kinds (`str` or `list[str]`, *optional*, defaults to `"iha"`):
-            Attention mechanism of each layer, a key of `ATTENTION_CLASSES` such as `"iha"` or `"mha"` (Llama's attention):
-            one name for all, a short repeating pattern, or one name per layer; stored expanded.
+            Attention mechanism of each layer, a key of `ATTENTION_CLASSES` such as `"iha"` or `"mha"` (Llama's
+            attention): one name for all, a short repeating pattern, or one name per layer; stored expanded.
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
             Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`; expanded likewise.
         sliding_window (`int`, *optional*):
-            Window of the sliding layers in tokens, the current one included. An `"iha"` layer spans `sliding_window * P`
-            virtual tokens: virtual query v sees the virtual keys u with `v - sliding_window * P < u <= v`.
+            Window of the sliding layers in tokens, the current one included. An `"iha"` layer spans `sliding_window *
+            P` virtual tokens: virtual query v sees the virtual keys u with `v - sliding_window * P < u <= v`.
         num_pseudo_heads (`int`, *optional*, defaults to `num_attention_heads`):
             P, the pseudo-heads of each head and the virtual tokens of each token.
         pseudo_positions (`str`, *optional*, defaults to `"interleaved"`):
-            RoPE position of pseudo-head p (from 0) of token n: `"interleaved"`, n * P + p as in the paper, for training from
-            scratch; `"shared"`, n, which keeps a pretrained model's positions when it is converted.
+            RoPE position of pseudo-head p (from 0) of token n: `"interleaved"`, n * P + p as in the paper, for
+            training from scratch; `"shared"`, n, which keeps a pretrained model's positions when it is converted.
         pseudo_collapse (`str`, *optional*, defaults to `"per_head"`):
             The map R from pseudo-heads back to heads: `"per_head"`, [H, P] (Algorithm 1), or `"all_heads"`, [H, H * P]
             (Definition 3).
         gated_mlp (`bool`, *optional*, defaults to `True`):
             Llama's gated three-matrix FFN; `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):
-            Groups of channels of the gated FFN that a softmax over the groups scales, as in released DCFormers (44); `None`
-            for no such gate.
+            Groups of channels of the gated FFN that a softmax over the groups scales, as in released DCFormers (44);
+            `None` for no such gate.
         use_qk_norm (`bool`, *optional*, defaults to `False`):
             RMSNorm over each head's query and key, before RoPE and before the mixing (as in Qwen3).
         attention_options (`dict[str, dict]`, *optional*):
-            Options of single mechanisms, `{kind: {option: value}}`; the `options_class` of a mechanism's class says which it
-            has; `"mha"` and `"iha"` have none.
+            Options of single mechanisms, `{kind: {option: value}}`; the `options_class` of a mechanism's class says
+            which it has; `"mha"` and `"iha"` have none.
 
     ```python
     >>> from modeling_iha import IHAConfig, IHAForCausalLM
@@ -173,8 +173,8 @@ class IHAConfig(LlamaConfig):
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
-        # Transformers keeps unknown fields: a misspelt one would be stored and never read. Those that other libraries add have
-        # words of their own.
+        # Transformers keeps unknown fields: a misspelt one would be stored and never read. Those that other libraries
+        # add have words of their own.
         ours = IHAConfig.__annotations__
         for name in kwargs:
             meant = get_close_matches(name, (*ours, *LlamaConfig.__annotations__), n=1, cutoff=0.9)
@@ -302,8 +302,8 @@ class IHAConfig(LlamaConfig):
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "IHAConfig":
-        """A named configuration of the repository's `configuration_iha` directory, such as `"paper-2.4b-iha"` or `"tiny"`;
-        `overrides` replace single fields. The window of IHA's schedule follows P and the context length
+        """A named configuration of the repository's `configuration_iha` directory, such as `"paper-2.4b-iha"` or
+        `"tiny"`; `overrides` replace single fields. The window of IHA's schedule follows P and the context length
         (`flop_matched_window`) where these are overridden and it is not."""
         directory = Path(__file__).resolve().parent.parent / "configuration_iha"
         presets = sorted(path.stem for path in directory.glob("*.json"))
@@ -323,8 +323,8 @@ class IHAConfig(LlamaConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        """As in Transformers, which reads every config.json through it. Raises a ValueError for one that names not all sizes: the
-        model would have Llama-7B's, whatever the weights beside it."""
+        """As in Transformers, which reads every config.json through it. Raises a ValueError for one that names not all
+        sizes: the model would have Llama-7B's, whatever the weights beside it."""
         if missing := [name for name in SIZES if name not in config_dict]:
             raise ValueError(
                 f"This config.json names no {', '.join(missing)}: it is damaged or incomplete; copy it again, or add them."
@@ -332,8 +332,8 @@ class IHAConfig(LlamaConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs):
-        """As in Transformers, for a model too, whose weights it precedes and whose code it follows: a stranger reads the
-        code before trusting it, so a checkpoint ships that of its own mechanisms only."""
+        """As in Transformers, for a model too, whose weights it precedes and whose code it follows: a stranger reads
+        the code before trusting it, so a checkpoint ships that of its own mechanisms only."""
         super().save_pretrained(save_directory, *args, **kwargs)
         remove_unused_code(save_directory, self.attention_kinds)
 

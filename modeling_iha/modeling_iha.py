@@ -42,8 +42,8 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         self.interleaved = "iha" in config.attention_kinds and config.pseudo_positions == "interleaved"
 
     def _apply(self, fn, recurse=True):
-        """Moves the frequencies and leaves them float32: rounded by `model.to(torch.bfloat16)`, they would turn a token at position
-        1000 by angles that are off by radians."""
+        """Moves the frequencies and leaves them float32: rounded by `model.to(torch.bfloat16)`, they would turn a
+        token at position 1000 by angles that are off by radians."""
         buffers = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, buffer in self.named_buffers():
@@ -52,9 +52,10 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         return self
 
     def tables(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """(cos, sin) tables in the dtype of x from token positions n [batch, N]: `"token"` at n, [batch, N, head_dim], and for
-        interleaved positions n * P + p also `"interleaved"` at n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim / 2].
-        Length-dependent RoPE types choose their frequencies by length in tokens."""
+        """(cos, sin) tables in the dtype of x from token positions n [batch, N]: `"token"` at n, [batch, N, head_dim],
+        and for interleaved positions n * P + p also `"interleaved"` at n * P, [batch, N, head_dim], and
+        `"pseudo_head"` at p, [P, head_dim / 2]. Length-dependent RoPE types choose their frequencies by length in
+        tokens."""
         tables = {"token": self(x, position_ids)}
         if self.interleaved:
             cos, sin = self._table(position_ids * self.num_pseudo_heads, x)
@@ -85,7 +86,8 @@ class IHAMLP(nn.Module):
 
 
 class GroupGatedMLP(LlamaMLP):
-    """Llama's FFN with a softmax over groups of its channels that scales each group: the "mgate" FFN of the released DCFormers."""
+    """Llama's FFN with a softmax over groups of its channels that scales each group: the "mgate" FFN of the released
+    DCFormers."""
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
@@ -145,8 +147,8 @@ class IHAPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def is_backend_compatible(cls) -> bool:
-        """No: what servers such as vLLM and SGLang ask before they run a Transformers model on their own attention and paged
-        cache, which hold one key per token. Pseudo-keys number P for each token, and are rebuilt, not cached."""
+        """No: what servers such as vLLM and SGLang ask before they run a Transformers model on their own attention and
+        paged cache, which hold one key per token. Pseudo-keys number P for each token, and are rebuilt, not cached."""
         return False
 
     def _init_weights(self, module: nn.Module):
@@ -161,9 +163,10 @@ class IHAModel(IHAPreTrainedModel):
 
     Attributes:
         attention_form (`str` or `Callable`, *optional*): how "iha" layers compute under `attn_implementation="sdpa"`.
-            `None` lets `choose_form` choose, which is never slower than SDPA; `"virtual"` is SDPA on the virtual sequence;
-            `"base"` is collapse-first attention and absorbed decoding at every length, which train in the memory of
-            multi-head attention; or a function with the arguments of `collapse_first_attention`. It is not saved.
+            `None` lets `choose_form` choose, which is never slower than SDPA; `"virtual"` is SDPA on the virtual
+            sequence; `"base"` is collapse-first attention and absorbed decoding at every length, which train in the
+            memory of multi-head attention; or a function with the arguments of `collapse_first_attention`. It is not
+            saved.
     """
 
     attention_form: Callable | str | None = None
@@ -201,9 +204,9 @@ class IHAModel(IHAPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        r"""As [`LlamaModel.forward`]: every argument counts tokens, never virtual tokens. `attention_mask` may be [batch, cached + N]
-        or [batch, 1, N, cached + N], or one such mask for
-        each [`MaskKey`], over virtual tokens."""
+        r"""As [`LlamaModel.forward`]: every argument counts tokens, never virtual tokens. `attention_mask` may be
+        [batch, cached + N] or [batch, 1, N, cached + N], or one such mask for each [`MaskKey`], over virtual
+        tokens."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
@@ -277,8 +280,9 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """As in [`GenerationMixin`], whose paged cache is filled inside the attention core: an "iha" layer's keys are those of virtual
-        tokens there, a layer of differential attention calls its core twice. Refused but for a model of full "mha" layers."""
+        """As in [`GenerationMixin`], whose paged cache is filled inside the attention core: an "iha" layer's keys are
+        those of virtual tokens there, a layer of differential attention calls its core twice. Refused but for a model
+        of full "mha" layers."""
         if set(self.config.attention_kinds) != {"mha"} or "sliding_attention" in self.config.layer_types:
             raise NotImplementedError(
                 "Continuous batching (generate_batch, transformers serve --continuous-batching) fills a paged cache inside the attention "
@@ -287,8 +291,8 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         return super().init_continuous_batching(*args, **kwargs)
 
     def _get_static_cache_init_shape(self):
-        """As in [`GenerationMixin`], which allocates static caches ahead of a prefill in chunks; but a kind that caches more than
-        Llama waits for its first keys and values (`None`)."""
+        """As in [`GenerationMixin`], which allocates static caches ahead of a prefill in chunks; but a kind that
+        caches more than Llama waits for its first keys and values (`None`)."""
         if not all(layer.self_attn.caches_like_llama for layer in self.model.layers):
             return None
         return super()._get_static_cache_init_shape()
@@ -296,8 +300,8 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
     ):
-        """Called by `generate` ahead of a forward with a compilable cache. One token goes through a compiled forward, which
-        takes tensors; for a prompt the forward makes masks itself."""
+        """Called by `generate` ahead of a forward with a compilable cache. One token goes through a compiled forward,
+        which takes tensors; for a prompt the forward makes masks itself."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
         masks = self.model.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
@@ -316,8 +320,8 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        r"""As [`LlamaForCausalLM.forward`]. `labels` [batch, N]: next-token loss, -100 ignored. `logits_to_keep`: how many last
-        positions, or which, get logits [batch, kept, vocab_size]; 0 for all."""
+        r"""As [`LlamaForCausalLM.forward`]. `labels` [batch, N]: next-token loss, -100 ignored. `logits_to_keep`: how
+        many last positions, or which, get logits [batch, kept, vocab_size]; 0 for all."""
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -347,8 +351,9 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
 
 
 class IHATaskHead:
-    """Lets Transformers' generic heads, which build their decoder with `AutoModel.from_config`, find [`IHAModel`] where this file
-    is remote code: loaded from a directory, the config is then of another class than the one imported above."""
+    """Lets Transformers' generic heads, which build their decoder with `AutoModel.from_config`, find [`IHAModel`]
+    where this file is remote code: loaded from a directory, the config is then of another class than the one imported
+    above."""
 
     def __init__(self, config: IHAConfig):
         AutoModel.register(type(config), IHAModel, exist_ok=True)

@@ -1,6 +1,7 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the attention kinds that change the scores or the weights between query and key, which no stock core exposes."""
+"""Base of the attention kinds that change the scores or the weights between query and key, which no stock core
+exposes."""
 
 from __future__ import annotations
 
@@ -70,8 +71,8 @@ def query_blocks(query: torch.Tensor, size: int) -> list[slice]:
 
 
 def query_offset(length: int, num_keys: int) -> int:
-    """Position of the first of `length` queries among the keys without a mask: a single query then sees every key, and a
-    longer input has no cached keys before it."""
+    """Position of the first of `length` queries among the keys without a mask: a single query then sees every key, and
+    a longer input has no cached keys before it."""
     return num_keys - 1 if length == 1 else 0
 
 
@@ -96,7 +97,8 @@ def join(blocks: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 class ScoreMatrixAttention(MultiHeadAttention):
-    """Attention in blocks of queries, in which a kind may change the scores before the softmax and the weights after it.
+    """Attention in blocks of queries, in which a kind may change the scores before the softmax and the weights after
+    it.
 
     In training each block is recomputed in the backward, so that scores are never kept for all queries (not inside
     `torch.compile`). Masks are SDPA's or eager's; a flash core or FlexAttention never builds the scores and is
@@ -125,7 +127,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
         return weights
 
     def raw_scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Scaled scores [batch, H, rows, columns] of queries [batch, H, rows, any] and keys [batch, G, columns, any]."""
+        """Scaled scores [batch, H, rows, columns] of queries [batch, H, rows, any] and keys [batch, G, columns,
+        any]."""
         return torch.matmul(query, repeat_kv(key, self.num_key_value_groups).transpose(2, 3)) * self.scaling
 
     def normalize_scores(self, scores: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -142,8 +145,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
         columns: slice,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries, under the mask that `bias`
-        makes: made here, it is not kept for the backward."""
+        """Output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries, under the
+        mask that `bias` makes: made here, it is not kept for the backward."""
         scores = self.compose_scores(self.raw_scores(query, key), rows, columns, **kwargs)
         weights = self.normalize_scores(scores, bias())
         weights = self.compose_weights(weights, rows, columns, **kwargs)

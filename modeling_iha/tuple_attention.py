@@ -66,8 +66,8 @@ def validate_windows(config: IHAConfig, kind: str) -> None:
 class TupleAttention(ScoreMatrixAttention):
     """Attention whose keys and values are tuples of tokens.
 
-    With `sharing` the tokens of a tuple share one key and one value, and the parameters are Llama's; without, `k_proj` and
-    `v_proj` stack the heads of all `tuple_size` keys and values, and so does the cache.
+    With `sharing` the tokens of a tuple share one key and one value, and the parameters are Llama's; without, `k_proj`
+    and `v_proj` stack the heads of all `tuple_size` keys and values, and so does the cache.
     """
 
     def __init__(self, config: IHAConfig, layer_idx: int, tuple_size: int, sharing: bool):
@@ -80,7 +80,8 @@ class TupleAttention(ScoreMatrixAttention):
             self.v_proj = nn.Linear(config.hidden_size, stacked, bias=config.attention_bias)
 
     def split_keys(self, states: torch.Tensor) -> torch.Tensor:
-        """Stacked heads [batch, tuple_size * G, N, head_dim] as one per query head, [batch, H, tuple_size, N, head_dim]."""
+        """Stacked heads [batch, tuple_size * G, N, head_dim] as one per query head, [batch, H, tuple_size, N,
+        head_dim]."""
         stack = [states] * self.tuple_size if self.sharing else states.chunk(self.tuple_size, dim=1)
         return torch.stack([repeat_kv(heads, self.num_key_value_groups) for heads in stack], dim=2)
 
@@ -89,12 +90,13 @@ class PairAttention(TupleAttention):
     """A softmax over pairs (j, k): S[i, j, k] = sum_c q[i, c] k1[j, c] k2[k, c] / sqrt(head_dim), and the output
     sum_jk A[i, j, k] v1[j] * v2[k].
 
-    `windows` [w1, w2] let j and k reach back w1 and w2 tokens, the current one included; by default both span the layer's
-    `sliding_window`. Scores exist for a block of queries at a time, O(w1 w2) for each, and are recomputed in the backward;
-    inside `torch.compile` for all queries at once.
+    `windows` [w1, w2] let j and k reach back w1 and w2 tokens, the current one included; by default both span the
+    layer's `sliding_window`. Scores exist for a block of queries at a time, O(w1 w2) for each, and are recomputed in
+    the backward; inside `torch.compile` for all queries at once.
 
-    The papers leave positions open: RoPE rotates the query and every key as in the other kinds. A product of three vectors
-    is not invariant under a common rotation, as a dot product is, so scores depend on positions, not only on distances.
+    The papers leave positions open: RoPE rotates the query and every key as in the other kinds. A product of three
+    vectors is not invariant under a common rotation, as a dot product is, so scores depend on positions, not only on
+    distances.
 
     The attention weights that are returned are the shares of j, summed over k, [batch, H, N, keys].
     """

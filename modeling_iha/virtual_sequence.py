@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 # The largest dense mask that is built for an interleaved sequence; on "sdpa" a row of N * P = 65536 virtual tokens
 # takes it.
 MAX_MASK_BYTES = 4 * 2**30
-# Hides a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where float64's lowest number
-# is -inf, and a row of nothing else NaN.
+# Hides a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where float64's lowest
+# number is -inf, and a row of nothing else NaN.
 MASKED = {dtype: torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 MASKED[torch.float64] = MASKED[torch.float32]
 
@@ -48,13 +48,13 @@ class MaskKey(NamedTuple):
 
 
 class LayerMask(NamedTuple):
-    """What a layer is told of who sees whom: a mask as every Transformers layer takes it or, where attention builds none,
-    the document of each token; and the form in which an "iha" layer computes.
+    """What a layer is told of who sees whom: a mask as every Transformers layer takes it or, where attention builds
+    none, the document of each token; and the form in which an "iha" layer computes.
 
     Attributes:
         attention_mask: as Transformers makes it for the core; `None` for causal attention.
-        document_ids: int [batch or 1, keys], equal where tokens may see each other, -1 for padding. Attention is causal
-            and within the layer's window.
+        document_ids: int [batch or 1, keys], equal where tokens may see each other, -1 for padding. Attention is
+            causal and within the layer's window.
         attention_form: `None` for the stock core on the virtual sequence (see `choose_form`).
     """
 
@@ -114,9 +114,9 @@ def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, Lay
 def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> Callable | None:
     """The form in which "iha" layers compute steps 2 to 5 of IHA, Algorithm 1: the one place where it is decided.
 
-    `None` is the algorithm as written on the core of `attn_implementation`. Under "sdpa" on a CPU two functions compute
-    the same from the base states: `absorbed_attention` for one new token, and `collapse_first_attention` for more, where
-    it is faster than SDPA or saves memory. `num_keys` tokens are seen, cached ones included.
+    `None` is the algorithm as written on the core of `attn_implementation`. Under "sdpa" on a CPU two functions
+    compute the same from the base states: `absorbed_attention` for one new token, and `collapse_first_attention` for
+    more, where it is faster than SDPA or saves memory. `num_keys` tokens are seen, cached ones included.
     """
     config, length = inputs.config, inputs.inputs_embeds.shape[1]
     wanted, virtual = inputs.attention_form, key.num_pseudo_heads
@@ -158,7 +158,8 @@ def _mask_free(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> LayerMask | 
     length = embeds.shape[1]
     if is_tracing(embeds) or inputs.has_custom_mask:
         return None
-    # The keys of a static cache need not end with the new tokens, and the mask of one token may go to a compiled forward.
+    # The keys of a static cache need not end with the new tokens, and the mask of one token may go to a compiled
+    # forward.
     if first + num_keys != past + length or (length == 1 and cache is not None and cache.is_compileable):
         return None
     form = choose_form(inputs, key, num_keys)
@@ -215,8 +216,9 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
 
 
 def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor:
-    """The additive mask [batch, heads or 1, queries * P, keys * P] of a layer from a custom one over tokens. The custom
-    mask says nothing about the virtual tokens of one token, which stay causal, and the layer keeps its window."""
+    """The additive mask [batch, heads or 1, queries * P, keys * P] of a layer from a custom one over tokens. The
+    custom mask says nothing about the virtual tokens of one token, which stay causal, and the layer keeps its
+    window."""
     mask, virtual, dtype = inputs.attention_mask, key.num_pseudo_heads, inputs.inputs_embeds.dtype
     if mask.dtype == torch.bool:
         # The eager and flex cores add the mask to the scores: True would be 1.
@@ -277,10 +279,10 @@ def virtual_kwargs(kwargs: dict, num_pseudo_heads: int) -> dict:
 
 
 def keep_window_edge(past_key_values: Cache, layers: list[MaskKey], sliding_window: int | None) -> None:
-    """Makes the sliding layers of a fresh stock cache keep one token more where P > 1. A window of W * P virtual tokens
-    reaches from (n, p) back to (n - W, p + 1): all but the last pseudo-head still see token n - W, which a cache for a
-    window of W tokens has dropped. A window of one token needs it for every P: a stock layer that should keep no token
-    keeps them all."""
+    """Makes the sliding layers of a fresh stock cache keep one token more where P > 1. A window of W * P virtual
+    tokens reaches from (n, p) back to (n - W, p + 1): all but the last pseudo-head still see token n - W, which a
+    cache for a window of W tokens has dropped. A window of one token needs it for every P: a stock layer that should
+    keep no token keeps them all."""
     for layer, key in zip(past_key_values.layers, layers):
         if not key.is_sliding or (key.num_pseudo_heads == 1 and sliding_window > 1) or not layer.is_sliding:
             continue

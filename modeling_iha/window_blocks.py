@@ -27,8 +27,8 @@ def window_attention(
     sliding_window: int,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Output [batch, L, H, head_dim] of causal attention in which query v sees the keys u with v - sliding_window < u <= v
-    of its own document.
+    """Output [batch, L, H, head_dim] of causal attention in which query v sees the keys u with v - sliding_window < u
+    <= v of its own document.
 
     Args:
         core: an attention function of Transformers that takes a boolean mask.

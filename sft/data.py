@@ -27,8 +27,8 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
     """One row as `[{"role": system|user|assistant, "content": text}, ...]`, ending with the assistant.
 
     Understands OpenThoughts-114k (`system` and `conversations` of {from: user|assistant, value}), OpenThoughts3-1.2M
-    (`conversations` of {from: human|gpt, value}) and rows that already hold `messages`. `where` names the row in errors.
-    Raises `UserError` naming the row and the column.
+    (`conversations` of {from: human|gpt, value}) and rows that already hold `messages`. `where` names the row in
+    errors. Raises `UserError` naming the row and the column.
     """
     column = next((name for name in TURN_KEYS if row.get(name) is not None), None)
     if column is None:

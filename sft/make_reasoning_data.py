@@ -81,10 +81,10 @@ def extract_solution(reply: str) -> str:
 def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set[str]) -> list[dict]:
     """`rows` rows with different questions, none of them in `excluded`.
 
-    Each row holds `system`, `conversations` (OpenThoughts-114k), and `generator` and `entry`, which the verifier needs.
-    Raises `UserError` for an unknown generator or option, for a seed or an option that the generator cannot draw with, for a
-    generator whose entries do not survive JSON or whose verifier rejects its own answer, and when there are fewer different
-    questions.
+    Each row holds `system`, `conversations` (OpenThoughts-114k), and `generator` and `entry`, which the verifier
+    needs. Raises `UserError` for an unknown generator or option, for a seed or an option that the generator cannot
+    draw with, for a generator whose entries do not survive JSON or whose verifier rejects its own answer, and when
+    there are fewer different questions.
     """
     try:
         dataset = reasoning_gym.create_dataset(

@@ -28,8 +28,8 @@ EXAMPLE = """example:
 
 @torch.inference_mode()
 def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: int, max_new_tokens: int) -> list[str]:
-    """The model's greedy replies to chat prompts, in batches padded on the left, with a progress bar. Raises `UserError` for a
-    tokenizer without a chat template or without a token to pad with."""
+    """The model's greedy replies to chat prompts, in batches padded on the left, with a progress bar. Raises
+    `UserError` for a tokenizer without a chat template or without a token to pad with."""
     if tokenizer.chat_template is None:
         raise UserError("The tokenizer has no chat template: score a chat model, or add one (see sft/chat_templates).")
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
@@ -58,8 +58,8 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
 
 
 def check_rows(rows: list[dict]) -> list[list[dict]]:
-    """The chat prompts of rows of make_reasoning_data.py. Raises `UserError` for a row that is not of that format or whose own
-    answer its verifier does not accept."""
+    """The chat prompts of rows of make_reasoning_data.py. Raises `UserError` for a row that is not of that format or
+    whose own answer its verifier does not accept."""
     prompts = []
     for number, row in enumerate(rows, 1):
         *prompt, answer = to_messages(row, f"row {number}")
@@ -98,7 +98,8 @@ def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_toke
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Score the model and rows of the command line, print the accuracy and return `score`'s result. Raises `UserError`."""
+    """Score the model and rows of the command line, print the accuracy and return `score`'s result. Raises
+    `UserError`."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )

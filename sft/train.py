@@ -111,9 +111,9 @@ class RecipeParser(TrlParser):
 class MixingTrainer(SFTTrainer):
     """SFTTrainer with a parameter group of its own for the mixing and collapse weights.
 
-    Their entries are of order 1, so Adam at a usual fine-tuning rate of 5e-5 moves them by less than 0.003 in 60 steps:
-    the group learns at `mixing_lr_multiplier` times the backbone's rate and without weight decay, which would pull
-    the exact warm start towards zero. A model without such weights trains as usual.
+    Their entries are of order 1, so Adam at a usual fine-tuning rate of 5e-5 moves them by less than 0.003 in 60
+    steps: the group learns at `mixing_lr_multiplier` times the backbone's rate and without weight decay, which would
+    pull the exact warm start towards zero. A model without such weights trains as usual.
     """
 
     def __init__(self, *args, mixing_lr_multiplier: float, **kwargs) -> None:
@@ -165,8 +165,9 @@ def prepare_model(run: RunArguments, args: SFTConfig) -> tuple[PreTrainedModel, 
 
 
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
-    """The adapters that `run` asks for, or None. The mixing and collapse weights are no linear layers, which adapters are for,
-    and small: they are trained in full beside them. Raises `UserError` for a target that the model does not have."""
+    """The adapters that `run` asks for, or None. The mixing and collapse weights are no linear layers, which adapters
+    are for, and small: they are trained in full beside them. Raises `UserError` for a target that the model does not
+    have."""
     if not run.use_peft:
         return None
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
@@ -225,7 +226,8 @@ def write_losses(history: list[dict], output_dir: str | Path) -> None:
 
 
 def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset | None]:
-    """Rows to train on and `run.eval_size` held-out rows, or None without. Raises `UserError` for an impossible size."""
+    """Rows to train on and `run.eval_size` held-out rows, or None without. Raises `UserError` for an impossible
+    size."""
     if run.eval_size == 0:
         if args.eval_strategy != "no" or args.eval_on_start:
             raise UserError("eval_strategy and eval_on_start need rows to evaluate on: set eval_size.")
@@ -297,8 +299,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_losses(trainer.state.log_history, args.output_dir)
         save_final(trainer, run, final)
         print(f"Final model: {final}\nLosses:      {Path(args.output_dir) / 'loss.json'} and loss.png")
-    # DDP's reducer must go before the process group. The last one to hold the group destroys it and joins its threads; the
-    # reducer would do so with the GIL held, while such a thread may still need the GIL to release a tensor, for ever.
+    # DDP's reducer must go before the process group. The last one to hold the group destroys it and joins its threads;
+    # the reducer would do so with the GIL held, while such a thread may still need the GIL to release a tensor, for
+    # ever.
     accelerator = trainer.accelerator
     del trainer
     accelerator.free_memory()

@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 
 
-# The test models are tiny: more threads than one cost more than they give, most of all with several processes at a time.
+# The test models are tiny: more threads than one cost more than they give, most of all with several processes at a
+# time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fake_flash  # noqa: E402
@@ -21,8 +22,9 @@ STARTED = time.monotonic()
 
 @pytest.fixture
 def cpu_cores(monkeypatch):
-    """Every attention core on CPU: a stand-in for flash (yields its calls), and flex_attention in its uncompiled form, which is the same
-    mathematics without minutes of compilation. "iha" layers on SDPA collapse first however short the input."""
+    """Every attention core on CPU: a stand-in for flash (yields its calls), and flex_attention in its uncompiled form,
+    which is the same mathematics without minutes of compilation. "iha" layers on SDPA collapse first however short the
+    input."""
     calls = fake_flash.install(monkeypatch)
     collapse_short_inputs_first(monkeypatch)
     with torch.compiler.set_stance("force_eager"):

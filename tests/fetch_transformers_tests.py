@@ -1,4 +1,5 @@
-"""Installs the common tests of the installed Transformers, from its source distribution, as the package `transformers_tests`.
+"""Installs the common tests of the installed Transformers, from its source distribution, as the package
+`transformers_tests`.
 
 Run once by `make test`, in the environment that the tests run in: python tests/fetch_transformers_tests.py
 """

@@ -1,5 +1,5 @@
-"""What the tests share: small models with weights that leave nothing at its neutral value, so that no part can drop out unnoticed; inputs
-for them; and comparisons, relative to the largest entry of what is compared."""
+"""What the tests share: small models with weights that leave nothing at its neutral value, so that no part can drop
+out unnoticed; inputs for them; and comparisons, relative to the largest entry of what is compared."""
 
 from copy import deepcopy
 
@@ -175,8 +175,8 @@ def random_ids(*shape, vocab_size=61, seed=1):
 
 
 def set_core(model, core):
-    """Sets the attention implementation. "sdpa" is the stock core on the virtual sequence, "collapse_first" the forms that
-    SDPA stands for on a CPU, at every length."""
+    """Sets the attention implementation. "sdpa" is the stock core on the virtual sequence, "collapse_first" the forms
+    that SDPA stands for on a CPU, at every length."""
     model.set_attn_implementation("sdpa" if core == "collapse_first" else core)
     model.base_model.attention_form = "base" if core == "collapse_first" else "virtual"
 
@@ -295,7 +295,8 @@ def attention_of_first_layer(model, **inputs):
 
 
 def gradients(output, leaves):
-    """Gradients of a fixed random projection of the output with respect to the leaves, by name; zeros where it does not depend on one."""
+    """Gradients of a fixed random projection of the output with respect to the leaves, by name; zeros where it does
+    not depend on one."""
     probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     return dict(
         zip(leaves, torch.autograd.grad(output, list(leaves.values()), probe.to(output.dtype), materialize_grads=True))
@@ -326,8 +327,8 @@ def assert_gradients_match(actual, expected, tolerance):
 
 
 def assert_layer_matches(model, reference, tolerance, gradient_tolerance=None, real=None, **inputs):
-    """Output and gradients (input and every parameter) of the first layer's attention in a forward pass of the model against
-    `reference(hidden_states, weights)`, at all tokens or those that `real` [B, N] marks."""
+    """Output and gradients (input and every parameter) of the first layer's attention in a forward pass of the model
+    against `reference(hidden_states, weights)`, at all tokens or those that `real` [B, N] marks."""
     hidden, output = attention_of_first_layer(model, **inputs)
     attention = model.model.layers[0].self_attn
     expected_hidden = hidden.detach().double().requires_grad_()
@@ -353,8 +354,8 @@ def assert_attention_matches(
     rows=2,
     inputs=({}, {}),
 ):
-    """As `assert_layer_matches`, with the reference of the first layer's kind and `rows` of `length` tokens. `inputs` of the model and of the
-    reference are those of `left_padding` or `packing`."""
+    """As `assert_layer_matches`, with the reference of the first layer's kind and `rows` of `length` tokens. `inputs`
+    of the model and of the reference are those of `left_padding` or `packing`."""
     model = random_model(config, dtype=dtype, seed=seed)
     if core is not None:
         set_core(model, core)

@@ -1,10 +1,12 @@
 """A stand-in for the Hugging Face Hub on the loopback interface, in memory.
 
-It is not the Hub: it answers the calls that the real `huggingface_hub` client makes to create a model repository, push to it and load
-from it, over real HTTP, with revisions as commits and large files through LFS, as the client's code expects them. It has no web
-pages, no Xet storage, no redirects to a content network and no rate limits, and one token that may do everything.
+It is not the Hub: it answers the calls that the real `huggingface_hub` client makes to create a model repository, push
+to it and load from it, over real HTTP, with revisions as commits and large files through LFS, as the client's code
+expects them. It has no web pages, no Xet storage, no redirects to a content network and no rate limits, and one token
+that may do everything.
 
-The client reads its endpoint when `huggingface_hub` is imported: clients run in subprocesses, with `LoopbackHub.environment`.
+The client reads its endpoint when `huggingface_hub` is imported: clients run in subprocesses, with
+    `LoopbackHub.environment`.
 """
 
 import base64

@@ -36,8 +36,8 @@ from modeling_iha.score_matrix import ScoreMatrixAttention
 # (window, length): one token, odd lengths, and lengths around where a window begins to bind.
 LENGTHS = [(None, 1), (None, 2), (None, 7), (1, 1), (1, 5), (4, 1), (4, 3), (4, 4), (4, 5), (4, 7)]
 LENGTH = 7
-# Root mean squares of the difference over that of the logits. Seen: 0.034 and 0.0099 of "dcmha", which norms vectors of few entries; 0.017
-# and 0.0016 of the others.
+# Root mean squares of the difference over that of the logits. Seen: 0.034 and 0.0099 of "dcmha", which norms vectors
+# of few entries; 0.017 and 0.0016 of the others.
 HALF_PRECISION = {torch.bfloat16: 0.05, torch.float16: 0.016}
 INPUTS = ["plain", "padded", "packed"]
 # The appended token is alone in its forward, inside and outside the window.
@@ -59,8 +59,8 @@ class Mechanism:
     def config(self, window=None, **overrides):
         """A `small_config` of layers of this kind; the test is skipped for a window that the kind refuses.
 
-        The epsilon of the norms is of the size of the squares that it is added to: where attention is normed, as in "diff", a
-        query that sees a single key would else leave its scale no gradient.
+        The epsilon of the norms is of the size of the squares that it is added to: where attention is normed, as in
+        "diff", a query that sees a single key would else leave its scale no gradient.
         """
         window_fields = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
         options = {self.kind: self.options} if self.options else {}
@@ -83,8 +83,8 @@ class Mechanism:
         return self.config(layer_types=["sliding_attention", "full_attention"], sliding_window=3, **overrides)
 
     def forms(self):
-        """What `set_core` is to choose: None for the model's own choice and, where a token is several virtual ones, the form that trains in the
-        memory of multi-head attention."""
+        """What `set_core` is to choose: None for the model's own choice and, where a token is several virtual ones,
+        the form that trains in the memory of multi-head attention."""
         num_pseudo_heads = random_model(self.config()).model.layers[0].self_attn.num_pseudo_heads
         return [None, "collapse_first"] if num_pseudo_heads > 1 else [None]
 
@@ -109,14 +109,16 @@ def parameters_of(model):
 
 
 def check_layer(mechanism, window, length, num_key_value_heads=2, form=None):
-    """Output and gradients of one layer in float64; `form` is a core of `set_core`, by default the model's own choice."""
+    """Output and gradients of one layer in float64; `form` is a core of `set_core`, by default the model's own
+    choice."""
     config = mechanism.config(window, num_hidden_layers=1, num_key_value_heads=num_key_value_heads)
     assert_attention_matches(config, FP64, dtype=torch.float64, core=form, length=length)
 
 
 @cache
 def _reference(config_json, inputs):
-    """Model, input ids, arguments of a forward pass, the tokens that count, and the reference's logits and gradients there."""
+    """Model, input ids, arguments of a forward pass, the tokens that count, and the reference's logits and gradients
+    there."""
     model = random_model(small_config(**json.loads(config_json)))
     # A flash core takes documents in a batch of one row only.
     input_ids = random_ids(1 if inputs == "packed" else 2, LENGTH)
@@ -152,7 +154,8 @@ def check_core(mechanism, core, inputs):
 
 
 def check_cache(mechanism, window, chunks, form=None):
-    """Chunks on a cache inside an autograd graph give the logits and the gradients of the whole input; a static cache its logits."""
+    """Chunks on a cache inside an autograd graph give the logits and the gradients of the whole input; a static cache
+    its logits."""
     model = random_model(mechanism.config(window), dtype=torch.float64)
     if form is not None:
         set_core(model, form)
@@ -175,7 +178,8 @@ def check_cache(mechanism, window, chunks, form=None):
 
 
 def check_half_precision(mechanism, dtype, how):
-    """Logits near those in float32, and gradients that are finite: loaded in the dtype, or float32 weights under autocast."""
+    """Logits near those in float32, and gradients that are finite: loaded in the dtype, or float32 weights under
+    autocast."""
     config, input_ids = mechanism.hybrid_config(use_qk_norm=True), random_ids(2, 13)
     expected = uncached_logits(random_model(config), input_ids)
     model = random_model(config, dtype=dtype if how == "loaded" else torch.float32)
@@ -223,7 +227,8 @@ def check_adapters(mechanism, directory):
 
 
 def refusal(kind, options):
-    """The reason for which a config with these options of the kind is refused: the last line; None if it is accepted."""
+    """The reason for which a config with these options of the kind is refused: the last line; None if it is
+    accepted."""
     try:
         small_config(attention_kinds=kind, attention_options={kind: options})
     except Exception as error:

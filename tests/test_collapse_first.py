@@ -1,5 +1,6 @@
-"""The default attention implementation of an "iha" layer on a CPU: from the base states, collapsed before the values are multiplied, and
-decoded with the mixing absorbed. The tests below that are imported run as in their own files, but on these paths at every length."""
+"""The default attention implementation of an "iha" layer on a CPU: from the base states, collapsed before the values
+are multiplied, and decoded with the mixing absorbed. The tests below that are imported run as in their own files, but
+on these paths at every length."""
 
 import pytest
 import torch
@@ -160,7 +161,8 @@ def test_only_base_states_are_kept_for_the_backward():
 
 
 def test_frozen_backbone_and_offloaded_mixing():
-    """The mixing's gradient does not need those of the states; its weights are read through forward, where a wrapper acts."""
+    """The mixing's gradient does not need those of the states; its weights are read through forward, where a wrapper
+    acts."""
     model = random_model(small_config(num_hidden_layers=1))
     expected = torch.autograd.grad(model(random_ids(1, 9)).logits.sum(), model.model.layers[0].self_attn.k_mix.weight)
     model.requires_grad_(False)

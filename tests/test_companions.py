@@ -1,4 +1,5 @@
-"""The companions of the attention kinds: each thing known of a kind stands in one place, and what is derived from there is complete."""
+"""The companions of the attention kinds: each thing known of a kind stands in one place, and what is derived from
+there is complete."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""torch.compile and torch.export take the model whole, and compile no more often than they do a Llama or Mistral of its shape. The
-graphs run without code generation, which would need a C++ compiler."""
+"""torch.compile and torch.export take the model whole, and compile no more often than they do a Llama or Mistral of
+its shape. The graphs run without code generation, which would need a C++ compiler."""
 
 import copy
 import shutil
@@ -102,7 +102,8 @@ def test_backward(geometry, inputs):
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @torch.no_grad()
 def test_decoding_from_a_static_cache(geometry):
-    """One graph for all steps; a window layer needs another for the step that fills its cache, and one for those after it."""
+    """One graph for all steps; a window layer needs another for the step that fills its cache, and one for those after
+    it."""
     model = geometry_model(geometry)
     compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
     input_ids = random_ids(2, 14)
@@ -175,7 +176,8 @@ def test_export(geometry, core):
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_generated_code():
-    """Inductor's kernels give the loss and gradients of the eager model. Slow, because a compiler runs for over a minute."""
+    """Inductor's kernels give the loss and gradients of the eager model. Slow, because a compiler runs for over a
+    minute."""
     model = geometry_model("hybrid")
     input_ids = random_ids(2, 8)
     expected_loss = model(input_ids, labels=input_ids, use_cache=False).loss

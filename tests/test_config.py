@@ -1,4 +1,5 @@
-"""Configs that cannot work are refused where they are built or read; what Transformers and other libraries store in one passes."""
+"""Configs that cannot work are refused where they are built or read; what Transformers and other libraries store in
+one passes."""
 
 import json
 import re
@@ -120,7 +121,8 @@ def test_a_misspelt_field_is_refused(name):
     assert len(str(caught.value).splitlines()) == 1
 
 
-# What Transformers reads or keeps although it is no field of the config, what it once wrote, what other models and libraries write.
+# What Transformers reads or keeps although it is no field of the config, what it once wrote, what other models and
+# libraries write.
 FOREIGN = {
     "model_type": "iha",
     "name_or_path": "somewhere",

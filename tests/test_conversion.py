@@ -98,7 +98,8 @@ def test_converted_to_talking_heads(name):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_converted_to_dcmha(name):
-    """The same logits, and nothing is dead: the second projections and the gates get gradients at once, the first after a step."""
+    """The same logits, and nothing is dead: the second projections and the gates get gradients at once, the first
+    after a step."""
     source = tiny_source(name)
     expected, tokens = logits(source), continuation(source)
     model = convert(source, attention_kind="dcmha")
@@ -661,7 +662,8 @@ def test_existing_output_is_kept(tmp_path, monkeypatch, capsys):
 
 
 def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
-    """A file-size limit makes the writes fail in the system, as a full disk does: first the weights', then the tokenizer's."""
+    """A file-size limit makes the writes fail in the system, as a full disk does: first the weights', then the
+    tokenizer's."""
     save_tiny_source(tmp_path / "source")
     process = subprocess.run(
         [

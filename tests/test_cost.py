@@ -92,8 +92,8 @@ def test_cache_of_other_kinds(variant):
 
 @pytest.mark.parametrize("variant", ["talking_heads", "diff", "dcmha", "dcmha, ablated", "hyper_feature"])
 def test_products_of_other_kinds(variant):
-    """As counted on eager, which computes every pair, to a quarter: masked pairs and small products are not in the model. (On eager
-    "hyper" and "simplicial" compute pairs of tokens to come, three times as many.)"""
+    """As counted on eager, which computes every pair, to a quarter: masked pairs and small products are not in the
+    model. (On eager "hyper" and "simplicial" compute pairs of tokens to come, three times as many.)"""
     config, tokens = small_config(**OTHER_KINDS[variant]), 24
     model = random_model(config)
     model.set_attn_implementation("eager")

@@ -1,5 +1,6 @@
-"""Released DCFormer checkpoints convert with equal logits: against the loops of `references/dcmha.py`, which follow the released format,
-and, where DCFORMER_OFFICIAL_CODE names its folder, against the official PyTorch code (pytorch/dcformer of Caiyun-AI/DCFormer)."""
+"""Released DCFormer checkpoints convert with equal logits: against the loops of `references/dcmha.py`, which follow
+the released format, and, where DCFORMER_OFFICIAL_CODE names its folder, against the official PyTorch code
+(pytorch/dcformer of Caiyun-AI/DCFormer)."""
 
 import copy
 import importlib
@@ -126,7 +127,8 @@ def test_converted_model_computes_what_the_released_one_does(source):
 
 @pytest.mark.parametrize("window", [5, None])
 def test_official_code(window, monkeypatch):
-    """Prefill of twice the window, the most that the official cache of a window layer takes at once, then one token at a time."""
+    """Prefill of twice the window, the most that the official cache of a window layer takes at once, then one token at
+    a time."""
     if "DCFORMER_OFFICIAL_CODE" not in os.environ:
         pytest.skip("DCFORMER_OFFICIAL_CODE does not name the folder pytorch/dcformer of Caiyun-AI/DCFormer")
     monkeypatch.syspath_prepend(os.environ["DCFORMER_OFFICIAL_CODE"])

@@ -1,5 +1,5 @@
-"""Dynamically composable attention against the loops of `references/dcmha.py`, what the paper says of it, and the FFN and the presets of
-the DCFormers. Tolerances are relative to the largest entry of what is compared."""
+"""Dynamically composable attention against the loops of `references/dcmha.py`, what the paper says of it, and the FFN
+and the presets of the DCFormers. Tolerances are relative to the largest entry of what is compared."""
 
 import math
 from copy import deepcopy
@@ -96,7 +96,8 @@ def test_heads_windows_and_lengths(heads, window, length):
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
 @pytest.mark.parametrize("window", [None, 1, 3, 6])
 def test_blocks_of_queries(window, core, monkeypatch):
-    """Eleven queries in blocks of 4, each recomputed in the backward; on SDPA a long input to a window layer brings no mask."""
+    """Eleven queries in blocks of 4, each recomputed in the backward; on SDPA a long input to a window layer brings no
+    mask."""
     monkeypatch.setattr(score_matrix, "BLOCK", 4)
     monkeypatch.setattr("modeling_iha.virtual_sequence.BLOCK", 4)
     assert_attention_matches(
@@ -117,7 +118,8 @@ def test_bfloat16(options):
 @pytest.mark.parametrize("how", ["loaded", "autocast"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_half_precision(dtype, how):
-    """Loss and gradients of the whole model near those in float32. Seen: 0.11 and 0.009 of the largest entry of a gradient."""
+    """Loss and gradients of the whole model near those in float32. Seen: 0.11 and 0.009 of the largest entry of a
+    gradient."""
     config = dcmha_config(3, options={"base_map": True}, num_hidden_layers=1, use_qk_norm=True, mlp_gate_groups=6)
     reference, input_ids = random_model(config), random_ids(2, 24)
     expected_loss, expected = loss_and_gradients(reference, input_ids)
@@ -199,8 +201,8 @@ def test_initialisation():
 
 @pytest.mark.parametrize("options", ["paper", "all", "groups"])
 def test_exact_start_from_llama(options):
-    """The composition is the identity where `CompositionWeights.init_identity` has zeroed w_2 and the gates: the logits are multi-head
-    attention's, and every zero can move."""
+    """The composition is the identity where `CompositionWeights.init_identity` has zeroed w_2 and the gates: the
+    logits are multi-head attention's, and every zero can move."""
     model = random_model(dcmha_config(3, options=OPTIONS[options]))
     mha = random_model(small_config(attention_kinds="mha", layer_types="sliding_attention", sliding_window=3), seed=1)
     mha.load_state_dict({name: p for name, p in model.state_dict().items() if name in mha.state_dict()})

@@ -1,4 +1,5 @@
-"""Kind "diff" against the loops of `references/diff.py` and against Transformers' DiffLlama, which it equals on every core."""
+"""Kind "diff" against the loops of `references/diff.py` and against Transformers' DiffLlama, which it equals on every
+core."""
 
 import pytest
 import torch
@@ -39,8 +40,8 @@ DIFF_LLAMA = {field: value for field, value in LLAMA.items() if field != "mlp_bi
 
 
 def diff_config(geometry="global", **overrides):
-    """With an epsilon of the size of the squares it is added to: to a query that sees a single key lambda is a scale, which the norm
-    would else take out again, and with it the gradient."""
+    """With an epsilon of the size of the squares it is added to: to a query that sees a single key lambda is a scale,
+    which the norm would else take out again, and with it the gradient."""
     return small_config(**{"attention_kinds": "diff", "rms_norm_eps": 0.1, **GEOMETRIES[geometry], **overrides})
 
 

@@ -1,4 +1,5 @@
-"""DiffLlama checkpoints become IHA checkpoints of "diff" layers, and go back, trained or not, without changing what they compute."""
+"""DiffLlama checkpoints become IHA checkpoints of "diff" layers, and go back, trained or not, without changing what
+they compute."""
 
 import copy
 import json

@@ -1,5 +1,5 @@
-"""Every fault of what a command is given is one line on standard error, found before anything is written: damaged and foreign
-checkpoints, impossible arguments, destinations that cannot be made, other runs, and signals."""
+"""Every fault of what a command is given is one line on standard error, found before anything is written: damaged and
+foreign checkpoints, impossible arguments, destinations that cannot be made, other runs, and signals."""
 
 import fcntl
 import json

@@ -1,6 +1,6 @@
-"""What `generate` offers beyond the plain loop of test_generation.py: every cache, assisted decoding, chat turns, chunked prefill,
-embeddings and streaming give the tokens of plain greedy decoding without a cache. Models are in float64, so that equal
-means equal tokens."""
+"""What `generate` offers beyond the plain loop of test_generation.py: every cache, assisted decoding, chat turns,
+chunked prefill, embeddings and streaming give the tokens of plain greedy decoding without a cache. Models are in
+float64, so that equal means equal tokens."""
 
 import threading
 
@@ -86,7 +86,8 @@ class Stream:
 @pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
 @pytest.mark.parametrize("geometry", KEEPING_AND_DROPPING[:1] + ["hybrid"])
 def test_offloaded_cache(geometry, cache, monkeypatch):
-    """On a GPU when there is one; else what offloading does between the layers runs, with stand-ins for the streams."""
+    """On a GPU when there is one; else what offloading does between the layers runs, with stand-ins for the
+    streams."""
     model = geometry_model(geometry, dtype=torch.float64)
     input_ids = random_ids(2, PROMPT)
     if torch.cuda.is_available():
@@ -164,8 +165,8 @@ def mistral(**options):
 @pytest.mark.parametrize("draft", ["prompt_lookup", "same_model", "other_model"])
 @pytest.mark.parametrize("geometry", KEEPING_AND_DROPPING)
 def test_assisted_decoding(geometry, draft, monkeypatch):
-    """Drafts of a model that is always right, of one that mostly is not, and from the prompt; the cache is cropped to what was
-    accepted."""
+    """Drafts of a model that is always right, of one that mostly is not, and from the prompt; the cache is cropped to
+    what was accepted."""
     model = geometry_model(geometry, dtype=torch.float64)
     input_ids = random_ids(1, 4).repeat(1, 3)
     expected = generate(model, input_ids, use_cache=False, max_new_tokens=16)

@@ -314,8 +314,8 @@ def test_patterns_are_saved_expanded():
     ],
 )
 def test_paper_presets_have_the_papers_size(name, extra):
-    """26 * (4 * 2560^2 + 2 * 2560 * 10240) + 128256 * 2560 weights in matrices, the norms, and what the mechanism has beside: 3 H^2 P + H P
-    in each of 21 mixing layers, 2 H^2 or 4 d in each of 26."""
+    """26 * (4 * 2560^2 + 2 * 2560 * 10240) + 128256 * 2560 weights in matrices, the norms, and what the mechanism has
+    beside: 3 H^2 P + H P in each of 21 mixing layers, 2 H^2 or 4 d in each of 26."""
     config = IHAConfig.from_preset(name)
     with torch.device("meta"):
         model = IHAForCausalLM(config)

@@ -1,6 +1,7 @@
 """The stock attention cores on a GPU: each against eager attention in float32, forward and gradients.
 
-Skipped without one; `make test` on a CPU covers eager, sdpa, flex (forward) and a dense stand-in for the flash kernels.
+Skipped without one; `make test` on a CPU covers eager, sdpa, flex (forward) and a dense stand-in for the flash
+kernels.
 """
 
 import importlib.util
@@ -90,8 +91,9 @@ def test_forward_and_gradients(core, geometry):
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("core", CORES)
 def test_packed_equals_separate(core, geometry):
-    """As TRL's padding-free batches: every core finds the documents by position_ids, the flash cores by cu_seq_lens. (By position_ids
-    alone flash-attn-4 4.0.0b36 raises: Transformers hands it the longest length as a tensor, for a Llama just the same.)"""
+    """As TRL's padding-free batches: every core finds the documents by position_ids, the flash cores by cu_seq_lens.
+    (By position_ids alone flash-attn-4 4.0.0b36 raises: Transformers hands it the longest length as a tensor, for a
+    Llama just the same.)"""
     model = build(geometry, core).eval()
     lengths = (70, 1, 129)
     documents = [torch.randint(256, (1, n), generator=torch.Generator().manual_seed(n)).cuda() for n in lengths]

@@ -1,5 +1,5 @@
-"""From a Llama on the Hub to a fine-tuned IHA model on the Hub and back, with the real client and the commands of this repository,
-against a stand-in for the Hub (`loopback_hub.py`)."""
+"""From a Llama on the Hub to a fine-tuned IHA model on the Hub and back, with the real client and the commands of this
+repository, against a stand-in for the Hub (`loopback_hub.py`)."""
 
 import json
 import os
@@ -38,8 +38,8 @@ for arguments in json.load(sys.stdin):
         print(f"Refused: {error}")
 """
 
-# What somebody does who has Transformers and a repository's name, in an empty cache: the config and the tokenizer by themselves
-# first, so that neither rests on what a model load has brought.
+# What somebody does who has Transformers and a repository's name, in an empty cache: the config and the tokenizer by
+# themselves first, so that neither rests on what a model load has brought.
 FROM_THE_HUB = """
 import torch
 from transformers import (

@@ -1,4 +1,5 @@
-"""HyperAttention and 2-simplicial attention against the loops of `references/hyper.py`, and what the papers claim of them."""
+"""HyperAttention and 2-simplicial attention against the loops of `references/hyper.py`, and what the papers claim of
+them."""
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ def test_linear_chunks_match_reference(case, monkeypatch):
 
 @pytest.mark.parametrize("case", ["linear", "linear_order_4"])
 def test_linear_form_under_a_mask_equals_running_sums(case, small_blocks):
-    """A mask that says no more than causal: every query then sums what it sees, and nothing changes, gradients included."""
+    """A mask that says no more than causal: every query then sums what it sees, and nothing changes, gradients
+    included."""
     model = random_model(hyper_config(**LINEAR_CASES[case]))
     input_ids, mask = random_ids(2, 7), torch.ones(7, 7, dtype=torch.bool).tril().expand(2, 1, 7, 7)
     outputs = [model(input_ids, use_cache=False, **inputs).logits for inputs in ({}, {"attention_mask": mask})]
@@ -144,7 +146,8 @@ def test_padding_and_packing_match_reference(case, windows, core):
 @pytest.mark.parametrize("case", ["plain", "left_padding", "packed"])
 @pytest.mark.parametrize("kind", ["hyper_feature", "hyper", "simplicial"])
 def test_long_window_inputs_equal_a_dense_mask(kind, case, monkeypatch):
-    """On SDPA a long input to a window layer has no mask matrix: blocks take the columns that their windows reach. Gradients included."""
+    """On SDPA a long input to a window layer has no mask matrix: blocks take the columns that their windows reach.
+    Gradients included."""
     monkeypatch.setattr(virtual_sequence, "BLOCK", 8)
     for module in (tuple_attention, score_matrix):
         monkeypatch.setattr(module, "BLOCK", 4)
@@ -183,7 +186,8 @@ def scores_of(model, length):
 
 @pytest.mark.parametrize("kind", ["hyper", "simplicial"])
 def test_windows_bound_the_scores(kind, monkeypatch):
-    """O(N w1 w2), not O(N^3): a block of queries reaches w - 1 keys further back than it is long, and twice the length costs twice."""
+    """O(N w1 w2), not O(N^3): a block of queries reaches w - 1 keys further back than it is long, and twice the length
+    costs twice."""
     model = random_model(hyper_config(8, kind=kind, windows=[2, 8]))
     monkeypatch.setattr(tuple_attention, "BLOCK", 4)
     sizes = {length: scores_of(model, length) for length in (200, 400)}
@@ -210,7 +214,8 @@ def largest_saved_tensor(model, length):
 
 
 def test_no_scores_are_kept_for_the_backward(monkeypatch):
-    """Not even those of one block, [1, 4, 4, 24, 24]; without blocks all of them are. The rest, such as logits, is far smaller."""
+    """Not even those of one block, [1, 4, 4, 24, 24]; without blocks all of them are. The rest, such as logits, is far
+    smaller."""
     model = random_model(hyper_config(num_hidden_layers=1))
     assert largest_saved_tensor(model, 24) >= 4 * 24 * 24 * 24
     monkeypatch.setattr(tuple_attention, "BLOCK", 4)
@@ -298,8 +303,8 @@ def test_parameter_count(options, extra):
     [("", 0), ("-hyper-feature", 0), ("-hyper-feature-v2", 0), ("-hyper", 0), ("-hyper-no-sharing", 12 * 2 * 768**2)],
 )
 def test_presets_have_the_size_of_gpt3_small(preset, extra):
-    """12 * (4 * 768^2 + 2 * 768 * 3072) + 50257 * 768 in matrices (its 125M count learned positions and biases, too), and the norms;
-    HyperAttention without sharing has a second key and value."""
+    """12 * (4 * 768^2 + 2 * 768 * 3072) + 50257 * 768 in matrices (its 125M count learned positions and biases, too),
+    and the norms; HyperAttention without sharing has a second key and value."""
     config = IHAConfig.from_preset(f"gpt3-small{preset}")
     with torch.device("meta"):
         model = IHAForCausalLM(config)
@@ -332,7 +337,8 @@ KINDS = ["hyper_feature", "hyper", "hyper_linear", "simplicial"]
 @pytest.mark.parametrize("dtype", LOGITS, ids=str)
 @pytest.mark.parametrize("geometry", KINDS)
 def test_half_precision(geometry, dtype, how):
-    """Logits near those in float32, and gradients that are finite: loaded in the dtype, and float32 weights under autocast."""
+    """Logits near those in float32, and gradients that are finite: loaded in the dtype, and float32 weights under
+    autocast."""
     config, input_ids = small_config(use_qk_norm=True, **GEOMETRIES[geometry]), random_ids(2, 24)
     expected = uncached_logits(random_model(config), input_ids)
     model = random_model(config, dtype=dtype if how == "loaded" else torch.float32)

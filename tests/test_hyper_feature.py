@@ -103,8 +103,8 @@ def test_order_1_is_multi_head_attention(core):
     ("orders", "value_product", "extra"), [(4, False, 0), (4, True, 3 * 4), ([1, 1, 2, 4], True, 0 + 0 + 1 + 3)]
 )
 def test_parameter_count(orders, value_product, extra):
-    """Without a value product MHA's (Remark F.4); with one, a head of order A has A - 1 value projections [head_dim, hidden_size]
-    more."""
+    """Without a value product MHA's (Remark F.4); with one, a head of order A has A - 1 value projections [head_dim,
+    hidden_size] more."""
     sizes = {}
     for kind in ("mha", "hyper_feature"):
         options = {"orders": orders, "value_product": value_product}
@@ -116,7 +116,8 @@ def test_parameter_count(orders, value_product, extra):
 
 @torch.no_grad()
 def test_linear_form_is_definition_5_1():
-    """(prod_a X C^(a) X^T) (prod_a X W_V^(a)) with C^(a) = W_Q W_K^T / sqrt(w), the products elementwise; no positions, causal."""
+    """(prod_a X C^(a) X^T) (prod_a X W_V^(a)) with C^(a) = W_Q W_K^T / sqrt(w), the products elementwise; no
+    positions, causal."""
     config = hyper_feature_config(
         orders=2, value_product=True, linear=True, num_attention_heads=1, num_key_value_heads=1, head_dim=8
     )

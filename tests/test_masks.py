@@ -1,5 +1,5 @@
-"""Padding, packing and custom masks on every core: what a row computes does not depend on what it is batched or packed with, and
-what a core would silently ignore is refused."""
+"""Padding, packing and custom masks on every core: what a row computes does not depend on what it is batched or packed
+with, and what a core would silently ignore is refused."""
 
 import fake_flash
 import pytest
@@ -202,8 +202,8 @@ PACKINGS = {
 @pytest.mark.parametrize("case", PACKINGS)
 @pytest.mark.parametrize("core", CORES)
 def test_packing_is_kept_apart_or_refused(core, case):
-    """The documents do not see each other, or the call is refused; refused is only what Transformers' masks and dispatch silently
-    join, which a Llama shows."""
+    """The documents do not see each other, or the call is refused; refused is only what Transformers' masks and
+    dispatch silently join, which a Llama shows."""
     inputs, cores = PACKINGS[case]
     model = geometry_model("hybrid", core)
     llama = random_model(
@@ -222,7 +222,8 @@ def test_packing_is_kept_apart_or_refused(core, case):
 
 @pytest.mark.parametrize("core", CORES)
 def test_documents_that_begin_at_different_positions(core):
-    """A flash core takes the smallest position for the beginning of every document, and would compute none before the first."""
+    """A flash core takes the smallest position for the beginning of every document, and would compute none before the
+    first."""
     model = geometry_model("hybrid", core)
     inputs = {"position_ids": POSITIONS + torch.tensor([3] * 5 + [0] * 5), "use_cache": False}
     if core == FLASH:
@@ -256,15 +257,15 @@ def masks_for(core, geometry, rows, length, attention_mask=None, cache=None, dty
 
 @pytest.mark.parametrize("geometry", ["window", "hybrid"])
 def test_a_mask_that_would_not_fit_is_refused(geometry):
-    """At its real size: 64 GiB for a window layer of 65536 tokens and P = 2; nothing is allocated on the meta device. On SDPA window layers
-    run in blocks (test_window_blocks.py)."""
+    """At its real size: 64 GiB for a window layer of 65536 tokens and P = 2; nothing is allocated on the meta device.
+    On SDPA window layers run in blocks (test_window_blocks.py)."""
     with pytest.raises(ValueError, match="(?s)'eager' needs a mask of 64 GiB.*65536 x 2.*'flash_attention_4'.*batch"):
         masks_for("eager", geometry, 1, 65536, device="meta")
 
 
 def test_no_mask_is_refused_where_none_is_built(monkeypatch):
-    """Causal attention over the whole input on SDPA, also into a static cache or with an attention_mask that hides nothing; flash
-    cores."""
+    """Causal attention over the whole input on SDPA, also into a static cache or with an attention_mask that hides
+    nothing; flash cores."""
     no_mask = {("full_attention", 2): None}
     assert masks_for("sdpa", "global", 1, 65536, device="meta") == no_mask
     cache = StaticCache(config=small_config(), max_cache_len=70000)
@@ -280,7 +281,8 @@ def test_no_mask_is_refused_where_none_is_built(monkeypatch):
     [("sdpa", torch.float32, 1), ("eager", torch.float32, 4), ("eager", torch.bfloat16, 2)],
 )
 def test_the_largest_mask(core, dtype, entry, monkeypatch):
-    """A mask of exactly the limit is built, one byte less of a limit refuses it; and it has the size that was counted."""
+    """A mask of exactly the limit is built, one byte less of a limit refuses it; and it has the size that was
+    counted."""
     padding = torch.tensor([[0] + [1] * 6, [1] * 7])
     monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 2 * 14 * 14 * entry)
     mask = masks_for(core, "global", 2, 7, padding, dtype=dtype)["full_attention", 2]
@@ -292,7 +294,8 @@ def test_the_largest_mask(core, dtype, entry, monkeypatch):
 
 @torch.no_grad()
 def test_a_large_mask_is_refused_in_every_use(monkeypatch):
-    """On SDPA: windows, padding, packing, a chunk on top of a cache, a custom mask; not a plain forward, not "mha" layers."""
+    """On SDPA: windows, padding, packing, a chunk on top of a cache, a custom mask; not a plain forward, not "mha"
+    layers."""
 
     def sdpa_model(**overrides):
         model = random_model(small_config(**overrides))

@@ -1,5 +1,5 @@
-"""Every attention kind, with its default and its example options, against its reference in `references/` and in every use. The kinds are
-the entries of `ATTENTION_CLASSES`: nothing here names one."""
+"""Every attention kind, with its default and its example options, against its reference in `references/` and in every
+use. The kinds are the entries of `ATTENTION_CLASSES`: nothing here names one."""
 
 import mechanism_checks as checks
 import pytest

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from modeling_iha import IHAForCausalLM
 
 
-# In half precision "diff" is DiffLlama bit by bit (test_diff.py): no figure of its own, since the gradient of lambda is one sum over
-# all tokens, whose terms cancel.
+# In half precision "diff" is DiffLlama bit by bit (test_diff.py): no figure of its own, since the gradient of lambda
+# is one sum over all tokens, whose terms cancel.
 KINDS = {"iha_mha": HYBRID["attention_kinds"], "talking_heads": "talking_heads"}
 
 
@@ -43,7 +43,8 @@ def hybrid_config(**overrides):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("kinds", KINDS)
 def test_half_precision(kinds, dtype, core, how, monkeypatch):
-    """Logits and gradients near those in float32: loaded in the dtype, moved to it, and float32 weights under autocast."""
+    """Logits and gradients near those in float32: loaded in the dtype, moved to it, and float32 weights under
+    autocast."""
     fake_flash.install(monkeypatch)
     if kinds == "talking_heads" and core == "flash_attention_2":
         pytest.skip("talking_heads changes the score matrix, which flash_attention_2 never builds: refused")
@@ -71,7 +72,8 @@ def test_half_precision(kinds, dtype, core, how, monkeypatch):
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
 @pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.bfloat16(), lambda m: m.half()])
 def test_rope_keeps_its_precision(move, positions):
-    """Moving a model to half precision does not round the frequencies: at position 1000 the angles would be off by radians."""
+    """Moving a model to half precision does not round the frequencies: at position 1000 the angles would be off by
+    radians."""
     config = small_config(pseudo_positions=positions)
     model = random_model(config)
     position_ids = torch.arange(1000, 1010)[None]

@@ -68,7 +68,8 @@ def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
 
     changed = take_a_step(model)
     assert changed == {name for name, _ in model.named_parameters() if "lora_" in name or ".modules_to_save." in name}
-    # The lambda vectors of "diff" are parameters of the attention module itself, as in DiffLlama: no adapter trains them.
+    # The lambda vectors of "diff" are parameters of the attention module itself, as in DiffLlama: no adapter trains
+    # them.
     parameters = {"iha": 4, "mha": 0, "talking_heads": 2, "diff": 0}
     assert sum(".modules_to_save." in name for name in changed) == sum(map(parameters.get, config.attention_kinds))
     adapted = logits_of(model)
@@ -90,7 +91,8 @@ def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
 
 @pytest.mark.parametrize(("kind", "module"), [(kind, module) for kind in MODULES for module in MODULES[kind]])
 def test_each_mixing_module_counts_from_the_adapter(kind, module):
-    """The saved copy of a module is what runs: PEFT replaces a module, and would change nothing for a bare parameter."""
+    """The saved copy of a module is what runs: PEFT replaces a module, and would change nothing for a bare
+    parameter."""
     model = get_peft_model(random_model(small_config(attention_kinds=kind)), lora(modules_to_save=[module]))
     before = logits_of(model)
     with torch.no_grad():

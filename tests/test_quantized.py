@@ -1,7 +1,7 @@
 """Quantised loading: the linear layers shrink, mixing and collapse stay as they are, and the model still works.
 
-The quantisers of Transformers replace `nn.Linear` and nothing else, so they pass over the mixing and collapse weights, which
-are a few hundred numbers a layer.
+The quantisers of Transformers replace `nn.Linear` and nothing else, so they pass over the mixing and collapse weights,
+which are a few hundred numbers a layer.
 """
 
 import pytest
@@ -42,7 +42,8 @@ def scheme(request):
 
 @pytest.fixture(params=["global", "hybrid"])
 def directory(request, tmp_path):
-    """A saved model. bitsandbytes' 4-bit product of a single token needs layers as wide as a multiple of its block of 64."""
+    """A saved model. bitsandbytes' 4-bit product of a single token needs layers as wide as a multiple of its block of
+    64."""
     config = small_config(hidden_size=64, intermediate_size=128, **GEOMETRIES[request.param])
     random_model(config).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -56,7 +57,8 @@ def test_quantised_model_works_and_keeps_its_mixing(scheme, directory, tmp_path)
     config, weight_type, tolerance = scheme
     source = IHAForCausalLM.from_pretrained(directory)
     model = IHAForCausalLM.from_pretrained(directory, quantization_config=config)
-    # Before the first forward: bitsandbytes repacks 4-bit weights for some CPUs then, and loses precision when they are saved.
+    # Before the first forward: bitsandbytes repacks 4-bit weights for some CPUs then, and loses precision when they
+    # are saved.
     model.save_pretrained(tmp_path / "quantised")
 
     exact = dict(source.named_parameters())

@@ -119,7 +119,8 @@ def save_real_weights(directory: Path) -> None:
 
 
 def steps(text: str) -> list[tuple[str, str, str]]:
-    """The README's console commands and Python blocks in their order: ("console" or "python", what runs, what it prints)."""
+    """The README's console commands and Python blocks in their order: ("console" or "python", what runs, what it
+    prints)."""
     found = []
     for language, block in re.findall(r"^```(console|python)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         if language == "console":
@@ -133,7 +134,8 @@ def steps(text: str) -> list[tuple[str, str, str]]:
 
 
 def run(command: str, arguments: dict[str, list[str]]) -> None:
-    """Runs a console command in this process, which spares the imports; `arguments` are added to those of the script."""
+    """Runs a console command in this process, which spares the imports; `arguments` are added to those of the
+    script."""
     words = shlex.split(command)
     if words[:2] == ["accelerate", "launch"]:
         launch = launch_command_parser().parse_args(words[2:])

@@ -1,5 +1,5 @@
-"""The model against the loops of `references/`: forward and gradients, and all attention cores against each other. What is
-particular to a kind is in its own file.
+"""The model against the loops of `references/`: forward and gradients, and all attention cores against each other.
+What is particular to a kind is in its own file.
 
 Tolerances are relative to the largest entry of what is compared (`relative_error`).
 """

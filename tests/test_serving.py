@@ -1,4 +1,5 @@
-"""A server that speaks OpenAI's API, asked by OpenAI's client and by `transformers chat`; pipelines; and what cannot serve."""
+"""A server that speaks OpenAI's API, asked by OpenAI's client and by `transformers chat`; pipelines; and what cannot
+serve."""
 
 import os
 import socket

@@ -214,7 +214,8 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert len(load_messages(write_jsonl(path, training_rows(3)))) == 3
 
 
-# Chat templates and labels ----------------------------------------------------------------------------------------------
+# Chat templates and labels
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
@@ -279,7 +280,8 @@ def test_cut_rows_are_counted_and_rows_without_an_answer_refused(tmp_path, capsy
         tokenize(messages, tokenizer, max_length=55, assistant_only=True)
 
 
-# Training ---------------------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_mixing_weights_have_a_group_of_their_own_that_the_scheduler_scales(tiny, rows_file, tmp_path):
@@ -460,7 +462,8 @@ def test_loss_falls_on_a_batch_seen_again_and_again(kind, tiny, tmp_path):
     )
 
 
-# Bad input --------------------------------------------------------------------------------------------------------------
+# Bad input
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -526,7 +529,8 @@ def test_the_command_reports_a_mistake_in_one_line(tmp_path):
         assert "Traceback" not in process.stderr
 
 
-# Reasoning rows ---------------------------------------------------------------------------------------------------------
+# Reasoning rows
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("generator", ["chain_sum", "gcd", "spell_backward", "basic_arithmetic"])

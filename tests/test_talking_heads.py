@@ -1,5 +1,5 @@
-"""Kind "talking_heads" against the loops of `references/talking_heads.py`, and what is particular to it: the exact start from multi-head
-attention, blocks of queries, and the cores that are refused."""
+"""Kind "talking_heads" against the loops of `references/talking_heads.py`, and what is particular to it: the exact
+start from multi-head attention, blocks of queries, and the cores that are refused."""
 
 import fake_flash
 import pytest

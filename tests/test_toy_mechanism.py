@@ -1,5 +1,5 @@
-"""A mechanism is added by three things: its class (here), its reference (references/toy.py), and its line in `ATTENTION_CLASSES` (the
-fixture). It then holds all that test_mechanisms.py asks of a kind."""
+"""A mechanism is added by three things: its class (here), its reference (references/toy.py), and its line in
+`ATTENTION_CLASSES` (the fixture). It then holds all that test_mechanisms.py asks of a kind."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,7 @@
-"""Transformers' own common tests, from the source distribution of the installed version, on a model that mixes attention kinds
-and geometries: the model, training, FSDP2 and tensor-parallel tests. A test that the model is expected to fail is overridden in
-`CommonTests`, with the reason; one that is skipped for a reason not in `EXPECTED_SKIPS` fails."""
+"""Transformers' own common tests, from the source distribution of the installed version, on a model that mixes
+attention kinds and geometries: the model, training, FSDP2 and tensor-parallel tests. A test that the model is expected
+to fail is overridden in `CommonTests`, with the reason; one that is skipped for a reason not in `EXPECTED_SKIPS`
+fails."""
 
 import unittest
 
@@ -116,8 +117,8 @@ class CommonTests:
         self.model_tester = IHAModelTester(self)
 
     def test_attention_outputs(self):
-        """Expected differences: an "iha" layer attends, and returns weights, between virtual tokens; weights that "dcmha" composed need
-        not sum to 1."""
+        """Expected differences: an "iha" layer attends, and returns weights, between virtual tokens; weights that
+        "dcmha" composed need not sum to 1."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         config._attn_implementation = "eager"
         for model_class in self.all_model_classes:
@@ -161,7 +162,8 @@ class PairTests(CommonTests):
     """Without the distributed tests: they shard nothing that one kind has and another has not."""
 
     def test_retain_grad_hidden_states_attentions(self):
-        """Expected difference: "hyper" and "simplicial" return sums of their weights of pairs, from which nothing is computed."""
+        """Expected difference: "hyper" and "simplicial" return sums of their weights of pairs, from which nothing is
+        computed."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         config._attn_implementation = "eager"
         outputs = IHAModel(config)(**inputs, output_hidden_states=True)

@@ -1,4 +1,5 @@
-"""TRL's trainers: preference, reward and reinforcement learning take a step, and SFT's packed batches keep rows apart."""
+"""TRL's trainers: preference, reward and reinforcement learning take a step, and SFT's packed batches keep rows
+apart."""
 
 import math
 
@@ -54,7 +55,8 @@ def arguments(tmp_path) -> dict:
 
 
 def take_a_step(trainer) -> dict:
-    """Trains one step, in which every parameter must change, mixing and collapse with the others; returns what it logged."""
+    """Trains one step, in which every parameter must change, mixing and collapse with the others; returns what it
+    logged."""
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
     unchanged = {name for name, value in trainer.model.named_parameters() if torch.equal(value, before[name])}
@@ -111,8 +113,8 @@ def test_grpo_takes_a_step(directory, tmp_path):
 
 @pytest.mark.parametrize("directory", ["hybrid"], indirect=True)
 def test_trainers_load_remote_code_by_path(directory, tmp_path):
-    """Policy, reference and reward model from one checkpoint, where `trust_remote_code` in the trainer's arguments is needed
-    even for a policy that was loaded before: DPO loads the reference itself."""
+    """Policy, reference and reward model from one checkpoint, where `trust_remote_code` in the trainer's arguments is
+    needed even for a policy that was loaded before: DPO loads the reference itself."""
     tiny_tokenizer().save_pretrained(directory)
     program = """
 from datasets import Dataset

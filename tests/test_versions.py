@@ -1,4 +1,5 @@
-"""An unsupported Transformers is refused by name when the package is imported, before anything that it might lack is."""
+"""An unsupported Transformers is refused by name when the package is imported, before anything that it might lack
+is."""
 
 import subprocess
 import sys

@@ -115,7 +115,8 @@ def test_generation_after_a_long_prompt(name, cache, blocks):
     expected = model.generate(**inputs, **settings)
     set_core(model, "sdpa")
     assert torch.equal(model.generate(**inputs, **settings, cache_implementation=cache), expected)
-    # The prompt went through in blocks, once for each window layer (a "diff" layer calls its core twice); single tokens do not.
+    # The prompt went through in blocks, once for each window layer (a "diff" layer calls its core twice); single
+    # tokens do not.
     assert set(blocks) <= {LENGTH, LENGTH * model.config.num_pseudo_heads}
     calls = 2 if name == "diff" else 1
     assert len(blocks) == model.config.layer_types.count("sliding_attention") * calls

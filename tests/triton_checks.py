@@ -300,8 +300,8 @@ def test_layer(small_tiles, pseudo_positions):
     "overrides", [HYBRID | {"sliding_window": 3}, {"num_pseudo_heads": 3, "pseudo_positions": "shared"}], ids=str
 )
 def test_model_on_fused_triton(overrides):
-    """The model on the fused kernels against eager: logits and gradients with left padding, then a chunk and a token on
-    the cache."""
+    """The model on the fused kernels against eager: logits and gradients with left padding, then a chunk and a token
+    on the cache."""
     results = {}
     input_ids = random_ids(2, 9).to(DEVICE)
     mask = torch.ones(2, 9, dtype=torch.long, device=DEVICE)

@@ -1,7 +1,7 @@
 """Draws the README's figure of Interleaved Head Attention: mix, interleave, attend, collapse.
 
-The figure shows one head of H = 3 with P = 2 pseudo-heads on N = 3 tokens. Its card is opaque, so that the same file is
-legible on a light and on a dark page, and its text is drawn as curves, so that no font has to be installed.
+The figure shows one head of H = 3 with P = 2 pseudo-heads on N = 3 tokens. Its card is opaque, so that the same file
+is legible on a light and on a dark page, and its text is drawn as curves, so that no font has to be installed.
 
 example: python docs/figures/draw_iha.py            # writes docs/figures/iha.svg
 """
@@ -87,7 +87,8 @@ def draw_mixing(axes: Axes) -> None:
 
 
 def draw_interleaving(axes: Axes) -> None:
-    """The virtual tokens (n, p) in the order of the virtual sequence: as queries down the side, as keys along the top."""
+    """The virtual tokens (n, p) in the order of the virtual sequence: as queries down the side, as keys along the
+    top."""
     axes.text(QUERIES_X, LABELS_Y, "queries of head $h$", ha="center", va="center", color=MUTED)
     for n in range(TOKENS):
         for p in range(PSEUDO_HEADS):

@@ -1,8 +1,8 @@
 """What each attention kind is tested against: one module for each, by the name of the kind.
 
-It defines `attention(hidden_states, weights, config, layer_idx, position_ids=None, padding_mask=None, document_ids=None)`, the layer
-[B, N, D] of float64 hidden states [B, N, D] and weights by name, for a config that is read as data; the rest as in `iha_attention`.
-None shares code with the package.
+It defines `attention(hidden_states, weights, config, layer_idx, position_ids=None, padding_mask=None,
+document_ids=None)`, the layer [B, N, D] of float64 hidden states [B, N, D] and weights by name, for a config that is
+read as data; the rest as in `iha_attention`. None shares code with the package.
 """
 
 from functools import partial

@@ -1,12 +1,13 @@
 """Dynamically Composable Multi-Head Attention, and the released DCFormer around it, written out with loops.
 
-The layer follows DCMHA's Equations 4 to 7 and the pseudo-code of its Appendix D, one query, one key and one composition vector at a
-time, for a float64 CPU tensor; the model follows the layout of the released checkpoints. Neither shares code with the package or with
-the official one, and autograd through them gives the reference gradients.
+The layer follows DCMHA's Equations 4 to 7 and the pseudo-code of its Appendix D, one query, one key and one
+composition vector at a time, for a float64 CPU tensor; the model follows the layout of the released checkpoints.
+Neither shares code with the package or with the official one, and autograd through them gives the reference gradients.
 
-Symbols: N tokens, D model width, H query heads, G key/value groups, d head width, R rank, M heads in each group of heads that are
-composed with one another (M = H in the paper's main form), I = 2 M R. A composition vector of the pair (query i, key j) is A[:, i, j],
-the scores or weights of all heads. Token i composes it through w_1 [M, R], w_2 [R, M] and w_g [M].
+Symbols: N tokens, D model width, H query heads, G key/value groups, d head width, R rank, M heads in each group of
+heads that are composed with one another (M = H in the paper's main form), I = 2 M R. A composition vector of the pair
+(query i, key j) is A[:, i, j], the scores or weights of all heads. Token i composes it through w_1 [M, R], w_2 [R, M]
+and w_g [M].
 """
 
 import math
@@ -36,9 +37,9 @@ def dcmha_attention(
 
     Args:
         hidden_states: `[B, N, D]`.
-        weights: the layer's state dict: {q,k,v,o}_proj.weight, {q,k}_norm.weight if there is QK-norm, and for {pre,post}_{query,key}
-            w1.weight `[H / M * I, D]`, w2 `[H / M, 2 R, M, I]` and gate.weight `[H, D]`, and {pre,post}_base.weight `[H / M, M, M]`.
-            What the state dict lacks is left out of the composition.
+        weights: the layer's state dict: {q,k,v,o}_proj.weight, {q,k}_norm.weight if there is QK-norm, and for
+            {pre,post}_{query,key} w1.weight `[H / M * I, D]`, w2 `[H / M, 2 R, M, I]` and gate.weight `[H, D]`, and
+            {pre,post}_base.weight `[H / M, M, M]`. What the state dict lacks is left out of the composition.
         num_groups: H / M, the groups of heads that are composed.
         options, position_ids, padding_mask, document_ids: as in `iha_attention`.
 
@@ -101,8 +102,8 @@ def _one_sequence(x, weights, options, num_groups, positions, is_real, document)
 
 
 def _composition_weights(x, weights, num_groups):
-    """What one token contributes to each group of heads (Equations 5 and 6): [group] -> (pairs of rows of w_1 and w_2, each `[M]`; w_g
-    `[M]` or None); an empty list where it contributes nothing."""
+    """What one token contributes to each group of heads (Equations 5 and 6): [group] -> (pairs of rows of w_1 and w_2,
+    each `[M]`; w_g `[M]` or None); an empty list where it contributes nothing."""
     if not weights:
         return []
     contributions = []
@@ -122,8 +123,8 @@ def _composition_weights(x, weights, num_groups):
 
 
 def _compose(attention, base, by_token, num_groups):
-    """A' = A W_b + A w_q1 w_q2 + A * w_qg + A w_k1 w_k2 + A * w_kg (Equation 7) of one `[H]` vector, within each group of heads; without
-    W_b, a skip connection."""
+    """A' = A W_b + A w_q1 w_q2 + A * w_qg + A w_k1 w_k2 + A * w_kg (Equation 7) of one `[H]` vector, within each group
+    of heads; without W_b, a skip connection."""
     composed = []
     for group, a in enumerate(attention.chunk(num_groups)):
         new = a if base is None else a @ base[group]
@@ -138,8 +139,8 @@ def _compose(attention, base, by_token, num_groups):
 
 
 def group_gated_mlp(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    """The FFN of the released DCFormers on `[..., D]`: SwiGLU whose channels, in E groups of neighbours, are scaled by a softmax over
-    the groups. Takes gate_proj, up_proj, down_proj and group_gate `[E, D]`."""
+    """The FFN of the released DCFormers on `[..., D]`: SwiGLU whose channels, in E groups of neighbours, are scaled by
+    a softmax over the groups. Takes gate_proj, up_proj, down_proj and group_gate `[E, D]`."""
     inner = torch.nn.functional.silu(_linear(x, weights, "gate_proj")) * _linear(x, weights, "up_proj")
     shares = torch.softmax(_linear(x, weights, "group_gate"), dim=-1)
     size = inner.shape[-1] // shares.shape[-1]
@@ -154,8 +155,9 @@ def released_causal_lm(
 
     Args:
         input_ids: `[B, N]`.
-        weights: its state dict: wqkv `[3 D, D]` fused; dyn_w_proj.dw1 `[D, 1, 4, I]`, qkw `[1, 4, I, 2 R, H]` and dd `[D, 1, 4 H]`,
-            which stack pre-query, pre-key, post-query and post-key; feed_forward.w1 (gate), w3 (up), w2 (down) and mg (of the groups).
+        weights: its state dict: wqkv `[3 D, D]` fused; dyn_w_proj.dw1 `[D, 1, 4, I]`, qkw `[1, 4, I, 2 R, H]` and dd
+            `[D, 1, 4 H]`, which stack pre-query, pre-key, post-query and post-key; feed_forward.w1 (gate), w3 (up), w2
+            (down) and mg (of the groups).
         config: the entries of its config.json.
         layer_windows: the window of each layer, in tokens.
     """

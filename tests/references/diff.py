@@ -1,11 +1,13 @@
 """Differential attention written out with loops: what the model is tested against.
 
-Ye et al. 2024, Differential Transformer, equations 1 to 3, with heads laid out as in Transformers' DiffLlama: differential head j of
-H / 2 has the queries of heads j and j + H / 2, and with g = j // (H / G) the keys of groups g and g + G / 2 and the values of both side
-by side, `[2d]`. Its output is the difference of two softmaxes over those values,
+Ye et al. 2024, Differential Transformer, equations 1 to 3, with heads laid out as in Transformers' DiffLlama:
+differential head j of H / 2 has the queries of heads j and j + H / 2, and with g = j // (H / G) the keys of groups g
+and g + G / 2 and the values of both side by side, `[2d]`. Its output is the difference of two softmaxes over those
+values,
 
     o = (softmax(q1 k1 / sqrt(d)) - lambda softmax(q2 k2 / sqrt(d))) v,   (1 - lambda_init) o / sqrt(mean(o^2) + eps),
-    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init,   lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1))
+    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init,   lambda_init = 0.8 - 0.6 exp(-0.3
+    (l - 1))
 
 in layer l = 1, 2, ... Other symbols as in `iha.py`.
 """
@@ -33,7 +35,8 @@ def diff_attention(
     document_ids: Tensor | None = None,
     layer_idx: int = 0,
 ) -> Tensor:
-    """One layer, `[B, N, D]`; arguments as in `iha_attention`, with lambda_{q1,k1,q2,k2} `[d]` and the layer's index l - 1."""
+    """One layer, `[B, N, D]`; arguments as in `iha_attention`, with lambda_{q1,k1,q2,k2} `[d]` and the layer's index l
+    - 1."""
     pairs, groups, width = options.num_heads // 2, options.num_kv_heads, options.head_dim
     lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
     q1, k1, q2, k2 = (weights[f"lambda_{name}"] for name in ("q1", "k1", "q2", "k2"))

@@ -1,4 +1,5 @@
-"""What the references of mechanisms on ordinary heads share: projections, RoPE, and one query at a time with the keys it sees."""
+"""What the references of mechanisms on ordinary heads share: projections, RoPE, and one query at a time with the keys
+it sees."""
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ def per_query(
     """The layer `[B, N, D]` whose heads' outputs, `[H * d]` for one token of one sequence, are
     `attend(queries [H, d], keys [keys, G, d], values [keys, G, d])` of the keys that the token sees.
 
-    The other arguments are those of `iha_attention`. Padding is neither a key nor a query; its output is o_proj's bias.
+    The other arguments are those of `iha_attention`. Padding is neither a key nor a query; its output is o_proj's
+    bias.
     """
     batch_size, length, _ = hidden_states.shape
     if position_ids is None:

@@ -1,12 +1,12 @@
 """HyperAttention and 2-simplicial attention written out with loops: what "hyper" and "simplicial" are tested against.
 
 Definitions G.1 (sharing) and G.3 (no sharing) of "A Theoretical Study of (Hyper) Self-Attention through the Lens of
-Interactions" and Section 4 of "Fast and Simplex: 2-Simplicial Attention in Triton", with the causal mask of a language model, for
-a float64 CPU tensor and for the reader. It shares no code with the package and none with Transformers, and autograd through it
-gives the reference gradients.
+Interactions" and Section 4 of "Fast and Simplex: 2-Simplicial Attention in Triton", with the causal mask of a language
+model, for a float64 CPU tensor and for the reader. It shares no code with the package and none with Transformers, and
+autograd through it gives the reference gradients.
 
-Symbols: N tokens, D model width, H query heads, G key/value groups, d head width, n the order: query i attends to tuples
-(j_1, .., j_{n-1}) of tokens, of which member a has the key K^(a) and the value V^(a).
+Symbols: N tokens, D model width, H query heads, G key/value groups, d head width, n the order: query i attends to
+tuples (j_1, .., j_{n-1}) of tokens, of which member a has the key K^(a) and the value V^(a).
 """
 
 import math
@@ -31,7 +31,8 @@ class HyperOptions:
         head_dim: d.
         theta: base of RoPE.
         order: n.
-        sharing: all members of a tuple have one key and one value, so k_proj has G d rows; else (n - 1) G d, K^(1) first.
+        sharing: all members of a tuple have one key and one value, so k_proj has G d rows; else (n - 1) G d, K^(1)
+            first.
         kept: the pairs to keep, "j >= k", "j > k" or "all"; the linear form keeps all tuples.
         linear: the scores are the weights.
         norm_eps: epsilon of the QK-norms.
@@ -66,7 +67,8 @@ def attention(hidden_states, weights, config, layer_idx, **inputs):
 
 
 def tuple_attention(hidden_states, weights, options, config, layer_idx, windows, position_ids=None, **masks):
-    """The layer [B, N, D] with these windows of the members of a tuple, by default the layer's own; `masks` as in `visible_in_rows`."""
+    """The layer [B, N, D] with these windows of the members of a tuple, by default the layer's own; `masks` as in
+    `visible_in_rows`."""
     batch, length, _ = hidden_states.shape
     if position_ids is None:
         position_ids = torch.arange(length).expand(batch, -1)
@@ -90,7 +92,8 @@ def hyper_attention(
 
     Args:
         hidden_states: `[N, D]` of one sequence.
-        weights: the layer's state dict: {q,k,v,o}_proj.weight and optional .bias, {q,k}_norm.weight if there is QK-norm.
+        weights: the layer's state dict: {q,k,v,o}_proj.weight and optional .bias, {q,k}_norm.weight if there is
+            QK-norm.
         position_ids: `[N]` RoPE position of each token.
         visible: for each member of a tuple bool `[N, N]`, of query and key: `hyper_feature.visible_keys`.
     """

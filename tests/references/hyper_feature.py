@@ -1,11 +1,11 @@
 """HyperFeatureAttention written out with loops: what the kind "hyper_feature" is tested against.
 
-Definition F.3 of "A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions", with the causal mask of a
-language model, for a float64 CPU tensor and for the reader. It shares no code with the package and none with Transformers, and
-autograd through it gives the reference gradients.
+Definition F.3 of "A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions", with the causal
+mask of a language model, for a float64 CPU tensor and for the reader. It shares no code with the package and none with
+Transformers, and autograd through it gives the reference gradients.
 
-Symbols: N tokens, D model width, H query heads, G key/value groups, d head width; A_h the order of head h, which has the
-queries Q^(h,a) and keys K^(h,a), a = 1..A_h, of width w = d / A_h, side by side in the d rows of the head.
+Symbols: N tokens, D model width, H query heads, G key/value groups, d head width; A_h the order of head h, which has
+the queries Q^(h,a) and keys K^(h,a), a = 1..A_h, of width w = d / A_h, side by side in the d rows of the head.
 """
 
 import math
@@ -27,7 +27,8 @@ class HyperFeatureOptions:
         num_kv_heads: G, a divisor of H. Head h reads key/value group h // (H / G).
         head_dim: d.
         orders: A_h of each head, equal for the heads of a group.
-        theta: base of RoPE: component i of a vector of width w turns by theta^(-2i / w) per position (RoFormer, 3.2.2).
+        theta: base of RoPE: component i of a vector of width w turns by theta^(-2i / w) per position (RoFormer,
+            3.2.2).
         value_product: the value is the elementwise product of A_h vectors of width d.
         linear: the scores are the weights (Definition 5.1).
         norm_eps: epsilon of the QK-norms.
@@ -78,7 +79,8 @@ def hyper_feature_attention(
 
     Args:
         hidden_states: `[N, D]` of one sequence.
-        weights: the layer's state dict: {q,k,v,o}_proj.weight and optional .bias, {q,k}_norm.weight if there is QK-norm.
+        weights: the layer's state dict: {q,k,v,o}_proj.weight and optional .bias, {q,k}_norm.weight if there is
+            QK-norm.
         position_ids: `[N]` RoPE position of each token.
         visible: bool `[N, N]`, of query and key, see `visible_keys`.
     """
@@ -134,7 +136,8 @@ def hyper_feature_attention(
 def visible_keys(
     length: int, window: int | None = None, is_real: Tensor | None = None, document: Tensor | None = None
 ) -> Tensor:
-    """Bool [N, N]: which key a query sees, causal, in its window, real (`is_real` [N]), and of its own document ([N])."""
+    """Bool [N, N]: which key a query sees, causal, in its window, real (`is_real` [N]), and of its own document
+    ([N])."""
     visible = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):
         for j in range(i + 1):

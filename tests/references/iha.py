@@ -80,8 +80,8 @@ def causal_lm(
 
     Args:
         input_ids: `[B, N]`.
-        weights: the causal language model's state dict. What it holds decides the form: a layer without gate_proj has the
-            two-matrix FFN, no lm_head means a tied one.
+        weights: the causal language model's state dict. What it holds decides the form: a layer without gate_proj has
+            the two-matrix FFN, no lm_head means a tied one.
         attentions: of each layer, a function of hidden states, weights and `inputs`.
         norm_eps: epsilon of the RMSNorms.
         activation: FFN activation, SiLU by default.

@@ -1,8 +1,8 @@
 """Talking-heads attention written out with loops: what the model is tested against.
 
-Shazeer et al. 2020, Talking-Heads Attention: heads h and g, S[h] the scores of one query, S'[g] = sum_h L[h, g] S[h] over the keys it
-sees, A[g] = softmax(S'[g]), A'[g] = sum_h W[h, g] A[h], and the output of head g is A'[g] V. The paper's numbers of heads for keys,
-logits and values are all H here. Symbols as in `iha.py`.
+Shazeer et al. 2020, Talking-Heads Attention: heads h and g, S[h] the scores of one query, S'[g] = sum_h L[h, g] S[h]
+over the keys it sees, A[g] = softmax(S'[g]), A'[g] = sum_h W[h, g] A[h], and the output of head g is A'[g] V. The
+paper's numbers of heads for keys, logits and values are all H here. Symbols as in `iha.py`.
 """
 
 import math
@@ -26,7 +26,8 @@ def talking_heads_attention(
     padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """One layer, `[B, N, D]`; arguments as in `iha_attention`, with score_mix.weight (L) and weight_mix.weight (W), `[H, H]`."""
+    """One layer, `[B, N, D]`; arguments as in `iha_attention`, with score_mix.weight (L) and weight_mix.weight (W),
+    `[H, H]`."""
     heads, group = range(options.num_heads), options.num_heads // options.num_kv_heads
 
     def attend(queries, keys, values):

@@ -1,4 +1,5 @@
-"""Attention whose scores each head scales by a learned temperature: what the mechanism of test_toy_mechanism.py is tested against."""
+"""Attention whose scores each head scales by a learned temperature: what the mechanism of test_toy_mechanism.py is
+tested against."""
 
 import math
 

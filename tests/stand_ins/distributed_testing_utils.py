@@ -1,4 +1,5 @@
-"""Stands in for a module of Transformers' tests that its source distribution leaves out: processes on a CPU over gloo."""
+"""Stands in for a module of Transformers' tests that its source distribution leaves out: processes on a CPU over
+gloo."""
 
 import os
 

@@ -1,2 +1,3 @@
 class ExportTesterMixin:
-    """Stands in for a mixin of Transformers' tests that its source distribution leaves out; torch.export is tested here instead."""
+    """Stands in for a mixin of Transformers' tests that its source distribution leaves out; torch.export is tested
+    here instead."""
