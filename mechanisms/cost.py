@@ -1,9 +1,9 @@
 """What the cost functions of several mechanisms share: what a `Cost` is, and the products of a score matrix."""
 
+import math
 from dataclasses import astuple, dataclass
 
-from modeling_iha import IHAConfig
-from modeling_iha.collapse_first import MAX_UNSEGMENTED_KEYS
+from modeling_iha import IHAConfig, collapse_first
 from modeling_iha.window_blocks import BLOCK
 
 
@@ -37,6 +37,13 @@ def visible_pairs(tokens: int, virtual: int = 1, window: int | None = None) -> i
     return span * (span + 1) // 2 + (length - span) * span
 
 
+def count_segments(tokens: int, virtual: int, window: int | None) -> int:
+    """Segments of keys that the backward of collapse-first attention goes through."""
+    if window is not None or tokens * virtual <= collapse_first.MAX_UNSEGMENTED_KEYS:
+        return 1
+    return math.ceil(tokens / max(1, collapse_first.SEGMENT_KEYS // virtual))
+
+
 def score_products(
     form: str, tokens: int, virtual: int = 1, window: int | None = None, training: bool = False
 ) -> float:
@@ -58,7 +65,7 @@ def score_products(
     pairs = visible_pairs(tokens, virtual, window)
     if form == "sdpa":
         return pairs * (7 if training else 2)
-    segmented = window is None and tokens * virtual > MAX_UNSEGMENTED_KEYS
+    segmented = count_segments(tokens, virtual, window) > 1
     backward = 3 + 2 / virtual + (1 + 1 / virtual if segmented else 0)
     return pairs * (1 + 1 / virtual + (backward if training else 0))
 

@@ -12,7 +12,7 @@ import torch
 from modeling_iha import IHAConfig
 
 from . import Mechanism
-from .cost import Cost, score_products, visible_pairs
+from .cost import Cost, count_segments, score_products, visible_pairs
 
 
 # Rounding of a sum over the pseudo-heads, for offsets that were not drawn exact in binary.
@@ -74,19 +74,22 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     cached = tokens if window is None else min(tokens, window)
     keys = cached + 1
     mixing = (heads**2 + 2 * groups**2) * virtual
-    # Collapse-first attention expands keys and values anew for every head of a group.
-    expansion = (heads**2 + 2 * groups * heads) * virtual
     collapse = heads * virtual * (1 if per_head else heads)
     base = tokens * (heads + 2 * groups) * d
     forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
     cost = Cost(parameters=mixing + collapse, cache=2 * groups * d * cached)
     if form == "collapse_first":
-        # The collapse is of weights, and the mixing happens once more in the backward. Each pseudo-query of a new
+        # The collapse is of weights. Keys and values are mixed for every head of a group, and all once more in the
+        # backward, in segments of keys twice, and queries for each segment that they see. Each pseudo-query of a new
         # token goes to every cached head.
         pairs = heads * visible_pairs(tokens, virtual, window)
+        segments = count_segments(tokens, virtual, window)
+        passes = 1 if segments == 1 else 2
+        query_products, key_products = tokens * heads**2 * virtual * d, 2 * tokens * groups * heads * virtual * d
+        mixed_again = (passes + 2) * (query_products * (segments + 1) / 2 + key_products)
         return cost + Cost(
-            prefill=forward + tokens * expansion * d + pairs,
-            training=training + 4 * tokens * expansion * d + 3 * pairs,
+            prefill=forward + query_products + key_products + pairs,
+            training=training + query_products + key_products + mixed_again + 3 * pairs,
             decode=heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + heads * d),
             kept=base + tokens * heads * (d + virtual),
         )

@@ -122,17 +122,15 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> Callable | N
     wanted, virtual = inputs.attention_form, key.num_pseudo_heads
     if virtual == 1 or wanted == "virtual" or config._attn_implementation != "sdpa":
         return None
-    if config.pseudo_collapse != "per_head" or config.attention_dropout > 0.0:
+    if config.pseudo_collapse != "per_head" or config.attention_dropout:
         return None
     if callable(wanted):
         return absorbed_attention if length == 1 else wanted if num_keys == length else None
     if inputs.inputs_embeds.device.type != "cpu":
         return None
     if length == 1:
-        return absorbed_attention
-    if wanted == "base" or _collapse_first_wins(inputs, key, num_keys):
-        return collapse_first_attention
-    return None
+        return absorbed_attention if wanted == "base" or len(inputs.inputs_embeds) * num_keys >= 128 else None
+    return collapse_first_attention if wanted == "base" or _collapse_first_wins(inputs, key, num_keys) else None
 
 
 def _collapse_first_wins(inputs: MaskInputs, key: MaskKey, num_keys: int) -> bool:

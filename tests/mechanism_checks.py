@@ -115,6 +115,15 @@ def check_layer(mechanism, window, length, num_key_value_heads=2, form=None):
     assert_attention_matches(config, FP64, dtype=torch.float64, core=form, length=length)
 
 
+def check_layer_inputs(mechanism, window, inputs):
+    """Output and gradients of one layer in float64, for rows that are "padded" or "packed"."""
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[0, :3] = False
+    arguments = left_padding(real) if inputs == "padded" else packing((4, 1, 4), rows=2)
+    config = mechanism.config(window, num_hidden_layers=1)
+    assert_attention_matches(config, FP64, dtype=torch.float64, inputs=arguments)
+
+
 @cache
 def _reference(config_json, inputs):
     """Model, input ids, arguments of a forward pass, the tokens that count, and the reference's logits and gradients

@@ -141,7 +141,7 @@ def test_eager_products(variant, windows):
 def test_collapse_first_products(monkeypatch, window):
     """With one token to a block hardly a pair is computed that is not visible."""
     collapse_short_inputs_first(monkeypatch)
-    monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", mechanisms.cost.MAX_UNSEGMENTED_KEYS)
+    monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", 8192)
     monkeypatch.setattr(collapse_first, "MAX_BLOCK", 1)
     windows = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
     config, tokens = small_config(num_hidden_layers=1, **windows), 64
@@ -163,7 +163,6 @@ def test_collapse_first_products_in_segments(monkeypatch):
     for segment in (4096, 128):
         monkeypatch.setattr(collapse_first, "SEGMENT_KEYS", segment)
         monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", segment)
-        monkeypatch.setattr(mechanisms.cost, "MAX_UNSEGMENTED_KEYS", segment)
         counted[segment] = multiply_adds(lambda: model(ids, use_cache=False).logits.sum().backward())
         expected[segment] = cost.model(config, tokens).training
     assert counted[128] - counted[4096] == pytest.approx(expected[128] - expected[4096], rel=0.1)

@@ -23,6 +23,13 @@ def test_layer(mechanism, window, length, form):
     checks.check_layer(mechanism, window, length, form=form)
 
 
+@pytest.mark.parametrize("inputs", ["padded", "packed"])
+@pytest.mark.parametrize("window", [None, 3])
+@mechanisms
+def test_layer_inputs(mechanism, window, inputs):
+    checks.check_layer_inputs(mechanism, window, inputs)
+
+
 @mechanisms
 def test_layer_without_grouped_queries(mechanism):
     checks.check_layer(mechanism, None, 5, num_key_value_heads=4)
