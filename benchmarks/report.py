@@ -123,7 +123,7 @@ def default_lines(result: dict) -> list[str]:
         rows.setdefault(setting, {})[row["threads"]] = row["ratios"]["default / sdpa"]
     columns = [f"{count} thread{'s' * (count > 1)}" for count in counts]
     lines = [
-        "## The default and plain SDPA",
+        "## default_form",
         'Time of an attention module of an "iha" layer as it runs by default, over the same module on SDPA and the virtual',
         "sequence. Where the form is `sdpa` both run the same code, and the ratio shows the noise of the measurement.",
         "",
@@ -132,7 +132,7 @@ def default_lines(result: dict) -> list[str]:
     ]
     for (part, pseudo_heads, tokens, batch, window, form), ratios in sorted(rows.items(), key=str):
         cells = (part, pseudo_heads, tokens, batch, window or "none", form)
-        figures = (f"{ratios[count]:.2f}" if count in ratios else "" for count in counts)
+        figures = (f"{ratios[count]:.3f}" if count in ratios else "" for count in counts)
         lines.append(f"| {' | '.join(map(str, cells))} | {' | '.join(figures)} |")
     return lines
 

@@ -163,7 +163,7 @@ class IHAModel(IHAPreTrainedModel):
 
     Attributes:
         attention_form (`str` or `Callable`, *optional*): how "iha" layers compute under `attn_implementation="sdpa"`.
-            `None` lets `choose_form` choose, which is never slower than SDPA; `"virtual"` is SDPA on the virtual
+            `None` lets `choose_form` choose, for speed or memory; `"virtual"` is SDPA on the virtual
             sequence; `"base"` is collapse-first attention and absorbed decoding at every length, which train in the
             memory of multi-head attention; or a function with the arguments of `collapse_first_attention`. It is not
             saved.
