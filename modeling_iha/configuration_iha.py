@@ -94,7 +94,7 @@ def remove_unused_code(directory: str | os.PathLike, kinds: list[str]) -> None:
     kept = [line for line in lines if not unused & set(re.findall(r"\w+", line))]
     registry.write_text("".join(kept), encoding="utf-8")
     for file in before - imported():
-        Path(file).unlink()
+        Path(file).unlink(missing_ok=True)  # Another process may save to the same place.
 
 
 def _expand_pattern(field: str, pattern: str | list[str], num_layers: int, allowed: tuple[str, ...]) -> list[str]:

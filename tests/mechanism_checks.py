@@ -121,7 +121,9 @@ def check_layer_inputs(mechanism, window, inputs):
     real[0, :3] = False
     arguments = left_padding(real) if inputs == "padded" else packing((4, 1, 4), rows=2)
     config = mechanism.config(window, num_hidden_layers=1)
-    assert_attention_matches(config, FP64, dtype=torch.float64, inputs=arguments)
+    # Weights for which no parameter's gradient is a difference of nearly equal sums, as that of a scale before a norm
+    # can be: norms are computed in float32.
+    assert_attention_matches(config, FP64, dtype=torch.float64, inputs=arguments, seed=1)
 
 
 @cache
