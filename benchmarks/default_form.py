@@ -26,9 +26,11 @@ PASSES = ("forward", "training", "decoding")
 
 def chosen(module: Attention, states: torch.Tensor, part: str) -> str:
     """The name of the form that the default takes."""
-    states = states[:, :1] if part == "decoding" else states
+    cache = None
+    if part == "decoding":
+        cache, states = cache_of(*torch.zeros(2, states.shape[0], 8, states.shape[1], 1)), states[:, :1]
     with torch.set_grad_enabled(part == "training"):
-        (mask,) = module.model.create_masks(states, None, None, None).values()
+        (mask,) = module.model.create_masks(states, None, cache, None).values()
     return "sdpa" if mask.attention_form is None else mask.attention_form.__name__
 
 

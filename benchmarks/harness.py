@@ -203,8 +203,9 @@ def write(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    figure = Figure(figsize=(6 * len(panels), 4.5))
-    for axes, (label, values) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+    columns, panel_rows = min(3, len(panels)), -(-len(panels) // 3)
+    figure = Figure(figsize=(6 * columns, 4.5 * panel_rows))
+    for axes, (label, values) in zip(figure.subplots(panel_rows, columns, squeeze=False).flat, panels.items()):
         lines = {}
         for row in rows:
             for line, value in values(row).items():
