@@ -89,7 +89,7 @@ WHY: dict[str, str] = {
     "schedule of attention modules, P = 4, forward, N = 4096": _BLOCKS,
     "schedule of attention modules, P = 4, forward, N = 8192": _BLOCKS,
     "schedule of attention modules, P = 4, forward + backward, N = 4096": _BLOCKS,
-    "training, N = 4096, P = 8, memory": "buffers of fixed size beside the base states, less at every longer N",
+    "training, N = 4096, P = 8, memory": "virtual keys and values of the heads in work and buffers of fixed size, less at every longer N",
     "training, N = 4096, P = 8, time": "beyond 8192 virtual keys the backward recomputes in segments, 5.5 products where SDPA "
     "takes 7; the unchunked form is twice as lean as when the target was set (and takes 6.6 times the memory of mha)",
 }
