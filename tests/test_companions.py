@@ -13,7 +13,7 @@ from conversion_scripts.convert_llama_to_iha import ATTENTION_KINDS
 from model_cards.render import render_card
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_talking_heads import TalkingHeadsAttention
-from sft.train import MIXING_MODULES
+from sft.trainer import MIXING_MODULES
 
 
 ROOT = Path(__file__).parents[1]

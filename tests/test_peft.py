@@ -17,6 +17,9 @@ from conversion_scripts.checkpoint_io import load_in_clean_process, run_in_clean
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from sft import train
+from sft.arguments import RunArguments
+from sft.model import lora_config
+from sft.trainer import MixingTrainer
 
 
 # The modules that `train.py` trains at a rate of their own, of each kind.
@@ -190,13 +193,13 @@ def tiny(tmp_path_factory) -> str:
 
 def test_mixing_keeps_its_parameter_group_under_peft(tiny, tmp_path):
     model = IHAForCausalLM.from_pretrained(tiny)
-    run = train.RunArguments(tiny, "", use_peft=True)
-    trainer = train.MixingTrainer(
+    run = RunArguments(tiny, "", use_peft=True)
+    trainer = MixingTrainer(
         model=model,
         args=SFTConfig(str(tmp_path), learning_rate=1e-3, weight_decay=0.1, use_cpu=True, report_to="none"),
         train_dataset=Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]),
         processing_class=byte_tokenizer(),
-        peft_config=train.lora_config(run, model),
+        peft_config=lora_config(run, model),
         mixing_lr_multiplier=10.0,
     )
     groups = trainer.create_optimizer().param_groups
@@ -215,7 +218,7 @@ def test_mixing_keeps_its_parameter_group_under_peft(tiny, tmp_path):
 @pytest.mark.parametrize("kind", ["iha", "talking_heads"])
 def test_adapters_leave_the_mixing_trainable(kind):
     model = random_model(small_config(attention_kinds=kind))
-    assert train.lora_config(train.RunArguments("", "", use_peft=True), model).modules_to_save == MODULES[kind]
+    assert lora_config(RunArguments("", "", use_peft=True), model).modules_to_save == MODULES[kind]
 
 
 def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(tiny, tmp_path):
@@ -241,8 +244,8 @@ def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(tiny, tmp_path):
 
 def test_adapters_of_a_model_without_mixing_weights():
     model = tiny_source("llama")
-    config = train.lora_config(train.RunArguments("", "", use_peft=True, lora_target_modules=["q_proj"]), model)
+    config = lora_config(RunArguments("", "", use_peft=True, lora_target_modules=["q_proj"]), model)
     assert config.modules_to_save is None and config.target_modules == {"q_proj"}
     with pytest.raises(UserError, match="no module named q_projj"):
-        train.lora_config(train.RunArguments("", "", use_peft=True, lora_target_modules=["q_projj"]), model)
-    assert train.lora_config(train.RunArguments("", ""), model) is None
+        lora_config(RunArguments("", "", use_peft=True, lora_target_modules=["q_projj"]), model)
+    assert lora_config(RunArguments("", ""), model) is None

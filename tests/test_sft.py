@@ -18,7 +18,10 @@ from command_io import UserError
 from conversion_scripts.checkpoint_io import load_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import make_reasoning_data, score_reasoning, train
+from sft.arguments import RecipeParser
+from sft.checkpoints import newest_complete_checkpoint
 from sft.data import load_messages, to_messages, tokenize
+from sft.trainer import MixingTrainer
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -301,7 +304,7 @@ def test_mixing_weights_have_a_group_of_their_own_that_the_scheduler_scales(tiny
         report_to="none",
     )
     rows = tokenize(load_messages(rows_file), tokenizer, None, assistant_only=True)
-    trainer = train.MixingTrainer(
+    trainer = MixingTrainer(
         model=model, args=args, train_dataset=rows, processing_class=tokenizer, mixing_lr_multiplier=40.0
     )
     optimizer = trainer.create_optimizer()
@@ -362,7 +365,7 @@ def test_an_interrupted_run_resumes_to_the_same_losses(adapters, tiny, rows_file
     train.main([*command, *sizes(tiny, rows_file, tmp_path / "whole", max_steps=6)])
 
     steps = 0
-    training_step = train.MixingTrainer.training_step
+    training_step = MixingTrainer.training_step
 
     def interrupted_step(self, *args, **kwargs):
         nonlocal steps
@@ -373,7 +376,7 @@ def test_an_interrupted_run_resumes_to_the_same_losses(adapters, tiny, rows_file
 
     output = tmp_path / "interrupted"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train.MixingTrainer, "training_step", interrupted_step)
+        patch.setattr(MixingTrainer, "training_step", interrupted_step)
         train.main([*command, *sizes(tiny, rows_file, output, max_steps=6)])
     assert not (output / "final").exists()
     # What a kill in the middle of saving leaves behind.
@@ -412,21 +415,21 @@ def test_two_processes_train_like_one(tiny, rows_file, tmp_path):
 
 
 def test_incomplete_checkpoints_are_passed_over(tmp_path):
-    assert train.newest_complete_checkpoint(tmp_path / "absent") is None
+    assert newest_complete_checkpoint(tmp_path / "absent") is None
     for step in (8, 10, 12, 14):
         checkpoint = tmp_path / f"checkpoint-{step}"
         checkpoint.mkdir()
         save_file({"weight": torch.zeros(100)}, checkpoint / "model.safetensors")
         (checkpoint / "trainer_state.json").write_text("{}")
     (tmp_path / "checkpoint-best").mkdir()
-    assert train.newest_complete_checkpoint(tmp_path).name == "checkpoint-14"
+    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-14"
     (tmp_path / "checkpoint-14" / "trainer_state.json").unlink()
-    assert train.newest_complete_checkpoint(tmp_path).name == "checkpoint-12"
+    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-12"
     (tmp_path / "checkpoint-12" / "trainer_state.json").write_text('{"global_step"')
-    assert train.newest_complete_checkpoint(tmp_path).name == "checkpoint-10"
+    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-10"
     weights = tmp_path / "checkpoint-10" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert train.newest_complete_checkpoint(tmp_path).name == "checkpoint-8"
+    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-8"
 
 
 @pytest.mark.parametrize("kind", ["iha", "llama"])
@@ -481,14 +484,14 @@ def test_a_configuration_mistake_is_refused_by_name(tmp_path, yaml_text, argumen
     config = tmp_path / "sft.yaml"
     config.write_text(f"model_name_or_path: m\ndataset_name: d\noutput_dir: {tmp_path}\n{yaml_text}\n")
     with pytest.raises(UserError) as refused:
-        train.RecipeParser().parse(["--config", str(config), "--use_cpu", "true", *arguments])
+        RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config), "--use_cpu", "true", *arguments])
     for part in named:
         assert part in str(refused.value)
 
 
 def test_a_configuration_file_must_be_named():
     with pytest.raises(UserError, match="--config needs a YAML file"):
-        train.RecipeParser().parse(["--config"])
+        RecipeParser(SFTConfig, train.USAGE).parse(["--config"])
 
 
 @pytest.mark.parametrize(

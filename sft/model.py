@@ -1,0 +1,52 @@
+"""The model, tokenizer and adapters that a run starts from."""
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import SFTConfig
+
+from command_io import UserError, one_line
+from conversion_scripts.checkpoint_io import load_model, load_tokenizer
+from sft.arguments import RunArguments
+from sft.trainer import MIXING_MODULES
+
+
+def prepare_model(run: RunArguments, args: SFTConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in `run.dtype` and its tokenizer with the recipe's chat template. Raises `UserError`."""
+    if args.model_init_kwargs:
+        raise UserError("model_init_kwargs is not used here: set dtype and attn_implementation themselves.")
+    model = load_model(run.model_name_or_path, getattr(torch, run.dtype))
+    if run.attn_implementation is not None:
+        try:
+            model.set_attn_implementation(run.attn_implementation)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"attn_implementation {run.attn_implementation!r}: {one_line(error)}") from error
+    tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
+    if args.chat_template_path is not None:
+        template = Path(args.chat_template_path)
+        if template.suffix != ".jinja" or not template.is_file():
+            raise UserError(f"chat_template_path: {template} is not a .jinja file.")
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    return model, tokenizer
+
+
+def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
+    """The adapters that `run` asks for, or None. The mixing and collapse weights are no linear layers, which adapters
+    are for, and small: they are trained in full beside them. Raises `UserError` for a target that the model does not
+    have."""
+    if not run.use_peft:
+        return None
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if unknown := set(run.lora_target_modules or ()) - names:
+        raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=run.lora_r,
+        lora_alpha=run.lora_alpha,
+        lora_dropout=run.lora_dropout,
+        target_modules=run.lora_target_modules or "all-linear",
+        modules_to_save=sorted(MIXING_MODULES & names) or None,
+        use_dora=run.use_dora,
+    )
