@@ -1,4 +1,4 @@
-"""TRL's trainer with a learning rate of its own for the weights that mix heads."""
+"""TRL's trainers with a learning rate of its own for the weights that mix heads."""
 
 import torch
 from trl import SFTTrainer
@@ -10,8 +10,8 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
 
 
-class MixingTrainer(SFTTrainer):
-    """SFTTrainer with a parameter group of its own for the mixing and collapse weights.
+class MixingLearningRate:
+    """Gives a trainer, as the first of its bases, a parameter group of its own for the mixing and collapse weights.
 
     Their entries are of order 1, so Adam at a usual fine-tuning rate of 5e-5 moves them by less than 0.003 in 60
     steps: the group learns at `mixing_lr_multiplier` times the backbone's rate and without weight decay, which would
@@ -45,3 +45,7 @@ class MixingTrainer(SFTTrainer):
         if "learning_rate" in logs and self.optimizer.param_groups[-1].get("is_mixing"):
             logs["mixing_learning_rate"] = self.mixing_learning_rate
         super().log(logs, start_time)
+
+
+class MixingTrainer(MixingLearningRate, SFTTrainer):
+    """SFTTrainer with the group of `MixingLearningRate`."""
