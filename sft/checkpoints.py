@@ -10,7 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from command_io import new_directory, whole_file
 from model_cards.render import render_card, source_license, source_name
 from sft.arguments import RunArguments
-from sft.trainer import MixingTrainer
+from sft.trainer import MixingLearningRate
 
 
 def newest_complete_checkpoint(output_dir: str | Path) -> Path | None:
@@ -36,7 +36,7 @@ def newest_complete_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def write_losses(history: list[dict], output_dir: str | Path) -> None:
-    """Write loss.json ({"train": [[step, loss], ...], "eval": ...}, nats per token) and its plot loss.png."""
+    """Write loss.json ({"train": [[step, loss], ...], "eval": ...}, nats per token of SFT) and its plot loss.png."""
     losses = {
         "train": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "eval": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
@@ -48,13 +48,13 @@ def write_losses(history: list[dict], output_dir: str | Path) -> None:
     for name, points in losses.items():
         steps, values = zip(*points, strict=True) if points else ((), ())
         axes.plot(steps, values, marker=".", label=name)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set(xlabel="step", ylabel="loss")
     axes.legend()
     with whole_file(Path(output_dir) / "loss.png") as path:
         figure.savefig(path, format="png", dpi=120)
 
 
-def save_final(trainer: MixingTrainer, run: RunArguments, directory: Path) -> None:
+def save_final(trainer: MixingLearningRate, run: RunArguments, directory: Path) -> None:
     """Write the trained model, its code, tokenizer, chat template, generation config and model card as `directory`."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     adapters = ""
@@ -73,7 +73,8 @@ def save_final(trainer: MixingTrainer, run: RunArguments, directory: Path) -> No
                 license=source_license(source),
                 datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
                 details=f"## Fine-tuning\n\nFine-tuned from {source_name(source)} on {source_name(run.dataset_name)} for "
-                f"{trainer.state.global_step} steps with TRL's SFTTrainer: learning rate {trainer.args.learning_rate:g}, "
+                f"{trainer.state.global_step} steps with TRL's {trainer._name}Trainer: learning rate "
+                f"{trainer.args.learning_rate:g}, "
                 f"mixing and collapse weights {run.mixing_lr_multiplier:g} times that{adapters}.",
             )
             (temporary / "README.md").write_text(card, encoding="utf-8")

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import SFTConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from command_io import UserError, one_line
 from conversion_scripts.checkpoint_io import load_model, load_tokenizer
@@ -13,7 +12,7 @@ from sft.arguments import RunArguments
 from sft.trainer import MIXING_MODULES
 
 
-def prepare_model(run: RunArguments, args: SFTConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def prepare_model(run: RunArguments, args: TrainingArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in `run.dtype` and its tokenizer with the recipe's chat template. Raises `UserError`."""
     if args.model_init_kwargs:
         raise UserError("model_init_kwargs is not used here: set dtype and attn_implementation themselves.")
@@ -24,8 +23,9 @@ def prepare_model(run: RunArguments, args: SFTConfig) -> tuple[PreTrainedModel, 
         except (ValueError, ImportError) as error:
             raise UserError(f"attn_implementation {run.attn_implementation!r}: {one_line(error)}") from error
     tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
-    if args.chat_template_path is not None:
-        template = Path(args.chat_template_path)
+    # Only SFTConfig has the key: the other trainers begin from a model that has learned its template.
+    if (path := getattr(args, "chat_template_path", None)) is not None:
+        template = Path(path)
         if template.suffix != ".jinja" or not template.is_file():
             raise UserError(f"chat_template_path: {template} is not a .jinja file.")
         tokenizer.chat_template = template.read_text(encoding="utf-8")

@@ -1,10 +1,11 @@
 """Supervised fine-tuning of a causal language model with TRL's SFTTrainer: see `--help` and sft/recipes/README.md."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from datasets import Dataset
+from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 
 
@@ -44,13 +45,8 @@ def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Datas
     return parts["train"], parts["test"]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run a recipe from its rows to `output_dir`/final, resuming what was begun. Raises `UserError`."""
-    run, args = RecipeParser(SFTConfig, USAGE).parse(sys.argv[1:] if argv is None else argv)
-    final = Path(args.output_dir) / "final"
-    if final.exists():
-        raise UserError(f"{final} exists: this run has finished. Remove it or choose another output_dir.")
-
+def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
+    """The trainer of a recipe with its model and rows loaded. Raises `UserError`."""
     model, tokenizer = prepare_model(run, args)
     # Rows that are packed by splitting are not cut.
     cuts = not args.packing or args.packing_strategy == "bfd"
@@ -59,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = tokenize(rows, tokenizer, args.max_length if cuts else None, args.assistant_only_loss)
     train_rows, eval_rows = split_rows(rows, run, args)
 
-    trainer = MixingTrainer(
+    return MixingTrainer(
         model=model,
         args=args,
         train_dataset=train_rows,
@@ -68,6 +64,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         peft_config=lora_config(run, model),
         mixing_lr_multiplier=run.mixing_lr_multiplier,
     )
+
+
+def run_recipe(
+    config_class: type[TrainingArguments],
+    usage: str,
+    build: Callable[[RunArguments, TrainingArguments], Trainer],
+    argv: Sequence[str] | None,
+) -> None:
+    """Run a recipe, parsed from `argv` or the command line, with the trainer that `build` makes of it to
+    `output_dir`/final, resuming what was begun. Raises `UserError`."""
+    run, args = RecipeParser(config_class, usage).parse(sys.argv[1:] if argv is None else argv)
+    final = Path(args.output_dir) / "final"
+    if final.exists():
+        raise UserError(f"{final} exists: this run has finished. Remove it or choose another output_dir.")
+
+    trainer = build(run, args)
     checkpoint = args.resume_from_checkpoint or newest_complete_checkpoint(args.output_dir)
     if checkpoint is not None:
         trainer.accelerator.print(f"Resuming from {checkpoint}.")
@@ -85,6 +97,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     del trainer
     accelerator.free_memory()
     accelerator.end_training()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a recipe of supervised fine-tuning. Raises `UserError`."""
+    run_recipe(SFTConfig, USAGE, build_trainer, argv)
 
 
 if __name__ == "__main__":
