@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -24,6 +27,40 @@ from sft.make_reasoning_data import extract_solution
 EXAMPLE = """example:
   python -m sft.score_reasoning outputs/demo/final test.jsonl --limit 50
 """
+# Replies that no verifier may take for an answer: "complex_arithmetic" takes "nan", "game_of_life_halting" any word.
+NONSENSE = ("", "nonsense", "nan")
+VERIFIER_SECONDS = 5
+verifier = cache(reasoning_gym.get_score_answer_fn)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises `TimeoutError` in the block when it has run for `seconds`. For the main thread only."""
+
+    def stop(*_):
+        raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def is_right(reply: str, generator: str, entry: dict) -> bool:
+    """Whether the verifier gives the solution of a reply (see `extract_solution`) the full score.
+
+    Less is wrong: many verifiers give nonsense a part of the score. A reply that the verifier fails on, or that it
+    does not finish with, is wrong too: those that evaluate a reply never finish with "9**9**9".
+    """
+    try:
+        with time_limit(VERIFIER_SECONDS):
+            return verifier(generator)(extract_solution(reply), entry) == 1.0
+    # Verifiers fail on a reply in as many ways as there are verifiers.
+    except Exception:
+        return False
 
 
 @torch.inference_mode()
@@ -59,7 +96,7 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
 
 def check_rows(rows: list[dict]) -> list[list[dict]]:
     """The chat prompts of rows of make_reasoning_data.py. Raises `UserError` for a row that is not of that format or
-    whose own answer its verifier does not accept."""
+    whose verifier rejects the row's own answer or accepts nonsense."""
     prompts = []
     for number, row in enumerate(rows, 1):
         *prompt, answer = to_messages(row, f"row {number}")
@@ -69,7 +106,7 @@ def check_rows(rows: list[dict]) -> list[list[dict]]:
                 f"row {number}: columns 'generator' and 'entry' as make_reasoning_data.py writes are needed."
             )
         try:
-            reached = reasoning_gym.get_score_answer_fn(generator)(extract_solution(answer["content"]), entry)
+            reached = verifier(generator)(extract_solution(answer["content"]), entry)
         # A damaged entry fails in as many ways as there are verifiers.
         except Exception as error:
             raise UserError(
@@ -77,6 +114,8 @@ def check_rows(rows: list[dict]) -> list[list[dict]]:
             ) from error
         if reached != 1.0:
             raise UserError(f"row {number}: the verifier of {generator!r} does not accept the row's own answer.")
+        if any(is_right(text, generator, entry) for text in NONSENSE):
+            raise UserError(f"row {number}: the verifier of {generator!r} accepts nonsense; choose another generator.")
         prompts.append(prompt)
     return prompts
 
@@ -84,16 +123,12 @@ def check_rows(rows: list[dict]) -> list[list[dict]]:
 def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_tokens: int = 96) -> dict:
     """Accuracy of a model on rows of make_reasoning_data.py: {"accuracy", "correct", "rows", "replies"}.
 
-    A reply counts when the verifier gives its solution (see `extract_solution`) the full score. Raises `UserError` for
+    A reply counts when it `is_right`. Raises `UserError` for
     a bad row (see `check_rows`) and for a tokenizer that cannot write a chat.
     """
     prompts = check_rows(rows)
-    verifiers = {name: reasoning_gym.get_score_answer_fn(name) for name in {row["generator"] for row in rows}}
     replies = generate_replies(model, tokenizer, prompts, batch_size, max_new_tokens)
-    correct = sum(
-        verifiers[row["generator"]](extract_solution(reply), row["entry"]) == 1.0
-        for row, reply in zip(rows, replies, strict=True)
-    )
+    correct = sum(is_right(reply, row["generator"], row["entry"]) for row, reply in zip(rows, replies, strict=True))
     return {"accuracy": correct / len(rows), "correct": correct, "rows": len(rows), "replies": replies}
 
 
