@@ -1,0 +1,139 @@
+"""Direct preference optimisation of a causal language model with TRL's DPOTrainer: see `--help` and
+sft/recipes/README.md."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelerate import PartialState
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetNotFoundError
+from transformers import PreTrainedTokenizerBase
+from trl import DPOConfig, DPOTrainer
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import UserError, one_line, read_jsonl, run_cli
+from sft.arguments import RunArguments
+from sft.data import to_messages
+from sft.model import lora_config, prepare_model
+from sft.train import run_recipe, split_rows
+from sft.trainer import MixingLearningRate
+
+
+USAGE = """accelerate launch sft/train_dpo.py --config sft/recipes/dpo/dpo.yaml [--key value ...]
+
+Train a model to prefer the chosen answer of each row to the rejected one. A row holds `prompt`, `chosen` and
+`rejected`, each a list of {role, content}; sft/make_preference_pairs.py makes such rows. Every key below can stand in
+the YAML file or on the command line, which wins. A run that was stopped continues from its newest complete checkpoint
+when the same command is given again.
+
+example:
+  accelerate launch --config_file sft/accelerate_configs/single.yaml sft/train_dpo.py \\
+      --config sft/recipes/dpo/dpo.yaml --model_name_or_path outputs/demo/sft/final --dataset_name pairs.jsonl \\
+      --output_dir outputs/dpo
+"""
+COLUMNS = ("prompt", "chosen", "rejected")
+
+
+class MixingDPOTrainer(MixingLearningRate, DPOTrainer):
+    """DPOTrainer with the group of `MixingLearningRate`. It loads the reference model from where the model came."""
+
+
+def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
+    """The `prompt`, `chosen` and `rejected` of a row, each a list of {"role": system|user|assistant, "content": text}.
+
+    The prompt ends with the user, the answers are the assistant's and differ. `where` names the row in errors. Raises
+    `UserError` naming the row and the column.
+    """
+    for column in COLUMNS:
+        if not isinstance(row.get(column), list) or not row[column]:
+            raise UserError(
+                f"{where}, column '{column}': expected a list of messages ({{role, content}}), "
+                f"got {row.get(column)!r:.80}."
+            )
+    pair = {}
+    for column in ("chosen", "rejected"):
+        messages = to_messages({"messages": [*row["prompt"], *row[column]]}, f"{where}, 'prompt' and '{column}'")
+        length = len(row["prompt"])
+        pair |= {"prompt": messages[:length], column: messages[length:]}
+    if pair["prompt"][-1]["role"] != "user":
+        raise UserError(f"{where}, column 'prompt': the last turn must be the user's.")
+    for column in ("chosen", "rejected"):
+        if pair[column][0]["role"] != "assistant":
+            raise UserError(f"{where}, column '{column}': the first turn must be the assistant's.")
+    if pair["chosen"] == pair["rejected"]:
+        raise UserError(f"{where}: 'chosen' and 'rejected' are the same; remove the row.")
+    return pair
+
+
+def load_pairs(name: str, split: str) -> Dataset:
+    """A dataset with the columns of `to_pair`, from a local .jsonl file or a split of a dataset on the Hub. Raises
+    `UserError` for a missing or empty file or dataset and for a bad row."""
+    if name.endswith((".jsonl", ".json")) or Path(name).exists():
+        if not Path(name).is_file():
+            raise UserError(f"{name}: no such file; expected a JSON-lines file or the id of a dataset on the Hub.")
+        rows = read_jsonl(name)
+    else:
+        try:
+            rows = load_dataset(name, split=split)
+        except (DatasetNotFoundError, ValueError, ConnectionError) as error:
+            raise UserError(f"cannot load dataset {name!r}, split {split!r}: {one_line(error)}") from None
+    pairs = [to_pair(row, f"{name}, row {number}") for number, row in enumerate(rows, 1)]
+    if not pairs:
+        raise UserError(f"{name} holds no rows.")
+    return Dataset.from_list(pairs)
+
+
+def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOConfig) -> None:
+    """Print how many pairs `max_length` cuts. Raises `UserError` for a tokenizer without a chat template and for a
+    pair whose answers do not differ in what is left: TRL drops some of them without a word and learns nothing from the
+    others."""
+    if tokenizer.chat_template is None:
+        raise UserError("the tokenizer has no chat template: fine-tune the model with sft/train.py first.")
+    if args.max_length is None:
+        return
+    if args.max_length < 1:
+        raise UserError(f"max_length {args.max_length}: expected at least 1, or none for no limit.")
+    kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
+    cut = 0
+    for number, pair in enumerate(pairs, 1):
+        chosen, rejected = tokenizer.apply_chat_template(
+            [pair["prompt"] + pair[column] for column in ("chosen", "rejected")], return_dict=True
+        )["input_ids"]
+        if chosen[kept] == rejected[kept]:
+            raise UserError(
+                f"row {number}: its answers do not differ within max_length={args.max_length} tokens; raise "
+                "max_length or remove the row."
+            )
+        cut += max(len(chosen), len(rejected)) > args.max_length
+    PartialState().print(
+        f"{cut} of {len(pairs)} pairs are longer than max_length={args.max_length} tokens and are cut."
+    )
+
+
+def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
+    """The trainer of a recipe with its model and rows loaded. Raises `UserError`."""
+    pairs = load_pairs(run.dataset_name, run.dataset_split)
+    model, tokenizer = prepare_model(run, args)
+    check_lengths(pairs, tokenizer, args)
+    train_pairs, eval_pairs = split_rows(pairs, run, args)
+    return MixingDPOTrainer(
+        model=model,
+        args=args,
+        train_dataset=train_pairs,
+        eval_dataset=eval_pairs,
+        processing_class=tokenizer,
+        peft_config=lora_config(run, model),
+        mixing_lr_multiplier=run.mixing_lr_multiplier,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a recipe of preference optimisation. Raises `UserError`."""
+    run_recipe(DPOConfig, USAGE, build_trainer, argv)
+
+
+if __name__ == "__main__":
+    run_cli(main)
