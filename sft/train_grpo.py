@@ -1,0 +1,122 @@
+"""Reinforcement learning of a causal language model with TRL's GRPOTrainer, and reasoning-gym's verifiers as reward:
+see `--help` and sft/recipes/README.md."""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import UserError, read_jsonl, run_cli
+from sft.arguments import RunArguments
+from sft.model import lora_config, prepare_model
+from sft.score_reasoning import check_rows, is_right
+from sft.train import run_recipe, split_rows
+from sft.trainer import MixingLearningRate
+
+
+# Too little to make a wrong answer in the right format worth as much as a right one.
+FORMAT_WEIGHT = 0.1
+USAGE = f"""accelerate launch sft/train_grpo.py --config sft/recipes/grpo/grpo.yaml [--key value ...]
+
+Train a model on its own answers to reasoning rows (see sft/make_reasoning_data.py): a right answer earns 1 and the
+solution format {FORMAT_WEIGHT}, which `reward_weights` changes. Start from a model that is sometimes right, after
+sft/train.py: a group of answers that earn the same teaches nothing. Every key below can stand in the YAML file or on
+the command line, which wins. A run that was stopped continues from its newest complete checkpoint when the same
+command is given again.
+
+example:
+  accelerate launch --config_file sft/accelerate_configs/single.yaml sft/train_grpo.py \\
+      --config sft/recipes/grpo/grpo.yaml --model_name_or_path outputs/demo/sft/final --dataset_name train.jsonl \\
+      --output_dir outputs/grpo
+"""
+MARKERS = ("<|begin_of_thought|>", "<|end_of_thought|>", "<|begin_of_solution|>", "<|end_of_solution|>")
+FORMAT = re.compile(r"({}.+{}\s*)?{}.*\S.*{}".format(*map(re.escape, MARKERS)), re.DOTALL)
+
+
+class MixingGRPOTrainer(MixingLearningRate, GRPOTrainer):
+    """GRPOTrainer with the group of `MixingLearningRate`."""
+
+
+def correctness(completions: list[list[dict]], generator: list[str], entry: list[str], **_) -> list[float]:
+    """1 for each reply that `is_right`, else 0. `entry` holds the rows' entries as JSON."""
+    return [
+        float(is_right(reply["content"], name, json.loads(text)))
+        for (reply,), name, text in zip(completions, generator, entry, strict=True)
+    ]
+
+
+def solution_format(completions: list[list[dict]], **_) -> list[float]:
+    """1 for each reply that is one solution block, after one block of thought or none, and nothing else; else 0."""
+    replies = [reply["content"].strip() for (reply,) in completions]
+    return [
+        float(FORMAT.fullmatch(reply) is not None and all(reply.count(marker) <= 1 for marker in MARKERS))
+        for reply in replies
+    ]
+
+
+def load_prompts(path: str) -> Dataset:
+    """A dataset of `prompt`, `generator` and `entry` from a file of make_reasoning_data.py. Entries stay JSON: as
+    columns, the rows of two generators would get each other's keys. Raises `UserError` for a missing or empty file and
+    for a bad row (see `check_rows`)."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file; expected rows made by sft/make_reasoning_data.py.")
+    rows = list(read_jsonl(path))
+    if not rows:
+        raise UserError(f"{path} holds no rows.")
+    return Dataset.from_list(
+        [
+            {"prompt": prompt, "generator": row["generator"], "entry": json.dumps(row["entry"])}
+            for prompt, row in zip(check_rows(rows), rows, strict=True)
+        ]
+    )
+
+
+def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
+    """The trainer of a recipe with its model and rows loaded. Raises `UserError`."""
+    if args.use_vllm or args.use_transformers_continuous_batching:
+        raise UserError(
+            "use_vllm and use_transformers_continuous_batching are not supported: neither knows interleaved layers. "
+            "Remove them; answers come from the model's own generate, with a cache and in batches."
+        )
+    if args.reward_weights is None:
+        args.reward_weights = [1.0, FORMAT_WEIGHT]
+    elif len(args.reward_weights) != 2:
+        raise UserError(f"reward_weights {args.reward_weights}: expected two, of right answers and of the format.")
+    rows = load_prompts(run.dataset_name)
+    model, tokenizer = prepare_model(run, args)
+    if tokenizer.chat_template is None:
+        raise UserError("the tokenizer has no chat template: fine-tune the model with sft/train.py first.")
+    encoded = tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=True)
+    longest = max(map(len, encoded["input_ids"])) + args.max_completion_length
+    if longest > model.config.max_position_embeddings:
+        raise UserError(
+            f"the longest prompt and max_completion_length={args.max_completion_length} are {longest} tokens, more "
+            f"than the model's {model.config.max_position_embeddings} positions: lower max_completion_length."
+        )
+    train_rows, eval_rows = split_rows(rows, run, args)
+    return MixingGRPOTrainer(
+        model=model,
+        reward_funcs=[correctness, solution_format],
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        peft_config=lora_config(run, model),
+        mixing_lr_multiplier=run.mixing_lr_multiplier,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a recipe of reinforcement learning. Raises `UserError`."""
+    run_recipe(GRPOConfig, USAGE, build_trainer, argv)
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,452 @@
+"""Preference optimisation and reinforcement learning: pairs and rewards are right, both recipes train, resume and save
+a checkpoint that stands alone."""
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from datasets.exceptions import DatasetNotFoundError
+from helpers import GEOMETRIES, random_model, small_config
+from test_sft import byte_tokenizer, write_jsonl
+from trl import DPOConfig, GRPOConfig
+
+from command_io import UserError
+from conversion_scripts.checkpoint_io import run_in_clean_process
+from modeling_iha import IHAForCausalLM
+from sft import make_preference_pairs, make_reasoning_data, score_reasoning, train_dpo, train_grpo
+from sft.arguments import RecipeParser
+from sft.score_reasoning import is_right
+
+
+RECIPES = Path(__file__).resolve().parents[1] / "sft" / "recipes"
+REAL_CORRECTNESS = train_grpo.correctness
+COMMANDS = {"dpo": train_dpo, "grpo": train_grpo}
+TRAINERS = {"dpo": train_dpo.MixingDPOTrainer, "grpo": train_grpo.MixingGRPOTrainer}
+PROMPT = [{"role": "user", "content": "1+1?"}]
+
+
+def jsonl(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rows_file(tmp_path_factory) -> str:
+    """20 reasoning rows of two generators, whose entries have different keys."""
+    directory = tmp_path_factory.mktemp("rows")
+    for generator in ("chain_sum", "spell_backward"):
+        easy = ["--options", "max_terms=2"] if generator == "chain_sum" else []
+        make_reasoning_data.main([str(directory / generator), "--rows", "10", "--generator", generator, *easy])
+    rows = [row for pair in zip(jsonl(directory / "chain_sum"), jsonl(directory / "spell_backward")) for row in pair]
+    return write_jsonl(directory / "rows.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def pairs_file(rows_file) -> str:
+    out = Path(rows_file).with_name("pairs.jsonl")
+    make_preference_pairs.main([str(out), rows_file])
+    return str(out)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    """A saved model of interleaved and plain, window and global layers, whose mixing is far from neutral."""
+    tokenizer = byte_tokenizer()
+    config = small_config(
+        **GEOMETRIES["hybrid"],
+        vocab_size=len(tokenizer),
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    directory = tmp_path_factory.mktemp("tiny")
+    random_model(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def command(name: str, model: str, rows: str, output: Path, **overrides) -> list[str]:
+    """The recipe at the size of a test: nothing but paths, sizes and number types is overridden."""
+    values = {
+        "model_name_or_path": model,
+        "dataset_name": rows,
+        "output_dir": output,
+        "eval_size": 4,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "bf16": "false",
+        "use_cpu": "true",
+        **({"num_generations": 2, "max_completion_length": 12} if name == "grpo" else {}),
+        **overrides,
+    }
+    arguments = [part for key, value in values.items() for part in (f"--{key}", str(value))]
+    return ["--config", str(RECIPES / name / f"{name}.yaml"), *arguments]
+
+
+def build(name: str, *arguments, **overrides):
+    """The trainer of a recipe at the size of a test."""
+    config_class = {"dpo": DPOConfig, "grpo": GRPOConfig}[name]
+    run, args = RecipeParser(config_class, "").parse(command(name, *arguments, **overrides))
+    return COMMANDS[name].build_trainer(run, args)
+
+
+@pytest.fixture(autouse=True)
+def rewards_that_differ(monkeypatch):
+    """A model with random weights is never right: its replies earn something that only depends on them."""
+    monkeypatch.setattr(train_grpo, "correctness", reward_of_text)
+
+
+def reward_of_text(completions, **_):
+    return [sum(map(ord, reply["content"])) % 7 / 7 for (reply,) in completions]
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, rows_file, pairs_file, tmp_path_factory) -> dict[str, Path]:
+    """Output directories: preference optimisation of the tiny model, then reinforcement learning of what it left."""
+    outputs = {name: tmp_path_factory.mktemp("runs") / name for name in COMMANDS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_grpo, "correctness", reward_of_text)
+        train_dpo.main(command("dpo", tiny, pairs_file, outputs["dpo"]))
+        train_grpo.main(command("grpo", str(outputs["dpo"] / "final"), rows_file, outputs["grpo"]))
+    return outputs
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_recipe_trains_every_weight_the_mixing_at_its_own_rate(name, runs, tiny, rows_file, pairs_file):
+    logged = json.loads((runs[name] / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    steps = [entry for entry in logged if "learning_rate" in entry]
+    assert len(steps) == 4
+    for entry in steps:
+        assert entry["mixing_learning_rate"] == pytest.approx(40 * entry["learning_rate"])
+        assert math.isfinite(entry["loss"])
+    assert {entry["step"] for entry in logged if "eval_loss" in entry} == {2, 4}
+    if name == "dpo":
+        # Before the first step the model is its reference.
+        assert abs(steps[0]["rewards/chosen"]) < 1e-5 < 1e-4 < abs(steps[-1]["rewards/chosen"])
+    else:
+        rewards = [entry["rewards/reward_of_text/mean"] for entry in steps]
+        assert [entry["reward"] for entry in steps] == pytest.approx(rewards)  # no reply has the format
+        assert {entry["rewards/solution_format/mean"] for entry in steps} == {0}
+
+    source = IHAForCausalLM.from_pretrained(tiny if name == "dpo" else runs["dpo"] / "final").state_dict()
+    trained = IHAForCausalLM.from_pretrained(runs[name] / "final").state_dict()
+    assert not [key for key in source if torch.equal(source[key], trained[key])]
+    assert f"TRL's {name.upper()}Trainer" in (runs[name] / "final" / "README.md").read_text()
+    with pytest.raises(UserError, match="has finished"):
+        COMMANDS[name].main(command(name, tiny, rows_file, runs[name]))
+
+
+def test_the_final_checkpoints_stand_alone(runs):
+    program = """
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+result = {}
+for name, directory in request["directories"].items():
+    model, info = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+    ids = tokenizer.apply_chat_template(
+        request["prompt"], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )["input_ids"]
+    result[name] = [type(model).__module__, model.generate(ids, max_new_tokens=6, do_sample=False).tolist()]
+"""
+    finals = {name: str(output / "final") for name, output in runs.items()}
+    answers = run_in_clean_process(program, {"directories": finals, "prompt": PROMPT})
+    for name, (module, tokens) in answers.items():
+        assert module.startswith("transformers_modules.")
+        ids = byte_tokenizer().apply_chat_template(PROMPT, add_generation_prompt=True, return_dict=True)["input_ids"]
+        model = IHAForCausalLM.from_pretrained(finals[name])
+        assert model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False).tolist() == tokens
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_interrupted_run_resumes_to_the_same_weights(
+    name, runs, tiny, rows_file, pairs_file, tmp_path, monkeypatch, capsys
+):
+    inputs = {"dpo": (tiny, pairs_file), "grpo": (str(runs["dpo"] / "final"), rows_file)}[name]
+    steps = 0
+    training_step = TRAINERS[name].training_step
+
+    def interrupted_step(self, *args, **kwargs):
+        nonlocal steps
+        steps += 1
+        if steps == 7:  # the first half of the fourth step
+            raise KeyboardInterrupt
+        return training_step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TRAINERS[name], "training_step", interrupted_step)
+        COMMANDS[name].main(command(name, *inputs, tmp_path))
+    COMMANDS[name].main(command(name, *inputs, tmp_path))
+    assert f"Resuming from {tmp_path / 'checkpoint-2'}" in capsys.readouterr().out
+    whole, resumed = (
+        IHAForCausalLM.from_pretrained(output / "final").state_dict() for output in (runs[name], tmp_path)
+    )
+    assert all(torch.equal(value, resumed[key]) for key, value in whole.items())
+
+
+def test_the_reference_of_adapters_has_the_mixing_of_the_start(tiny, pairs_file, tmp_path):
+    trainer = build(
+        "dpo", tiny, pairs_file, tmp_path, use_peft="true", learning_rate=1e-3, mixing_lr_multiplier=10, eval_size=0,
+        eval_strategy="no", save_strategy="no",
+    )  # fmt: skip
+    trainer.train()
+    moved = [name for name, value in trainer.model.named_parameters() if "q_mix" in name and value.requires_grad]
+    assert moved and trainer.ref_model is None
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    ours = torch.cat(trainer.compute_ref_log_probs(trainer.model, inputs))
+    start = build("dpo", tiny, pairs_file, tmp_path, eval_size=0, eval_strategy="no")
+    expected = torch.cat(start.compute_ref_log_probs(start.ref_model, inputs))
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-4)
+    # The control: the policy itself has moved away.
+    policy = torch.cat(
+        start.compute_ref_log_probs(trainer.accelerator.unwrap_model(trainer.model).merge_and_unload(), inputs)
+    )
+    assert (policy - expected).abs().min() > 0.1
+
+
+def test_replies_are_drawn_and_weighed_as_if_each_were_alone(tiny, rows_file, tmp_path):
+    """Prompts of different lengths, padded on the left, with interleaved window and global layers: the replies that a
+    cache gives are the greedy ones of whole inputs, and so are their log-probabilities."""
+    trainer = build(
+        "grpo", tiny, rows_file, tmp_path, top_k=1, eval_size=0, eval_strategy="no", max_completion_length=6
+    )
+    lengths = []
+    trainer.model.get_input_embeddings().register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
+    prompts = [trainer.processing_class.encode(text) for text in ("1", "12 + 34 =", "a longer prompt than the others")]
+    replies, _ = trainer._generate_single_turn(prompts, None, {}, 1)
+    assert lengths == [len(prompts[2]), 1, 1, 1, 1, 1]
+
+    with torch.no_grad():
+        for prompt, reply in zip(prompts, replies, strict=True):
+            logits = trainer.model(torch.tensor([prompt + reply])).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(-1).tolist() == reply
+
+    width = max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(prompt)) + prompt + reply for prompt, reply in zip(prompts, replies)])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * (len(prompt) + 6) for prompt in prompts])
+    with torch.no_grad():
+        together, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, padded, mask, 6)
+        for row, prompt in enumerate(prompts):
+            ids = padded[row : row + 1, width - len(prompt) :]
+            alone, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 6)
+            torch.testing.assert_close(together[row], alone[0], rtol=1e-4, atol=1e-4)
+
+
+# Rewards
+
+
+@pytest.mark.parametrize("generator", ["chain_sum", "gcd", "spell_backward"])
+def test_a_rows_own_answer_earns_1_and_a_broken_one_0(generator, tmp_path):
+    make_reasoning_data.main([str(tmp_path / "rows.jsonl"), "--rows", "5", "--generator", generator])
+    rows = jsonl(tmp_path / "rows.jsonl")
+    answers = [row["conversations"][1]["value"] for row in rows]
+    arguments = {"generator": [generator] * 5, "entry": [json.dumps(row["entry"]) for row in rows]}
+
+    def rewards(texts):
+        replies = [[{"role": "assistant", "content": text}] for text in texts]
+        return REAL_CORRECTNESS(replies, **arguments), train_grpo.solution_format(replies)
+
+    assert rewards(answers) == ([1] * 5, [1] * 5)
+    # Right, with the answer first among other words: many verifiers give parts of the score to those.
+    assert rewards([f"{text.removesuffix('<|end_of_solution|>')} x" for text in answers]) == ([0] * 5, [0] * 5)
+    assert rewards([row["entry"]["answer"] for row in rows]) == ([1] * 5, [0] * 5)
+    assert rewards(["", "<|begin_of_solution|>", "nan", "9**9**9", "\ud83d"]) == ([0] * 5, [0] * 5)
+
+
+@pytest.mark.parametrize(
+    "reply, expected",
+    [
+        ("<|begin_of_solution|>\n4\n<|end_of_solution|>", 1),
+        ("<|begin_of_thought|>\n2\n<|end_of_thought|>\n<|begin_of_solution|>4<|end_of_solution|>\n", 1),
+        ("<|begin_of_solution|> \n<|end_of_solution|>", 0),
+        ("<|begin_of_solution|>4<|end_of_solution|> and more", 0),
+        ("So <|begin_of_solution|>4<|end_of_solution|>", 0),
+        ("<|begin_of_solution|>4", 0),
+        ("<|begin_of_solution|>4<|end_of_solution|><|begin_of_solution|>5<|end_of_solution|>", 0),
+        ("<|end_of_thought|><|begin_of_thought|><|begin_of_solution|>4<|end_of_solution|>", 0),
+        ("4", 0),
+    ],
+)
+def test_the_format_is_one_solution_block_and_nothing_else(reply, expected):
+    assert train_grpo.solution_format([[{"role": "assistant", "content": reply}]]) == [expected]
+
+
+def test_a_verifier_that_never_ends_or_fails_makes_a_reply_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(score_reasoning, "VERIFIER_SECONDS", 0.2)
+    for generator, reply in (("countdown", "9**9**9"), ("prime_factorization", "two")):
+        make_reasoning_data.main([str(tmp_path / generator), "--rows", "1", "--generator", generator])
+        (row,) = jsonl(tmp_path / generator)
+        assert is_right(row["conversations"][1]["value"], generator, row["entry"])
+        assert not is_right(f"<|begin_of_solution|>{reply}", generator, row["entry"])
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+# Pairs
+
+
+def test_a_slip_changes_one_sign_of_the_solution_and_makes_it_wrong(rows_file, pairs_file, tmp_path):
+    rows, pairs = jsonl(rows_file), jsonl(pairs_file)
+    assert len(pairs) == len(rows)
+    for row, pair in zip(rows, pairs):
+        assert [turn["role"] for turn in pair["prompt"]] == ["system", "user"]
+        answer, (chosen,), (rejected,) = row["conversations"][1]["value"], pair["chosen"], pair["rejected"]
+        assert chosen == {"role": "assistant", "content": answer} and rejected["role"] == "assistant"
+        assert len(rejected["content"]) == len(answer)
+        (place,) = [i for i, (ours, slip) in enumerate(zip(answer, rejected["content"])) if ours != slip]
+        assert answer.index("<|begin_of_solution|>\n") + 22 <= place < answer.index("\n<|end_of_solution|>")
+        assert not is_right(rejected["content"], row["generator"], row["entry"])
+    make_preference_pairs.main([str(tmp_path / "again.jsonl"), rows_file])
+    assert jsonl(tmp_path / "again.jsonl") == pairs
+    make_preference_pairs.main([str(tmp_path / "other.jsonl"), rows_file, "--seed", "1"])
+    assert jsonl(tmp_path / "other.jsonl") != pairs
+
+
+def test_the_wrong_ones_of_a_models_replies_are_rejected(rows_file, tmp_path, capsys):
+    rows = jsonl(rows_file)
+    replies = [row["entry"]["answer"] if index % 2 else "I am lost" for index, row in enumerate(rows)]
+    replies[0] = ""
+    figures, out = tmp_path / "figures.json", tmp_path / "pairs.jsonl"
+    figures.write_text(json.dumps({"replies": replies}))
+    make_preference_pairs.main([str(out), rows_file, "--replies", str(figures)])
+    assert "9 pairs from 20 rows" in capsys.readouterr().out
+    assert {pair["rejected"][0]["content"] for pair in jsonl(out)} == {"I am lost"}
+    assert [pair["chosen"][0]["content"] for pair in jsonl(out)] == [
+        row["conversations"][1]["value"] for row in rows[2::2]
+    ]
+
+    for content, named in (
+        ({"replies": replies[1:]}, "19 replies to 20 rows"),
+        ({"replies": [row["entry"]["answer"] for row in rows]}, "nothing to prefer"),
+        ({"replies": [1] * 20}, "expected 'replies'"),
+        ({}, "expected 'replies'"),
+    ):
+        figures.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=named):
+            make_preference_pairs.main([str(tmp_path / "none.jsonl"), rows_file, "--replies", str(figures)])
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+# Bad input
+
+USER, ASSISTANT = ({"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A")))
+PAIR = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{**ASSISTANT, "content": "B"}]}
+
+
+@pytest.mark.parametrize(
+    "bad, named",
+    [
+        ({"prompt": [USER], "chosen": [ASSISTANT]}, ["column 'rejected'", "list of messages", "None"]),
+        ({**PAIR, "prompt": "Q"}, ["column 'prompt'", "list of messages"]),
+        ({**PAIR, "chosen": []}, ["column 'chosen'", "list of messages"]),
+        ({**PAIR, "chosen": [{"role": "robot", "content": "A"}]}, ["'chosen'", "turn 2", "unknown role 'robot'"]),
+        ({**PAIR, "rejected": [{"role": "assistant", "content": 4}]}, ["'rejected'", "turn 2", "int"]),
+        ({**PAIR, "rejected": ["A"]}, ["'rejected'", "turn 2", "'role' and 'content'"]),
+        ({**PAIR, "rejected": [ASSISTANT, USER]}, ["'rejected'", "last turn", "user"]),
+        ({**PAIR, "chosen": [USER, ASSISTANT]}, ["column 'chosen'", "first turn", "assistant"]),
+        ({**PAIR, "prompt": [USER, ASSISTANT]}, ["column 'prompt'", "last turn", "user"]),
+        ({**PAIR, "rejected": [ASSISTANT]}, ["the same"]),
+        ("[1]", ["expected a JSON object"]),
+    ],
+)
+def test_a_bad_pair_is_named_with_its_column_before_the_model_is_loaded(tmp_path, bad, named):
+    path = write_jsonl(tmp_path / "pairs.jsonl", [PAIR, bad])
+    with pytest.raises(UserError) as refused:
+        train_dpo.main(command("dpo", "absent/model", path, tmp_path / "run"))
+    for part in ["pairs.jsonl, row 2", *named]:
+        assert part in str(refused.value)
+
+
+def test_pairs_that_teach_nothing_within_the_length_are_refused(tiny, pairs_file, tmp_path, capsys):
+    # The first pair differs in its last signs only.
+    with pytest.raises(UserError, match=r"row 1: .* max_length=100"):
+        build("dpo", tiny, pairs_file, tmp_path, max_length=100)
+    rows = [PAIR, {**PAIR, "chosen": [{**ASSISTANT, "content": "A" * 300}]}]
+    path = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    trainer = build("dpo", tiny, path, tmp_path, max_length=200, eval_size=0, eval_strategy="no")
+    assert "1 of 2 pairs are longer than max_length=200" in capsys.readouterr().out
+    assert len(trainer.train_dataset) == 2
+    with pytest.raises(UserError, match="max_length 0"):
+        build("dpo", tiny, path, tmp_path, max_length=0)
+
+
+def test_pairs_come_from_the_hub_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_dpo, "load_dataset", lambda name, split: [{**PAIR, "score": 1}])
+    assert train_dpo.load_pairs("someone/pairs", "train")[0] == PAIR
+
+    def missing(name, split):
+        raise DatasetNotFoundError("no such\ndataset")
+
+    monkeypatch.setattr(train_dpo, "load_dataset", missing)
+    with pytest.raises(UserError, match="cannot load dataset 'someone/pairs', split 'train': no such dataset"):
+        train_dpo.load_pairs("someone/pairs", "train")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_missing_and_empty_files_are_refused(name, tmp_path):
+    for path, named in (
+        (str(tmp_path / "absent.jsonl"), "no such file"),
+        (write_jsonl(tmp_path / "empty.jsonl", [""]), "holds no rows"),
+    ):
+        with pytest.raises(UserError, match=named):
+            COMMANDS[name].main(command(name, "absent/model", path, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lambda row: row.pop("entry"), "row 2: columns 'generator' and 'entry'"),
+        (lambda row: row.update(generator="absent"), "row 2: columns 'generator' and 'entry'"),
+        (lambda row: row["entry"].update(answer="abc"), "row 2: the verifier of 'spell_backward' does not accept"),
+        (
+            lambda row: row.update(make_reasoning_data.make_rows(1, 0, "complex_arithmetic", {}, set())[0]),
+            "row 2: the verifier of 'complex_arithmetic' accepts nonsense",
+        ),
+    ],
+)
+def test_a_row_without_a_fair_verifier_is_refused_before_the_model_is_loaded(change, named, rows_file, tmp_path):
+    rows = jsonl(rows_file)[:2]
+    change(rows[1])
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(UserError, match=named):
+        train_grpo.main(command("grpo", "absent/model", path, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "overrides, named",
+    [
+        ({"use_vllm": "true"}, "use_vllm"),
+        ({"use_transformers_continuous_batching": "true"}, "use_transformers_continuous_batching"),
+        ({"num_generations": 3}, "number of generations"),
+        ({"max_completion_length": 1000}, "1024 positions"),
+    ],
+)
+def test_an_impossible_run_is_refused(overrides, named, tiny, rows_file, tmp_path):
+    with pytest.raises(UserError, match=named):
+        train_grpo.main(command("grpo", tiny, rows_file, tmp_path / "run", **overrides))
+
+
+def test_as_many_weights_as_rewards_are_needed(tiny, rows_file, tmp_path):
+    with pytest.raises(UserError, match="reward_weights"):
+        build("grpo", tiny, rows_file, tmp_path, reward_weights=1)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_model_without_a_chat_template_is_refused(name, tiny, rows_file, pairs_file, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    model = tmp_path / "model"
+    IHAForCausalLM.from_pretrained(tiny).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    with pytest.raises(UserError, match="no chat template"):
+        build(name, str(model), {"dpo": pairs_file, "grpo": rows_file}[name], tmp_path)
