@@ -221,6 +221,7 @@ def test_replies_are_drawn_and_weighed_as_if_each_were_alone(tiny, rows_file, tm
     trainer = build(
         "grpo", tiny, rows_file, tmp_path, top_k=1, eval_size=0, eval_strategy="no", max_completion_length=6
     )
+    assert trainer.reward_weights.tolist() == pytest.approx([1, 0.1])
     lengths = []
     trainer.model.get_input_embeddings().register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
     prompts = [trainer.processing_class.encode(text) for text in ("1", "12 + 34 =", "a longer prompt than the others")]
@@ -244,6 +245,15 @@ def test_replies_are_drawn_and_weighed_as_if_each_were_alone(tiny, rows_file, tm
 
 
 # Rewards
+
+
+def test_every_reply_is_scored_with_the_whole_entry_of_its_row(rows_file):
+    rows, prompts = jsonl(rows_file), train_grpo.load_prompts(rows_file)
+    assert [json.loads(text) for text in prompts["entry"]] == [row["entry"] for row in rows]
+    replies = [[{"content": row["conversations"][1]["value"]}] for row in rows]
+    others = {name: prompts[name] for name in ("generator", "entry")}
+    assert REAL_CORRECTNESS(replies, **others) == [1] * 20
+    assert REAL_CORRECTNESS(replies[1:] + replies[:1], **others) == [0] * 20
 
 
 @pytest.mark.parametrize("generator", ["chain_sum", "gcd", "spell_backward"])
