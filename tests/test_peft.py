@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 from helpers import GEOMETRIES, assert_close, random_ids, random_model, small_config
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from test_sft import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from tiny_sources import tiny_source
+from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from trl import SFTConfig
 
 from command_io import UserError
