@@ -9,6 +9,7 @@ import torch
 from helpers import (
     FP32,
     FP64,
+    PROJECTIONS,
     assert_attention_matches,
     assert_close,
     assert_gradients_match,
@@ -222,8 +223,7 @@ def check_adapters(mechanism, directory):
     config, input_ids = mechanism.hybrid_config(), random_ids(2, LENGTH)
     base = random_model(config)
     expected = uncached_logits(base, input_ids)
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=PROJECTIONS, init_lora_weights=False)
     model = get_peft_model(random_model(config), adapters)
     model(input_ids, labels=input_ids).loss.backward()
     assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)

@@ -57,7 +57,7 @@ def core(request, monkeypatch):
 @pytest.mark.parametrize("chunks", [[1] * LENGTH, [5, 1, 3, 2], [9, 1, 1], [2, 9]], ids=str)
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_cached_equals_uncached(geometry, positions, chunks):
+def test_cached_equals_uncached(form, geometry, positions, chunks):
     """Token by token, and in chunks shorter and longer than the window."""
     model = random_model(
         small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})
@@ -78,7 +78,7 @@ def test_cached_equals_uncached_on_every_core(core, geometry):
 
 @pytest.mark.parametrize("make_cache", [lambda config: DynamicCache(config=config), lambda config: DynamicCache()])
 @pytest.mark.parametrize("geometry", ["global", "window", "hybrid", "diff", *sorted(SCORE_MATRIX)])
-def test_a_cache_of_the_caller(geometry, make_cache):
+def test_a_cache_of_the_caller(form, geometry, make_cache):
     """A stock cache made outside works, with the config (window layers drop tokens) and without (they keep all)."""
     model = random_model(small_config(num_pseudo_heads=3, **GEOMETRIES[geometry]))
     input_ids = random_ids(2, LENGTH)
@@ -110,7 +110,7 @@ def test_cache_bytes_are_llamas(num_pseudo_heads, positions, dtype):
 
 @pytest.mark.parametrize("chunks", [[LENGTH], [1] * LENGTH], ids=["prefill", "decode"])
 @pytest.mark.parametrize("window", [2, 4])
-def test_window_layers_keep_the_window(window, chunks):
+def test_window_layers_keep_the_window(form, window, chunks):
     """Of the past, the next query of an "mha" layer sees W - 1 tokens, and keeps them. In an "iha" layer its W * P
     virtual keys reach from (n, p) back to (n - W, p + 1): all but the last pseudo-head see part of W tokens, and W are
     kept."""
@@ -194,7 +194,7 @@ def test_generate_over_several_turns():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing_changes_no_gradient(use_reentrant):
+def test_gradient_checkpointing_changes_no_gradient(form, use_reentrant):
     model = random_model(small_config(num_pseudo_heads=3, **HYBRID, sliding_window=3)).train()
     input_ids = random_ids(2, 7)
     gradients = []

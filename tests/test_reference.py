@@ -5,6 +5,7 @@ Tolerances are relative to the largest entry of what is compared (`relative_erro
 """
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -71,52 +72,65 @@ def test_reference_window_counts_virtual_tokens():
 # The attention layer: Algorithm 1
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 20])
-@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
-@pytest.mark.parametrize("positions", ["interleaved", "shared"])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids="H{0[0]}G{0[1]}".format)
-@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 3, 4, 5])
-def test_attention_matches_reference(num_pseudo_heads, heads, positions, collapse, window):
-    config = small_config(
-        hidden_size=8 * heads[0],
-        num_hidden_layers=1,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
+def in_each_form(**choices):
+    """Every combination of these choices in both forms of the fixture `form`. One pseudo-head and a collapse over all
+    heads are always computed on the virtual sequence: once is enough."""
+    names, cases = ("form", *choices), []
+    for form, *values in product(["virtual", "collapse_first"], *choices.values()):
+        fields = dict(zip(choices, values))
+        if form == "virtual" or (fields["num_pseudo_heads"] > 1 and fields["pseudo_collapse"] == "per_head"):
+            cases.append((form, *values))
+    return pytest.mark.parametrize(names, cases, indirect=["form"])
+
+
+def layer_config(window=None, **overrides):
+    window_fields = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
+    return small_config(num_hidden_layers=1, **window_fields, **overrides)
+
+
+@pytest.mark.parametrize(("heads", "window"), [((4, 4), None), ((4, 2), 1), ((3, 1), 7), ((4, 2), 20)], ids=str)
+@in_each_form(
+    num_pseudo_heads=[1, 2, 3, 4, 5],
+    pseudo_positions=["interleaved", "shared"],
+    pseudo_collapse=["per_head", "all_heads"],
+)
+def test_attention_matches_reference(form, num_pseudo_heads, pseudo_positions, pseudo_collapse, heads, window):
+    """Every pairing of heads and window at P = 2 is in the mechanism suite."""
+    num_heads, num_groups = heads
+    config = layer_config(
+        window,
+        hidden_size=8 * num_heads,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_groups,
         num_pseudo_heads=num_pseudo_heads,
-        pseudo_positions=positions,
-        pseudo_collapse=collapse,
-        layer_types="full_attention" if window is None else "sliding_attention",
-        sliding_window=window,
+        pseudo_positions=pseudo_positions,
+        pseudo_collapse=pseudo_collapse,
     )
     assert_attention_matches(config, FP32)
 
 
-@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 5])
-@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
 @pytest.mark.parametrize("window", [None, 1, 7])
-def test_attention_matches_reference_in_float64(num_pseudo_heads, collapse, window):
+@in_each_form(num_pseudo_heads=[1, 2, 5], pseudo_collapse=["per_head", "all_heads"])
+def test_attention_matches_reference_in_float64(form, num_pseudo_heads, pseudo_collapse, window):
     """Interleaved positions are rotated in float64 throughout, and theta = 16 makes the frequencies 1, 1/2, 1/4 and
     1/8."""
-    config = small_config(
-        num_hidden_layers=1,
+    config = layer_config(
+        window,
         num_pseudo_heads=num_pseudo_heads,
-        pseudo_collapse=collapse,
-        layer_types="full_attention" if window is None else "sliding_attention",
-        sliding_window=window,
+        pseudo_collapse=pseudo_collapse,
         rope_parameters={"rope_type": "default", "rope_theta": 16.0},
     )
     assert_attention_matches(config, FP64_EXACT, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("positions", ["interleaved", "shared"])
-@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
-@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 3, 4, 5])
-def test_attention_matches_reference_in_bfloat16(num_pseudo_heads, collapse, positions):
-    config = small_config(
-        num_hidden_layers=1,
-        num_pseudo_heads=num_pseudo_heads,
-        pseudo_positions=positions,
-        pseudo_collapse=collapse,
+@in_each_form(
+    num_pseudo_heads=[1, 2, 3, 4, 5],
+    pseudo_collapse=["per_head", "all_heads"],
+    pseudo_positions=["interleaved", "shared"],
+)
+def test_attention_matches_reference_in_bfloat16(form, num_pseudo_heads, pseudo_collapse, pseudo_positions):
+    config = layer_config(
+        num_pseudo_heads=num_pseudo_heads, pseudo_positions=pseudo_positions, pseudo_collapse=pseudo_collapse
     )
     assert_attention_matches(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
 
@@ -149,7 +163,7 @@ def test_attention_matches_reference_in_bfloat16(num_pseudo_heads, collapse, pos
     ],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FP32), (torch.float64, FP64)], ids=["fp32", "fp64"])
-def test_model_matches_reference(overrides, dtype, tolerance):
+def test_model_matches_reference(form, overrides, dtype, tolerance):
     model = random_model(small_config(num_pseudo_heads=3, **overrides), dtype=dtype)
     input_ids = random_ids(2, 9)
     logits = model(input_ids).logits
@@ -181,7 +195,7 @@ ROPE_OPTIONS = {
 
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
 @pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])
-def test_rope_types(rope_type, positions):
+def test_rope_types(form, rope_type, positions):
     """Every RoPE type of Transformers: equal to the reference with that type's frequencies, and cached equal to
     uncached."""
     rope = {"rope_type": rope_type, "rope_theta": 100.0, **ROPE_OPTIONS[rope_type]}
