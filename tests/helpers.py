@@ -105,6 +105,11 @@ GEOMETRIES = {
         "sliding_window": 3,
     },
 }
+# Of "iha" layers, what the mechanism suite lacks: P, windows of one token, a collapse over all heads, two kinds in one
+# model.
+IHA_GEOMETRIES = ["one_pseudo_head", "no_gqa", "window_of_1", "hybrid", "hybrid_window_of_1"]
+# Of the other kinds than "iha".
+OTHER_KINDS = [name for name, fields in GEOMETRIES.items() if isinstance(fields.get("attention_kinds"), str)]
 # Of kinds that change the score matrix, which flash cores and FlexAttention never build: refused there.
 SCORE_MATRIX = {
     name
@@ -216,7 +221,7 @@ def reload(model, directory):
     return loaded
 
 
-def left_padding(real):
+def padding(real):
     """Arguments for `real` [B, N], True where a token is none of padding: (of a model, of a reference)."""
     position_ids = (real.cumsum(-1) - 1).clamp_min(0)
     return (
@@ -230,6 +235,18 @@ def packing(lengths, rows=1):
     position_ids = torch.cat([torch.arange(n) for n in lengths]).expand(rows, -1)
     document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).expand(rows, -1)
     return {"position_ids": position_ids}, {"position_ids": position_ids, "document_ids": document_ids}
+
+
+def cumulative_lengths(lengths):
+    """What a padding-free collator gives beside position_ids for documents of these lengths in one row."""
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).int()
+    longest = max(lengths)
+    return {
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def skip_if_refused(geometry, core):
@@ -370,7 +387,7 @@ def assert_attention_matches(
     inputs=({}, {}),
 ):
     """As `assert_layer_matches`, with the reference of the first layer's kind and `rows` of `length` tokens. `inputs`
-    of the model and of the reference are those of `left_padding` or `packing`."""
+    of the model and of the reference are those of `padding` or `packing`."""
     model = random_model(config, dtype=dtype, seed=seed)
     if core is not None:
         set_core(model, core)

@@ -13,9 +13,9 @@ from helpers import (
     assert_gradients_match,
     gradients,
     learn_one_batch,
-    left_padding,
     logits_in_chunks,
     packing,
+    padding,
     random_ids,
     random_model,
     reference_logits,
@@ -83,7 +83,7 @@ def test_model_matches_reference(cpu_cores, core, block, geometry, inputs, monke
     arguments, reference = {}, {}
     if inputs == "padded":
         real[0, :3] = False
-        arguments, reference = left_padding(real)
+        arguments, reference = padding(real)
     if inputs == "packed":
         arguments, reference = packing((5, 1, 5), rows=len(input_ids))
     with torch.set_grad_enabled(core != "flex_attention"):  # it has no CPU backward

@@ -16,9 +16,9 @@ from helpers import (
     attention_of_first_layer,
     gradients,
     learn_one_batch,
-    left_padding,
     logits_and_gradients,
     packing,
+    padding,
     random_ids,
     random_model,
     relative_error,
@@ -139,7 +139,7 @@ def test_padding_and_packing_match_reference(case, windows, core):
         pytest.skip("the linear form has no windows")
     config = hyper_config(windows and max(windows), windows=windows, **options)
     real = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
-    assert_attention_matches(config, FP32, core=core, length=7, inputs=left_padding(real))
+    assert_attention_matches(config, FP32, core=core, length=7, inputs=padding(real))
     assert_attention_matches(config, FP32, core=core, length=7, rows=1, inputs=packing((3, 1, 3)))
 
 

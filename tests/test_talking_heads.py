@@ -15,9 +15,9 @@ from helpers import (
     assert_gradients_match,
     gradients,
     learn_one_batch,
-    left_padding,
     logits_in_chunks,
     packing,
+    padding,
     random_ids,
     random_model,
     reference_logits,
@@ -79,7 +79,7 @@ def test_blocks_match_reference(core, geometry, inputs, monkeypatch):
     arguments, reference = {}, {}
     if inputs == "padded":
         real[0, :3] = False
-        arguments, reference = left_padding(real)
+        arguments, reference = padding(real)
     if inputs == "packed":
         arguments, reference = packing((5, 1, 5), rows=len(input_ids))
     logits = model(input_ids, use_cache=False, **arguments).logits
