@@ -546,6 +546,13 @@ def test_help_has_an_example(module, monkeypatch, capsys):
     assert code == 0 and f"example: python -m {module.__name__} " in " ".join(out.split())
 
 
+def test_help_names_what_the_tables_hold(monkeypatch, capsys):
+    monkeypatch.setattr(convert_llama_to_iha, "ARCHITECTURES", {"one": None, "two": None})
+    monkeypatch.setattr(convert_llama_to_iha, "ATTENTION_KINDS", ["three", "four", "five"])
+    _, out, _ = command(monkeypatch, capsys, convert_llama_to_iha, "--help")
+    assert "of architecture one or two to attention of kind three, four or five without" in " ".join(out.split())
+
+
 # Bad input
 
 
