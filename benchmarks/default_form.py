@@ -1,6 +1,6 @@
-"""What an "iha" layer runs by default against the stock form, SDPA on the virtual sequence: a forward, a training step
-(forward and backward) and one token after N cached ones, of one attention module with the same weights. Width 512, 8
-heads, fp32, no padding; with one thread and with all.
+"""Compare the default form of an "iha" layer with the stock form, SDPA on the virtual sequence, for one attention
+module with the same weights: a forward, a training step (forward and backward), and one token after N cached ones.
+Width 512, 8 heads, fp32, no padding; with one thread and with all threads.
 
 example: python -m benchmarks.default_form --tokens 512 2048 --pseudo-heads 2 4 8 --batch 1 4
 """
@@ -62,7 +62,7 @@ def measure(threads: int, tokens: int, pseudo_heads: int, batch: int, window: in
     modules["default"].load_state_dict(modules["sdpa"].state_dict())
     states = torch.randn(batch, tokens, 512)
     runs = {name: prepare(module, states, part) for name, module in modules.items()}
-    # Short runs are noisy, and one of 16384 virtual tokens takes up to a minute.
+    # Short runs are noisy, and a run of 16384 virtual tokens takes up to a minute.
     if part != "decoding" and tokens * pseudo_heads * batch > 8192:
         repeats = 1
     else:
@@ -85,10 +85,14 @@ def measure(threads: int, tokens: int, pseudo_heads: int, batch: int, window: in
 
 def main() -> None:
     parser = arguments(__doc__, [64, 256, 512, 2048])
-    parser.add_argument("--pseudo-heads", type=int, nargs="+", default=[2, 4, 8], help="([2, 4, 8])")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="rows of the batch ([1, 4])")
-    parser.add_argument("--window", type=int, nargs="+", default=[64], help="of sliding layers, in tokens ([64])")
-    parser.add_argument("--longest", type=int, default=16384, help="virtual tokens of a batch (16384)")
+    parser.add_argument(
+        "--pseudo-heads", type=int, nargs="+", default=[2, 4, 8], help="numbers of pseudo-heads ([2, 4, 8])"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="batch sizes ([1, 4])")
+    parser.add_argument(
+        "--window", type=int, nargs="+", default=[64], help="windows of sliding layers, in tokens ([64])"
+    )
+    parser.add_argument("--longest", type=int, default=16384, help="virtual tokens of the largest batch (16384)")
     args = parser.parse_args()
     counts = list(dict.fromkeys((1, os.cpu_count())))
     rows = []

@@ -1,6 +1,5 @@
-"""What the benchmarks share: layers of one size, interleaved times, peaks of memory, and results as JSON with a plot
-beside it.
-"""
+"""What the benchmarks share: layers of one size, times of interleaved runs, peaks of memory, and results as JSON and a
+plot."""
 
 import argparse
 import json
@@ -25,13 +24,13 @@ from modeling_iha.collapse_first import IHAWeights, collapse_first_attention
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# What processes that measure memory start with, so that each need not import it again.
+# Imported once for all processes that measure memory.
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.figure"]
 
 
 class Attention(torch.nn.Module):
-    """The attention modules of a model, width 512, 8 heads and one layer unless `overrides` of its config say
-    otherwise; `form` as in `IHAModel.attention_form`."""
+    """The attention modules of a model: width 512, 8 heads and one layer, unless `overrides` of the config change
+    them. `form` is that of `IHAModel.attention_form`."""
 
     def __init__(self, form: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
         super().__init__()
@@ -46,8 +45,8 @@ class Attention(torch.nn.Module):
     def attend(
         self, states: torch.Tensor, past_key_values: Cache | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The attention of every layer, one after the other, for hidden states [batch, N, 512] like `states`, with
-        masks and rotary tables at hand."""
+        """A function that applies the attention of every layer, one after the other, to hidden states [batch, N, 512]
+        of the shape of `states`; it makes masks and rotary tables beforehand."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         positions = torch.arange(past, past + states.shape[1])[None]
         masks = self.model.create_masks(states, None, past_key_values, positions)
@@ -63,11 +62,11 @@ class Attention(torch.nn.Module):
         return run
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[batch, N, 512], masks and rotary tables included."""
+        """The output [batch, N, 512]; masks and rotary tables are made here."""
         return self.attend(hidden_states)(hidden_states)
 
     def from_base(self) -> Callable[..., torch.Tensor]:
-        """Collapse-first attention of the layer, from RoPE to its output projection: mixing, attention and collapse of
+        """The layer's collapse-first attention without projections and RoPE: mixing, attention and collapse of
         queries, keys and values [1, 8, N, 64]."""
         layer = self.model.layers[0].self_attn
         rotation = self.model.rotary_emb.tables(torch.empty(0), torch.zeros(1, 1))["pseudo_head"]
@@ -76,7 +75,7 @@ class Attention(torch.nn.Module):
         return lambda query, key, value: collapse_first_attention(query, key, value, *options)
 
     def mechanism(self) -> list[torch.nn.Parameter]:
-        """The parameters of `from_base`."""
+        """The parameters that `from_base` uses."""
         return [part.weight for part in self.mixing(self.model.layers[0].self_attn)]
 
     @staticmethod
@@ -89,7 +88,7 @@ def causal_lm(config: IHAConfig) -> IHAForCausalLM:
 
 
 def inference(function: Callable, *inputs) -> Callable[[], None]:
-    """`function(*inputs)` without gradients, ready to run."""
+    """A function of no arguments that runs `function(*inputs)` without gradients."""
 
     @torch.no_grad()
     def run() -> None:
@@ -101,7 +100,7 @@ def inference(function: Callable, *inputs) -> Callable[[], None]:
 def training(
     function: Callable, inputs: list[torch.Tensor], parameters: list[torch.Tensor] = ()
 ) -> Callable[[], None]:
-    """A forward and a backward to the inputs and parameters, ready to run."""
+    """A function of no arguments that runs a forward and a backward to the inputs and parameters."""
     inputs = [states.requires_grad_() for states in inputs]
 
     def run() -> None:
@@ -112,8 +111,8 @@ def training(
 
 
 def medians(forms: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Seconds that each function takes, medians of so many interleaved runs after one that warms up; a single run goes
-    without."""
+    """Seconds that each function takes: the median of `repeats` interleaved runs after one that warms up. A single run
+    has no warm-up."""
     seconds = {name: [] for name in forms}
     for repeat in range(repeats + (repeats > 1)):
         for name, function in forms.items():
@@ -133,16 +132,16 @@ def _extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
     torch.set_num_threads(1)
     prepare(*small)()
     function = prepare(*sizes)
-    Path("/proc/self/clear_refs").write_text("5")  # The peak is from here on.
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _memory("VmRSS")
     function()
     return max(0, _memory("VmHWM") - before)
 
 
 def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
-    """Bytes that the function `prepare(*sizes)` takes at its peak beyond what its process holds before. The process is
-    its own, on Linux, and has run `prepare(*small)()`. `prepare` is a function of a module, by name."""
-    # Blocks from this size on come straight from the system, so that nothing freed earlier hides in a peak.
+    """Bytes that the function `prepare(*sizes)` takes at its peak beyond what its process held before. It runs in a
+    new process (on Linux), after `prepare(*small)()`. `prepare` is a module's function, so that it can be pickled."""
+    # Blocks of this size and larger come straight from the system: memory freed earlier hides no peak.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -151,16 +150,16 @@ def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
 
 
 def ratios(values: dict[str, float], base: str) -> dict[str, float]:
-    """Each value over that of `base`, where that was measured and is not zero."""
+    """Each value over that of `base`; none if that is zero."""
     return {
         f"{name} / {base}": value / values[base] for name, value in values.items() if name != base and values[base]
     }
 
 
 def arguments(doc: str, tokens: list[int], repeats: int = 3) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have; `doc` holds an example."""
+    """A parser with the options of all benchmarks. `doc` ends with an example."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, help=f"lengths ({tokens})")
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, help=f"lengths in tokens ({tokens})")
     parser.add_argument("--repeats", type=int, default=repeats, help=f"timed runs of each form ({repeats})")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (benchmarks/results)")
     torch.set_num_threads(1)
@@ -169,7 +168,7 @@ def arguments(doc: str, tokens: list[int], repeats: int = 3) -> argparse.Argumen
 
 
 def report(row: dict) -> None:
-    """One line of progress."""
+    """Prints one line of progress."""
     setting = ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, dict))
     measured = "; ".join(f"{name} {value:.3g}" for name, value in {**row["seconds"], **row["ratios"]}.items())
     print(f"{setting}: {measured}", flush=True)
@@ -190,10 +189,10 @@ def write(
     """Writes {name}.json and {name}.png to the directory `out`.
 
     Args:
-        rows: one measurement each, see benchmarks/report.py for what they hold.
-        x: the key of a row that is drawn along the horizontal axis.
-        panels: for each panel of the plot the label of its vertical axis, and a function from a row to {line: value}.
-        setting: what all rows have in common; command, machine and versions are added.
+        rows: the measurements; benchmarks/report.py says what a row holds.
+        x: the key of a row that the horizontal axis shows.
+        panels: of each panel of the plot, the label of its vertical axis and a function from a row to {line: value}.
+        setting: what all rows have in common. Command, machine and versions are added.
     """
     environment = {
         "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),

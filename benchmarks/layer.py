@@ -1,8 +1,8 @@
-"""An "iha" layer against bare SDPA on its virtual sequence, and against a Llama layer. Width 512, 8 heads, fp32.
+"""Compare an "iha" layer with bare SDPA on its virtual sequence and with a Llama layer. Width 512, 8 heads, fp32.
 
-Forms: "bare SDPA" on random queries, keys and values of the N * P virtual tokens; "attention", the layer's from base
-queries, keys and values: mixing, attention and collapse; "layer", the whole of it with projections and RoPE; "mha
-layer", Llama's.
+The form "bare SDPA" runs on random queries, keys and values of the N * P virtual tokens. "attention" is what the layer
+does with base queries, keys and values: mixing, attention and collapse. "layer" is the whole layer with projections
+and RoPE. "mha layer" is Llama's.
 
 example: python -m benchmarks.layer --tokens 512 2048 --pseudo-heads 4 8
 """
@@ -61,8 +61,10 @@ def measure(tokens: int, pseudo_heads: int, backward: bool, repeats: int) -> dic
 
 def main() -> None:
     parser = arguments(__doc__, [512, 2048])
-    parser.add_argument("--pseudo-heads", type=int, nargs="+", default=[4, 8], help="([4, 8])")
-    parser.add_argument("--longest-backward", type=int, default=8192, help="in virtual tokens (8192)")
+    parser.add_argument("--pseudo-heads", type=int, nargs="+", default=[4, 8], help="numbers of pseudo-heads ([4, 8])")
+    parser.add_argument(
+        "--longest-backward", type=int, default=8192, help="longest backward, in virtual tokens (8192)"
+    )
     args = parser.parse_args()
     rows = []
     for backward in (False, True):

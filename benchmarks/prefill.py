@@ -1,6 +1,6 @@
-"""Prefill of long inputs by small models of five layers (heads of 64, fp32, logits of the last token): the schedule of
-four sliding "iha" layers and a global "mha" layer, the same with sliding "mha" layers, and five global "mha" layers.
-The window stays the same at every length.
+"""Measure the prefill of long inputs by small models of five layers (heads of 64, fp32, logits of the last token):
+four sliding "iha" layers and a global "mha" layer, four sliding "mha" layers and a global one, and five global "mha"
+layers. The window is the same at every length.
 
 example: python -m benchmarks.prefill --tokens 4096 8192 16384 32768 65536
 """
@@ -43,9 +43,9 @@ def prepare(form: str, tokens: int, *sizes: int) -> Callable[[], None]:
 
 def main() -> None:
     parser = arguments(__doc__, [4096, 8192, 16384, 32768, 65536])
-    parser.add_argument("--heads", type=int, default=1, help="(1)")
-    parser.add_argument("--pseudo-heads", type=int, default=2, help="(2)")
-    parser.add_argument("--window", type=int, default=512, help="in tokens (512)")
+    parser.add_argument("--heads", type=int, default=1, help="heads of 64 (1)")
+    parser.add_argument("--pseudo-heads", type=int, default=2, help="number of pseudo-heads (2)")
+    parser.add_argument("--window", type=int, default=512, help="window in tokens (512)")
     args = parser.parse_args()
     sizes = (args.heads, args.pseudo_heads, args.window)
     rows = []

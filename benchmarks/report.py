@@ -1,8 +1,8 @@
-"""Writes benchmarks/results/README.md: targets, what was measured and what the cost model predicts, from the JSON
-files beside it.
+"""Write benchmarks/results/README.md (targets, measurements and the predictions of the cost model) from the JSON files
+beside it.
 
-A JSON file holds rows; a row holds its setting, and by name "seconds", "extra_bytes" where they were measured,
-"ratios" and the same ratios as "predicted" by the cost model, if it knows them.
+A JSON file holds rows. A row holds its setting and, by name, "seconds", "extra_bytes" if they were measured, "ratios",
+and the same ratios as "predicted" by the cost model, if it predicts them.
 
 example: python -m benchmarks.report
 """
@@ -75,23 +75,30 @@ def _targets() -> list[Target]:
 
 TARGETS = _targets()
 
+# Tables of an older version of the code; remove a name when its table is measured anew.
+BEFORE_SHARED_HEADS = ("window_layer", "schedule", "decode", "decode_model", "prefill", "mechanisms")
+
 _BLOCKS = (
-    "blocks of 32 queries compute keys of 32 tokens more than the window, and the softmax, which the model leaves out, "
-    "takes a sixth"
+    "the version that was measured computed, for each block of 32 queries, the keys of 32 tokens more than the window, and its "
+    "softmax, which the prediction leaves out, took a sixth of the time"
 )
-# Why a target is missed, by its title; read where it is.
+# Why a target is missed, by its title; shown only if it is missed.
 WHY: dict[str, str] = {
-    "attention of a layer, forward, N = 512, P = 4": "within 5%: the mixing, which the baseline does not do, and the "
-    "diagonal blocks, which are computed whole",
+    "attention of a layer, forward, N = 512, P = 4": "misses by less than 5%: the baseline does no mixing, and collapse-first "
+    "attention computes the blocks on the diagonal whole",
     "window attention, N = 4096, P = 4, W = 128, time": _BLOCKS,
-    "window layer, N = 4096, P = 4, W = 128, time": "projections and RoPE, a quarter of the layer's time, do not shrink",
-    "window layer, N = 4096, P = 4, W = 128, memory": "base queries, keys, values and their projections do not shrink",
+    "window layer, N = 4096, P = 4, W = 128, time": "projections and RoPE take as long as with a dense mask; in the "
+    "version that was measured they were a quarter of the layer's time",
+    "window layer, N = 4096, P = 4, W = 128, memory": "base queries, keys and values and their projections take as much "
+    "memory as with a dense mask",
     "schedule of attention modules, P = 4, forward, N = 4096": _BLOCKS,
     "schedule of attention modules, P = 4, forward, N = 8192": _BLOCKS,
     "schedule of attention modules, P = 4, forward + backward, N = 4096": _BLOCKS,
-    "training, N = 4096, P = 8, memory": "virtual keys and values of the heads in work and buffers of fixed size, less at every longer N",
-    "training, N = 4096, P = 8, time": "beyond 8192 virtual keys the backward recomputes in segments, 5.5 products where SDPA "
-    "takes 7; the unchunked form is twice as lean as when the target was set (and takes 6.6 times the memory of mha)",
+    "training, N = 4096, P = 8, memory": "buffers hold the virtual keys and values of as many heads as there are "
+    "threads; their share falls as N grows",
+    "training, N = 4096, P = 8, time": "beyond 8192 virtual keys the backward goes through the keys in segments and takes "
+    "5.5 products where SDPA takes 7; the unchunked form needs half the memory that it needed when the target was set, which is 6.6 "
+    "times that of mha",
 }
 
 
@@ -124,8 +131,8 @@ def default_lines(result: dict) -> list[str]:
     columns = [f"{count} thread{'s' * (count > 1)}" for count in counts]
     lines = [
         "## default_form",
-        'Time of an attention module of an "iha" layer as it runs by default, over the same module on SDPA and the virtual',
-        "sequence. Where the form is `sdpa` both run the same code, and the ratio shows the noise of the measurement.",
+        'Time of the attention module of an "iha" layer in its default form, over the time of the same module on SDPA and the',
+        "virtual sequence. Where the form is `sdpa`, both run the same code, and the ratio shows the noise of the measurement.",
         "",
         f"| pass | P | tokens | batch | window | form | {' | '.join(columns)} |",
         f"|---|---|---|---|---|---|{'---|' * len(counts)}",
@@ -141,9 +148,12 @@ def render(results: dict[str, dict]) -> str:
     """The README as Markdown."""
     lines = [
         "# Benchmarks: targets and results",
-        "Written by `python -m benchmarks.report` from the JSON files beside it; `make bench` measures anew. Every figure",
-        "is a ratio of medians of interleaved runs in one process, or of peaks of memory in processes of their own.",
-        "Predictions are of `benchmarks/cost.py`.",
+        "`python -m benchmarks.report` writes this file from the JSON files beside it; `make bench` measures anew. A time is",
+        "a ratio of medians of interleaved runs in one process, and a memory is a ratio of peaks, each of a process of its own.",
+        "`benchmarks/cost.py` makes the predictions.",
+        "",
+        f"{', '.join(BEFORE_SHARED_HEADS)}: measured before collapse-first attention shared heads among threads and chose",
+        "longer blocks (docs/LOG.md, Threads): today's code may give other figures.",
         "",
         *default_lines(results["default_form"]),
         "",

@@ -1,6 +1,6 @@
-"""The paper's schedule, four sliding "iha" layers with W = N / (2 P^2) and a global "mha" layer, against five global
-"mha" layers, which take about as many multiply-adds (IHA, Appendix C). Width 512, 8 heads, fp32; attention modules
-alone, and whole models with a gated FFN.
+"""Compare the paper's schedule, four sliding "iha" layers with W = N / (2 P^2) and a global "mha" layer, with five
+global "mha" layers, which take about as many multiply-adds (IHA, Appendix C). Width 512, 8 heads, fp32; attention
+modules alone, and whole models with a gated FFN.
 
 example: python -m benchmarks.schedule --tokens 4096 8192
 """
@@ -38,7 +38,7 @@ def schedules(tokens: int, pseudo_heads: int) -> dict[str, dict]:
 
 
 def attention_modules(fields: dict, tokens: int, backward: bool) -> tuple[Callable[[], None], float]:
-    """A run of five attention modules, and its multiply-adds."""
+    """A function that runs five attention modules, and its multiply-adds."""
     modules, states = Attention(**fields), torch.randn(1, tokens, 512)
     config = modules.model.config
     costs = [attention(config, *layer, tokens) for layer in zip(config.attention_kinds, config.layer_types)]
@@ -48,7 +48,7 @@ def attention_modules(fields: dict, tokens: int, backward: bool) -> tuple[Callab
 
 
 def whole_model(fields: dict, tokens: int) -> tuple[Callable[[], None], float]:
-    """A forward of a model of five layers, and its multiply-adds."""
+    """A function that runs the forward of a model of five layers, and its multiply-adds."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 2048}
     config = IHAConfig.from_preset("tiny", **sizes, **fields)
     return inference(causal_lm(config), torch.randint(256, (1, tokens))), model(config, tokens).prefill
@@ -73,12 +73,12 @@ def measure(tokens: int, pseudo_heads: int, part: str, repeats: int) -> dict:
 
 def main() -> None:
     parser = arguments(__doc__, [4096, 8192])
-    parser.add_argument("--pseudo-heads", type=int, default=4, help="(4)")
+    parser.add_argument("--pseudo-heads", type=int, default=4, help="number of pseudo-heads (4)")
     args = parser.parse_args()
     rows = []
     for tokens in args.tokens:
         for part in ("attention, forward", "attention, forward + backward", "model, forward"):
-            # Beyond 4096 tokens one run of the backward takes most of a minute.
+            # A backward over more than 4096 tokens takes most of a minute.
             repeats = 1 if part.endswith("backward") and tokens > 4096 else args.repeats
             rows.append(measure(tokens, args.pseudo_heads, part, repeats))
             report(rows[-1])

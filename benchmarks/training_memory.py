@@ -1,6 +1,6 @@
-"""Peak memory and time of a forward and backward of one attention module: "mha", "iha" collapsed first,
-and "iha" unchunked, on SDPA over the virtual sequence. Width 512, 8 heads, fp32. Peaks are of processes of
-their own, times of other runs.
+"""Measure the peak memory and the time of a forward and backward of one attention module: "mha", collapse-first "iha",
+and "unchunked iha", which is SDPA on the virtual sequence. Width 512, 8 heads, fp32. Each peak is measured in a
+process of its own, and times in other runs.
 
 example: python -m benchmarks.training_memory --tokens 1024 2048 4096
 """
@@ -59,11 +59,11 @@ def measure(tokens: int, pseudo_heads: int, repeats: int) -> dict:
 
 def main() -> None:
     parser = arguments(__doc__, [1024, 2048, 4096])
-    parser.add_argument("--pseudo-heads", type=int, default=8, help="(8)")
+    parser.add_argument("--pseudo-heads", type=int, default=8, help="number of pseudo-heads (8)")
     args = parser.parse_args()
     rows = []
     for tokens in args.tokens:
-        # Beyond 2048 tokens a run takes up to a minute.
+        # A run of more than 2048 tokens takes up to a minute.
         rows.append(measure(tokens, args.pseudo_heads, args.repeats if tokens <= 2048 else 1))
         report(rows[-1])
     panels = {"seconds": lambda row: row["seconds"], "extra bytes": lambda row: row["extra_bytes"]}

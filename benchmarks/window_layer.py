@@ -1,7 +1,7 @@
-"""Time and extra memory of the forward of a sliding "iha" layer: as the model runs it by default, on SDPA in blocks of
-queries, and on SDPA with a dense mask. Width 512, 8 heads, fp32. "attention" and "bare SDPA" are the same without
-projections and RoPE: from base queries, keys and values, and from those of the virtual tokens. The time of a mask is
-part of each form's.
+"""Measure the time and the extra memory of the forward of a sliding "iha" layer: collapse-first ("layer"), on SDPA in
+blocks of queries, and on SDPA with a dense mask. Width 512, 8 heads, fp32. "attention" is collapse-first attention on
+base queries, keys and values, and "bare SDPA, dense mask" is SDPA on virtual ones, both without projections and RoPE.
+The time of each form includes that of its mask.
 
 example: python -m benchmarks.window_layer --tokens 1024 2048 4096
 """
@@ -41,7 +41,7 @@ def dense_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, wind
 
 
 def prepare(form: str, tokens: int, pseudo_heads: int, window: int) -> Callable[[], None]:
-    """A forward of a fresh layer."""
+    """A function of no arguments that runs the forward of a new layer."""
     if form == "bare SDPA, dense mask":
         return inference(dense_mask, *torch.randn(3, 1, 8, tokens * pseudo_heads, 64), window * pseudo_heads)
     module = window_attention(form, pseudo_heads, window)
@@ -49,7 +49,7 @@ def prepare(form: str, tokens: int, pseudo_heads: int, window: int) -> Callable[
         return inference(module.from_base(), *torch.randn(3, 1, 8, tokens, 64))
     run = inference(module, torch.randn(1, tokens, 512))
     if form == "layer, dense mask":
-        # The mask that any core of Transformers gets.
+        # Transformers' own mask.
         run = mock.patch.object(virtual_sequence, "_mask_free", lambda *_: None)(run)
     return run
 
@@ -68,7 +68,7 @@ def products(form: str, tokens: int, pseudo_heads: int, window: int) -> float:
 
 
 def extra(form: str, tokens: int, pseudo_heads: int, window: int) -> int:
-    """Bytes of the tensors that a form holds at its peak; SDPA turns a boolean mask into a float32 one."""
+    """Bytes of the tensors that a form holds at its peak. SDPA turns a boolean mask into a float32 one."""
     virtual_states, states = tokens * pseudo_heads * 512, tokens * 512
     if form == "bare SDPA, dense mask":
         return 4 * virtual_states + 5 * (tokens * pseudo_heads) ** 2
@@ -76,7 +76,7 @@ def extra(form: str, tokens: int, pseudo_heads: int, window: int) -> int:
         # The output, virtual keys, values and queries of one head, and scores.
         return 4 * (states + 3 * virtual_states // 8) + BLOCK_BYTES
     if form == "layer":
-        # Besides, queries, keys and values, and both copies of one of them while it gets its memory order.
+        # In addition queries, keys and values, and a second copy of one of them while its memory order changes.
         return 4 * (5 * states + 3 * virtual_states // 8) + BLOCK_BYTES
     if form == "layer, dense mask":
         return 4 * (3 * states + 4 * virtual_states) + 5 * (tokens * pseudo_heads) ** 2
@@ -86,7 +86,7 @@ def extra(form: str, tokens: int, pseudo_heads: int, window: int) -> int:
 
 
 def both_ratios(time: dict[str, float], memory: dict[str, float]) -> dict[str, float]:
-    """Each form over the one with a dense mask."""
+    """The ratio of each form to the one with a dense mask."""
     return {
         f"{kind}{form} / {base}": values[form] / values[base]
         for kind, values in (("", time), ("memory: ", memory))
@@ -112,8 +112,8 @@ def measure(tokens: int, pseudo_heads: int, window: int, repeats: int) -> dict:
 
 def main() -> None:
     parser = arguments(__doc__, [1024, 2048, 4096])
-    parser.add_argument("--pseudo-heads", type=int, default=4, help="(4)")
-    parser.add_argument("--window", type=int, default=128, help="in tokens (128)")
+    parser.add_argument("--pseudo-heads", type=int, default=4, help="number of pseudo-heads (4)")
+    parser.add_argument("--window", type=int, default=128, help="window in tokens (128)")
     args = parser.parse_args()
     rows = []
     for tokens in args.tokens:

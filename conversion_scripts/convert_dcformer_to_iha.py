@@ -1,7 +1,8 @@
-"""Convert a released DCFormer checkpoint (Caiyun-AI/DCFormer-2.8B and its format) without changing what it computes.
+"""Convert a released DCFormer checkpoint (Caiyun-AI/DCFormer-2.8B or one of its format) to an IHA checkpoint without
+changing what it computes.
 
-The official code computes windows in two ways: its decoding and its JAX training see `window_size` tokens, the current
-one included, its PyTorch training one more. The converted model sees `window_size` tokens.
+The official code has windows of two lengths: in its decoding and its JAX training a token sees `window_size` tokens,
+itself included, and in its PyTorch training one more. In the converted model it sees `window_size` tokens.
 """
 
 import argparse
@@ -43,10 +44,10 @@ FIELDS = {
     "eos_token_id": "eos_token_id",
 }
 
-# What the official code says of a field that an older config lacks.
+# The official code's defaults for fields that an older config lacks.
 DEFAULTS = {"window_type": None, "mgate": False, "mgate_dim": 44, "query_wise": False, "use_dcmha": True}
 
-# The official patterns of local and global layers, by window_type; the window of the named ones is fixed.
+# The official patterns of local and global layers, by window_type. A named pattern has a fixed window.
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 WINDOW_TYPES = {
     None: [LOCAL, GLOBAL],
@@ -56,8 +57,9 @@ WINDOW_TYPES = {
 }
 NAMED_WINDOW = 256
 
-# What the fields must hold that are no sizes: a test of a value, and its words.
+# Fields that are sizes.
 SIZES = ("vocab_size", "dim", "intermediate_size", "n_layer", "n_head", "block_size", "mgate_dim")
+# What the other fields must hold: a test of a value, and what it tests in words.
 _BOOL = (lambda value: type(value) is bool, "true or false")
 _POSITIVE = (
     lambda value: type(value) in (int, float) and math.isfinite(value) and value > 0,
@@ -77,15 +79,15 @@ VALUES = {
     "eos_token_id": _TOKEN,
 }
 
-# Fields that change no logit: how the official code trains, caches and prefills, and Transformers' own.
+# Fields that change no logit: those of Transformers' base class, and how the official code trains, caches and
+# prefills.
 HARMLESS_FIELDS = {
     *PreTrainedConfig().to_dict(),
     *("use_gradient_checkpointing", "is_training", "q_chunk_size", "prefill_pad", "head_dim", "pad_token_id"),
     *("torch_dtype", "auto_map", "tie_word_embeddings"),
 }
 
-# Parameter of a DCFormer -> IHA's; "{}" is the layer. The official RoPE rotates component i with i + d/2, as Llama's
-# does.
+# Parameter of a DCFormer -> IHA's. The official RoPE rotates component i with i + d/2, as Llama's does.
 PARAMETERS = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -102,17 +104,17 @@ LAYER_PARAMETERS = {
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.mg.weight": "mlp.group_gate.weight",
 }
-# The order in which the official parameters stack what a layer composes with.
+# The compositions of a layer in the order in which the official parameters stack them.
 COMPOSITIONS = ("pre_query", "pre_key", "post_query", "post_key")
-# What the official code derives from the other parameters.
+# Parameters that the official code derives from the others.
 DERIVED = (".dyn_w_proj.dw_m", ".dyn_w_proj.qkw_m")
-# Static maps, which the official code saves and reads as an identity.
+# Static maps: the official code saves identities and reads them as identities.
 STATIC_MAPS = (".pre_proj.w", ".post_proj.w")
 
 
 def iha_config(source: dict) -> IHAConfig:
-    """The configuration of the converted model, from the entries of a DCFormer's config.json. Raises `UserError` when
-    there is none that computes the same."""
+    """The configuration of the converted model, from the entries of a DCFormer's config.json. Raises `UserError` if no
+    IHA model computes the same."""
     model_type = source.get("model_type")
     if model_type == "dcpythia":
         raise UserError(
@@ -142,8 +144,8 @@ def iha_config(source: dict) -> IHAConfig:
 
 
 def _check_fields(source: dict) -> None:
-    """Raises `UserError`, naming it, on anything that could change what the model computes and that is not carried
-    over."""
+    """Raises a `UserError` that names the field for anything that could change what the model computes and that is not
+    carried over."""
     check_sizes({field: source[field] for field in SIZES})
     for field, (is_valid, expected) in VALUES.items():
         if not is_valid(source[field]):
@@ -185,10 +187,10 @@ def _check_fields(source: dict) -> None:
 
 
 def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict[str, torch.Tensor]:
-    """The state dict of the converted model, views of the tensors of `weights` wherever they allow it.
+    """The state dict of the converted model; where possible its tensors are views of those of `weights`.
 
-    Raises `UserError` when a parameter is missing, has no place, has another shape than `config` gives it, is no
-    floating-point tensor or is not finite.
+    Raises `UserError` if a parameter is missing, unknown, of another shape than `config` gives it, not a
+    floating-point tensor, or not finite.
     """
     weights = {
         name: tensor for name, tensor in weights.items() if not name.endswith(DERIVED) and ".kv_cache." not in name
@@ -244,8 +246,8 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
 
 def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
     """The model that computes what the official code does with the config.json `source` and its `weights`, in eval
-    mode and the narrowest dtype that holds each of theirs. Raises `UserError` when they are not supported or do not
-    fit each other."""
+    mode and in the narrowest dtype that represents every weight exactly. Raises `UserError` if they are not supported
+    or do not fit each other."""
     config = iha_config(source)
     state = convert_weights(weights, config)
     model, info = IHAForCausalLM.from_pretrained(
@@ -267,7 +269,7 @@ def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Convert a released DCFormer checkpoint, with equal logits.",
+        description="Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.",
         epilog="example: python -m conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
     )
     parser.add_argument("src", help="source checkpoint: a directory or a Hub id")
@@ -280,7 +282,7 @@ def main() -> None:
     with new_directory(args.dst) as directory:
         print(f"Reading {args.src}", flush=True)
         source = load_config_dict(args.src)
-        # All refusals that need no weights come before a long load.
+        # Loading takes long, so everything that can be refused without weights is refused first.
         config = iha_config(source)
         generation_config = load_generation_config(args.src)
         tokenizer = load_tokenizer(args.src, config.vocab_size)

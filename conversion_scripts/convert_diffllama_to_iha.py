@@ -1,6 +1,7 @@
-"""Convert a DiffLlama checkpoint to a model of "diff" layers, which computes the same.
+"""Convert a DiffLlama checkpoint to an IHA checkpoint of "diff" layers without changing what it computes.
 
-The layers are Transformers' own (Differential Transformer), and every parameter keeps its name.
+A "diff" layer is the attention of Transformers' DiffLlama (Differential Transformer), and every parameter keeps its
+name.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def iha_config(source: PreTrainedConfig) -> IHAConfig:
     """The configuration of the converted model. Raises `UserError` when the source does not allow one."""
     if source.model_type != "diffllama":
         raise UserError(
-            f"The architecture {source.model_type!r} is not 'diffllama'. For Llama and its like there is convert_llama_to_iha.py."
+            f"The architecture {source.model_type!r} is not 'diffllama'. Use convert_llama_to_iha.py for Llama and similar architectures."
         )
     check_fields(source, ("attention_bias", "lambda_std_dev"))
     return new_config(
@@ -51,7 +52,7 @@ def convert(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description='Convert a DiffLlama checkpoint to a model of "diff" layers, losslessly.',
+        description='Convert a DiffLlama checkpoint to an IHA checkpoint of "diff" layers without changing what it computes.',
         epilog="example: python -m conversion_scripts.convert_diffllama_to_iha kajuma/DiffLlama-0.3B-handcut diff-iha",
     )
     parser.add_argument("src", help="DiffLlama checkpoint: a directory or a Hub id")
@@ -60,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="auto",
-        help="of the weights (default: the source's)",
+        help="dtype of the weights (default: the source's)",
     )
     return parser.parse_args()
 
@@ -69,7 +70,7 @@ def main() -> None:
     args = parse_arguments()
     with new_directory(args.dst) as directory:
         print(f"Reading {args.src}", flush=True)
-        # All refusals that need no weights come before a long load.
+        # Loading takes long, so everything that can be refused without weights is refused first.
         iha_config(load_config(args.src))
         source = load_model(args.src, args.dtype)
         tokenizer = load_tokenizer(args.src, source.config.vocab_size)

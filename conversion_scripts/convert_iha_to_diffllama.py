@@ -1,4 +1,4 @@
-"""Convert a model of "diff" layers to a DiffLlama checkpoint, which computes the same, trained or not."""
+"""Convert an IHA checkpoint of "diff" layers, trained or not, to a DiffLlama checkpoint that computes the same."""
 
 import argparse
 import sys
@@ -15,12 +15,12 @@ from conversion_scripts.convert_llama_to_iha import SHARED_FIELDS, build, new_co
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
-# What every DiffLlama is.
+# The values that these fields have in every DiffLlama.
 FIXED = {"gated_mlp": True, "mlp_bias": False, "use_qk_norm": False}
 
 
 def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
-    """The configuration of the DiffLlama. Raises `UserError`, naming it, for what no DiffLlama has."""
+    """The configuration of the DiffLlama. Raises a `UserError` that names the layer or field that no DiffLlama has."""
     for i, (kind, layer_type) in enumerate(zip(config.attention_kinds, config.layer_types)):
         if (kind, layer_type) != ("diff", "full_attention"):
             raise UserError(
@@ -36,14 +36,14 @@ def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
 def convert_back(model: IHAForCausalLM) -> DiffLlamaForCausalLM:
     """The DiffLlama that computes what `model` does, in eval mode and its dtype, sharing its weights' memory.
 
-    Raises `UserError` when there is none.
+    Raises `UserError` if there is none.
     """
     return build(DiffLlamaForCausalLM, diffllama_config(model.config), model.state_dict(), model)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description='Convert a model of "diff" layers to a DiffLlama checkpoint, losslessly.',
+        description='Convert an IHA checkpoint of "diff" layers to a DiffLlama checkpoint without changing what it computes.',
         epilog="example: python -m conversion_scripts.convert_iha_to_diffllama diff-iha diffllama-again",
     )
     parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")

@@ -1,8 +1,8 @@
-"""Convert an IHA checkpoint back to the stock architecture it still computes.
+"""Convert an IHA checkpoint to a stock architecture that computes the same.
 
-That is possible while every layer is a multi-head attention: kind "mha", or a kind with `deviations` in its file of
-mechanisms/ that is where the exact warm start of `convert_llama_to_iha.py` put it. Anything else is refused, naming
-the first parameter that moved.
+This is possible while every layer computes multi-head attention: its kind is "mha", or a kind with `deviations` in its
+file of mechanisms/ whose parameters are still at the exact start of `convert_llama_to_iha.py`. The command refuses
+anything else and names the first parameter that has moved.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 def check_layers(model: IHAForCausalLM) -> set[str]:
-    """The names of the parameters that no multi-head attention has. Raises `UserError`, naming the first layer and
-    parameter, unless every layer of `model` is one."""
+    """The names of the parameters that multi-head attention lacks. Raises a `UserError` that names the first layer or
+    parameter, unless every layer of `model` computes multi-head attention."""
     config, added = model.config, set()
     for i, kind in enumerate(config.attention_kinds):
         if (deviations := mechanism_of(kind).deviations) is None:
@@ -43,7 +43,7 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
             )
         for name, deviation in deviations(model.model.layers[i].self_attn, config).items():
             name, largest = f"model.layers.{i}.self_attn.{name}", deviation.abs().max().item()
-            if largest != 0:  # a NaN is not, either
+            if largest != 0:  # true for NaN too
                 raise UserError(
                     f"{name} has moved by up to {largest:.2g} from the warm start: the layer "
                     "is no multi-head attention any more, and no stock architecture computes it."
@@ -53,8 +53,8 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
 
 
 def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]:
-    """The first row of `ARCHITECTURES` that can hold `model`, and its config. Raises `UserError` when there is
-    none."""
+    """The first row of `ARCHITECTURES` that can compute what `model` does, and its config. Raises `UserError` if there
+    is none."""
     config = model.config
     if config.gated_mlp and config.mlp_gate_groups is None:
         for model_type, architecture in ARCHITECTURES.items():
@@ -88,8 +88,7 @@ def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     """The stock model that computes what `model` does, in eval mode and its dtype, sharing its weights' memory.
 
-    Raises `UserError` when a layer is no multi-head attention any more, or when no stock architecture has the
-    combination.
+    Raises `UserError` if a layer no longer computes multi-head attention, or if no stock architecture fits.
     """
     added = check_layers(model)
     architecture, config = stock_config(model)

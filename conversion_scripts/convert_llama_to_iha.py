@@ -1,12 +1,13 @@
-"""Convert a pretrained Llama-like checkpoint to Interleaved Head Attention (IHA) without changing what it computes.
+"""Convert a pretrained Llama-like checkpoint to Interleaved Head Attention (IHA), or to another attention kind,
+without changing what it computes.
 
-Where each attention kind starts is in its file of mechanisms/.
+The file of a kind in mechanisms/ gives the values at which its parameters start.
 """
 
 import argparse
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +39,11 @@ class Architecture:
     """How a Transformers architecture differs from Llama.
 
     Attributes:
-        attention_bias, mlp_bias (`bool` or `None`): fixed by the architecture, or `None` where the config says it.
+        attention_bias, mlp_bias (`bool` or `None`): what the architecture fixes, or `None` if the config decides.
         use_qk_norm (`bool`): RMSNorm over each head's query and key.
-        layer_windows: the window of each layer in tokens, `None` for a global one, from the config.
-        lacks (`tuple[str, ...]`): parameters of a layer that IHA has and this architecture has not; they are zero.
-        fields (`tuple[str, ...]`): config fields beyond the shared ones that this row accounts for.
+        layer_windows: gives, from the config, the window of each layer in tokens, `None` for a global one.
+        lacks (`tuple[str, ...]`): parameters of a layer that this architecture lacks; the converted model has zeros.
+        fields (`tuple[str, ...]`): config fields, beside the shared ones, that the conversion carries over.
     """
 
     model_class: type[PreTrainedModel]
@@ -74,7 +75,7 @@ def window_per_layer(config: PreTrainedConfig) -> list[int | None]:
 
 _QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-# By model_type. The parameter names are Llama's in all of them, and IHA's too. The way back takes the first row that
+# By model_type. All of them, and IHA, use Llama's parameter names. `convert_iha_to_llama.py` takes the first row that
 # fits.
 ARCHITECTURES = {
     "qwen2": Architecture(
@@ -112,7 +113,7 @@ ARCHITECTURES = {
     ),
 }
 
-# Config fields with one name and one meaning in all of them and in IHA.
+# Config fields that have the same name and meaning in all of them and in IHA.
 SHARED_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -133,7 +134,7 @@ SHARED_FIELDS = (
     "attention_dropout",
 )
 
-# Fields that no forward pass reads: Transformers' own, and what published checkpoints are known to carry.
+# Fields that no forward pass reads: those of Transformers' base class, and others that published checkpoints have.
 HARMLESS_FIELDS = {
     *PreTrainedConfig().to_dict(),
     "head_dim",
@@ -146,9 +147,9 @@ HARMLESS_FIELDS = {
     "unsloth_version",
 }
 
-# Without these no shape can be computed.
+# The fields from which the shapes of all weights follow.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Cores count tokens in 32 bits, and PyTorch takes sizes up to 64.
+# Attention cores count tokens in 32 bits.
 LARGEST_SIZE = 2**31 - 1
 
 ATTENTION_KINDS = [kind for kind, mechanism in all_mechanisms().items() if mechanism.start]
@@ -157,8 +158,8 @@ VALUE_OFFSETS = ("balanced", "none")
 
 
 def check_source(config: PreTrainedConfig) -> Architecture:
-    """The row of `ARCHITECTURES` for a source config. Raises `UserError`, naming it, on anything that could change
-    what the model computes and that the row does not account for."""
+    """The row of `ARCHITECTURES` for a source config. Raises a `UserError` that names the field for anything that
+    could change what the model computes and that the row does not carry over."""
     if config.model_type not in ARCHITECTURES:
         raise UserError(
             f"The architecture {config.model_type!r} cannot be converted; supported are {', '.join(ARCHITECTURES)}."
@@ -176,7 +177,7 @@ def check_fields(config: PreTrainedConfig, fields: tuple[str, ...]) -> None:
         raise UserError(f"The source config sets hidden_act={config.hidden_act!r}, which Transformers does not have.")
     known = {*SHARED_FIELDS, *fields, *HARMLESS_FIELDS}
     for field, value in config.to_dict().items():
-        # Absent and switched off are the same thing for an extension of the architecture.
+        # An extension of the architecture that is switched off changes nothing.
         if field not in known and not field.startswith("_") and value:
             raise UserError(
                 f"The source config sets {field}={value!r}, which {config.model_type} conversion does not know. If it does not "
@@ -185,7 +186,7 @@ def check_fields(config: PreTrainedConfig, fields: tuple[str, ...]) -> None:
 
 
 def check_sizes(sizes: dict[str, int]) -> None:
-    """Raises `UserError`, naming it, for a field of a source config that is no whole number from 1 to
+    """Raises a `UserError` that names the field of a source config that is not a whole number from 1 to
     `LARGEST_SIZE`."""
     for field, value in sizes.items():
         if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
@@ -195,13 +196,13 @@ def check_sizes(sizes: dict[str, int]) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Raises `UserError` for what no generator of PyTorch takes as a seed, or takes for another one."""
+    """Raises `UserError` for a seed that PyTorch's generators refuse or take for another one."""
     if not 0 <= seed < 2**64:
         raise UserError(f"--seed {seed} must be a whole number from 0 to {2**64 - 1}.")
 
 
 def new_config(config_class: type[PreTrainedConfig], **fields) -> PreTrainedConfig:
-    """`config_class(**fields)`. Raises `UserError` when there can be none."""
+    """`config_class(**fields)`. Raises `UserError` if the class refuses the fields."""
     try:
         return config_class(**fields)
     except (StrictDataclassError, TypeError, ValueError) as error:
@@ -215,8 +216,7 @@ def iha_config(
     window: int | None = None,
     attention_kind: str = "iha",
 ) -> IHAConfig:
-    """The configuration of the converted model. Raises `UserError` when the source or an argument does not allow
-    one."""
+    """The configuration of the converted model. Raises `UserError` if the source or an argument does not allow one."""
     architecture = check_source(source)
     if (attention_kind == "iha") != (num_pseudo_heads is not None):
         raise UserError(
@@ -280,17 +280,17 @@ def convert(
     """The IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
     Args:
-        source: a causal language model of one of `ARCHITECTURES`. The result shares its weights' memory: drop one of
-            the two, or copy, before training.
-        num_pseudo_heads (`int`, *optional*): P, for kind "iha" and for no other.
+        source: a causal language model of one of `ARCHITECTURES`. The result shares its weights' memory: delete one of
+            the two, or copy it, before training.
+        num_pseudo_heads (`int`, *optional*): P; kind "iha" needs it, and no other kind has it.
         schedule (`str`): "global" keeps the geometry of every layer and is exact; "hybrid" is the paper's four sliding
             "iha" layers, then a plain global one, and is exact for sequences of at most `exact_length` tokens.
         window (`int`, *optional*): of the sliding layers of "hybrid", in tokens.
         value_offsets (`str`): "balanced" (see mechanisms/iha.py) or "none", which leaves the pseudo-heads symmetric.
-        seed (`int`): of what an exact start leaves random.
+        seed (`int`): of the values that the exact start leaves random.
         attention_kind (`str`): one of `ATTENTION_KINDS`, those whose mechanism has an exact start.
 
-    Raises `UserError` when the source is not supported or an argument does not fit it.
+    Raises `UserError` if the source is not supported or an argument does not fit it.
     """
     config = iha_config(source.config, num_pseudo_heads, schedule, window, attention_kind)
     generator = torch.Generator().manual_seed(seed)
@@ -311,20 +311,20 @@ def build(
     state: dict[str, torch.Tensor],
     source: PreTrainedModel,
 ) -> PreTrainedModel:
-    """A model around the tensors of `state`, not copies of them, that generates with the settings of `source`."""
+    """A model that uses the tensors of `state` without copying them and generates with the settings of `source`."""
     model, info = model_class.from_pretrained(
         None, config=config, state_dict=state, dtype=source.dtype, output_loading_info=True
     )
     if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
         raise RuntimeError(f"{model_class.__name__} was not filled exactly: {info}")
-    # Left to itself it would be "None", which adapters then record as their base model.
+    # Otherwise it would be "None", which adapters would record as their base model.
     model.name_or_path = model.config._name_or_path = ""
     model.generation_config = copy.deepcopy(source.generation_config)
     return model
 
 
 def describe(source: str, source_config: PreTrainedConfig, config: IHAConfig, schedule: str) -> str:
-    """What was converted and for which lengths it is exact, as Markdown for the model card."""
+    """The part of the model card, in Markdown, that says what was converted and up to which length it is exact."""
     length = exact_length(source_config, config)
     lengths = (
         "sequences of any length" if length is None else f"sequences of at most {length} tokens; longer ones differ"
@@ -341,7 +341,7 @@ def describe(source: str, source_config: PreTrainedConfig, config: IHAConfig, sc
 def write_checkpoint(
     directory: Path, model: IHAForCausalLM, tokenizer: PreTrainedTokenizerBase, src: str, dst: str, details: str
 ) -> None:
-    """Writes model, code, tokenizer and model card into `directory`, which is to become `dst`."""
+    """Writes model, code, tokenizer and model card into `directory`, which becomes `dst` later."""
     print("Writing model, code, tokenizer and model card", flush=True)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -355,10 +355,16 @@ def write_checkpoint(
     (directory / "README.md").write_text(card, encoding="utf-8")
 
 
+def _one_of(names: Iterable[str]) -> str:
+    """The names as a phrase: "a, b or c"."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Convert a Llama, Mistral, Qwen2, Qwen3 or SmolLM checkpoint to Interleaved Head Attention, talking heads or "
-        "DCMHA, losslessly.",
+        description=f"Convert a checkpoint of architecture {_one_of(ARCHITECTURES)} to attention of kind "
+        f"{_one_of(ATTENTION_KINDS)} without changing what it computes.",
         epilog="example: python -m conversion_scripts.convert_llama_to_iha HuggingFaceTB/SmolLM2-135M-Instruct "
         "smollm2-iha --num-pseudo-heads 2",
     )
@@ -368,32 +374,35 @@ def parse_arguments() -> argparse.Namespace:
         "--attention-kind",
         choices=ATTENTION_KINDS,
         default="iha",
-        help="what the layers become (default: iha)",
+        help="attention kind of the converted layers (default: iha)",
     )
-    parser.add_argument("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; iha needs it")
+    parser.add_argument(
+        "--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha"
+    )
     parser.add_argument(
         "--schedule",
         choices=SCHEDULES,
         default="global",
-        help="global: every layer keeps its geometry, exact; hybrid: 4 sliding IHA layers, then a plain global one, exact for "
-        "sequences of at most WINDOW tokens (default: global)",
+        help="global: every layer keeps its window, and the conversion is exact; hybrid: 4 sliding IHA layers, then a plain global "
+        "layer, exact for sequences of at most WINDOW tokens (default: global)",
     )
     parser.add_argument(
-        "--window", type=int, help="window of the hybrid schedule, in tokens; the paper takes context length / (2 P^2)"
+        "--window", type=int, help="window of the hybrid schedule, in tokens; the paper uses context length / (2 P^2)"
     )
     parser.add_argument(
         "--value-offsets",
         choices=VALUE_OFFSETS,
         default="balanced",
-        help="balanced: offsets that sum to zero set the pseudo-heads apart; none: they start equal (default: balanced)",
+        help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the pseudo-heads start equal "
+        "(default: balanced)",
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="auto",
-        help="of the weights (default: the source's)",
+        help="dtype of the weights (default: the source's)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is random (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random values (default: 0)")
     return parser.parse_args()
 
 
@@ -402,7 +411,7 @@ def main() -> None:
     check_seed(args.seed)
     with new_directory(args.dst) as directory:
         print(f"Reading {args.src}", flush=True)
-        # All refusals that need no weights come before a long load.
+        # Loading takes long, so everything that can be refused without weights is refused first.
         iha_config(load_config(args.src), args.num_pseudo_heads, args.schedule, args.window, args.attention_kind)
         source = load_model(args.src, args.dtype)
         tokenizer = load_tokenizer(args.src, source.config.vocab_size)

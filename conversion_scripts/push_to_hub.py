@@ -1,4 +1,4 @@
-"""Publish a saved model directory on the Hugging Face Hub: the files a checkpoint consists of and nothing else."""
+"""Publish a saved model directory on the Hugging Face Hub: the files of the checkpoint and no others."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from conversion_scripts.check_remote_code import check_remote_code
 from conversion_scripts.checkpoint_io import load_in_clean_process
 
 
-# Weights and code are found by what they are, see `files_to_upload`; every other file must be on this list.
+# `files_to_upload` finds weights and code by itself; every other file must be on this list.
 ALLOWED_NAMES = {
     "LICENSE",
     "LICENSE.txt",
@@ -40,11 +40,11 @@ PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 
 
 def files_to_upload(directory: Path) -> tuple[list[str], list[str]]:
-    """The names in `directory` that make up the checkpoint, and those that do not and stay behind (folders end in
-    "/").
+    """The names in `directory` that make up the checkpoint, and the names that are not uploaded (folders end in "/").
 
-    The checkpoint is its safetensors, the Python files that the config's `auto_map` leads to, and `ALLOWED_NAMES`.
-    Raises `UserError` when `directory` is no saved model, or holds a pickle: whoever loads one runs what it says.
+    The checkpoint consists of its safetensors, the Python files that the config's `auto_map` leads to, and
+    `ALLOWED_NAMES`. Raises `UserError` if `directory` is not a saved model, or holds a pickle, which could run any
+    code when it is loaded.
     """
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} holds no config.json: expected a saved model directory.")
@@ -63,8 +63,8 @@ def files_to_upload(directory: Path) -> tuple[list[str], list[str]]:
 
 
 def _code_files(directory: Path) -> set[str]:
-    """Names of the modules in the config's `auto_map` and of all they import from beside them. Raises `UserError` for
-    code that would not work from the Hub."""
+    """Names of the modules in the config's `auto_map` and of all modules of the directory that they import. Raises
+    `UserError` for code that would not work from the Hub."""
     if problems := check_remote_code(directory):
         raise UserError(f"{directory} holds code that breaks once it is published: {' '.join(problems)}")
     auto_map = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("auto_map", {})
@@ -81,13 +81,12 @@ def push(
     tag: str | None = None,
     create_pr: bool = False,
 ) -> str:
-    """Upload the files `names` of `directory` to the model repository `repo_id`, made if need be; returns the web
-    address of the commit or pull request. Raises `UserError` when the Hub refuses or cannot be reached, when somebody
-    else commits during the upload, and, before uploading anything, when `tag` is taken."""
+    """Uploads the files `names` of `directory` to the model repository `repo_id`, creates it if necessary, and returns
+    the web address of the commit or pull request. Raises `UserError` if the Hub refuses or cannot be reached, if
+    somebody else commits during the upload, and, before the upload, if `tag` exists."""
     api = HfApi()
     try:
-        # None leaves the choice to the account's default: an organisation may have it that new repositories are
-        # private.
+        # With None the Hub applies the account's default, which may be private.
         api.create_repo(repo_id, private=private or None, exist_ok=True)
         if tag is not None and any(ref.name == tag for ref in api.list_repo_refs(repo_id).tags):
             raise UserError(f"{repo_id} already has a tag {tag!r}: choose another, or delete it first.")
@@ -108,8 +107,8 @@ def push(
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Publish a saved model directory on the Hugging Face Hub, after proving that it loads in a process without "
-        "this package. Log in first: hf auth login.",
+        description="Publish a saved model directory on the Hugging Face Hub after a check that it loads in a process without this "
+        "package. Log in first: hf auth login.",
         epilog="example: python -m conversion_scripts.push_to_hub smollm2-iha me/smollm2-iha --private --dry-run",
     )
     parser.add_argument("dir", type=Path, help="saved model directory")
@@ -117,7 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--tag", help="name the uploaded revision, such as v1")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
-    parser.add_argument("--dry-run", action="store_true", help="only print what would be uploaded; no network")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be uploaded, without network")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
-"""`transformers serve` for IHA checkpoints, with all its options: an OpenAI-compatible server.
+"""Serve an IHA checkpoint with `transformers serve`, an OpenAI-compatible server, and all its options.
 
-The server looks the class of a checkpoint up among the names of `transformers` itself, whatever `--trust-remote-code`
-says, so the command alone cannot find one that is not part of the library. It runs the installed package, not the code
-in the checkpoint.
+`transformers serve` looks up the class of a checkpoint among the names of `transformers`, even with
+`--trust-remote-code`, so it does not find a class outside the library. This command adds the class. It runs the
+installed package, not the code in the checkpoint.
 
 example: python -m conversion_scripts.serve smollm2-iha --port 8000
 """
@@ -26,14 +26,14 @@ from modeling_iha import IHAForCausalLM
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises `UserError` for an address that the server could not have, before it loads a model to serve there."""
+    """Raises `UserError` for an address that the server cannot use; loading the model first would take long."""
     if not 0 <= port < 2**16:
         raise UserError(f"--port {port}: expected a number from 0 to {2**16 - 1}.")
     try:
         for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             socket.create_server(address, family=family).close()
     except OSError as error:
-        # Where a name has several addresses, the server does without those that this machine lacks.
+        # Of the addresses of a name, the server ignores those that this machine lacks.
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             raise UserError(
                 f"--host {host} --port {port}: {error.strerror}. Stop what runs there, or choose another address."
@@ -41,7 +41,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until interrupted. Raises `UserError`."""
+    """Serves until interrupted. Raises `UserError`."""
     if not is_serve_available():
         raise UserError("The server's libraries are not installed: pip install 'transformers[serving]'.")
     transformers.IHAForCausalLM = IHAForCausalLM
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_address(options["host"], options["port"])
         try:
             start(**options)
-        # The model is loaded before the server starts, and a damaged one fails in as many ways as there are readers.
+        # The model is loaded before the server starts; the type of the error depends on the library that reads it.
         except Exception as error:
             what = options["force_model"] or "these options"
             raise UserError(f"The server cannot start with {what}: {one_line(error)}") from error

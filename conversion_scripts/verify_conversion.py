@@ -1,7 +1,7 @@
 """Check on real text that a converted checkpoint computes what its source does, and that the check can fail.
 
-Both models run in float32 over the same tokens. As a control, one parameter of a mechanism of the converted model is
-broken in memory; the same thresholds must reject it.
+Both models run in float32 on the same tokens. As a control, the command breaks one parameter of the converted model in
+memory; the same thresholds must reject that model.
 """
 
 import argparse
@@ -28,8 +28,8 @@ MAX_LOGIT_DIFFERENCE = 1e-3
 
 @dataclass(frozen=True)
 class Run:
-    """What a model did with the text: logits [tokens, vocab_size], float32, and the tokens it continued with, [new
-    tokens]."""
+    """What a model computed from the text: logits [tokens, vocab_size], float32, and the tokens of its continuation,
+    [new tokens]."""
 
     logits: torch.Tensor
     continuation: torch.Tensor
@@ -37,9 +37,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far one run is from the reference: the largest difference of a logit, the mean over the tokens of
-    KL(reference || model) in nats, and how many of the greedily decoded tokens agree before the first that does
-    not."""
+    """How far a run is from the reference: the largest difference of a logit, the mean over the tokens of
+    KL(reference || model) in nats, and the number of greedily decoded tokens before the first that differs."""
 
     max_logit_difference: float
     mean_kl: float
@@ -54,8 +53,8 @@ class Comparison:
 
 @torch.no_grad()
 def run_model(model: PreTrainedModel, tokens: torch.Tensor, max_new_tokens: int) -> Run:
-    """Logits of `tokens` [N], and the greedy continuation, with a cache, of all but the last `max_new_tokens` of them:
-    neither reaches beyond N tokens, so one length says for how long a conversion was checked."""
+    """Logits of `tokens` [N], and the greedy continuation, with a cache, of all but the last `max_new_tokens` of them.
+    Neither is longer than N tokens, so N is the length up to which a conversion was checked."""
     prompt = tokens[None, :-max_new_tokens]
     generated = model.generate(
         prompt,
@@ -70,7 +69,7 @@ def run_model(model: PreTrainedModel, tokens: torch.Tensor, max_new_tokens: int)
 def compare(reference: Run, run: Run) -> Comparison:
     """How far `run` is from `reference`."""
     divergence, largest = 0.0, []
-    # Double precision of a large vocabulary is affordable for some tokens at a time.
+    # In float64 the logits of all tokens would take too much memory.
     for expected, actual in zip(reference.logits.split(64), run.logits.split(64)):
         largest.append((expected - actual).abs().max())
         expected, actual = expected.double().log_softmax(-1), actual.double().log_softmax(-1)
@@ -86,8 +85,8 @@ def compare(reference: Run, run: Run) -> Comparison:
 
 @torch.no_grad()
 def break_one_parameter(model: IHAForCausalLM) -> str:
-    """Reverse the sign of its mechanism's control in the first layer that has one, in place; returns the parameter's
-    name."""
+    """Reverses, in place, the sign of a parameter in the first layer whose mechanism has a `control`; returns the name
+    of the parameter."""
     controls = {kind: mechanism.control for kind, mechanism in all_mechanisms().items() if mechanism.control}
     for i, kind in enumerate(model.config.attention_kinds):
         if kind in controls:
@@ -102,8 +101,8 @@ def break_one_parameter(model: IHAForCausalLM) -> str:
 def verify(
     source: PreTrainedModel, converted: IHAForCausalLM, tokens: torch.Tensor, max_new_tokens: int = 64
 ) -> dict[str, Comparison]:
-    """Compare two float32 models on `tokens` [N]: the comparisons "converted" and "control". `converted` is left
-    broken."""
+    """Compares two float32 models on `tokens` [N] and returns the comparisons "converted" and "control". Afterwards a
+    parameter of `converted` is broken."""
     reference = run_model(source, tokens, max_new_tokens)
     result = compare(reference, run_model(converted, tokens, max_new_tokens))
     break_one_parameter(converted)
@@ -111,7 +110,7 @@ def verify(
 
 
 def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
-    """The first `count` tokens of the text in `path`, [count]. Raises `UserError` when there are fewer."""
+    """The first `count` tokens of the text in `path`, [count]. Raises `UserError` if there are fewer."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -126,15 +125,21 @@ def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Compare a converted IHA checkpoint with its source on real text; exit code 1 when they differ or when a "
-        "deliberately broken control is not told apart.",
+        description="Compare a converted IHA checkpoint with its source on real text. The exit code is 1 if they differ, or if a "
+        "deliberately broken control does not.",
         epilog="example: python -m conversion_scripts.verify_conversion HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha",
     )
     parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
     parser.add_argument("dst", help="converted checkpoint: a directory or a Hub id")
-    parser.add_argument("--text", type=Path, default=DEFAULT_TEXT, help="text file (default: a speech shipped here)")
-    parser.add_argument("--tokens", type=int, default=500, help="tokens of the text to use (default: 500)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to decode greedily (default: 64)")
+    parser.add_argument(
+        "--text", type=Path, default=DEFAULT_TEXT, help="text file (default: a speech that ships with the command)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=500, help="number of tokens of the text to compare (default: 500)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, help="number of tokens to decode greedily (default: 64)"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     if not 0 < args.max_new_tokens < args.tokens:

@@ -1,7 +1,7 @@
-"""What this repository knows of each attention mechanism and a checkpoint does not need, one file for each:
+"""What cards, converters and benchmarks need to know of each attention mechanism and a checkpoint does not ship:
 `mechanisms/<kind>.py`.
 
-A kind of `ATTENTION_CLASSES` is found by its name. It may go without a file, and then has the defaults of a
+The file of a kind of `ATTENTION_CLASSES` has the name of the kind. A kind without a file has the defaults of
 `Mechanism`.
 """
 
@@ -24,16 +24,19 @@ class Mechanism:
     """The `MECHANISM` of a companion file.
 
     Attributes:
-        card: what a layer does, for the reader of a model card; `{config.field}` is a field of its config. By default
-            the first sentence of the class's docstring.
-        cost: the attention between the projections, of (config, tokens, window in tokens or `None`, form as in
-            `score_products`).
-        start: the exact start from a multi-head attention: parameters of the attention module by name, float32, of
-            (config, generator, value offsets "balanced" or "none"). Without it nothing is converted to the kind.
-        deviations: how far the parameters that a multi-head attention lacks are from one, by name, of (attention
-            module, config). Without it no layer of the kind is one.
-        control: the parameter whose sign the control of a verification reverses.
-        forms: rows of the benchmark of mechanisms: fields of a config, by title. By default one, with default options.
+        card: what a layer does, for the reader of a model card; `{config.field}` is a field of its config. The default
+            is the first sentence of the class's docstring.
+        cost: a function of (config, tokens, window in tokens or `None`, form as in `score_products`) that returns the
+            cost of the attention between the projections.
+        start: a function of (config, generator, value offsets "balanced" or "none") that returns parameters of the
+            attention module by name, float32, with which a layer computes exactly multi-head attention. Without it no
+            checkpoint is converted to the kind.
+        deviations: a function of (attention module, config) that returns, by name, the distances of the parameters
+            that multi-head attention lacks from values with which the layer computes multi-head attention. Without it
+            no layer of the kind is converted to multi-head attention.
+        control: the name of the parameter whose sign the control of a verification reverses.
+        forms: rows of the benchmark of mechanisms: fields of a config by title. The default is one row with default
+            options.
     """
 
     card: str | None = None
@@ -53,11 +56,11 @@ def mechanism_of(kind: str) -> Mechanism:
 
 
 def all_mechanisms() -> dict[str, Mechanism]:
-    """Every kind's, in the order of `ATTENTION_CLASSES`."""
+    """The mechanism of every kind, in the order of `ATTENTION_CLASSES`."""
     return {kind: mechanism_of(kind) for kind in ATTENTION_CLASSES}
 
 
 def _first_sentence(documented: type) -> str:
-    """The first sentence of a class's own docstring on one line, or the class's name."""
+    """The first sentence of a class's docstring on one line; the class's name if it has none."""
     text = (documented.__doc__ or f"{documented.__name__}.").strip()
     return " ".join(re.split(r"(?<=\.)\s+(?=[A-Z])|\n\s*\n", text, maxsplit=1)[0].split())

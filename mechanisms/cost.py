@@ -1,4 +1,4 @@
-"""What the cost functions of several mechanisms share: what a `Cost` is, and the products of a score matrix."""
+"""What the cost functions of several mechanisms share: the class `Cost`, and the multiply-adds of a score matrix."""
 
 import math
 from dataclasses import astuple, dataclass
@@ -9,14 +9,14 @@ from modeling_iha.window_blocks import BLOCK
 
 @dataclass(frozen=True)
 class Cost:
-    """What a part of a model takes for one sequence of N tokens.
+    """The cost of a part of a model for one sequence of N tokens.
 
     Attributes:
-        parameters: their number.
+        parameters: number of parameters.
         prefill, training, decode: multiply-adds of a forward, of a forward with its backward, and of one more token
             after N cached ones.
-        cache: keys and values that the cache holds, their number.
-        kept: values that autograd keeps for the backward, their number.
+        cache: number of values in the cached keys and values.
+        kept: number of values that autograd keeps for the backward.
     """
 
     parameters: int = 0
@@ -31,14 +31,14 @@ class Cost:
 
 
 def visible_pairs(tokens: int, virtual: int = 1, window: int | None = None) -> int:
-    """S: pairs (v, u) of N * P virtual tokens with u <= v and, with a window of W tokens, v - W * P < u."""
+    """The number of pairs (v, u) of N * P virtual tokens with u <= v and, with a window of W tokens, v - W * P < u."""
     length = tokens * virtual
     span = length if window is None else min(window * virtual, length)
     return span * (span + 1) // 2 + (length - span) * span
 
 
 def count_segments(tokens: int, virtual: int, window: int | None) -> int:
-    """Segments of keys that the backward of collapse-first attention goes through."""
+    """The number of segments of keys that the backward of collapse-first attention goes through."""
     if window is not None or tokens * virtual <= collapse_first.MAX_UNSEGMENTED_KEYS:
         return 1
     return math.ceil(tokens / max(1, collapse_first.SEGMENT_KEYS // virtual))
@@ -47,13 +47,15 @@ def count_segments(tokens: int, virtual: int, window: int | None) -> int:
 def score_products(
     form: str, tokens: int, virtual: int = 1, window: int | None = None, training: bool = False
 ) -> float:
-    """Multiply-adds of one head of size 1, of its products with keys and values, forward or with the backward.
+    """Multiply-adds of the products of queries with keys and of weights with values, for one head of size 1: of a
+    forward or, with `training`, of a forward and its backward.
 
     Args:
-        form: "eager" and "dense mask" (SDPA with one) compute all pairs, "sdpa" those that are visible, "blocks" those
-            in the blocks of `window_blocks.py`. Of 2 products forward and 4 backward all but "eager" repeat the first
-            in the backward. "collapse_first" needs 1 + 1/P and 3 + 2/P, and once more 1 + 1/P where its backward takes
-            keys in segments.
+        form: "eager" and "dense mask" (SDPA with such a mask) compute all pairs, "sdpa" the visible pairs, and
+            "blocks" the pairs in the blocks of `window_blocks.py`. They take 2 products in the forward and 4 in the
+            backward; all but "eager" compute one more in the backward, the scores. "collapse_first" computes the
+            visible pairs and takes 1 + 1/P products in the forward and 3 + 2/P in the backward, and 1 + 1/P more if
+            its backward goes through the keys in segments.
     """
     length = tokens * virtual
     if form == "eager":
@@ -71,6 +73,7 @@ def score_products(
 
 
 def linear(tokens: int, inputs: int, outputs: int, bias: bool = False) -> Cost:
+    """The cost of a linear map of every token."""
     products = inputs * outputs
     return Cost(products + bias * outputs, tokens * products, 3 * tokens * products, products)
 
@@ -78,9 +81,9 @@ def linear(tokens: int, inputs: int, outputs: int, bias: bool = False) -> Cost:
 def score_matrix(
     config: IHAConfig, tokens: int, window: int | None, per_pair: float = 0, linear: float = 0, cached_more: int = 0
 ) -> Cost:
-    """A kind that changes the scores, between the projections: `per_pair` more multiply-adds for each pair, parameters
-    in linear maps of every token, and values cached for each. Blocks of scores are computed once more in the
-    backward."""
+    """The cost, between the projections, of a kind that changes the scores: `per_pair` more multiply-adds for each
+    pair, `linear` parameters in linear maps of every token, and `cached_more` values cached for each token. The
+    backward computes the blocks of scores once more."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     cached = tokens if window is None else min(tokens, window - 1)
     per_pair += 2 * heads * d
@@ -98,19 +101,19 @@ def score_matrix(
 def pair_products(
     config: IHAConfig, tokens: int, window: int | None, windows: list[int] | None
 ) -> tuple[float, float]:
-    """Multiply-adds of a softmax over pairs (j, k), forward and of one more token."""
+    """Multiply-adds of attention to pairs (j, k): of a forward, and of one more token."""
     first, second = windows or [window, window]
     spans = [[min(n + 1, span or n + 1) for n in range(tokens)] for span in (first, second)]
-    # Those that are not in order are computed, and masked.
+    # Pairs in the wrong order are computed as well, and masked.
     pairs = [j * k for j, k in zip(*spans)]
     products = 2 * config.num_attention_heads * config.head_dim
     return products * sum(pairs), products * pairs[-1]
 
 
 def tuples(config: IHAConfig, tokens: int, window: int | None, stacked: int, forward: float, decode: float) -> Cost:
-    """A kind that attends to tuples of tokens, with `stacked` keys and values for each token, between the projections:
-    its further projections, its cache, and the multiply-adds `forward` and `decode`, the first computed once more in
-    the backward."""
+    """The cost of a kind that attends to tuples of tokens and has `stacked` keys and values for each token: its
+    additional projections, its cache, and the multiply-adds `forward` and `decode`. The backward computes the forward
+    once more."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     more = linear(tokens, config.hidden_size, 2 * (stacked - 1) * groups * d, config.attention_bias)
     cached = tokens if window is None else min(tokens, window - 1)

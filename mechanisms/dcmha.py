@@ -1,5 +1,5 @@
-"""Kind "dcmha". A layer is the multi-head attention it replaces while the second projections and the gates of its
-compositions are zero."""
+"""Kind "dcmha". A layer computes the multi-head attention that it replaces while the second projections and the gates
+of its compositions are zero."""
 
 import torch
 
@@ -11,7 +11,7 @@ from .cost import Cost, score_matrix
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
-    """Four compositions that compose nothing yet; their first projections start as usual, from the generator."""
+    """Four compositions that change nothing yet. The generator draws their first projections as at any start."""
     state = {}
     for name in ("pre_query", "pre_key", "post_query", "post_key"):
         with torch.random.fork_rng(devices=[]):
@@ -24,7 +24,7 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Compositions, two of rank R for each stage (DCMHA, Section 3.3)."""
+    """Cost of the scores with compositions, two of rank R for each stage (DCMHA, Section 3.3)."""
     options, heads = config.options_of("dcmha"), config.num_attention_heads
     groups, rank = options.num_groups, options.rank
     size = heads // groups
@@ -41,11 +41,11 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
 
 
 MECHANISM = Mechanism(
-    card="Dynamically Composable Multi-Head Attention: before and after the softmax, heads are combined with weights that the "
-    "query's and key's tokens compute. The KV cache holds the key's weights beside each key and value.",
+    card="Dynamically Composable Multi-Head Attention: before and after the softmax, heads are combined with weights that are "
+    "computed from the query's and the key's token. The KV cache also holds the weights of each key's token.",
     cost=cost,
     start=start,
-    # Its own parameters multiply others that are zero at the exact start.
+    # At the exact start the kind's own parameters have no effect, because they multiply parameters that are zero.
     control="v_proj.weight",
     forms={"dcmha": {}, "dcmha, query-wise": {"attention_options": {"dcmha": {"sides": "query"}}}},
 )

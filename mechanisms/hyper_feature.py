@@ -7,7 +7,8 @@ from .cost import Cost, linear, score_matrix
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """As many multiply-adds as one score of the whole head; a value product has A projections."""
+    """Cost of a score matrix: the features' scores together take as many multiply-adds as one score of the whole head.
+    A value product adds projections."""
     options = config.options_of("hyper_feature")
     orders = options.of_heads(config.num_attention_heads)[:: config.num_attention_heads // config.num_key_value_heads]
     more = (sum(orders) - len(orders)) * config.head_dim if options.value_product else 0

@@ -1,10 +1,10 @@
 """Kind "iha", Interleaved Head Attention (IHA).
 
-The warm start makes every IHA layer compute exactly the multi-head attention it replaces (the inclusion of IHA,
-Theorem 2, in its causal form): every pseudo-head is its own head, RoPE positions are shared by a token's pseudo-heads,
-and the collapse selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved
-causal mask. Value offsets that sum to zero over the pseudo-heads set them apart without changing the result, since
-their keys are still equal.
+With the exact start every IHA layer computes the multi-head attention that it replaces (the inclusion of IHA, Theorem
+2, in its causal form). Every pseudo-head equals its head, the pseudo-heads of a token share its RoPE position, and the
+collapse selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal
+mask. Value offsets that sum to zero over the pseudo-heads make them differ without changing the result, because their
+keys are equal.
 """
 
 import torch
@@ -15,17 +15,17 @@ from . import Mechanism
 from .cost import Cost, count_segments, score_products, visible_pairs
 
 
-# Rounding of a sum over the pseudo-heads, for offsets that were not drawn exact in binary.
+# Rounding error of a sum over the pseudo-heads of offsets that binary numbers do not represent exactly.
 OFFSET_TOLERANCE = 1e-6
 
 
 def identity_mixing(num_heads: int, num_pseudo_heads: int) -> torch.Tensor:
-    """alpha [M, M, P] (source head, head, pseudo-head), float32: every pseudo-head is its own head."""
+    """alpha [M, M, P] (source head, head, pseudo-head), float32: every pseudo-head equals its head."""
     return torch.eye(num_heads)[:, :, None].repeat(1, 1, num_pseudo_heads)
 
 
 def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str = "per_head") -> torch.Tensor:
-    """R [H, P] or, for "all_heads", [H, H * P], float32: each head takes its own last pseudo-head."""
+    """R [H, P] or, for "all_heads", [H, H * P], float32: each head selects its own last pseudo-head."""
     last = torch.zeros(1, num_pseudo_heads)
     last[0, -1] = 1.0
     return last.repeat(num_heads, 1) if pseudo_collapse == "per_head" else torch.kron(torch.eye(num_heads), last)
@@ -34,16 +34,16 @@ def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str
 def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Generator) -> torch.Tensor:
     """D [M, M, P], float32, random within 0.25 of zero and summing to zero over the pseudo-heads; all zero for P = 1.
 
-    The entries are multiples of 2^-7, so that I + D and its sum over the pseudo-heads are exact in bfloat16 too:
-    rounding it would leave an error of 0.2% in the values of every layer.
+    The entries are multiples of 2^-7, so I + D and its sum over the pseudo-heads are exact in bfloat16 too. Rounded
+    entries would cause an error of 0.2% in the values of every layer.
     """
     steps = torch.randint(-16, 17, (num_heads, num_heads, num_pseudo_heads), generator=generator)
     return (steps - steps.roll(1, dims=-1)) / 128
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
-    """Identities and the last pseudo-head; the offsets "balanced" set the pseudo-heads apart, "none" leaves them
-    symmetric."""
+    """Identity mixing and a collapse that selects the last pseudo-head. The offsets "balanced" make the pseudo-heads
+    differ; with "none" they are equal."""
     num_heads, num_groups, p = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
     value_mixing = identity_mixing(num_groups, p)
     if value_offsets == "balanced":
@@ -57,16 +57,17 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 
 
 def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
-    """Offsets of the values count as their sum over the pseudo-heads, whose keys are equal, beyond rounding."""
+    """Differences from the exact start; of the value mixing, the sum of its offsets over the pseudo-heads, beyond
+    rounding: only the sum matters while the keys are equal."""
     moved = {name: attention.get_parameter(name) - value for name, value in start(config, None, "none").items()}
     value_mixing = attention.v_mix.weight.detach().double()
     offsets = (value_mixing - identity_mixing(config.num_key_value_heads, config.num_pseudo_heads)).sum(-1)
-    # A NaN is no rounding.
+    # A NaN is kept: it is not a rounding error.
     return moved | {"v_mix.weight": offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)}
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Interleaved Head Attention between the projections: mixing, attention and collapse."""
+    """Cost of Interleaved Head Attention between the projections: mixing, attention and collapse."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     virtual, per_head = config.num_pseudo_heads, config.pseudo_collapse == "per_head"
     if not per_head or virtual == 1:
@@ -79,9 +80,9 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
     cost = Cost(parameters=mixing + collapse, cache=2 * groups * d * cached)
     if form == "collapse_first":
-        # The collapse is of weights. Keys and values are mixed for every head of a group, and all once more in the
-        # backward, in segments of keys twice, and queries for each segment that they see. Each pseudo-query of a new
-        # token goes to every cached head.
+        # The attention weights are collapsed. Keys and values are mixed for every head of a group, and the backward
+        # mixes everything once more; in segments of keys it does so twice, and mixes the queries for each segment that
+        # they see. Each pseudo-query of a new token is multiplied with every cached head.
         pairs = heads * visible_pairs(tokens, virtual, window)
         segments = count_segments(tokens, virtual, window)
         passes = 1 if segments == 1 else 2
@@ -97,9 +98,9 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     return cost + Cost(
         prefill=forward + linear_parts,
         training=training + 3 * linear_parts,
-        # Keys and values of all tokens are mixed anew.
+        # The keys and values of all tokens are mixed again for each new token.
         decode=(heads**2 + 2 * groups**2 * keys) * virtual * d + 2 * heads * d * virtual**2 * keys + collapse * d,
-        # The output of the virtual tokens once for SDPA and once, in another layout, for the collapse.
+        # SDPA keeps the output of the virtual tokens, and the collapse keeps it in another layout.
         kept=base * (1 + virtual) + tokens * heads * (virtual * (2 * d + 1) + d),
     )
 

@@ -7,8 +7,8 @@ from .cost import Cost, score_products
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Multi-head attention between the projections. Kept are queries, keys, values, output and a sum for each
-    query."""
+    """Cost of multi-head attention between the projections. Autograd keeps queries, keys, values, output and a sum for
+    each query."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     form = "sdpa" if form == "collapse_first" else form
     cached = tokens if window is None else min(tokens, window - 1)

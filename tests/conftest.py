@@ -31,6 +31,15 @@ def cpu_cores(monkeypatch):
         yield calls
 
 
+@pytest.fixture(params=["virtual", "collapse_first"])
+def form(request, monkeypatch):
+    """How "iha" layers compute on SDPA: on the virtual sequence, which is the default for inputs as short as a test's,
+    or collapsing first, in several blocks and segments."""
+    if request.param == "collapse_first":
+        collapse_short_inputs_first(monkeypatch)
+    return request.param
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """In a module that lists its `EXPECTED_SKIPS`, a test skipped for another reason fails."""

@@ -1,6 +1,7 @@
 """What the tests share: small models with weights that leave nothing at its neutral value, so that no part can drop
 out unnoticed; inputs for them; and comparisons, relative to the largest entry of what is compared."""
 
+import sys
 from copy import deepcopy
 
 import pytest
@@ -10,6 +11,7 @@ from references.iha import causal_lm
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
+from command_io import run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, collapse_first
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
@@ -20,14 +22,11 @@ from modeling_iha.score_matrix import ScoreMatrixAttention
 
 FP32 = 1e-4
 
-
 # Transformers keeps RoPE's angles, RMSNorm, and the softmax of the eager core in float32 for a float64 model too.
 FP64 = 5e-6
 
-
 # What the model does in float64 alone leaves this.
 FP64_EXACT = 1e-12
-
 
 # bfloat16 moves a value by up to 2^-9 of it at each rounding. An output passes about eight in a row (projection, two
 # by RoPE, mixing, the pseudo-head's rotation, attention, collapse, output projection), each counted twice for the
@@ -35,16 +34,11 @@ FP64_EXACT = 1e-12
 # backward is a difference of nearly equal terms. The reference has the rounded weights and input. Seen: 0.015 and
 # 0.08.
 BF16_OUTPUT = 16 * 2**-9
-
-
 BF16_GRADIENT = 64 * 2**-9
+
 HALVES = [torch.bfloat16, torch.float16]
-
-
 # Over the largest entry. Seen: logits 0.022 and 0.003; gradients 0.17 and 0.010, of the QK norms, whose terms cancel.
 LOGITS = {torch.bfloat16: 0.05, torch.float16: 0.008}
-
-
 GRADIENTS = {torch.bfloat16: 0.3, torch.float16: 0.03}
 
 
@@ -71,6 +65,8 @@ LLAMA = {
     "attention_bias": True,
     "mlp_bias": True,
 }
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 CORES = ["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"]
 _WINDOW_AND_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
@@ -109,6 +105,11 @@ GEOMETRIES = {
         "sliding_window": 3,
     },
 }
+# Of "iha" layers, what the mechanism suite lacks: P, windows of one token, a collapse over all heads, two kinds in one
+# model.
+IHA_GEOMETRIES = ["one_pseudo_head", "no_gqa", "window_of_1", "hybrid", "hybrid_window_of_1"]
+# Of the other kinds than "iha".
+OTHER_KINDS = [name for name, fields in GEOMETRIES.items() if isinstance(fields.get("attention_kinds"), str)]
 # Of kinds that change the score matrix, which flash cores and FlexAttention never build: refused there.
 SCORE_MATRIX = {
     name
@@ -201,6 +202,17 @@ def learn_one_batch(model, optimizer):
     return loss
 
 
+def take_a_step(model) -> set[str]:
+    """Trains on one batch, and returns the names of the trainable parameters that changed."""
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = {name: parameter.detach().clone() for name, parameter in trainable.items()}
+    optimizer = torch.optim.AdamW(trainable.values(), lr=0.05)
+    input_ids = random_ids(2, 9)
+    model(input_ids, labels=input_ids).loss.backward()
+    optimizer.step()
+    return {name for name, parameter in trainable.items() if not torch.equal(parameter, before[name])}
+
+
 def reload(model, directory):
     """The model, saved to the directory and loaded again with every weight in its place."""
     model.save_pretrained(directory)
@@ -209,7 +221,7 @@ def reload(model, directory):
     return loaded
 
 
-def left_padding(real):
+def padding(real):
     """Arguments for `real` [B, N], True where a token is none of padding: (of a model, of a reference)."""
     position_ids = (real.cumsum(-1) - 1).clamp_min(0)
     return (
@@ -223,6 +235,18 @@ def packing(lengths, rows=1):
     position_ids = torch.cat([torch.arange(n) for n in lengths]).expand(rows, -1)
     document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).expand(rows, -1)
     return {"position_ids": position_ids}, {"position_ids": position_ids, "document_ids": document_ids}
+
+
+def cumulative_lengths(lengths):
+    """What a padding-free collator gives beside position_ids for documents of these lengths in one row."""
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).int()
+    longest = max(lengths)
+    return {
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def skip_if_refused(geometry, core):
@@ -256,6 +280,14 @@ def logits_in_chunks(model, input_ids, chunks, cache=None):
 def uncached_logits(model, input_ids, **inputs):
     with torch.no_grad():
         return model(input_ids, use_cache=False, **inputs).logits
+
+
+def greedy(model, input_ids, steps: int) -> torch.Tensor:
+    """`generate`'s tokens, found without a cache."""
+    for _ in range(steps):
+        following = uncached_logits(model, input_ids)[:, -1:].argmax(-1)
+        input_ids = torch.cat((input_ids, following), dim=1)
+    return input_ids
 
 
 def loss_and_gradients(model, input_ids, **inputs):
@@ -355,7 +387,7 @@ def assert_attention_matches(
     inputs=({}, {}),
 ):
     """As `assert_layer_matches`, with the reference of the first layer's kind and `rows` of `length` tokens. `inputs`
-    of the model and of the reference are those of `left_padding` or `packing`."""
+    of the model and of the reference are those of `padding` or `packing`."""
     model = random_model(config, dtype=dtype, seed=seed)
     if core is not None:
         set_core(model, core)
@@ -378,3 +410,26 @@ def reference_logits(model, input_ids, **inputs):
     attentions = [reference_attention(config, i) for i in range(config.num_hidden_layers)]
     activation = ACT2FN[config.hidden_act]
     return causal_lm(input_ids, weights, attentions, config.rms_norm_eps, activation, **inputs), weights
+
+
+# Commands
+
+
+def command(monkeypatch, capsys, module, *arguments):
+    """Runs a command in this process; returns its exit code, standard output and standard error."""
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    capsys.readouterr()
+    code = 0
+    try:
+        run_cli(module.main)
+    except SystemExit as exit:
+        code = exit.code
+    return code, *capsys.readouterr()
+
+
+def last_line(text):
+    """The last line of standard error, which carries the error; nothing before it may be a traceback."""
+    assert "Traceback" not in text
+    lines = text.strip().splitlines()
+    assert lines and lines[-1].startswith("Error: "), text
+    return lines[-1]

@@ -9,14 +9,16 @@ import torch
 from helpers import (
     FP32,
     FP64,
+    PROJECTIONS,
     assert_attention_matches,
     assert_close,
     assert_gradients_match,
+    cumulative_lengths,
     gradients,
     learn_one_batch,
-    left_padding,
     logits_in_chunks,
     packing,
+    padding,
     random_ids,
     random_model,
     reference_logits,
@@ -27,7 +29,7 @@ from helpers import (
     uncached_logits,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
@@ -40,8 +42,9 @@ LENGTH = 7
 # of few entries; 0.017 and 0.0016 of the others.
 HALF_PRECISION = {torch.bfloat16: 0.05, torch.float16: 0.016}
 INPUTS = ["plain", "padded", "packed"]
-# The appended token is alone in its forward, inside and outside the window.
-CHUNKS = [[6, 1], [1] * LENGTH, [3, 1, 2, 1]]
+# The appended token is alone in its forward, inside and outside the window; on a cache, chunks longer and shorter than
+# the window of 3.
+CHUNKS = [[6, 1], [1] * LENGTH, [1, 4, 2]]
 # None of them is allowed by every option, and every option allows at most two.
 NONSENSE = [-1, 0, 0.5, float("nan"), "nonsense", [0, 1], {}, None, True]
 
@@ -119,7 +122,7 @@ def check_layer_inputs(mechanism, window, inputs):
     """Output and gradients of one layer in float64, for rows that are "padded" or "packed"."""
     real = torch.ones(2, 9, dtype=torch.bool)
     real[0, :3] = False
-    arguments = left_padding(real) if inputs == "padded" else packing((4, 1, 4), rows=2)
+    arguments = padding(real) if inputs == "padded" else packing((4, 1, 4), rows=2)
     config = mechanism.config(window, num_hidden_layers=1)
     # Weights for which no parameter's gradient is a difference of nearly equal sums, as that of a scale before a norm
     # can be: norms are computed in float32.
@@ -135,10 +138,11 @@ def _reference(config_json, inputs):
     input_ids = random_ids(1 if inputs == "packed" else 2, LENGTH)
     real, of_model, of_reference = torch.ones(input_ids.shape, dtype=torch.bool), {}, {}
     if inputs == "padded":
-        real[0, :3] = False
-        of_model, of_reference = left_padding(real)
+        real[0, :3], real[1, -2:] = False, False
+        of_model, of_reference = padding(real)
     if inputs == "packed":
-        of_model, of_reference = packing((3, 1, 3), rows=len(input_ids))
+        of_model, of_reference = packing((3, 1, 3))
+        of_model |= cumulative_lengths((3, 1, 3))
     expected, weights = reference_logits(model, input_ids, **of_reference)
     return model, input_ids, of_model, real, expected[real].detach(), gradients(expected[real], weights)
 
@@ -165,8 +169,8 @@ def check_core(mechanism, core, inputs):
 
 
 def check_cache(mechanism, window, chunks, form=None):
-    """Chunks on a cache inside an autograd graph give the logits and the gradients of the whole input; a static cache
-    its logits."""
+    """Chunks on a cache inside an autograd graph give the logits and the gradients of the whole input; caches that the
+    caller made, static or without the config, its logits."""
     model = random_model(mechanism.config(window), dtype=torch.float64)
     if form is not None:
         set_core(model, form)
@@ -181,8 +185,18 @@ def check_cache(mechanism, window, chunks, form=None):
     assert relative_error(actual, expected) < FP64
     expected_gradients = gradients(expected, parameters_of(model))
     assert_gradients_match(gradients(actual, parameters_of(model)), expected_gradients, FP64)
-    static = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
-    assert_close(logits_in_chunks(model, input_ids, chunks, static), expected.detach(), FP64)
+    for of_the_caller in (StaticCache(config=model.config, max_cache_len=LENGTH + 3), DynamicCache()):
+        assert_close(logits_in_chunks(model, input_ids, chunks, of_the_caller), expected.detach(), FP64)
+
+
+def check_cache_on_core(mechanism, core):
+    """Logits of chunks on a cache, on the core, are those of the whole input on the default core."""
+    if mechanism.is_refused_on(core):
+        pytest.skip(f"{mechanism.kind} changes the scores, which {core} never builds: refused, see check_core")
+    model, input_ids = random_model(mechanism.hybrid_config()), random_ids(2, LENGTH)
+    expected = uncached_logits(model, input_ids)
+    set_core(model, core)
+    assert_close(logits_in_chunks(model, input_ids, [3, 1, 2, 1]), expected)
 
 
 # Precision, training, checkpoints
@@ -208,6 +222,7 @@ def check_round_trip(mechanism, directory):
     loaded, input_ids = reload(model, directory), random_ids(2, LENGTH)
     assert loaded.config.attention_kinds == [mechanism.kind] * 2
     assert loaded.config.options_of(mechanism.kind) == model.config.options_of(mechanism.kind)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
     assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model, input_ids))
 
 
@@ -222,8 +237,7 @@ def check_adapters(mechanism, directory):
     config, input_ids = mechanism.hybrid_config(), random_ids(2, LENGTH)
     base = random_model(config)
     expected = uncached_logits(base, input_ids)
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=PROJECTIONS, init_lora_weights=False)
     model = get_peft_model(random_model(config), adapters)
     model(input_ids, labels=input_ids).loss.backward()
     assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)

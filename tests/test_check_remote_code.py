@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_conversion import command, last_line
+from helpers import command, last_line
 
 from conversion_scripts import check_remote_code
 from modeling_iha.configuration_iha import AUTO_MAP

@@ -1,6 +1,7 @@
 """The default attention implementation of an "iha" layer on a CPU: from the base states, collapsed before the values
-are multiplied, and decoded with the mixing absorbed. The tests below that are imported run as in their own files, but
-on these paths at every length."""
+are multiplied, and decoded with the mixing absorbed. That
+these forms compute what the virtual sequence does is tested in test_reference.py and test_generation.py, by the
+fixture `form`, and in the mechanism suite."""
 
 import pytest
 import torch
@@ -14,19 +15,6 @@ from helpers import (
     random_model,
     set_core,
     small_config,
-)
-from test_generation import (  # noqa: F401
-    test_a_cache_of_the_caller,
-    test_cached_equals_uncached,
-    test_gradient_checkpointing_changes_no_gradient,
-    test_window_layers_keep_the_window,
-)
-from test_reference import (  # noqa: F401
-    test_attention_matches_reference,
-    test_attention_matches_reference_in_bfloat16,
-    test_attention_matches_reference_in_float64,
-    test_model_matches_reference,
-    test_rope_types,
 )
 from transformers import StaticCache
 

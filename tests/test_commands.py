@@ -1,6 +1,8 @@
-"""Every command of the repository starts as a module from the checkout, and by path from anywhere."""
+"""Every command of the repository starts as a module from the checkout, and by path from anywhere; and tests import
+what they share from modules of helpers."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -61,3 +63,10 @@ def test_a_process_of_its_own(arguments, in_checkout, tmp_path):
         text=True,
     )
     assert process.returncode == 0 and "usage:" in process.stdout, process.stderr
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_no_test_module_is_imported(path):
+    """A test that is imported runs twice, and a fixture or constant that is imported ties one file of tests to
+    another."""
+    assert not re.findall(r"^\s*(?:from|import) test_\w+", path.read_text(encoding="utf-8"), re.MULTILINE)

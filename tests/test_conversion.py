@@ -4,15 +4,29 @@ import copy
 import importlib.util
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import EVERY_KIND, IHA_CODE, random_ids, random_model, small_config
+from helpers import EVERY_KIND, IHA_CODE, command, last_line, random_model, small_config
 from safetensors.torch import load_file, save_file
-from tiny_sources import CHAT_TEMPLATE, SOURCES, VOCAB_SIZE, save_tiny_source, tiny_source, tiny_tokenizer
+from tiny_sources import (
+    CHAT_TEMPLATE,
+    SOURCES,
+    VOCAB_SIZE,
+    assert_equal_logits,
+    continuation,
+    edit_config,
+    edit_weights,
+    logits,
+    save_tiny_source,
+    shards,
+    tiny_source,
+    tiny_tokenizer,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -32,36 +46,6 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# Twice the windows of the sliding sources, and odd.
-LENGTH = 17
-
-
-@torch.no_grad()
-def logits(model, length=LENGTH):
-    return model(random_ids(2, length)).logits
-
-
-@torch.no_grad()
-def continuation(model):
-    prompt = random_ids(1, 9)
-    config = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0)
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)[0].tolist()
-
-
-def assert_equal_logits(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
-
-
-def command(monkeypatch, capsys, module, *arguments):
-    """Runs a command in this process; returns its exit code, standard output and standard error."""
-    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
-    capsys.readouterr()
-    code = 0
-    try:
-        run_cli(module.main)
-    except SystemExit as exit:
-        code = exit.code
-    return code, *capsys.readouterr()
 
 
 # What is converted
@@ -422,7 +406,7 @@ def test_converted_directory_stands_alone(converted, prompt):
 def test_clean_process_refuses_what_does_not_load(converted, tmp_path):
     with pytest.raises(UserError, match="no config.json"):
         load_in_clean_process(tmp_path)
-    broken = copy_directory(converted / "iha", tmp_path / "broken")
+    broken = shutil.copytree(converted / "iha", tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     weights.pop("model.layers.4.self_attn.collapse.weight")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
@@ -480,7 +464,7 @@ def test_talking_heads_command(converted, tmp_path, monkeypatch, capsys):
 
 
 def test_verify_refuses_a_changed_conversion(converted, tmp_path, monkeypatch, capsys):
-    changed = copy_directory(converted / "iha", tmp_path / "changed")
+    changed = shutil.copytree(converted / "iha", tmp_path / "changed")
     weights = load_file(changed / "model.safetensors")
     weights["model.layers.5.self_attn.k_mix.weight"][0, 1, 1] += 0.5
     save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
@@ -562,42 +546,18 @@ def test_help_has_an_example(module, monkeypatch, capsys):
     assert code == 0 and f"example: python -m {module.__name__} " in " ".join(out.split())
 
 
+def test_help_names_what_the_tables_hold(monkeypatch, capsys):
+    monkeypatch.setattr(convert_llama_to_iha, "ARCHITECTURES", {"one": None, "two": None})
+    monkeypatch.setattr(convert_llama_to_iha, "ATTENTION_KINDS", ["three", "four", "five"])
+    _, out, _ = command(monkeypatch, capsys, convert_llama_to_iha, "--help")
+    assert "of architecture one or two to attention of kind three, four or five without" in " ".join(out.split())
+
+
 # Bad input
-
-
-def last_line(text):
-    """The last line of standard error, which carries the error; nothing before it may be a traceback."""
-    assert "Traceback" not in text
-    lines = text.strip().splitlines()
-    assert lines and lines[-1].startswith("Error: "), text
-    return lines[-1]
-
-
-def copy_directory(source, target):
-    target.mkdir()
-    for path in source.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    return target
-
-
-def edit_weights(source, edit):
-    for path in source.glob("*.safetensors"):
-        weights = load_file(path)
-        edit(weights)
-        save_file(weights, path, metadata={"format": "pt"})
-
-
-def edit_config(source, **changes):
-    path = source / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-1000])
-
-
-def shards(source):
-    return sorted(source.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,9 @@ import sys
 
 import pytest
 import torch
-from helpers import FP64, logits_in_chunks, random_ids, relative_error, uncached_logits
+from helpers import FP64, command, logits_in_chunks, random_ids, relative_error, uncached_logits
 from references.dcmha import released_causal_lm
-from safetensors.torch import save_file
-from test_conversion import command
-from tiny_sources import tiny_tokenizer
+from tiny_sources import DCFORMER, released_weights, save_released, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from command_io import UserError
@@ -22,78 +20,9 @@ from conversion_scripts import convert_dcformer_to_iha
 from conversion_scripts.convert_dcformer_to_iha import convert, iha_config
 
 
-CONFIG = {
-    "model_type": "dcformer",
-    "architectures": ["DCFormer"],
-    "auto_map": {"AutoConfig": "configuration_dcformer.DCFormerConfig"},
-    "vocab_size": 61,
-    "dim": 32,
-    "intermediate_size": 24,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_local_heads": 4,
-    "head_dim": 8,
-    "rope_base": 100.0,
-    "norm_eps": 1e-6,
-    "block_size": 64,
-    "window_size": 3,
-    "window_type": None,
-    "use_qk_norm": True,
-    "mgate": True,
-    "mgate_dim": 6,
-    "query_wise": False,
-    "use_dcmha": True,
-    "is_training": False,
-    "q_chunk_size": 128,
-    "prefill_pad": True,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 # An older config, as of the first release: no QK-norm, no gate of the FFN, and its fields absent.
-PLAIN = {name: value for name, value in CONFIG.items() if name not in ("window_type", "mgate", "mgate_dim")}
+PLAIN = {name: value for name, value in DCFORMER.items() if name not in ("window_type", "mgate", "mgate_dim")}
 PLAIN |= {"use_qk_norm": False, "norm_eps": 1e-5}
-
-
-def released_weights(config, dtype=torch.float64, seed=0):
-    """Random weights under the released names, with the derived ones that a released file also holds."""
-    width, heads, inner = config["dim"], config["n_head"], config["intermediate_size"]
-    shapes = {"tok_embeddings.weight": (61, width), "norm.weight": (width,), "output.weight": (61, width)}
-    for i in range(config["n_layer"]):
-        layer = {
-            "attention.wqkv.weight": (3 * width, width),
-            "attention.wo.weight": (width, width),
-            "attention.dyn_w_proj.dw1": (width, 1, 4, 4 * heads),
-            "attention.dyn_w_proj.qkw": (1, 4, 4 * heads, 4, heads),
-            "attention.dyn_w_proj.dd": (width, 1, 4 * heads),
-            "attention_norm.weight": (width,),
-            "ffn_norm.weight": (width,),
-            "feed_forward.w1.weight": (inner, width),
-            "feed_forward.w3.weight": (inner, width),
-            "feed_forward.w2.weight": (width, inner),
-        }
-        if config["use_qk_norm"]:
-            layer |= {"attention.q_norm.scale": (width // heads,), "attention.k_norm.scale": (width // heads,)}
-        if config.get("mgate"):
-            layer["feed_forward.mg.weight"] = (config["mgate_dim"], width)
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if "norm" in name:
-            noise = 1 + 0.2 * noise
-        elif "embed" not in name:
-            noise = noise / (shape[2] if "qkw" in name else width) ** 0.5
-        weights[name] = noise.to(dtype)
-    for i in range(config["n_layer"]):
-        dynamic = f"layers.{i}.attention.dyn_w_proj."
-        w1, gate = weights[f"{dynamic}dw1"].reshape(width, -1), weights[f"{dynamic}dd"].squeeze(1)
-        weights[f"{dynamic}dw_m"] = torch.cat((w1, gate), dim=-1)
-        weights[f"{dynamic}qkw_m"] = weights[f"{dynamic}qkw"].reshape(4, 4 * heads, -1).clone()
-        for stage in ("pre", "post"):
-            weights[f"{dynamic}{stage}_proj.w"] = torch.eye(heads, dtype=dtype)[None]
-    return weights
 
 
 def layer_windows(config):
@@ -102,18 +31,18 @@ def layer_windows(config):
 
 def test_mixed_dtypes_lose_no_digit():
     """One tensor in bfloat16 says nothing about the others: the model has the narrowest dtype that holds them all."""
-    weights = released_weights(CONFIG, torch.float32)
+    weights = released_weights(DCFORMER, torch.float32)
     weights["output.weight"] = weights["output.weight"].bfloat16()
-    model = convert(CONFIG, dict(weights))
+    model = convert(DCFORMER, dict(weights))
     assert model.dtype == torch.float32 and {tensor.dtype for tensor in model.parameters()} == {torch.float32}
     assert torch.equal(model.model.embed_tokens.weight, weights["tok_embeddings.weight"])
     assert torch.equal(model.lm_head.weight, weights["output.weight"].float())
-    assert convert(CONFIG, released_weights(CONFIG, torch.bfloat16)).dtype == torch.bfloat16
+    assert convert(DCFORMER, released_weights(DCFORMER, torch.bfloat16)).dtype == torch.bfloat16
     weights = {name: tensor.half() for name, tensor in weights.items()} | {"output.weight": weights["output.weight"]}
-    assert convert(CONFIG, weights).dtype == torch.float32  # neither half holds the other
+    assert convert(DCFORMER, weights).dtype == torch.float32  # neither half holds the other
 
 
-@pytest.mark.parametrize("source", [CONFIG, PLAIN, CONFIG | {"window_size": None}], ids=["all", "plain", "global"])
+@pytest.mark.parametrize("source", [DCFORMER, PLAIN, DCFORMER | {"window_size": None}], ids=["all", "plain", "global"])
 def test_converted_model_computes_what_the_released_one_does(source):
     """Every token of two sequences, in one pass and from the cache."""
     weights = released_weights(source)
@@ -134,7 +63,7 @@ def test_official_code(window, monkeypatch):
     monkeypatch.syspath_prepend(os.environ["DCFORMER_OFFICIAL_CODE"])
     official_class = importlib.import_module("modeling_dcformer").DCFormer
     official_class.all_tied_weights_keys = {}  # what newer Transformers asks for
-    source = CONFIG | {"window_size": window}
+    source = DCFORMER | {"window_size": window}
     weights = released_weights(source, torch.float32)
     config = official_class.config_class(
         **{k: v for k, v in source.items() if k not in ("torch_dtype", "model_type")}, dtype=torch.float32
@@ -160,7 +89,7 @@ def test_official_code(window, monkeypatch):
     [(None, "LGLGLGLGL"), ("LG", "LGLGLGLGL"), ("LGLL", "LGLLLGLLL"), ("LGL6", "LGLLLLLLL")],
 )
 def test_schedules(window_type, pattern):
-    config = iha_config(CONFIG | {"window_type": window_type, "window_size": 256, "n_layer": 9})
+    config = iha_config(DCFORMER | {"window_type": window_type, "window_size": 256, "n_layer": 9})
     assert config.layer_types == [{"L": "sliding_attention", "G": "full_attention"}[letter] for letter in pattern]
     assert config.sliding_window == 256
 
@@ -182,7 +111,7 @@ def test_schedules(window_type, pattern):
     ],
 )
 def test_what_would_change_the_logits_is_refused_by_name(changes, message):
-    source = {name: value for name, value in {**CONFIG, **changes}.items() if value is not None or name != "dim"}
+    source = {name: value for name, value in {**DCFORMER, **changes}.items() if value is not None or name != "dim"}
     with pytest.raises(UserError, match=message):
         iha_config(source)
 
@@ -201,33 +130,13 @@ def test_what_would_change_the_logits_is_refused_by_name(changes, message):
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(change, message):
-    weights = released_weights(CONFIG)
+    weights = released_weights(DCFORMER)
     change(weights)
     with pytest.raises(UserError, match=message):
-        convert(CONFIG, weights)
+        convert(DCFORMER, weights)
 
 
 # The command
-
-
-def save_released(directory, config=CONFIG, form="bin"):
-    """A released checkpoint in one of the forms that a Hub repository may have."""
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    weights = released_weights(config, torch.float32)
-    if form == "bin":
-        torch.save(weights, directory / "pytorch_model.bin")
-    elif form == "safetensors":
-        save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    else:
-        names = sorted(weights)
-        shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
-        for file, held in shards.items():
-            save_file({name: weights[name] for name in held}, directory / file, {"format": "pt"})
-        index = {"metadata": {}, "weight_map": {name: file for file, held in shards.items() for name in held}}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    tiny_tokenizer().save_pretrained(directory)
-    return weights
 
 
 @pytest.mark.parametrize("form", ["bin", "safetensors", "shards"])
@@ -239,7 +148,7 @@ def test_command(form, tmp_path, monkeypatch, capsys):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
     assert model.dtype == torch.float32 and model.config.eos_token_id == 2
     input_ids = random_ids(1, 9)
-    expected = uncached_logits(convert(copy.deepcopy(CONFIG), weights), input_ids)
+    expected = uncached_logits(convert(copy.deepcopy(DCFORMER), weights), input_ids)
     assert torch.equal(uncached_logits(model, input_ids), expected)
     card = (tmp_path / "converted" / "README.md").read_text()
     assert "Converted from source (dcformer)" in card and "dcmha" in card
@@ -258,11 +167,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys)
     save_released(tmp_path / "source")
     (tmp_path / "empty").mkdir()
     (tmp_path / "no-weights").mkdir()
-    (tmp_path / "no-weights" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "no-weights" / "config.json").write_text(json.dumps(DCFORMER))
     tiny_tokenizer().save_pretrained(tmp_path / "no-weights")
     save_released(tmp_path / "damaged")
     (tmp_path / "damaged" / "pytorch_model.bin").write_bytes(b"damaged")
-    save_released(tmp_path / "pythia", CONFIG | {"model_type": "dcpythia"})
+    save_released(tmp_path / "pythia", DCFORMER | {"model_type": "dcpythia"})
     before = sorted(tmp_path.iterdir())
     for source, message in {
         "empty": "no usable configuration",

@@ -33,6 +33,7 @@ from references.dcmha import group_gated_mlp
 
 from modeling_iha import IHAConfig, IHAForCausalLM, score_matrix
 from modeling_iha.attention_dcmha import BaseMap, CompositionWeights
+from modeling_iha.score_matrix import BLOCK
 
 
 # The rows of DCMHA's Table 9, ranks, and groups of heads (Section 3.2).
@@ -166,15 +167,12 @@ def largest_saved_tensor(model, input_ids):
 
 
 @pytest.mark.parametrize("window", [None, 24])
-def test_training_keeps_no_score_matrix(window, monkeypatch):
-    length, block = 96, 16
+def test_training_keeps_no_score_matrix(window):
     config = dcmha_config(window, num_hidden_layers=1, vocab_size=7, hidden_size=16, heads="H4G4")
     model = random_model(config).train()
-    input_ids = random_ids(1, length, vocab_size=7)
-    scores = 4 * length * length
-    assert largest_saved_tensor(model, input_ids) >= scores  # in one block all of it is kept
-    monkeypatch.setattr(score_matrix, "BLOCK", block)
-    assert largest_saved_tensor(model, input_ids) < scores * block / length  # not one block is
+    one_block, two_blocks = random_ids(1, BLOCK, vocab_size=7), random_ids(1, 2 * BLOCK, vocab_size=7)
+    assert largest_saved_tensor(model, one_block) >= 4 * BLOCK**2  # all of it is kept
+    assert largest_saved_tensor(model, two_blocks) < 4 * BLOCK**2  # not one block is
 
 
 def test_initialisation():

@@ -13,9 +13,9 @@ from helpers import (
     assert_gradients_match,
     gradients,
     learn_one_batch,
-    left_padding,
     logits_in_chunks,
     packing,
+    padding,
     random_ids,
     random_model,
     reference_logits,
@@ -27,7 +27,7 @@ from helpers import (
 )
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-from modeling_iha import IHAConfig, IHAForCausalLM, virtual_sequence, window_blocks
+from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 CORES = ["eager", "sdpa", "flash_attention_2", "flex_attention"]
@@ -70,11 +70,9 @@ def test_attention_matches_reference(heads, window, dtype, tolerance, gradient_t
 
 @pytest.mark.parametrize("inputs", ["plain", "padded", "packed"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize(("core", "block"), [(core, 128) for core in CORES] + [("sdpa", 4)])
-def test_model_matches_reference(cpu_cores, core, block, geometry, inputs, monkeypatch):
-    """On SDPA also where window layers run in blocks of queries."""
-    monkeypatch.setattr(window_blocks, "BLOCK", block)
-    monkeypatch.setattr(virtual_sequence, "BLOCK", block)
+@pytest.mark.parametrize("core", CORES)
+def test_model_matches_reference(cpu_cores, core, geometry, inputs):
+    """Window layers in blocks of queries are in test_window_blocks.py."""
     model = random_model(diff_config(geometry))
     set_core(model, core)
     # A flash core takes documents in a batch of one row only.
@@ -83,7 +81,7 @@ def test_model_matches_reference(cpu_cores, core, block, geometry, inputs, monke
     arguments, reference = {}, {}
     if inputs == "padded":
         real[0, :3] = False
-        arguments, reference = left_padding(real)
+        arguments, reference = padding(real)
     if inputs == "packed":
         arguments, reference = packing((5, 1, 5), rows=len(input_ids))
     with torch.set_grad_enabled(core != "flex_attention"):  # it has no CPU backward

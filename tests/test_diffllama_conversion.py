@@ -3,23 +3,24 @@ they compute."""
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
-from helpers import random_model, small_config
+from helpers import command, last_line, random_model, small_config
 from safetensors.torch import load_file, save_file
-from test_conversion import (
+from tiny_sources import (
+    CHAT_TEMPLATE,
+    OTHER_SOURCES,
     assert_equal_logits,
-    command,
     continuation,
-    copy_directory,
     edit_config,
     edit_weights,
-    last_line,
     logits,
+    save_tiny_source,
     shards,
+    tiny_source,
 )
-from tiny_sources import CHAT_TEMPLATE, OTHER_SOURCES, save_tiny_source, tiny_source
 from transformers import AutoModelForCausalLM, AutoTokenizer, DiffLlamaForCausalLM
 
 from command_io import UserError
@@ -165,7 +166,7 @@ def test_verification_accepts_it_and_rejects_the_control(converted, tmp_path, mo
 
 
 def test_verification_refuses_a_changed_conversion(converted, tmp_path, monkeypatch, capsys):
-    changed = copy_directory(converted / "iha", tmp_path / "changed")
+    changed = shutil.copytree(converted / "iha", tmp_path / "changed")
     weights = load_file(changed / "model.safetensors")
     weights["model.layers.5.self_attn.lambda_k2"] += 0.5
     save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import command
 from safetensors.torch import load_file
-from test_conversion import command, edit_config, edit_weights
-from test_dcformer import save_released
-from tiny_sources import save_tiny_source, tiny_source
+from tiny_sources import edit_config, edit_weights, save_released, save_tiny_source, tiny_source
 
 from command_io import UserError, new_directory, run_cli, whole_file
 from conversion_scripts import (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import IHA_CODE, random_model
 from loopback_hub import File, LoopbackHub
-from test_sft import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conversion_scripts.checkpoint_io import load_in_clean_process, run_in_clean_process

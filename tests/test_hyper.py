@@ -16,9 +16,9 @@ from helpers import (
     attention_of_first_layer,
     gradients,
     learn_one_batch,
-    left_padding,
     logits_and_gradients,
     packing,
+    padding,
     random_ids,
     random_model,
     relative_error,
@@ -28,8 +28,9 @@ from helpers import (
 )
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from modeling_iha import IHAConfig, IHAForCausalLM, attention_hyper, score_matrix, tuple_attention, virtual_sequence
+from modeling_iha import IHAConfig, IHAForCausalLM, attention_hyper, tuple_attention
 from modeling_iha.attention_hyper import linear_step
+from modeling_iha.tuple_attention import BLOCK
 
 
 OPTIONS = ("order", "sharing", "strict_order", "linear", "windows")
@@ -139,28 +140,25 @@ def test_padding_and_packing_match_reference(case, windows, core):
         pytest.skip("the linear form has no windows")
     config = hyper_config(windows and max(windows), windows=windows, **options)
     real = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
-    assert_attention_matches(config, FP32, core=core, length=7, inputs=left_padding(real))
+    assert_attention_matches(config, FP32, core=core, length=7, inputs=padding(real))
     assert_attention_matches(config, FP32, core=core, length=7, rows=1, inputs=packing((3, 1, 3)))
 
 
 @pytest.mark.parametrize("case", ["plain", "left_padding", "packed"])
 @pytest.mark.parametrize("kind", ["hyper_feature", "hyper", "simplicial"])
-def test_long_window_inputs_equal_a_dense_mask(kind, case, monkeypatch):
+def test_long_window_inputs_equal_a_dense_mask(kind, case):
     """On SDPA a long input to a window layer has no mask matrix: blocks take the columns that their windows reach.
     Gradients included."""
-    monkeypatch.setattr(virtual_sequence, "BLOCK", 8)
-    for module in (tuple_attention, score_matrix):
-        monkeypatch.setattr(module, "BLOCK", 4)
     options = {} if kind == "hyper_feature" else {kind: {"windows": [3, 5]}}
     window = {"layer_types": "sliding_attention", "sliding_window": 5, "num_hidden_layers": 1}
     model = random_model(small_config(attention_kinds=kind, attention_options=options, **window))
-    inputs = {"input_ids": random_ids(2, 30), "use_cache": False}
+    inputs = {"input_ids": random_ids(2, 150), "use_cache": False}
     if case == "left_padding":
-        inputs["attention_mask"] = torch.tensor([[0] * 13 + [1] * 17, [1] * 30])
+        inputs["attention_mask"] = torch.tensor([[0] * 73 + [1] * 77, [1] * 150])
         inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
     if case == "packed":
-        inputs["position_ids"] = torch.cat([torch.arange(13), torch.arange(17)]).expand(2, -1)
-    masks = model.model.create_masks(torch.empty(2, 30, 0), inputs.get("attention_mask"), None, None)
+        inputs["position_ids"] = torch.cat([torch.arange(73), torch.arange(77)]).expand(2, -1)
+    masks = model.model.create_masks(torch.empty(2, 150, 0), inputs.get("attention_mask"), None, None)
     assert masks["sliding_attention", 1].document_ids is not None
     actual, expected = (logits_and_gradients(model, core, **inputs) for core in ("sdpa", "eager"))
     for value, target in zip(actual, expected, strict=True):
@@ -185,15 +183,14 @@ def scores_of(model, length):
 
 
 @pytest.mark.parametrize("kind", ["hyper", "simplicial"])
-def test_windows_bound_the_scores(kind, monkeypatch):
+def test_windows_bound_the_scores(kind):
     """O(N w1 w2), not O(N^3): a block of queries reaches w - 1 keys further back than it is long, and twice the length
     costs twice."""
     model = random_model(hyper_config(8, kind=kind, windows=[2, 8]))
-    monkeypatch.setattr(tuple_attention, "BLOCK", 4)
-    sizes = {length: scores_of(model, length) for length in (200, 400)}
-    block = 4 * 4 * (4 + 1) * (4 + 7)  # heads, queries, columns of j and of k
-    assert max(sizes[200]) == max(sizes[400]) == block
-    assert sum(sizes[400]) - sum(sizes[200]) == 50 * block
+    shorter, longer = (scores_of(model, blocks * BLOCK) for blocks in (5, 10))
+    block = 4 * BLOCK * (BLOCK + 1) * (BLOCK + 7)  # heads, queries, columns of j and of k
+    assert max(shorter) == max(longer) == block
+    assert sum(longer) - sum(shorter) == 5 * block
 
 
 def largest_saved_tensor(model, length):
@@ -213,13 +210,12 @@ def largest_saved_tensor(model, length):
     return kept
 
 
-def test_no_scores_are_kept_for_the_backward(monkeypatch):
-    """Not even those of one block, [1, 4, 4, 24, 24]; without blocks all of them are. The rest, such as logits, is far
-    smaller."""
+def test_no_scores_are_kept_for_the_backward():
+    """Not even those of one query, [1, 4, 1, N, N]; in a single block all of them are. The rest, such as logits, is
+    far smaller."""
     model = random_model(hyper_config(num_hidden_layers=1))
-    assert largest_saved_tensor(model, 24) >= 4 * 24 * 24 * 24
-    monkeypatch.setattr(tuple_attention, "BLOCK", 4)
-    assert largest_saved_tensor(model, 24) < 4 * 24 * 24
+    assert largest_saved_tensor(model, BLOCK) >= 4 * BLOCK**3
+    assert largest_saved_tensor(model, 2 * BLOCK) < 4 * (2 * BLOCK) ** 2
 
 
 def test_a_long_linear_input_costs_no_more_per_token(monkeypatch):

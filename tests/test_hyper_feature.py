@@ -10,8 +10,8 @@ from helpers import (
     assert_attention_matches,
     assert_close,
     learn_one_batch,
-    left_padding,
     packing,
+    padding,
     random_ids,
     random_model,
     reload,
@@ -78,7 +78,7 @@ def test_blocks_match_reference(case, window, monkeypatch):
 def test_padding_and_packing_match_reference(case, window, core):
     config = hyper_feature_config(window, **CASES[case])
     real = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
-    assert_attention_matches(config, FP32, core=core, length=7, inputs=left_padding(real))
+    assert_attention_matches(config, FP32, core=core, length=7, inputs=padding(real))
     assert_attention_matches(config, FP32, core=core, length=8, rows=1, inputs=packing((3, 1, 4)))
 
 

@@ -1,5 +1,5 @@
 """Padding, packing and custom masks on every core: what a row computes does not depend on what it is batched or packed
-with, and what a core would silently ignore is refused."""
+with, and what a core would silently ignore is refused. Padding and packing of every kind are in test_mechanisms.py."""
 
 import fake_flash
 import pytest
@@ -8,10 +8,12 @@ from helpers import (
     CORES,
     GEOMETRIES,
     HYBRID,
+    IHA_GEOMETRIES,
     SCORE_MATRIX,
     assert_close,
     causal_4d,
     collapse_short_inputs_first,
+    cumulative_lengths,
     random_ids,
     random_model,
     set_core,
@@ -26,8 +28,7 @@ from modeling_iha import virtual_sequence
 FLASH = "flash_attention_2"
 LENGTHS = [5, 1, 4]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-BOUNDARIES = torch.tensor([0, 5, 6, 10], dtype=torch.int32)
-CU_SEQ_LENS = {"cu_seq_lens_q": BOUNDARIES, "cu_seq_lens_k": BOUNDARIES, "max_length_q": 5, "max_length_k": 5}
+CU_SEQ_LENS = cumulative_lengths(LENGTHS)
 ONES = torch.ones(1, 10, dtype=torch.long)
 
 
@@ -55,7 +56,7 @@ def positions(attention_mask):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
 @pytest.mark.parametrize("core", CORES)
 @torch.no_grad()
 def test_padding_changes_no_row(core, geometry, side):
@@ -155,11 +156,10 @@ def packing_error(model, rows=1, **inputs):
 
 
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
 @pytest.mark.parametrize("core", CORES)
 def test_packed_equals_separate(core, geometry, positions):
     """With everything that a padding-free collator gives."""
-    skip_if_refused(geometry, core)
     config = small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})
     model = random_model(config)
     set_core(model, core)
@@ -185,7 +185,7 @@ PACKINGS = {
         [FLASH],
     ),
     "lengths_without_the_longest": (
-        {"use_cache": False, "cu_seq_lens_q": BOUNDARIES, "cu_seq_lens_k": BOUNDARIES},
+        {"use_cache": False, **{name: CU_SEQ_LENS[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k")}},
         [],
     ),
     "lengths_with_a_cache": ({"position_ids": POSITIONS, "use_cache": True, **CU_SEQ_LENS}, [FLASH]),

@@ -49,6 +49,12 @@ def test_cache(mechanism, window, chunks, form):
     checks.check_cache(mechanism, window, chunks, form)
 
 
+@pytest.mark.parametrize("core", CORES)
+@mechanisms
+def test_cache_on_core(cpu_cores, mechanism, core):
+    checks.check_cache_on_core(mechanism, core)
+
+
 @pytest.mark.parametrize("how", ["loaded", "autocast"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @mechanisms

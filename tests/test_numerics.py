@@ -90,12 +90,13 @@ def test_rope_keeps_its_precision(move, positions):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("inputs", ["padded", "packed", "autocast"])
-def test_gradient_checkpointing_recomputes_the_same(inputs, use_reentrant):
+@pytest.mark.parametrize("inputs", ["plain", "padded", "packed", "autocast"])
+def test_gradient_checkpointing_changes_no_gradient(form, inputs, use_reentrant):
     """The recomputed forward sees the same padding, documents and autocast dtype."""
     model = random_model(hybrid_config()).train()
     input_ids = random_ids(1, 8)
     arguments = {
+        "plain": {},
         "padded": {"attention_mask": torch.tensor([[0, 0] + [1] * 6])},
         "packed": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
         "autocast": {},
@@ -103,8 +104,10 @@ def test_gradient_checkpointing_recomputes_the_same(inputs, use_reentrant):
     with torch.autocast("cpu", torch.bfloat16, enabled=inputs == "autocast"):
         _, expected = loss_and_gradients(model, input_ids, **arguments)
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        assert all(layer.gradient_checkpointing for layer in model.model.layers)
         _, actual = loss_and_gradients(model, input_ids, **arguments)
     for name in expected:
+        assert expected[name].abs().max() > 0, name
         assert_close(actual[name], expected[name])
 
 

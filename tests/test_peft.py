@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import GEOMETRIES, assert_close, random_ids, random_model, small_config
+from helpers import GEOMETRIES, PROJECTIONS, assert_close, greedy, random_ids, random_model, small_config, take_a_step
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from test_sft import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from tiny_sources import tiny_source
+from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from trl import SFTConfig
 
 from command_io import UserError
@@ -25,7 +25,6 @@ from sft.trainer import MixingTrainer
 # The modules that `train.py` trains at a rate of their own, of each kind.
 MODULES = {kind: sorted(attention.mixing_modules) for kind, attention in ATTENTION_CLASSES.items()}
 MIXING = MODULES["iha"]
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def lora(**overrides) -> LoraConfig:
@@ -34,28 +33,9 @@ def lora(**overrides) -> LoraConfig:
     return LoraConfig(task_type="CAUSAL_LM", **{**fields, **overrides})
 
 
-def take_a_step(model) -> set[str]:
-    """Trains on one batch, and returns the names of the trainable parameters that changed."""
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    before = {name: parameter.detach().clone() for name, parameter in trainable.items()}
-    optimizer = torch.optim.AdamW(trainable.values(), lr=0.05)
-    input_ids = random_ids(2, 9)
-    model(input_ids, labels=input_ids).loss.backward()
-    optimizer.step()
-    return {name for name, parameter in trainable.items() if not torch.equal(parameter, before[name])}
-
-
 def logits_of(model, **inputs) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(**({"input_ids": random_ids(2, 9)} | inputs)).logits
-
-
-def greedy(model, input_ids, steps: int) -> torch.Tensor:
-    """`generate`'s tokens, found without a cache."""
-    for _ in range(steps):
-        following = logits_of(model, input_ids=input_ids, use_cache=False)[:, -1:].argmax(-1)
-        input_ids = torch.cat((input_ids, following), dim=1)
-    return input_ids
 
 
 # Adapters

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import IHA_CODE, random_model, small_config
+from helpers import IHA_CODE, command, last_line, random_model, small_config
 from huggingface_hub.errors import HTTPError
-from test_conversion import command, last_line
 from tiny_sources import tiny_tokenizer
 
 from command_io import UserError

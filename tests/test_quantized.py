@@ -6,12 +6,21 @@ which are a few hundred numbers a layer.
 
 import pytest
 import torch
-from helpers import GEOMETRIES, random_ids, random_model, small_config
+from helpers import (
+    GEOMETRIES,
+    PROJECTIONS,
+    greedy,
+    random_ids,
+    random_model,
+    small_config,
+    take_a_step,
+    uncached_logits,
+)
 from peft import LoraConfig, get_peft_model
-from test_peft import MIXING, PROJECTIONS, greedy, logits_of, take_a_step
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from modeling_iha import IHAForCausalLM
+from modeling_iha.attention_iha import InterleavedHeadAttention
 
 
 def torchao_int8():
@@ -71,20 +80,21 @@ def test_quantised_model_works_and_keeps_its_mixing(scheme, directory, tmp_path)
         "iha"
     )
 
-    expected = logits_of(source)
-    quantised = logits_of(model)
+    input_ids = random_ids(2, 9)
+    expected = uncached_logits(source, input_ids)
+    quantised = uncached_logits(model, input_ids)
     assert is_close(quantised, expected, tolerance) and not torch.equal(quantised, expected)
     generated = model.generate(random_ids(1, 9), max_new_tokens=8, do_sample=False)
     assert torch.equal(generated, greedy(model, random_ids(1, 9), 8))
 
     again = IHAForCausalLM.from_pretrained(tmp_path / "quantised")
-    assert torch.equal(logits_of(again), quantised)
+    assert torch.equal(uncached_logits(again, input_ids), quantised)
 
 
 def test_adapters_train_on_a_quantised_model(scheme, directory):
     config, *_ = scheme
     model = IHAForCausalLM.from_pretrained(directory, quantization_config=config)
-    targets = {"target_modules": PROJECTIONS, "modules_to_save": MIXING}
+    targets = {"target_modules": PROJECTIONS, "modules_to_save": list(InterleavedHeadAttention.mixing_modules)}
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **targets))
     assert take_a_step(model) == {
         name for name, _ in model.named_parameters() if "lora_" in name or ".modules_to_save." in name

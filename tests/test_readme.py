@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
-from test_sft import byte_tokenizer
 from tiny_sources import tiny_source
+from tiny_training import byte_tokenizer
 
 from conversion_scripts.checkpoint_io import load_model, load_tokenizer
 

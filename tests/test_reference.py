@@ -1,10 +1,11 @@
 """The model against the loops of `references/`: forward and gradients, and all attention cores against each other.
-What is particular to a kind is in its own file.
+What every kind must hold is in test_mechanisms.py, what is particular to another kind in its own file.
 
 Tolerances are relative to the largest entry of what is compared (`relative_error`).
 """
 
-from functools import partial
+from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from helpers import (
     assert_attention_matches,
     assert_gradients_match,
     gradients,
+    logits_in_chunks,
+    packing,
+    padding,
     random_ids,
     random_model,
     reference_logits,
@@ -71,52 +75,65 @@ def test_reference_window_counts_virtual_tokens():
 # The attention layer: Algorithm 1
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 20])
-@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
-@pytest.mark.parametrize("positions", ["interleaved", "shared"])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids="H{0[0]}G{0[1]}".format)
-@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 3, 4, 5])
-def test_attention_matches_reference(num_pseudo_heads, heads, positions, collapse, window):
-    config = small_config(
-        hidden_size=8 * heads[0],
-        num_hidden_layers=1,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
+def in_each_form(**choices):
+    """Every combination of these choices in both forms of the fixture `form`. One pseudo-head and a collapse over all
+    heads are always computed on the virtual sequence: once is enough."""
+    names, cases = ("form", *choices), []
+    for form, *values in product(["virtual", "collapse_first"], *choices.values()):
+        fields = dict(zip(choices, values))
+        if form == "virtual" or (fields["num_pseudo_heads"] > 1 and fields["pseudo_collapse"] == "per_head"):
+            cases.append((form, *values))
+    return pytest.mark.parametrize(names, cases, indirect=["form"])
+
+
+def layer_config(window=None, **overrides):
+    window_fields = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
+    return small_config(num_hidden_layers=1, **window_fields, **overrides)
+
+
+@pytest.mark.parametrize(("heads", "window"), [((4, 4), None), ((4, 2), 1), ((3, 1), 7), ((4, 2), 20)], ids=str)
+@in_each_form(
+    num_pseudo_heads=[1, 2, 3, 4, 5],
+    pseudo_positions=["interleaved", "shared"],
+    pseudo_collapse=["per_head", "all_heads"],
+)
+def test_attention_matches_reference(form, num_pseudo_heads, pseudo_positions, pseudo_collapse, heads, window):
+    """Every pairing of heads and window at P = 2 is in the mechanism suite."""
+    num_heads, num_groups = heads
+    config = layer_config(
+        window,
+        hidden_size=8 * num_heads,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_groups,
         num_pseudo_heads=num_pseudo_heads,
-        pseudo_positions=positions,
-        pseudo_collapse=collapse,
-        layer_types="full_attention" if window is None else "sliding_attention",
-        sliding_window=window,
+        pseudo_positions=pseudo_positions,
+        pseudo_collapse=pseudo_collapse,
     )
     assert_attention_matches(config, FP32)
 
 
-@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 5])
-@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
 @pytest.mark.parametrize("window", [None, 1, 7])
-def test_attention_matches_reference_in_float64(num_pseudo_heads, collapse, window):
+@in_each_form(num_pseudo_heads=[1, 2, 5], pseudo_collapse=["per_head", "all_heads"])
+def test_attention_matches_reference_in_float64(form, num_pseudo_heads, pseudo_collapse, window):
     """Interleaved positions are rotated in float64 throughout, and theta = 16 makes the frequencies 1, 1/2, 1/4 and
     1/8."""
-    config = small_config(
-        num_hidden_layers=1,
+    config = layer_config(
+        window,
         num_pseudo_heads=num_pseudo_heads,
-        pseudo_collapse=collapse,
-        layer_types="full_attention" if window is None else "sliding_attention",
-        sliding_window=window,
+        pseudo_collapse=pseudo_collapse,
         rope_parameters={"rope_type": "default", "rope_theta": 16.0},
     )
     assert_attention_matches(config, FP64_EXACT, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("positions", ["interleaved", "shared"])
-@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
-@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 3, 4, 5])
-def test_attention_matches_reference_in_bfloat16(num_pseudo_heads, collapse, positions):
-    config = small_config(
-        num_hidden_layers=1,
-        num_pseudo_heads=num_pseudo_heads,
-        pseudo_positions=positions,
-        pseudo_collapse=collapse,
+@in_each_form(
+    num_pseudo_heads=[1, 2, 3, 4, 5],
+    pseudo_collapse=["per_head", "all_heads"],
+    pseudo_positions=["interleaved", "shared"],
+)
+def test_attention_matches_reference_in_bfloat16(form, num_pseudo_heads, pseudo_collapse, pseudo_positions):
+    config = layer_config(
+        num_pseudo_heads=num_pseudo_heads, pseudo_positions=pseudo_positions, pseudo_collapse=pseudo_collapse
     )
     assert_attention_matches(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
 
@@ -127,12 +144,10 @@ def test_attention_matches_reference_in_bfloat16(num_pseudo_heads, collapse, pos
 @pytest.mark.parametrize(
     "overrides",
     [
-        {},
         {"use_qk_norm": True},
         {"attention_bias": True, "mlp_bias": True},
         {"gated_mlp": False, "hidden_act": "gelu", "tie_word_embeddings": True},
         {"head_dim": 6, "pseudo_positions": "shared", "pseudo_collapse": "all_heads"},
-        {**HYBRID, "sliding_window": 3},
         {
             **HYBRID,
             "sliding_window": 1,
@@ -144,18 +159,16 @@ def test_attention_matches_reference_in_bfloat16(num_pseudo_heads, collapse, pos
         {"attention_kinds": ["iha", "mha", "talking_heads", "diff"], "num_hidden_layers": 4},
     ],
     ids=[
-        *("plain", "qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid", "hybrid_everything"),
-        "every_kind",
+        *("qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid_everything", "four_kinds"),
     ],
 )
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, FP32), (torch.float64, FP64)], ids=["fp32", "fp64"])
-def test_model_matches_reference(overrides, dtype, tolerance):
-    model = random_model(small_config(num_pseudo_heads=3, **overrides), dtype=dtype)
+def test_model_matches_reference(form, overrides):
+    model = random_model(small_config(num_pseudo_heads=3, **overrides), dtype=torch.float64)
     input_ids = random_ids(2, 9)
     logits = model(input_ids).logits
     expected, weights = reference_logits(model, input_ids)
-    assert relative_error(logits, expected) < tolerance
-    assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), tolerance)
+    assert relative_error(logits, expected) < FP64
+    assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP64)
 
 
 ROPE_OPTIONS = {
@@ -181,7 +194,7 @@ ROPE_OPTIONS = {
 
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
 @pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])
-def test_rope_types(rope_type, positions):
+def test_rope_types(form, rope_type, positions):
     """Every RoPE type of Transformers: equal to the reference with that type's frequencies, and cached equal to
     uncached."""
     rope = {"rope_type": rope_type, "rope_theta": 100.0, **ROPE_OPTIONS[rope_type]}
@@ -194,105 +207,42 @@ def test_rope_types(rope_type, positions):
     expected, _ = reference_logits(model, input_ids)
     assert relative_error(logits, expected) < FP32
 
-    cache, steps = None, []
-    for n in range(input_ids.shape[1]):
-        output = model(input_ids[:, n : n + 1], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        steps.append(output.logits)
-    assert relative_error(torch.cat(steps, dim=1), expected) < FP32
+    assert relative_error(logits_in_chunks(model, input_ids, [1] * 9), expected) < FP32
 
 
-# Attention cores, padding, packing
+# Kinds side by side on every core
 
 
-@pytest.mark.parametrize("length", [5, 6, 7], ids=["W", "W+1", "W+2"])
-@pytest.mark.parametrize("positions", ["interleaved", "shared"])
-@pytest.mark.parametrize("core", CORES)
-def test_cores_agree(cpu_cores, core, positions, length):
-    """Global and window layers of both kinds, where the window (5 tokens) begins to bind."""
+@cache
+def two_kinds(positions, inputs):
+    """Config of global and window layers of two kinds, input ids, arguments of a forward pass, the tokens that count,
+    and the reference's logits and gradients there."""
     config = small_config(**HYBRID, sliding_window=5, num_pseudo_heads=3, pseudo_positions=positions)
-    model = random_model(config)
-    set_core(model, core)
-    input_ids = random_ids(2, length)
-    expected, _ = reference_logits(model, input_ids)
-    with torch.no_grad():
-        assert relative_error(model(input_ids).logits, expected) < FP32
+    real = torch.ones(1 if inputs == "packed" else 2, inputs if isinstance(inputs, int) else 10, dtype=torch.bool)
+    of_model, of_reference = {}, {}
+    if inputs == "padded":
+        real[0, :3] = False
+        of_model, of_reference = padding(real)
+    if inputs == "packed":
+        of_model, of_reference = packing((7, 1, 2))
+    input_ids = random_ids(*real.shape)
+    expected, weights = reference_logits(random_model(config), input_ids, **of_reference)
+    return config, input_ids, of_model, real, expected[real].detach(), gradients(expected[real], weights)
 
 
-@pytest.mark.parametrize(
-    "core",
-    [
-        "collapse_first",
-        "eager",
-        "sdpa",
-        "flash_attention_2",
-        pytest.param("flex_attention", marks=pytest.mark.skip(reason="flex_attention has no CPU backward")),
-    ],
-)
-def test_core_gradients_agree(cpu_cores, core):
-    model = random_model(small_config(**HYBRID, sliding_window=3))
-    set_core(model, core)
-    input_ids = random_ids(2, 7)
-    expected, weights = reference_logits(model, input_ids)
-    actual_gradients = gradients(model(input_ids).logits, dict(model.named_parameters()))
-    assert_gradients_match(actual_gradients, gradients(expected, weights), FP32)
-
-
-@pytest.mark.parametrize("core", CORES)
-def test_left_padding(cpu_cores, core):
-    """A left-padded batch against the reference, which drops padding from the keys by name."""
-    model = random_model(small_config(**HYBRID, sliding_window=3, num_pseudo_heads=3))
-    set_core(model, core)
-    real = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
-    inputs = {"input_ids": random_ids(2, 8), "position_ids": (real.cumsum(-1) - 1).clamp_min(0)}
-    expected, _ = reference_logits(model, **inputs, padding_mask=real)
-    with torch.no_grad():
-        logits = model(**inputs, attention_mask=real.long()).logits
-    assert relative_error(logits[real], expected[real]) < FP32
-
-
+@pytest.mark.parametrize("inputs", [5, 6, 7, "padded", "packed"], ids=["W", "W+1", "W+2", "padded", "packed"])
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
 @pytest.mark.parametrize("core", CORES)
-def test_packed_documents_stay_separate(cpu_cores, core, positions):
-    """Padding-free packing by position_ids that restart: each document as if it were alone."""
-    config = small_config(**HYBRID, sliding_window=3, num_pseudo_heads=3, pseudo_positions=positions)
+def test_cores_agree(cpu_cores, core, positions, inputs):
+    """Logits and gradients; the window of 5 tokens begins to bind at these lengths."""
+    config, input_ids, of_model, real, expected, expected_gradients = two_kinds(positions, inputs)
     model = random_model(config)
     set_core(model, core)
-    lengths = [5, 1, 4]
-    documents = random_ids(1, sum(lengths)).split(lengths, dim=1)
-    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
-    document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
-    input_ids = torch.cat(documents, dim=1)
-    expected, _ = reference_logits(model, input_ids, position_ids=position_ids, document_ids=document_ids)
-    with torch.no_grad():
-        packed = model(input_ids, position_ids=position_ids, use_cache=False).logits
-        separate = torch.cat([model(document).logits for document in documents], dim=1)
-    assert relative_error(packed, expected) < FP32
-    assert relative_error(packed, separate) < 1e-5
-
-
-def test_packed_by_cumulative_lengths(cpu_cores):
-    """The keywords of a padding-free collator (cu_seq_lens, max_length, position_ids) reach the flash core in virtual
-    tokens."""
-    model = random_model(small_config(**HYBRID, sliding_window=3, num_pseudo_heads=3))
-    model.set_attn_implementation("flash_attention_2")
-    lengths = [5, 1, 4]
-    boundaries = torch.tensor([0, 5, 6, 10], dtype=torch.int32)
-    documents = random_ids(1, sum(lengths)).split(lengths, dim=1)
-    with torch.no_grad():
-        separate = torch.cat([model(document).logits for document in documents], dim=1)
-        cpu_cores.clear()
-        packed = model(
-            torch.cat(documents, dim=1),
-            position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
-            cu_seq_lens_q=boundaries,
-            cu_seq_lens_k=boundaries,
-            max_length_q=5,
-            max_length_k=5,
-            use_cache=False,
-        ).logits
-    assert cpu_cores == ["flash_attn_varlen_func"] * model.config.num_hidden_layers
-    assert relative_error(packed, separate) < 1e-5
+    with torch.set_grad_enabled(core != "flex_attention"):  # it has no CPU backward
+        logits = model(input_ids, use_cache=False, **of_model).logits
+    assert relative_error(logits[real], expected) < FP32
+    if logits.requires_grad:
+        assert_gradients_match(gradients(logits[real], dict(model.named_parameters())), expected_gradients, FP32)
 
 
 # What the paper claims of the layer

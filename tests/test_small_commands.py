@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import random_model, small_config
-from test_sft import with_template
+from tiny_training import with_template
 from transformers import LlamaConfig
 
 from benchmarks import cost

@@ -15,9 +15,9 @@ from helpers import (
     assert_gradients_match,
     gradients,
     learn_one_batch,
-    left_padding,
     logits_in_chunks,
     packing,
+    padding,
     random_ids,
     random_model,
     reference_logits,
@@ -29,6 +29,7 @@ from helpers import (
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from modeling_iha import IHAConfig, IHAForCausalLM, score_matrix, virtual_sequence
+from modeling_iha.score_matrix import BLOCK
 
 
 CORES = ["eager", "sdpa"]
@@ -79,7 +80,7 @@ def test_blocks_match_reference(core, geometry, inputs, monkeypatch):
     arguments, reference = {}, {}
     if inputs == "padded":
         real[0, :3] = False
-        arguments, reference = left_padding(real)
+        arguments, reference = padding(real)
     if inputs == "packed":
         arguments, reference = packing((5, 1, 5), rows=len(input_ids))
     logits = model(input_ids, use_cache=False, **arguments).logits
@@ -92,18 +93,17 @@ def test_blocks_match_reference(core, geometry, inputs, monkeypatch):
 # The cache
 
 
-@pytest.mark.parametrize("chunks", [[1] * 11, [5, 1, 3, 2], [1, 9, 1]], ids=str)
+@pytest.mark.parametrize("chunks", [[BLOCK + 2, 20], [1, BLOCK + 2, 1, 18]], ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("core", CORES)
-def test_chunks_in_blocks_equal_uncached(core, geometry, chunks, monkeypatch):
+def test_chunks_in_blocks_equal_uncached(core, geometry, chunks):
     """A chunk on top of a cache is cut into blocks of queries; from a dynamic and a static cache."""
     model = random_model(talking_config(geometry))
     set_core(model, core)
-    input_ids = random_ids(2, 11)
+    input_ids = random_ids(2, BLOCK + 22)
     expected = uncached_logits(model, input_ids)
-    monkeypatch.setattr(score_matrix, "BLOCK", 3)
     assert_close(logits_in_chunks(model, input_ids, chunks), expected)
-    static = StaticCache(config=model.config, max_cache_len=14)
+    static = StaticCache(config=model.config, max_cache_len=BLOCK + 25)
     assert_close(logits_in_chunks(model, input_ids, chunks, static), expected)
 
 

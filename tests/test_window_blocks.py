@@ -5,12 +5,13 @@ import torch
 from helpers import HYBRID, logits_and_gradients, random_ids, random_model, set_core, small_config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from modeling_iha import attention_mha, virtual_sequence, window_blocks
+from modeling_iha import attention_mha
 from modeling_iha.virtual_sequence import MaskInputs, MaskKey, create_masks
-from modeling_iha.window_blocks import window_attention
+from modeling_iha.window_blocks import BLOCK, window_attention
 
 
-LENGTH = 45
+# Several blocks, the last one short.
+LENGTH = BLOCK + 22
 CONFIGS = {
     "iha": {"layer_types": "sliding_attention", "sliding_window": 5, "num_pseudo_heads": 3},
     "iha_window_of_1": {"layer_types": "sliding_attention", "sliding_window": 1},
@@ -22,15 +23,13 @@ CONFIGS = {
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """Blocks of 8 queries, so that short inputs have several; gives the lengths that went through them."""
+    """The lengths that went through `window_attention`."""
     lengths = []
 
     def counted(core, document_ids, module, query, *args, **kwargs):
         lengths.append(query.shape[2])
         return window_attention(core, document_ids, module, query, *args, **kwargs)
 
-    monkeypatch.setattr(window_blocks, "BLOCK", 8)
-    monkeypatch.setattr(virtual_sequence, "BLOCK", 8)
     monkeypatch.setattr(attention_mha, "window_attention", counted)
     return lengths
 
@@ -50,10 +49,9 @@ def naive(query, key, value, documents, window):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 100])
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 33])
-def test_blocks_equal_single_queries(length, window, monkeypatch):
-    monkeypatch.setattr(window_blocks, "BLOCK", 8)
+@pytest.mark.parametrize("window", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
+@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 22])
+def test_blocks_equal_single_queries(length, window):
     generator = torch.Generator().manual_seed(length)
     query, key, value = (
         torch.randn(2, heads, length, 6, generator=generator, dtype=torch.float64, requires_grad=True)

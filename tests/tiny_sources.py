@@ -1,14 +1,17 @@
 """Tiny random checkpoints of every architecture that converts, with a tokenizer, made on the spot."""
 
+import json
 from collections import Counter
 from functools import cache
 
 import torch
-from helpers import random_model
+from helpers import random_ids, random_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -60,6 +63,37 @@ OTHER_SOURCES = {
         {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
     ),
 }
+# What `convert_dcformer_to_iha.py` takes: a config of the released code.
+DCFORMER = {
+    "model_type": "dcformer",
+    "architectures": ["DCFormer"],
+    "auto_map": {"AutoConfig": "configuration_dcformer.DCFormerConfig"},
+    "vocab_size": 61,
+    "dim": 32,
+    "intermediate_size": 24,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_local_heads": 4,
+    "head_dim": 8,
+    "rope_base": 100.0,
+    "norm_eps": 1e-6,
+    "block_size": 64,
+    "window_size": 3,
+    "window_type": None,
+    "use_qk_norm": True,
+    "mgate": True,
+    "mgate_dim": 6,
+    "query_wise": False,
+    "use_dcmha": True,
+    "is_training": False,
+    "q_chunk_size": 128,
+    "prefill_pad": True,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Twice the windows of the sliding sources, and odd.
+LENGTH = 17
 
 
 def tiny_source(name="llama", dtype=torch.float32, **overrides):
@@ -93,3 +127,105 @@ def save_tiny_source(directory, name="llama", dtype=torch.float32, max_shard_siz
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(directory)
     return model
+
+
+def released_weights(config, dtype=torch.float64, seed=0):
+    """Random weights under the released names, with the derived ones that a released file also holds."""
+    width, heads, inner = config["dim"], config["n_head"], config["intermediate_size"]
+    shapes = {"tok_embeddings.weight": (61, width), "norm.weight": (width,), "output.weight": (61, width)}
+    for i in range(config["n_layer"]):
+        layer = {
+            "attention.wqkv.weight": (3 * width, width),
+            "attention.wo.weight": (width, width),
+            "attention.dyn_w_proj.dw1": (width, 1, 4, 4 * heads),
+            "attention.dyn_w_proj.qkw": (1, 4, 4 * heads, 4, heads),
+            "attention.dyn_w_proj.dd": (width, 1, 4 * heads),
+            "attention_norm.weight": (width,),
+            "ffn_norm.weight": (width,),
+            "feed_forward.w1.weight": (inner, width),
+            "feed_forward.w3.weight": (inner, width),
+            "feed_forward.w2.weight": (width, inner),
+        }
+        if config["use_qk_norm"]:
+            layer |= {"attention.q_norm.scale": (width // heads,), "attention.k_norm.scale": (width // heads,)}
+        if config.get("mgate"):
+            layer["feed_forward.mg.weight"] = (config["mgate_dim"], width)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if "norm" in name:
+            noise = 1 + 0.2 * noise
+        elif "embed" not in name:
+            noise = noise / (shape[2] if "qkw" in name else width) ** 0.5
+        weights[name] = noise.to(dtype)
+    for i in range(config["n_layer"]):
+        dynamic = f"layers.{i}.attention.dyn_w_proj."
+        w1, gate = weights[f"{dynamic}dw1"].reshape(width, -1), weights[f"{dynamic}dd"].squeeze(1)
+        weights[f"{dynamic}dw_m"] = torch.cat((w1, gate), dim=-1)
+        weights[f"{dynamic}qkw_m"] = weights[f"{dynamic}qkw"].reshape(4, 4 * heads, -1).clone()
+        for stage in ("pre", "post"):
+            weights[f"{dynamic}{stage}_proj.w"] = torch.eye(heads, dtype=dtype)[None]
+    return weights
+
+
+def save_released(directory, config=DCFORMER, form="bin"):
+    """A released checkpoint in one of the forms that a Hub repository may have."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = released_weights(config, torch.float32)
+    if form == "bin":
+        torch.save(weights, directory / "pytorch_model.bin")
+    elif form == "safetensors":
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    else:
+        names = sorted(weights)
+        shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+        for file, held in shards.items():
+            save_file({name: weights[name] for name in held}, directory / file, {"format": "pt"})
+        index = {"metadata": {}, "weight_map": {name: file for file, held in shards.items() for name in held}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    tiny_tokenizer().save_pretrained(directory)
+    return weights
+
+
+# What a checkpoint computes
+
+
+@torch.no_grad()
+def logits(model, length=LENGTH):
+    return model(random_ids(2, length)).logits
+
+
+@torch.no_grad()
+def continuation(model):
+    prompt = random_ids(1, 9)
+    config = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0)
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)[0].tolist()
+
+
+def assert_equal_logits(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
+
+
+# Damage
+
+
+def edit_weights(source, edit):
+    """Changes the weights in each file of a checkpoint by `edit`, which is given them by name."""
+    for path in source.glob("*.safetensors"):
+        weights = load_file(path)
+        edit(weights)
+        save_file(weights, path, metadata={"format": "pt"})
+
+
+def edit_config(source, **changes):
+    """Changes fields in the config.json of a checkpoint."""
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def shards(source):
+    """The files of weights of a checkpoint, in order."""
+    return sorted(source.glob("*.safetensors"))
