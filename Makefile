@@ -52,7 +52,7 @@ test-full: lint
 	$(RUN) -m pytest -n 2 --dist loadfile --summary tests/full_result.json
 
 test-oldest: .venv-oldest/installed
-	$(OLDEST) -m pytest -n 2 --dist loadfile --deselect tests/test_conversion.py::test_real_weights tests/test_reference.py tests/test_generation.py \
+	$(OLDEST) -m pytest -n 2 --dist loadfile --deselect tests/test_conversion.py::test_real_weights tests/test_mechanisms.py tests/test_reference.py tests/test_generation.py \
 		tests/test_conversion.py tests/test_check_remote_code.py tests/test_versions.py tests/test_serving.py
 
 # From the cheapest to the dearest, so that what is broken shows early.
