@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from datasets import Dataset
@@ -10,18 +11,21 @@ from trl import SFTConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import UserError, one_line, run_cli
-from sft.arguments import RecipeParser, RunArguments
-from sft.checkpoints import newest_complete_checkpoint, save_final, write_losses
+from command_io import UserError, one_line, run_cli, sole_writer
+from sft.arguments import RecipeParser, RunArguments, check_values
+from sft.callbacks import SampleReplies
+from sft.checkpoints import checkpoint_to_resume, newest_complete_checkpoint, publish, save_final, write_losses
 from sft.data import load_messages, tokenize
 from sft.model import lora_config, prepare_model
-from sft.trainer import MixingTrainer
+from sft.run_record import check_record, keep_record, make_record, note_stop
+from sft.trainer import MixingTrainer, NotFiniteError
 
 
 USAGE = """accelerate launch sft/train.py --config sft/recipes/NAME/sft.yaml [--key value ...]
 
 Fine-tune a model on OpenThoughts-format rows. Every key below can stand in the YAML file or on the command line, which
-wins. A run that was stopped continues from its newest complete checkpoint when the same command is given again.
+wins. A run that was stopped continues from its newest complete checkpoint when the same command is given again; with
+another model, other data or another recipe it is refused.
 
 example:
   accelerate launch --config_file sft/accelerate_configs/single.yaml sft/train.py --config sft/recipes/demo/sft.yaml \\
@@ -47,9 +51,25 @@ def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Datas
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a recipe from its rows to `output_dir`/final, resuming what was begun. Raises `UserError`."""
     run, args = RecipeParser(SFTConfig, USAGE).parse(sys.argv[1:] if argv is None else argv)
+    check_values(run, args)
+    args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
+    # The other processes of a run write beside the main one.
+    with sole_writer(args.output_dir) if args.process_index == 0 else nullcontext():
+        train(run, args)
+
+
+def train(run: RunArguments, args: SFTConfig) -> None:
+    """Train, save and, where the recipe says so, publish. Raises `UserError`."""
+    is_main = args.process_index == 0
     final = Path(args.output_dir) / "final"
     if final.exists():
         raise UserError(f"{final} exists: this run has finished. Remove it or choose another output_dir.")
+    record = make_record(run, args) if is_main else None
+    if is_main:
+        keep_record(record, args.output_dir)
+    checkpoint = checkpoint_to_resume(args)
+    if is_main and checkpoint is not None:
+        check_record(record, checkpoint.parent)
 
     model, tokenizer = prepare_model(run, args)
     # Rows that are packed by splitting are not cut.
@@ -66,18 +86,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         eval_dataset=eval_rows,
         processing_class=tokenizer,
         peft_config=lora_config(run, model),
-        mixing_lr_multiplier=run.mixing_lr_multiplier,
+        mixing_learning_rate=run.mixing_rate(args.learning_rate),
     )
-    checkpoint = args.resume_from_checkpoint or newest_complete_checkpoint(args.output_dir)
+    if eval_rows is not None:
+        trainer.add_callback(SampleReplies(eval_rows, run.sample_prompts, tokenizer, trainer.accelerator))
     if checkpoint is not None:
         trainer.accelerator.print(f"Resuming from {checkpoint}.")
         args.eval_on_start = False  # the history of the checkpoint begins with that evaluation
-    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    except NotFiniteError as error:
+        if is_main:
+            note_stop(record, str(error), args.output_dir)
+        good = newest_complete_checkpoint(args.output_dir)
+        raise UserError(
+            f"Training stopped at {error} {f'The last good checkpoint is {good}' if good else 'There is no checkpoint'}. "
+            "Lower the rates, or look for what is odd in the data, and start in another output_dir."
+        ) from error
 
-    if trainer.is_world_process_zero():
+    if is_main:
         write_losses(trainer.state.log_history, args.output_dir)
-        save_final(trainer, run, final)
-        print(f"Final model: {final}\nLosses:      {Path(args.output_dir) / 'loss.json'} and loss.png")
+        save_final(trainer, run, record, final)
+        print(f"Final model: {final}\nCurves:      loss.json, loss.png, curves.json and curves.png beside it")
+        if run.push_repo_id is not None:
+            print(f"Published:   {publish(final, run.push_repo_id)}")
     # DDP's reducer must go before the process group. The last one to hold the group destroys it and joins its threads;
     # the reducer would do so with the GIL held, while such a thread may still need the GIL to release a tensor, for
     # ever.
