@@ -18,17 +18,20 @@ class TrainingClock(TrainerCallback):
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._since = 0.0
+        self._since: float | None = None
+
+    def on_step_begin(self, *_, **__) -> None:
+        self._since = self._since or time.perf_counter()
 
     def on_step_end(self, *_, **__) -> None:
         now = time.perf_counter()
         self.seconds += now - self._since
         self._since = now
 
-    def _start(self, *_, **__) -> None:
-        self._since = time.perf_counter()
+    def _pause(self, *_, **__) -> None:
+        self._since = None
 
-    on_train_begin = on_evaluate = on_save = _start
+    on_evaluate = on_save = _pause
 
 
 class SampleReplies(TrainerCallback):

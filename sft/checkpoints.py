@@ -31,7 +31,14 @@ PANELS = {
     "peak memory (GiB)": ("peak_memory_gib",),
 }
 # Keys of a recipe that a model card names in any case; others when they are not the default.
-CARD_KEYS = ("learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size", "max_length", "seed")
+CARD_KEYS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_length",
+    "seed",
+)
 
 
 # Resuming
@@ -186,13 +193,13 @@ def _card_details(trainer: MixingTrainer, run: RunArguments, record: dict[str, d
     for title, name in (("Training loss", "loss"), ("Held-out loss", "eval_loss")):
         if values := [entry[name] for entry in history if name in entry]:
             facts[f"{title}, first and last logged"] = f"{values[0]:.4f}, {values[-1]:.4f}"
-    facts["Processes"] = f"{record['processes']['number']} ({record['processes']['kind']})"
+    facts["Processes"] = record["processes"]["number"]
     facts["Code"] = f"{commit}SHA-256 {code['sha256']}"
     facts["Versions"] = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     facts |= {
         f"`{key}`": value
         for key, value in recipe.items()
-        if value is not None and (key in CARD_KEYS or value != defaults.get(key))
+        if not isinstance(value, dict | None) and (key in CARD_KEYS or value != defaults.get(key))
     }
     rate = run.mixing_rate(args.learning_rate)
     return "\n".join(

@@ -21,7 +21,8 @@ from trl import SFTConfig, SFTTrainer
 
 from command_io import UserError, run_cli, sole_writer
 from modeling_iha import IHAForCausalLM
-from sft import checkpoints, run_record, train
+from sft import arguments as arguments_module
+from sft import callbacks, checkpoints, run_record, train
 from sft.arguments import RecipeParser, RunArguments
 from sft.checkpoints import checkpoint_fault, newest_complete_checkpoint
 from sft.run_record import RECORD, keep_record, make_record
@@ -151,8 +152,9 @@ def assert_same_run(output: Path, whole: Path):
         ("seed", 2**32, "from 0 to 4294967295"),
         ("seed", -1, "from 0 to 4294967295"),
         ("report_to", "absent", "report_to 'absent' is unknown"),
-        ("report_to", "swanlab", "pip install swanlab"),
+        ("report_to", "wandb", "pip install wandb"),
         ("optim", "lomo", "lomo_optim"),
+        ("optim", "galore_adamw", "optim 'galore_adamw'"),
         ("deepspeed", "absent.json", "deepspeed"),
         ("push_to_hub", "true", "set push_repo_id"),
         ("push_repo_id", "a/b/c", "no repository id"),
@@ -162,6 +164,7 @@ def assert_same_run(output: Path, whole: Path):
 )
 def test_an_impossible_value_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, key, value, named):
     monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(arguments_module, "get_available_reporting_integrations", lambda: [])
     monkeypatch.setattr(train, "make_record", lambda *_: {})
     monkeypatch.setattr(train, "keep_record", lambda *_: None)
     with pytest.raises(UserError) as refused:
@@ -436,6 +439,8 @@ def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(whole, tiny, 
     output = tmp_path / "run"
     arguments = command(tiny, rows_file, output)
     printed = []
+    # What makes a checkpoint whole, left there by a run before: it must not make the half of this one whole.
+    stale = output / "checkpoint-4" / "trainer_state.json"
     for request in ({"step": 3, "file": "none"}, {"step": None, "file": "checkpoint-4/optimizer.pt"}):
         process = subprocess.run(
             [sys.executable, "-c", KILLED],
@@ -448,6 +453,9 @@ def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(whole, tiny, 
         )
         assert process.returncode == -9, process.stderr[-2000:]
         printed.append(process.stdout)
+        if not stale.parent.exists():
+            stale.parent.mkdir()
+            stale.write_text("{}")
     assert f"Resuming from {output / 'checkpoint-2'}." in printed[1]
     assert (output / "checkpoint-4" / "optimizer.pt").exists()
     train.main(arguments)
@@ -571,6 +579,21 @@ def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypat
     assert (output / "final" / "curves.png").read_bytes() == (output / "curves.png").read_bytes()
     assert not (output / "README.md").exists()
     assert not (output / ".lock").exists()
+
+
+def test_the_clock_counts_loading_and_neither_evaluation_nor_saving(monkeypatch):
+    now = iter([10, 13, 14, 100, 102, 200, 201])
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(now))
+    clock = callbacks.TrainingClock()
+    clock.on_step_begin()  # at 10
+    clock.on_step_end()
+    clock.on_step_begin()  # after loading
+    clock.on_step_end()  # at 14
+    for pause in (clock.on_evaluate, clock.on_save):
+        pause()
+        clock.on_step_begin()  # at 100, at 200
+        clock.on_step_end()
+    assert clock.seconds == (14 - 10) + (102 - 100) + (201 - 200)
 
 
 def test_the_final_model_is_published_whole(whole, monkeypatch):
