@@ -107,6 +107,25 @@ def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
 
+@contextmanager
+def sole_writer(directory: str | os.PathLike) -> Iterator[None]:
+    """Holds a lock on `directory`, made if need be, for as long as it is written to: the system drops it with the
+    process, however that ends. A directory that is empty in the end is removed.
+
+    Raises `UserError` when another run holds the lock, and when the file system refuses it.
+    """
+    directory = Path(os.path.abspath(directory))
+    lock_file = directory / ".lock"
+    lock = _lock(directory, lock_file)
+    try:
+        yield
+    finally:
+        lock_file.unlink(missing_ok=True)
+        os.close(lock)
+        with suppress(OSError):
+            directory.rmdir()
+
+
 def _check_destination(dst: Path) -> None:
     """Raises `UserError` unless `dst` is free, or an empty directory that a new one can replace, and its parents can
     be made."""

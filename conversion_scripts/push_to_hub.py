@@ -27,6 +27,7 @@ ALLOWED_NAMES = {
     "added_tokens.json",
     "chat_template.jinja",
     "config.json",
+    "curves.png",
     "generation_config.json",
     "merges.txt",
     "model.safetensors.index.json",

@@ -1,66 +1,165 @@
 """What a run finds in its output directory, and what it leaves there."""
 
 import json
+import shutil
+import zipfile
 from pathlib import Path
 
+from accelerate import PartialState
 from matplotlib.figure import Figure
 from safetensors import SafetensorError, safe_open
+from transformers import TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from command_io import new_directory, whole_file
+from command_io import UserError, new_directory, one_line, whole_file
+from conversion_scripts.checkpoint_io import load_in_clean_process
+from conversion_scripts.push_to_hub import files_to_upload, push
 from model_cards.render import render_card, source_license, source_name
 from sft.arguments import RunArguments
-from sft.trainer import MixingLearningRate
+from sft.trainer import RecipeTrainer
+
+
+# A panel of curves.png -> the logged figures it shows.
+PANELS = {
+    "loss": ("loss", "eval_loss"),
+    "token accuracy": ("mean_token_accuracy", "eval_mean_token_accuracy"),
+    "gradient norm": ("grad_norm",),
+    "learning rate": ("learning_rate", "mixing_learning_rate"),
+    "mixing's distance from its start": ("mixing_distance",),
+    "tokens per second": ("tokens_per_second",),
+    "peak memory (GiB)": ("peak_memory_gib",),
+}
+# Keys of a recipe that a model card names in any case; others when they are not the default.
+CARD_KEYS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_length",
+    "seed",
+)
+
+
+# Resuming
+
+
+def checkpoint_fault(checkpoint: Path, processes: int = 1) -> str | None:
+    """Why a run of so many `processes` cannot continue from a Trainer checkpoint: the file that is missing or damaged;
+    None when it can.
+
+    The Trainer writes trainer_state.json last, but each process its random state when it likes. Weights are opened and
+    archives' directories read, which stand at the end: this finds a file cut short without reading it whole.
+    """
+    in_deepspeed = ["global_step*"]  # one folder for weights, optimiser and schedule
+    random_states = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state.pth"]
+    for alternatives in (
+        [TRAINER_STATE_NAME],
+        ["*.safetensors", "pytorch_model_fsdp*", *in_deepspeed],
+        ["optimizer.pt", "optimizer.bin", "optimizer_*", *in_deepspeed],
+        ["scheduler.pt", *in_deepspeed],
+        *([name] for name in random_states),
+    ):
+        if not any(file for pattern in alternatives for file in checkpoint.glob(pattern)):
+            return f"{alternatives[0]} is missing"
+    for file in sorted(checkpoint.rglob("*")):
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt"):
+                    pass
+            elif file.suffix in (".pt", ".pth", ".bin"):
+                zipfile.ZipFile(file).close()
+            elif file.suffix == ".json":
+                content = json.loads(file.read_text(encoding="utf-8"))
+                shards = set(content["weight_map"].values()) if file.name.endswith(".index.json") else ()
+                if missing := [shard for shard in shards if not (checkpoint / shard).is_file()]:
+                    return f"{missing[0]} is missing"
+        except (OSError, ValueError, KeyError, SafetensorError, zipfile.BadZipFile) as error:
+            return f"{file.name} is damaged: {one_line(error)}"
+    return None
 
 
 def newest_complete_checkpoint(output_dir: str | Path) -> Path | None:
-    """The Trainer checkpoint with the highest step in `output_dir` that was written to its end, or None.
-
-    The Trainer writes trainer_state.json last; the weights are opened too, which finds a file cut short by a crash.
-    """
-
-    def is_complete(checkpoint: Path) -> bool:
-        weights = list(checkpoint.glob("*.safetensors"))
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-            for file in weights:
-                with safe_open(file, framework="pt"):
-                    pass
-        except (OSError, ValueError, SafetensorError):
-            return False
-        return bool(weights)
-
+    """The Trainer checkpoint with the highest step in `output_dir` that this run can continue from, or None. Says in
+    one line what is wrong with each that it passes over."""
     numbered = ((path.name.rpartition("-")[2], path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
     by_step = {int(number): path for number, path in numbered if number.isdigit()}
-    return next((by_step[step] for step in sorted(by_step, reverse=True) if is_complete(by_step[step])), None)
+    state = PartialState()
+    for step in sorted(by_step, reverse=True):
+        fault = checkpoint_fault(by_step[step], state.num_processes)
+        if fault is None:
+            return by_step[step]
+        state.print(f"Passing over {by_step[step]}: {fault}.", flush=True)
+    return None
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
+    """The checkpoint that the recipe names, or else the newest complete one of `output_dir`, or None. Raises
+    `UserError` for a named one that cannot be continued from."""
+    if args.resume_from_checkpoint in (None, True):
+        return newest_complete_checkpoint(args.output_dir)
+    checkpoint = Path(args.resume_from_checkpoint)
+    if not checkpoint.is_dir():
+        raise UserError(
+            f"resume_from_checkpoint: {checkpoint} is no directory. Without that key a run continues from the newest "
+            "complete checkpoint of its output_dir."
+        )
+    if fault := checkpoint_fault(checkpoint, args.world_size):
+        raise UserError(f"resume_from_checkpoint: {checkpoint} is incomplete: {fault}.")
+    return checkpoint
+
+
+# Results
 
 
 def write_losses(history: list[dict], output_dir: str | Path) -> None:
-    """Write loss.json ({"train": [[step, loss], ...], "eval": ...}, nats per token of SFT) and its plot loss.png."""
-    losses = {
-        "train": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
-        "eval": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
-    }
-    with whole_file(Path(output_dir) / "loss.json") as path:
-        path.write_text(json.dumps(losses, indent=1), encoding="utf-8")
+    """Write loss.json ({"train": [[step, loss], ...], "eval": ...}, nats per token of SFT) and its plot loss.png; and
+    curves.json ({name: [[step, value], ...]}) and curves.png with everything that was logged, see `PANELS`."""
+    output_dir = Path(output_dir)
+    names = [name for panel in PANELS.values() for name in panel]
+    curves = {name: [[entry["step"], entry[name]] for entry in history if name in entry] for name in names}
+    losses = {"train": curves["loss"], "eval": curves["eval_loss"]}
+    _write_json(losses, output_dir / "loss.json")
+    _write_json(curves, output_dir / "curves.json")
+
     figure = Figure()
-    axes = figure.subplots()
-    for name, points in losses.items():
+    _plot(figure.subplots(), "loss", losses)
+    _write_figure(figure, output_dir / "loss.png")
+    figure = Figure(figsize=(10, 12), layout="constrained")
+    for axes, (title, panel) in zip(figure.subplots(4, 2).flat, PANELS.items()):
+        _plot(axes, title, {name: curves[name] for name in panel})
+    figure.axes[-1].set_visible(False)  # seven panels in eight places
+    _write_figure(figure, output_dir / "curves.png")
+
+
+def _plot(axes, title: str, curves: dict[str, list]) -> None:
+    for name, points in curves.items():
         steps, values = zip(*points, strict=True) if points else ((), ())
         axes.plot(steps, values, marker=".", label=name)
-    axes.set(xlabel="step", ylabel="loss")
+    axes.set(xlabel="step", ylabel=title)
     axes.legend()
-    with whole_file(Path(output_dir) / "loss.png") as path:
-        figure.savefig(path, format="png", dpi=120)
 
 
-def save_final(trainer: MixingLearningRate, run: RunArguments, directory: Path) -> None:
-    """Write the trained model, its code, tokenizer, chat template, generation config and model card as `directory`."""
+def _write_json(content: dict, path: Path) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _write_figure(figure: Figure, path: Path) -> None:
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def save_final(trainer: RecipeTrainer, run: RunArguments, record: dict[str, dict], directory: Path) -> None:
+    """Write the trained model, its code, tokenizer, chat template, generation config and model card as `directory`.
+
+    The card is filled from `record`, what the run is made of, and from what `trainer` logged; the curves in its
+    output_dir come along. Raises `UserError` for a weight that is not a number.
+    """
+    trainer.check_weights()
     model = trainer.accelerator.unwrap_model(trainer.model)
-    adapters = ""
     if run.use_peft:
         model = model.merge_and_unload()
-        adapters = f", LoRA adapters of rank {run.lora_r}, merged"
     with new_directory(directory) as temporary:
         model.save_pretrained(temporary)
         trainer.processing_class.save_pretrained(temporary)
@@ -72,9 +171,62 @@ def save_final(trainer: MixingLearningRate, run: RunArguments, directory: Path) 
                 base_model=None if Path(source).exists() else source,
                 license=source_license(source),
                 datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
-                details=f"## Fine-tuning\n\nFine-tuned from {source_name(source)} on {source_name(run.dataset_name)} for "
-                f"{trainer.state.global_step} steps with TRL's {trainer._name}Trainer: learning rate "
-                f"{trainer.args.learning_rate:g}, "
-                f"mixing and collapse weights {run.mixing_lr_multiplier:g} times that{adapters}.",
+                details=_card_details(trainer, run, record),
             )
             (temporary / "README.md").write_text(card, encoding="utf-8")
+            shutil.copy(Path(trainer.args.output_dir) / "curves.png", temporary)
+
+
+def _card_details(trainer: RecipeTrainer, run: RunArguments, record: dict[str, dict]) -> str:
+    """The card's section on the run, in Markdown."""
+    history, args = trainer.state.log_history, trainer.args
+    code, recipe = record["code"], record["recipe"]
+    commit = f"commit {code['commit']}{'' if code['clean'] else ' with changes'}, " if code["commit"] else ""
+    defaults = {
+        key: declared.default for kind in (run, args) for key, declared in type(kind).__dataclass_fields__.items()
+    }
+    facts = {
+        "Base model": f"{source_name(run.model_name_or_path)}, {_identity(record['base_model'])}",
+        "Data": f"{source_name(run.dataset_name)}, {_identity(record['data'])}",
+        "Steps": trainer.state.global_step,
+    }
+    for title, name in (("Training loss", "loss"), ("Held-out loss", "eval_loss")):
+        if values := [entry[name] for entry in history if name in entry]:
+            facts[f"{title}, first and last logged"] = f"{values[0]:.4f}, {values[-1]:.4f}"
+    facts["Processes"] = record["processes"]["number"]
+    facts["Code"] = f"{commit}SHA-256 {code['sha256']}"
+    facts["Versions"] = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    facts |= {
+        f"`{key}`": value
+        for key, value in recipe.items()
+        if not isinstance(value, dict | None) and (key in CARD_KEYS or value != defaults.get(key))
+    }
+    rate = run.mixing_rate(args.learning_rate)
+    return "\n".join(
+        [
+            "## Fine-tuning",
+            "",
+            f"Fine-tuned from {source_name(run.model_name_or_path)} on {source_name(run.dataset_name)} for "
+            f"{trainer.state.global_step} steps with TRL's {trainer._name}Trainer: learning rate {args.learning_rate:g}, mixing and "
+            f"collapse weights {rate:g}{f', LoRA adapters of rank {run.lora_r}, merged' if run.use_peft else ''}.",
+            "",
+            "![Curves of the run](curves.png)",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {name} | {value} |" for name, value in facts.items()),
+        ]
+    )
+
+
+def _identity(section: dict[str, str | None]) -> str:
+    """The hash or commit in a section of the record."""
+    kind = next(name for name in ("sha256", "commit", "revision") if name in section)
+    return f"{'SHA-256' if kind == 'sha256' else kind} {section[kind]}"
+
+
+def publish(directory: Path, repo_id: str) -> str:
+    """Publish the final model as `push_to_hub.py` does; returns the web address. Raises `UserError`."""
+    names, _ = files_to_upload(directory)
+    load_in_clean_process(directory)
+    return push(directory, names, repo_id)

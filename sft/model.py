@@ -1,14 +1,12 @@
 """The model, tokenizer and adapters that a run starts from."""
 
-from pathlib import Path
-
 import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from command_io import UserError, one_line
 from conversion_scripts.checkpoint_io import load_model, load_tokenizer
-from sft.arguments import RunArguments
+from sft.arguments import RunArguments, chat_template
 from sft.trainer import MIXING_MODULES
 
 
@@ -16,6 +14,7 @@ def prepare_model(run: RunArguments, args: TrainingArguments) -> tuple[PreTraine
     """The model in `run.dtype` and its tokenizer with the recipe's chat template. Raises `UserError`."""
     if args.model_init_kwargs:
         raise UserError("model_init_kwargs is not used here: set dtype and attn_implementation themselves.")
+    template = chat_template(args)
     model = load_model(run.model_name_or_path, getattr(torch, run.dtype))
     if run.attn_implementation is not None:
         try:
@@ -23,12 +22,8 @@ def prepare_model(run: RunArguments, args: TrainingArguments) -> tuple[PreTraine
         except (ValueError, ImportError) as error:
             raise UserError(f"attn_implementation {run.attn_implementation!r}: {one_line(error)}") from error
     tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
-    # Only SFTConfig has the key: the other trainers begin from a model that has learned its template.
-    if (path := getattr(args, "chat_template_path", None)) is not None:
-        template = Path(path)
-        if template.suffix != ".jinja" or not template.is_file():
-            raise UserError(f"chat_template_path: {template} is not a .jinja file.")
-        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    if template is not None:
+        tokenizer.chat_template = template
     return model, tokenizer
 
 

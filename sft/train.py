@@ -1,28 +1,29 @@
 """Supervised fine-tuning of a causal language model with TRL's SFTTrainer: see `--help` and sft/recipes/README.md."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from datasets import Dataset
-from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, one_line, run_cli
-from sft.arguments import RecipeParser, RunArguments
-from sft.checkpoints import newest_complete_checkpoint, save_final, write_losses
+from sft.arguments import RunArguments
+from sft.callbacks import SampleReplies
 from sft.data import load_messages, tokenize
 from sft.model import lora_config, prepare_model
+from sft.run import run_recipe
 from sft.trainer import MixingTrainer
 
 
 USAGE = """accelerate launch sft/train.py --config sft/recipes/NAME/sft.yaml [--key value ...]
 
 Fine-tune a model on OpenThoughts-format rows. Every key below can stand in the YAML file or on the command line, which
-wins. A run that was stopped continues from its newest complete checkpoint when the same command is given again.
+wins. A run that was stopped continues from its newest complete checkpoint when the same command is given again; with
+another model, other data or another recipe it is refused.
 
 example:
   accelerate launch --config_file sft/accelerate_configs/single.yaml sft/train.py --config sft/recipes/demo/sft.yaml \\
@@ -55,48 +56,18 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
         rows = tokenize(rows, tokenizer, args.max_length if cuts else None, args.assistant_only_loss)
     train_rows, eval_rows = split_rows(rows, run, args)
 
-    return MixingTrainer(
+    trainer = MixingTrainer(
         model=model,
         args=args,
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
         peft_config=lora_config(run, model),
-        mixing_lr_multiplier=run.mixing_lr_multiplier,
+        mixing_learning_rate=run.mixing_rate(args.learning_rate),
     )
-
-
-def run_recipe(
-    config_class: type[TrainingArguments],
-    usage: str,
-    build: Callable[[RunArguments, TrainingArguments], Trainer],
-    argv: Sequence[str] | None,
-) -> None:
-    """Run a recipe, parsed from `argv` or the command line, with the trainer that `build` makes of it to
-    `output_dir`/final, resuming what was begun. Raises `UserError`."""
-    run, args = RecipeParser(config_class, usage).parse(sys.argv[1:] if argv is None else argv)
-    final = Path(args.output_dir) / "final"
-    if final.exists():
-        raise UserError(f"{final} exists: this run has finished. Remove it or choose another output_dir.")
-
-    trainer = build(run, args)
-    checkpoint = args.resume_from_checkpoint or newest_complete_checkpoint(args.output_dir)
-    if checkpoint is not None:
-        trainer.accelerator.print(f"Resuming from {checkpoint}.")
-        args.eval_on_start = False  # the history of the checkpoint begins with that evaluation
-    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-
-    if trainer.is_world_process_zero():
-        write_losses(trainer.state.log_history, args.output_dir)
-        save_final(trainer, run, final)
-        print(f"Final model: {final}\nLosses:      {Path(args.output_dir) / 'loss.json'} and loss.png")
-    # DDP's reducer must go before the process group. The last one to hold the group destroys it and joins its threads;
-    # the reducer would do so with the GIL held, while such a thread may still need the GIL to release a tensor, for
-    # ever.
-    accelerator = trainer.accelerator
-    del trainer
-    accelerator.free_memory()
-    accelerator.end_training()
+    if eval_rows is not None:
+        trainer.add_callback(SampleReplies(eval_rows, run.sample_prompts, tokenizer, trainer.accelerator))
+    return trainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:

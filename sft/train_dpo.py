@@ -18,8 +18,9 @@ from command_io import UserError, one_line, read_jsonl, run_cli
 from sft.arguments import RunArguments
 from sft.data import to_messages
 from sft.model import lora_config, prepare_model
-from sft.train import run_recipe, split_rows
-from sft.trainer import MixingLearningRate
+from sft.run import run_recipe
+from sft.train import split_rows
+from sft.trainer import RecipeTrainer
 
 
 USAGE = """accelerate launch sft/train_dpo.py --config sft/recipes/dpo/dpo.yaml [--key value ...]
@@ -37,8 +38,8 @@ example:
 COLUMNS = ("prompt", "chosen", "rejected")
 
 
-class MixingDPOTrainer(MixingLearningRate, DPOTrainer):
-    """DPOTrainer with the group of `MixingLearningRate`. It loads the reference model from where the model came."""
+class MixingDPOTrainer(RecipeTrainer, DPOTrainer):
+    """The trainer of preference optimisation. It loads the reference model from where the model came."""
 
 
 def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
@@ -126,7 +127,7 @@ def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
         eval_dataset=eval_pairs,
         processing_class=tokenizer,
         peft_config=lora_config(run, model),
-        mixing_lr_multiplier=run.mixing_lr_multiplier,
+        mixing_learning_rate=run.mixing_rate(args.learning_rate),
     )
 
 

@@ -16,9 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from command_io import UserError, read_jsonl, run_cli
 from sft.arguments import RunArguments
 from sft.model import lora_config, prepare_model
+from sft.run import run_recipe
 from sft.score_reasoning import check_rows, is_right
-from sft.train import run_recipe, split_rows
-from sft.trainer import MixingLearningRate
+from sft.train import split_rows
+from sft.trainer import RecipeTrainer
 
 
 # Too little to make a wrong answer in the right format worth as much as a right one.
@@ -40,8 +41,8 @@ MARKERS = ("<|begin_of_thought|>", "<|end_of_thought|>", "<|begin_of_solution|>"
 FORMAT = re.compile(r"({}.+{}\s*)?{}.*\S.*{}".format(*map(re.escape, MARKERS)), re.DOTALL)
 
 
-class MixingGRPOTrainer(MixingLearningRate, GRPOTrainer):
-    """GRPOTrainer with the group of `MixingLearningRate`."""
+class MixingGRPOTrainer(RecipeTrainer, GRPOTrainer):
+    """The trainer of reinforcement learning."""
 
 
 def correctness(completions: list[list[dict]], generator: list[str], entry: list[str], **_) -> list[float]:
@@ -109,7 +110,7 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
         eval_dataset=eval_rows,
         processing_class=tokenizer,
         peft_config=lora_config(run, model),
-        mixing_lr_multiplier=run.mixing_lr_multiplier,
+        mixing_learning_rate=run.mixing_rate(args.learning_rate),
     )
 
 

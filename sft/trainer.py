@@ -1,40 +1,138 @@
-"""TRL's trainers with a learning rate of its own for the weights that mix heads."""
+"""TRL's trainers with a learning rate of its own for the weights that mix heads, which stop before they learn or save
+anything that is not a number."""
+
+import math
+import resource
+import shutil
+from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
+from transformers import ProgressCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTTrainer
 
+from command_io import UserError, one_line
+from conversion_scripts.checkpoint_io import check_finite
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from sft.callbacks import TrainingClock
 
 
 # The modules that mix heads or collapse pseudo-heads, with entries of order 1.
 MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
+# How the libraries below a checkpoint word what the system refused to write.
+_WRITE_ERRORS = ("(os error ", "PytorchStreamWriter", "unexpected pos")
 
 
-class MixingLearningRate:
-    """Gives a trainer, as the first of its bases, a parameter group of its own for the mixing and collapse weights.
+class NotFiniteError(UserError):
+    """A loss or gradient that is not a number."""
+
+
+class RecipeTrainer:
+    """Gives a trainer, as the first of its bases, a parameter group of its own for the mixing and collapse weights,
+    and what every recipe's run shows and refuses.
 
     Their entries are of order 1, so Adam at a usual fine-tuning rate of 5e-5 moves them by less than 0.003 in 60
-    steps: the group learns at `mixing_lr_multiplier` times the backbone's rate and without weight decay, which would
-    pull the exact warm start towards zero. A model without such weights trains as usual.
+    steps: the group learns at the peak rate `mixing_learning_rate`, on the backbone's schedule, and without weight
+    decay, which would pull the exact warm start towards zero. A model without such weights trains as usual.
+
+    Logs beside TRL's figures `mixing_learning_rate`; `mixing_distance`, the mean distance of those weights from where
+    the run began over their mean size there; `tokens_per_second` in training, of all processes; and
+    `peak_memory_gib` of this process, on its GPU where it has one.
+
+    Raises `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimiser takes the
+    step, and `UserError` for weights that are so when they are about to be saved, and for a checkpoint that cannot be
+    written.
     """
 
-    def __init__(self, *args, mixing_lr_multiplier: float, **kwargs) -> None:
-        self.mixing_lr_multiplier = mixing_lr_multiplier
+    def __init__(self, *args, mixing_learning_rate: float, **kwargs) -> None:
+        self.mixing_rate = mixing_learning_rate
         super().__init__(*args, **kwargs)
+        self.clock = TrainingClock()
+        self.add_callback(self.clock)
+        self._logged_tokens = self._logged_seconds = 0
+        self._start = [weight.detach().clone() for weight in self._mixing_weights()]
+
+    def _mixing_weights(self, model: torch.nn.Module | None = None) -> list[torch.nn.Parameter]:
+        parameters = (self.model if model is None else model).named_parameters()
+        return [value for name, value in parameters if value.requires_grad and MIXING_MODULES & set(name.split("."))]
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
-        parameters = (self.model if model is None else model).named_parameters()
-        mixing = [value for name, value in parameters if value.requires_grad and MIXING_MODULES & set(name.split("."))]
-        if mixing:
+        if mixing := self._mixing_weights(model):
             moved = {id(value) for value in mixing}
             for group in optimizer.param_groups:
                 group["params"] = [value for value in group["params"] if id(value) not in moved]
-            rate = self.args.learning_rate * self.mixing_lr_multiplier
-            optimizer.add_param_group({"params": mixing, "lr": rate, "weight_decay": 0.0, "is_mixing": True})
+            group = {"params": mixing, "lr": self.mixing_rate, "weight_decay": 0.0, "is_mixing": True}
+            optimizer.add_param_group(group)
         return optimizer
+
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            # An open bar would take the line that says why a run has stopped.
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+                    callback.training_bar.close()
+
+    # What is not a number
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if model.training:
+            self._refuse_not_finite("loss", result[0] if return_outputs else result)
+        return result
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        # The last call before the optimiser's step that knows the norm.
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        # In float16 a norm is infinite now and then: the scaler passes over such a step by itself.
+        if self.accelerator.scaler is None and grad_norm is not None:
+            self._refuse_not_finite("gradient norm", grad_norm)
+        return grad_norm
+
+    def _refuse_not_finite(self, what: str, value: torch.Tensor | float) -> None:
+        if isinstance(value, torch.Tensor):
+            value = (value.full_tensor() if isinstance(value, DTensor) else value).detach().item()
+        if not math.isfinite(value):
+            raise NotFiniteError(f"step {self.state.global_step + 1}: the {what} is {value:g}.")
+
+    def check_weights(self) -> None:
+        """Raises `UserError` for a weight of the model that holds NaN or infinity."""
+        local = (
+            (name, value.to_local() if isinstance(value, DTensor) else value)
+            for name, value in self.model.named_parameters()
+        )
+        check_finite(local, f"the model at step {self.state.global_step}")
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model, trial) -> None:
+        self.check_weights()
+        checkpoint = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        try:
+            if self.args.should_save:
+                # It makes a checkpoint whole and is written last: one that a killed run left must not do so before.
+                (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
+            super()._save_checkpoint(model, trial)
+        # safetensors, tokenizers and PyTorch wrap the system's error in exception types of their own.
+        except Exception as error:
+            if not isinstance(error, OSError) and not any(text in str(error) for text in _WRITE_ERRORS):
+                raise
+            shutil.rmtree(checkpoint, ignore_errors=True)
+            raise UserError(
+                f"{checkpoint} cannot be written: {one_line(error)[:200]}. Make room and give the same command again: "
+                "it continues from the checkpoint before."
+            ) from error
+
+    def create_model_card(self, *_, **__) -> None:
+        """Writes nothing: TRL's card knows neither the data nor the base model. The run's own is in final/."""
+
+    # What is logged
 
     def _get_learning_rate(self) -> float:
         # Asked for at the one moment that both rates are still those of the step just taken.
@@ -42,10 +140,33 @@ class MixingLearningRate:
         return super()._get_learning_rate()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "learning_rate" in logs and self.optimizer.param_groups[-1].get("is_mixing"):
-            logs["mixing_learning_rate"] = self.mixing_learning_rate
+        if "learning_rate" in logs:
+            if self.optimizer.param_groups[-1].get("is_mixing"):
+                logs["mixing_learning_rate"] = self.mixing_learning_rate
+                logs["mixing_distance"] = self._mixing_distance()
+            tokens, seconds = self._total_train_tokens, self.clock.seconds
+            logs["tokens_per_second"] = (tokens - self._logged_tokens) / (seconds - self._logged_seconds)
+            self._logged_tokens, self._logged_seconds = tokens, seconds
+            logs["peak_memory_gib"] = peak_memory() / 2**30
         super().log(logs, start_time)
 
+    @torch.no_grad()
+    def _mixing_distance(self) -> float:
+        moved = size = 0.0
+        for start, weight in zip(self._start, self._mixing_weights(), strict=True):
+            now = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            start = start.to(now.device)
+            moved += (now.float() - start.float()).abs().sum().item()
+            size += start.float().abs().sum().item()
+        return moved / size if size else math.inf
 
-class MixingTrainer(MixingLearningRate, SFTTrainer):
-    """SFTTrainer with the group of `MixingLearningRate`."""
+
+class MixingTrainer(RecipeTrainer, SFTTrainer):
+    """The trainer of supervised fine-tuning."""
+
+
+def peak_memory() -> int:
+    """Bytes: the most that tensors took on this process's GPU, or else the most that the process took in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -180,7 +180,7 @@ def test_mixing_keeps_its_parameter_group_under_peft(tiny, tmp_path):
         train_dataset=Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]),
         processing_class=byte_tokenizer(),
         peft_config=lora_config(run, model),
-        mixing_lr_multiplier=10.0,
+        mixing_learning_rate=1e-2,
     )
     groups = trainer.create_optimizer().param_groups
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}

@@ -1,0 +1,187 @@
+"""What a run is made of: recorded in its output directory before it trains, and compared when it is started again."""
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from datasets import load_dataset_builder
+from datasets.exceptions import DatasetNotFoundError
+from transformers import TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.hub import extract_commit_hash
+
+from command_io import UserError, one_line, read_json, whole_file
+from conversion_scripts.checkpoint_io import load_config_dict
+from sft.arguments import RunArguments, chat_template
+
+
+RECORD = "run.json"
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+
+# Of a checkpoint, what decides on the model and its tokens: a card or a log beside it does not.
+_MODEL_FILES = ("*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.model", "*.txt")
+
+# Keys that change nothing of what is learned: where things lie, what is logged, saved and evaluated, and what only
+# trades memory or time. What they name is recorded by its content.
+_FREE_KEYS = {
+    *("model_name_or_path", "dataset_name", "chat_template_path", "output_dir", "resume_from_checkpoint"),
+    *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
+    *("log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "debug"),
+    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    *("include_num_input_tokens_seen", "include_for_metrics", "batch_eval_metrics", "prediction_loss_only"),
+    *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node"),
+    *("enable_jit_checkpoint", "skip_memory_metrics"),
+    *("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_accumulation_steps", "eval_packing"),
+    *("eval_do_concat_batches", "eval_use_gather_object", "per_device_eval_batch_size", "sample_prompts"),
+    *("do_train", "do_eval", "do_predict", "local_rank", "ddp_timeout", "ddp_backend", "torch_empty_cache_steps"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs", "activation_offloading"),
+    *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_cache"),
+    *("dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+    *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
+    *("push_repo_id", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
+    *("hub_always_push", "hub_revision"),
+}
+# Recorded for the reader: the hash beside them is what is compared.
+_INFORMATION = {("base_model", "name"), ("data", "name"), ("code", "commit"), ("code", "clean")}
+
+
+def make_record(run: RunArguments, args: TrainingArguments) -> dict[str, dict]:
+    """What the run is made of, as sections of JSON values: "base_model", "data", "recipe", "processes", "code",
+    "versions". Raises `UserError` for a model or data that are not there."""
+    template = chat_template(args)
+    # Of a token, `to_dict` hides the value.
+    values = args.to_dict() | {key: value for key, value in vars(args).items() if key in ("eos_token", "pad_token")}
+    recipe = {key: value for key, value in (asdict(run) | values).items() if key not in _FREE_KEYS}
+    recipe["chat_template"] = template and hashlib.sha256(template.encode()).hexdigest()
+    record = {
+        "base_model": {"name": run.model_name_or_path, **_identify_model(run.model_name_or_path)},
+        "data": {"name": run.dataset_name, **_identify_data(run.dataset_name)},
+        "recipe": recipe,
+        "processes": {"number": args.world_size, "kind": args.distributed_state.distributed_type},
+        "code": _identify_code(),
+        "versions": {name: version(name) for name in LIBRARIES},
+    }
+    return json.loads(json.dumps(record, default=str))
+
+
+def keep_record(record: dict[str, dict], output_dir: str | Path) -> None:
+    """Write `record` to `output_dir`/run.json, unless the checkpoints there belong to such a run already.
+
+    Raises `UserError` when they belong to another one, or when no record says what they belong to. A record without
+    checkpoints is replaced: nothing was learned yet. Says what the earlier run stopped at, and which libraries have
+    another version than they had.
+    """
+    directory = Path(output_dir)
+    if any(directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
+        kept = check_record(record, directory)
+        for name, then in kept.get("versions", {}).items():
+            if (now := record["versions"].get(name)) != then:
+                print(f"Warning: this run began with {name} {then} and continues with {now}.", flush=True)
+        if stopped := kept.get("stopped"):
+            print(f"This run stopped before at {stopped}", flush=True)
+    else:
+        _write(record, directory)
+
+
+def check_record(record: dict[str, dict], directory: Path) -> dict[str, dict]:
+    """The record kept in `directory`. Raises `UserError` when there is none, or `record` differs from it in what
+    decides on what is learned."""
+    if not (directory / RECORD).exists():
+        raise UserError(
+            f"{directory} holds checkpoints and no {RECORD}, so nothing says which run they belong to: choose another "
+            "output_dir, or remove them."
+        )
+    kept = read_json(directory / RECORD)
+    differences = []
+    for section in ("base_model", "data", "recipe", "processes", "code"):
+        then, now = kept.get(section), record[section]
+        if not isinstance(then, dict):
+            raise UserError(f"{directory / RECORD} holds no section {section!r}: choose another output_dir.")
+        for key in sorted(then.keys() | now.keys()):
+            if (section, key) not in _INFORMATION and then.get(key) != now.get(key):
+                name = key if section == "recipe" else f"{section} {then.get('name', '')}".strip() + f" ({key})"
+                differences.append(f"{name} was {_short(then.get(key))} and is {_short(now.get(key))}")
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise UserError(
+            f"{directory} belongs to another run: {'; '.join(differences[:3])}{more}. Choose another output_dir, or "
+            "give this run what it began with."
+        )
+    return kept
+
+
+def note_stop(record: dict[str, dict], reason: str, output_dir: str | Path) -> None:
+    """Add to the record kept in `output_dir` why the run stopped, for whoever starts it again."""
+    _write(record | {"stopped": reason}, Path(output_dir))
+
+
+def _write(record: dict[str, dict], directory: Path) -> None:
+    with whole_file(directory / RECORD) as path:
+        path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def _short(value: object) -> str:
+    """A value for an error message; of a hash, enough to tell two apart."""
+    return value[:12] if isinstance(value, str) and len(value) >= 40 else repr(value)
+
+
+def _identify_model(source: str) -> dict[str, str | None]:
+    """The hash of a local checkpoint's files, or the commit of one on the Hub. Raises `UserError` for neither."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return {"sha256": _sha256(path)}
+    load_config_dict(source)
+    if path.is_dir():
+        return {"sha256": hash_files({file for pattern in _MODEL_FILES for file in path.glob(pattern)})}
+    return {"commit": extract_commit_hash(cached_file(source, CONFIG_NAME), None)}
+
+
+def _identify_data(name: str) -> dict[str, str | None]:
+    """The hash of a local file or directory, or the commit of a dataset on the Hub. Raises `UserError` for neither."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return {"sha256": _sha256(path)}
+    if path.is_dir():
+        return {"sha256": hash_files(file for file in path.rglob("*") if file.is_file())}
+    if path.suffix in (".jsonl", ".json", ".parquet"):
+        raise UserError(f"{name}: no such file; expected a file of rows or the id of a dataset on the Hub.")
+    try:
+        return {"revision": load_dataset_builder(name).hash}
+    except (DatasetNotFoundError, ValueError, ConnectionError) as error:
+        raise UserError(f"cannot load dataset {name!r}: {one_line(error)}") from None
+
+
+def _identify_code() -> dict[str, str | bool | None]:
+    """The hash of the code that trains, and its git commit where it is in a repository of its own."""
+    files = [*ROOT.glob("sft/*.py"), *ROOT.glob("modeling_iha/*.py")]
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != ROOT:
+        return {"sha256": hash_files(files), "commit": None, "clean": None}
+    clean = _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no") == ""
+    return {"sha256": hash_files(files), "commit": _git("rev-parse", "HEAD"), "clean": clean}
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says in this checkout, or None where there is no git or no repository."""
+    try:
+        process = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    except OSError:
+        return None
+    return process.stdout.strip() if process.returncode == 0 else None
+
+
+def hash_files(files: Iterable[Path]) -> str:
+    """A SHA-256 over the names and contents of files, whatever directory they lie in. Raises `OSError`."""
+    lines = sorted(f"{_sha256(file)}  {file.name}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

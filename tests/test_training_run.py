@@ -1,0 +1,642 @@
+"""A training run as a whole: what it refuses before it begins, what it records, how it stops, and how it goes on."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from helpers import random_model, small_config
+from safetensors.torch import load_file, save_file
+from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from trl import SFTConfig, SFTTrainer
+
+from command_io import UserError, run_cli, sole_writer
+from modeling_iha import IHAForCausalLM
+from sft import arguments as arguments_module
+from sft import callbacks, checkpoints, run_record, train
+from sft.arguments import RecipeParser, RunArguments
+from sft.checkpoints import checkpoint_fault, newest_complete_checkpoint
+from sft.run_record import RECORD, keep_record, make_record
+from sft.trainer import MixingTrainer
+
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 6
+
+# Runs train.py's main in a process that is killed: before a training step, or in the middle of the optimiser's file of
+# a checkpoint.
+KILLED = """
+import io, json, os, signal, sys
+import torch
+from sft import train
+from sft.trainer import MixingTrainer
+
+torch.set_num_threads(1)
+request = json.load(sys.stdin)
+save, training_step = torch.save, MixingTrainer.training_step
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def save_half(content, path):
+    if str(path).endswith(request["file"]):
+        buffer = io.BytesIO()
+        save(content, buffer)
+        with open(path, "wb") as file:
+            file.write(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+        kill()
+    save(content, path)
+
+def step_or_die(self, *args, **kwargs):
+    if self.state.global_step == request["step"]:
+        kill()
+    return training_step(self, *args, **kwargs)
+
+torch.save, MixingTrainer.training_step = save_half, step_or_die
+train.main(request["arguments"])
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_repository_root(monkeypatch):
+    # The recipes name their chat template relative to the root, as the documented command does.
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def rows_file(tmp_path_factory) -> str:
+    return write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", training_rows(20))
+
+
+def save_model(directory: Path, seed: int = 0) -> str:
+    """A tiny IHA model with a byte tokenizer, beside a card whose metadata is no YAML."""
+    tokenizer = byte_tokenizer()
+    config = small_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=0)
+    random_model(config, seed=seed).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "README.md").write_text("---\nlicense: [apache\n---\n# A model\n")
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+def command(model: str, rows: str, output: Path, **overrides) -> list[str]:
+    values = {"max_steps": STEPS, "sample_prompts": 0, **overrides}
+    return ["--config", recipe("demo"), *sizes(model, rows, output, **values)]
+
+
+def parse(model, rows, output, **overrides) -> tuple[RunArguments, SFTConfig]:
+    return RecipeParser(SFTConfig, train.USAGE).parse(command(model, rows, output, **overrides))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, rows_file, tmp_path_factory) -> Path:
+    """The output directory of a run that nothing disturbed, of more steps than an epoch has."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        train.main(command(tiny, rows_file, output))
+    return output
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def assert_same_run(output: Path, whole: Path):
+    """Not a bit of the final weights, nor a logged loss, differs from those of the undisturbed run."""
+    actual, expected = weights(output / "final"), weights(whole / "final")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert (output / "loss.json").read_text() == (whole / "loss.json").read_text()
+
+
+# What no run can have
+
+
+@pytest.mark.parametrize(
+    "key, value, named",
+    [
+        ("max_length", -2, "at least 1"),
+        ("max_length", 0, "at least 1"),
+        ("mixing_lr_multiplier", -1, "finite number, 0 or more"),
+        ("mixing_lr_multiplier", "nan", "finite number, 0 or more"),
+        ("mixing_learning_rate", "inf", "finite number, 0 or more"),
+        ("mixing_learning_rate", -1, "finite number, 0 or more"),
+        ("mixing_learning_rate", 0.1, "mixing_lr_multiplier=40 and mixing_learning_rate=0.1"),
+        ("learning_rate", "inf", "finite number, 0 or more"),
+        ("learning_rate", "nan", "finite number, 0 or more"),
+        ("weight_decay", "inf", "finite number"),
+        ("adam_beta2", 1, "below 1"),
+        ("eval_size", "nan", "finite number"),
+        ("per_device_train_batch_size", 0, "at least 1"),
+        ("per_device_eval_batch_size", 0, "at least 1"),
+        ("gradient_accumulation_steps", 0, "at least 1"),
+        ("save_steps", 0, "above 0"),
+        ("max_steps", 0, "-1 to train for num_train_epochs"),
+        ("lora_r", 0, "at least 1"),
+        ("lora_dropout", 2, "below 1"),
+        ("lora_dropout", 1, "below 1"),
+        ("seed", 2**32, "from 0 to 4294967295"),
+        ("seed", -1, "from 0 to 4294967295"),
+        ("report_to", "absent", "report_to 'absent' is unknown"),
+        ("report_to", "wandb", "pip install wandb"),
+        ("optim", "lomo", "lomo_optim"),
+        ("optim", "galore_adamw", "optim 'galore_adamw'"),
+        ("deepspeed", "absent.json", "deepspeed"),
+        ("push_to_hub", "true", "set push_repo_id"),
+        ("push_repo_id", "a/b/c", "no repository id"),
+        ("chat_template_path", "absent.jinja", "absent.jinja is not a .jinja file"),
+        ("resume_from_checkpoint", "absent", "absent is no directory"),
+    ],
+)
+def test_an_impossible_value_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, key, value, named):
+    monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(arguments_module, "get_available_reporting_integrations", lambda: [])
+    monkeypatch.setattr(train, "make_record", lambda *_: {})
+    monkeypatch.setattr(train, "keep_record", lambda *_: None)
+    with pytest.raises(UserError) as refused:
+        train.main(command("absent/model", "absent/rows", tmp_path / "run", **{key: value}))
+    assert key in str(refused.value) and named in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["learning_rate: null", "seed: null", "learning_rate: [1]", "max_steps: 2.5", "dtype: float8", "use_peft: 2"],
+)
+def test_a_value_of_the_file_obeys_the_rules_of_the_command_line(tmp_path, line):
+    config = tmp_path / "sft.yaml"
+    config.write_text(f"model_name_or_path: m\ndataset_name: d\n{line}\n")
+    with pytest.raises(UserError, match=line.split(":")[0]):
+        RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])
+
+
+def test_what_may_be_null_or_a_list_stays_so(tmp_path):
+    config = tmp_path / "sft.yaml"
+    config.write_text(
+        f"model_name_or_path: m\ndataset_name: d\noutput_dir: {tmp_path}\nuse_cpu: true\nbf16: false\nmax_length: null\n"
+        "learning_rate: 1\nlora_target_modules: q_proj\nlr_scheduler_kwargs: {num_cycles: 2}\nreport_to: [wandb]\n"
+    )
+    run, args = RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])
+    assert (args.max_length, args.learning_rate, run.lora_target_modules) == (None, 1.0, ["q_proj"])
+    assert (args.lr_scheduler_kwargs, args.report_to) == ({"num_cycles": 2}, ["wandb"])
+    config.write_text("model_name_or_path: m\ndataset_name: d\nuse_cpu: true\nbf16: false\n")
+    assert RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])[1].report_to == []
+
+
+def test_a_template_that_is_not_text_is_refused(tmp_path):
+    template = tmp_path / "latin.jinja"
+    template.write_bytes("é".encode("latin-1"))
+    with pytest.raises(UserError, match="latin.jinja is not UTF-8"):
+        train.main(command("absent/model", "absent/rows", tmp_path / "run", chat_template_path=template))
+
+
+@pytest.mark.parametrize(
+    "given, rate",
+    [({}, 0.04), ({"mixing_lr_multiplier": 3.0}, 0.003), ({"mixing_learning_rate": 0.02}, 0.02)],
+    ids=["default", "multiplier", "absolute"],
+)
+def test_the_mixing_learns_at_the_rate_that_was_given(given, rate):
+    assert RunArguments("", "", **given).mixing_rate(1e-3) == pytest.approx(rate)
+
+
+# What a run is made of
+
+
+@pytest.fixture
+def begun(tiny, rows_file, tmp_path) -> Path:
+    """An output directory with a record and a checkpoint of it."""
+    model, rows, output = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "run"
+    shutil.copytree(tiny, model)
+    shutil.copy(rows_file, rows)
+    output.mkdir()
+    keep_record(make_record(*parse(model, rows, output)), output)
+    (output / "checkpoint-2").mkdir()
+    return tmp_path
+
+
+def change_model(directory):
+    save_model(directory / "model", seed=1)
+
+
+def change_config(directory):
+    config = directory / "model" / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+
+
+def change_rows(directory):
+    with (directory / "rows.jsonl").open("a") as rows:
+        rows.write("\n")
+
+
+def nothing(directory):
+    """Changes nothing."""
+
+
+@pytest.mark.parametrize(
+    "change, overrides, named",
+    [
+        (change_model, {}, r"base_model .*model \(sha256\) was \w{12} and is \w{12}"),
+        (change_config, {}, r"base_model .*model \(sha256\)"),
+        (change_rows, {}, r"data .*rows.jsonl \(sha256\)"),
+        (nothing, {"learning_rate": 0.5}, r"learning_rate was 0.0001 and is 0.5"),
+        (nothing, {"eval_size": 5}, "eval_size was 4.0 and is 5.0"),
+        (nothing, {"use_peft": "true"}, "use_peft was False and is True"),
+        (
+            nothing,
+            {"chat_template_path": "sft/chat_templates/chatml.jinja"},
+            r"chat_template was \w{12} and is \w{12}",
+        ),
+    ],
+)
+def test_a_run_does_not_continue_as_another(begun, change, overrides, named):
+    change(begun)
+    with pytest.raises(UserError, match=f"belongs to another run: .*{named}"):
+        train.main(command(begun / "model", begun / "rows.jsonl", begun / "run", **overrides))
+
+
+def test_a_record_tells_code_and_processes_apart(begun):
+    record = make_record(*parse(begun / "model", begun / "rows.jsonl", begun / "run"))
+    for section, key in (("code", "sha256"), ("processes", "number")):
+        with pytest.raises(UserError, match=rf"{section} \({key}\) was"):
+            keep_record(record | {section: record[section] | {key: "another"}}, begun / "run")
+    keep_record(record | {"code": record["code"] | {"commit": "another", "clean": False}}, begun / "run")
+
+
+def test_what_changes_nothing_that_is_learned_may_differ(begun, capsys):
+    overrides = {"logging_steps": 3, "save_steps": 5, "save_total_limit": 7, "eval_steps": 3, "sample_prompts": 1}
+    moved = begun / "moved"
+    (begun / "run").rename(moved)
+    shutil.move(begun / "model", begun / "elsewhere")
+    keep_record(make_record(*parse(begun / "elsewhere", begun / "rows.jsonl", moved, **overrides)), moved)
+    record = json.loads((moved / RECORD).read_text())
+    (moved / RECORD).write_text(json.dumps(record | {"versions": {"torch": "0.1"}}))
+    keep_record(record, moved)
+    assert f"began with torch 0.1 and continues with {record['versions']['torch']}" in capsys.readouterr().out
+
+
+def test_checkpoints_without_a_usable_record_are_refused(begun):
+    arguments = command(begun / "model", begun / "rows.jsonl", begun / "run")
+    (begun / "run" / RECORD).write_text("[]")
+    with pytest.raises(UserError, match="run.json holds a list"):
+        train.main(arguments)
+    (begun / "run" / RECORD).write_text("{}")
+    with pytest.raises(UserError, match="no section 'base_model'"):
+        train.main(arguments)
+    (begun / "run" / RECORD).unlink()
+    with pytest.raises(UserError, match="no run.json.*choose another output_dir"):
+        train.main(arguments)
+
+
+def test_a_record_without_checkpoints_is_replaced(begun):
+    (begun / "run" / "checkpoint-2").rmdir()
+    record = make_record(*parse(begun / "model", begun / "rows.jsonl", begun / "run", learning_rate=0.5))
+    keep_record(record, begun / "run")
+    assert json.loads((begun / "run" / RECORD).read_text())["recipe"]["learning_rate"] == 0.5
+
+
+def test_a_checkpoint_of_another_run_is_not_resumed_by_name(whole, tiny, rows_file, tmp_path):
+    arguments = command(
+        tiny, rows_file, tmp_path / "run", learning_rate=0.5, resume_from_checkpoint=whole / "checkpoint-6"
+    )
+    with pytest.raises(UserError, match="learning_rate was 0.0001 and is 0.5"):
+        train.main(arguments)
+
+
+def test_the_code_is_known_by_its_content_outside_a_repository(monkeypatch, tmp_path):
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "train.py").write_text("1")
+    monkeypatch.setattr(run_record, "ROOT", tmp_path)
+    before = run_record._identify_code()
+    assert before["commit"] is None and before["clean"] is None
+    (tmp_path / "sft" / "train.py").write_text("2")
+    assert run_record._identify_code()["sha256"] != before["sha256"]
+    monkeypatch.setenv("PATH", "")
+    assert run_record._identify_code()["commit"] is None
+
+
+# One run in one directory
+
+
+def test_a_second_run_in_one_directory_is_refused(tmp_path, monkeypatch):
+    arguments = command("absent/model", "absent/rows", tmp_path / "run")
+    with sole_writer(tmp_path / "run"):
+        with pytest.raises(UserError, match="Another run is writing .*run"):
+            train.main(arguments)
+        # The other processes of the run that holds the lock.
+        entered = []
+        monkeypatch.setattr(train, "train", lambda run, args: entered.append(args.output_dir))
+        monkeypatch.setattr(SFTConfig, "process_index", 1)
+        train.main(arguments)
+        assert entered == [str(tmp_path / "run")]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UserError, match="cannot be locked: .*No locks available"):
+        train.main(command("absent/model", "absent/rows", tmp_path / "run"))
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient norm"])
+def test_a_run_stops_before_it_learns_what_is_not_a_number(
+    what, whole, tiny, rows_file, tmp_path, monkeypatch, capsys
+):
+    compute_loss = SFTTrainer.compute_loss
+
+    def fail_in_step_5(self, model, *args, **kwargs):
+        loss = compute_loss(self, model, *args, **kwargs)
+        if model.training and self.state.global_step == 4:
+            if what == "loss":
+                return loss * torch.nan
+            loss.register_hook(lambda gradient: gradient * torch.inf)
+        return loss
+
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(sys.stderr, "isatty", lambda: what == "loss")  # with a progress bar, and without
+        patch.setattr(SFTTrainer, "compute_loss", fail_in_step_5)
+        run_cli(lambda: train.main(command(tiny, rows_file, output)))
+    assert stopped.value.code == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith(f"Error: Training stopped at step 5: the {what} is ")
+    assert f"last good checkpoint is {output / 'checkpoint-4'}." in line
+    assert not (output / "final").exists() and not (output / "checkpoint-6").exists()
+    assert all(value.isfinite().all() for value in weights(output / "checkpoint-4").values())
+
+    train.main(command(tiny, rows_file, output))
+    assert f"stopped before at step 5: the {what} is" in capsys.readouterr().out
+    assert_same_run(output, whole)
+
+
+def test_weights_that_are_not_numbers_are_not_saved(tiny, rows_file, tmp_path, monkeypatch):
+    def spoil(self, *_):
+        next(self.model.parameters()).data[0] = torch.nan
+
+    monkeypatch.setattr(MixingTrainer, "_maybe_log_save_evaluate", lambda *_, **__: None)
+    monkeypatch.setattr(train, "write_losses", lambda *_: None)
+    train_it = MixingTrainer.train
+    monkeypatch.setattr(MixingTrainer, "train", lambda self, **kwargs: (train_it(self, **kwargs), spoil(self)))
+    with pytest.raises(UserError, match="embed_tokens.weight of the model at step 1 holds NaN"):
+        train.main(
+            command(
+                tiny, rows_file, tmp_path / "run", max_steps=1, eval_size=0, eval_strategy="no", eval_on_start="false"
+            )
+        )
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize("how", ["error", "limit"])
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(how, whole, tiny, rows_file, tmp_path, monkeypatch):
+    save = torch.save
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(content, path, *args, **kwargs):
+        if not str(path).endswith("checkpoint-4/optimizer.pt"):
+            return save(content, path, *args, **kwargs)
+        if how == "error":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+        try:
+            save(content, path, *args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="checkpoint-4 cannot be written: ") as refused:
+        patch.setattr(torch, "save", fill)
+        train.main(command(tiny, rows_file, output))
+    assert "\n" not in str(refused.value) and "Make room" in str(refused.value)
+    assert newest_complete_checkpoint(output) == output / "checkpoint-2"
+    assert not (output / "checkpoint-4").exists()
+    train.main(command(tiny, rows_file, output))
+    assert_same_run(output, whole)
+
+
+# Going on
+
+
+def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(whole, tiny, rows_file, tmp_path, capsys):
+    output = tmp_path / "run"
+    arguments = command(tiny, rows_file, output)
+    printed = []
+    # What makes a checkpoint whole, left there by a run before: it must not make the half of this one whole.
+    stale = output / "checkpoint-4" / "trainer_state.json"
+    for request in ({"step": 3, "file": "none"}, {"step": None, "file": "checkpoint-4/optimizer.pt"}):
+        process = subprocess.run(
+            [sys.executable, "-c", KILLED],
+            input=json.dumps({"arguments": arguments, **request}),
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert process.returncode == -9, process.stderr[-2000:]
+        printed.append(process.stdout)
+        if not stale.parent.exists():
+            stale.parent.mkdir()
+            stale.write_text("{}")
+    assert f"Resuming from {output / 'checkpoint-2'}." in printed[1]
+    assert (output / "checkpoint-4" / "optimizer.pt").exists()
+    train.main(arguments)
+    out = capsys.readouterr().out
+    assert f"Passing over {output / 'checkpoint-4'}: trainer_state.json is missing." in out
+    assert f"Resuming from {output / 'checkpoint-2'}." in out
+    assert_same_run(output, whole)
+
+
+def make_checkpoint(directory: Path, weights_file: str = "model.safetensors") -> Path:
+    directory.mkdir(parents=True)
+    save_file({"weight": torch.zeros(100)}, directory / weights_file)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        torch.save({"state": torch.zeros(100)}, directory / name)
+    (directory / "trainer_state.json").write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut short", "empty"])
+@pytest.mark.parametrize("weights_file", ["model.safetensors", "adapter_model.safetensors"])
+@pytest.mark.parametrize("name", ["weights", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+def test_a_damaged_checkpoint_is_passed_over_and_its_file_named(name, weights_file, damage, tmp_path, capsys):
+    for step in (8, 10):
+        make_checkpoint(tmp_path / f"checkpoint-{step}", weights_file)
+    (tmp_path / "checkpoint-best").mkdir()
+    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-10"
+    file = tmp_path / "checkpoint-10" / (weights_file if name == "weights" else name)
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: -1 if damage == "cut short" else 0])
+    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-8"
+    (line,) = capsys.readouterr().out.strip().splitlines()
+    expected = "*.safetensors" if (name, damage) == ("weights", "missing") else file.name
+    assert line.startswith(f"Passing over {tmp_path / 'checkpoint-10'}: {expected} is ")
+    assert newest_complete_checkpoint(tmp_path / "absent") is None
+
+
+def test_a_checkpoint_needs_the_random_state_of_every_process_and_every_shard(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "checkpoint-2")
+    assert checkpoint_fault(checkpoint) is None
+    assert checkpoint_fault(checkpoint, processes=2) == "rng_state_0.pth is missing"
+    for rank in range(2):
+        shutil.copy(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{rank}.pth")
+    assert checkpoint_fault(checkpoint, processes=2) is None
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+    assert checkpoint_fault(checkpoint) == "model-2.safetensors is missing"
+
+
+def test_the_best_checkpoint_is_kept_and_ends_as_the_final_model(tiny, rows_file, tmp_path, monkeypatch):
+    losses = {0: 9.0, 2: 1.0, 4: 2.0, 6: 3.0}
+    evaluate, training_step = MixingTrainer.evaluate, MixingTrainer.training_step
+    dies = True
+
+    def scripted(self, *args, **kwargs):
+        return evaluate(self, *args, **kwargs) | {"eval_loss": losses[self.state.global_step]}
+
+    def interrupt_step_5(self, *args, **kwargs):
+        if dies and self.state.global_step == 4:
+            raise KeyboardInterrupt
+        return training_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(MixingTrainer, "evaluate", scripted)
+    monkeypatch.setattr(MixingTrainer, "training_step", interrupt_step_5)
+    output = tmp_path / "run"
+    arguments = command(tiny, rows_file, output, load_best_model_at_end="true", save_strategy="steps")
+    with pytest.raises(KeyboardInterrupt):
+        train.main(arguments)
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    best, dies = weights(output / "checkpoint-2"), False
+    train.main(arguments)
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
+    final = weights(output / "final")
+    assert all(torch.equal(final[name], best[name]) for name in best)
+
+
+# What a person sees
+
+
+def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "publish", lambda directory, repo_id: f"https://hub/{repo_id}/{directory.name}")
+    output = tmp_path / "run"
+    train.main(
+        command(tiny, rows_file, output, max_steps=4, sample_prompts=2, push_repo_id="me/model", eval_on_start="false")
+    )
+    shown = capsys.readouterr()
+    out = shown.out + shown.err
+    for step in (2, 4):
+        assert out.count(f"Step {step}, sample: ") == 2
+    assert "+" in next(line for line in out.splitlines() if "Step 2, sample: " in line).partition(" -> ")[0]
+    assert "Published:   https://hub/me/model/final" in out
+
+    curves = json.loads((output / "curves.json").read_text())
+    for name, points in curves.items():
+        assert [step for step, _ in points] == ([2, 4] if name.startswith("eval_") else [1, 2, 3, 4]), name
+    values = {name: [value for _, value in points] for name, points in curves.items()}
+    assert all(0 <= value <= 1 for value in values["mean_token_accuracy"])
+    assert values["mixing_learning_rate"] == pytest.approx([40 * rate for rate in values["learning_rate"]])
+    assert all(value > 0 for name in ("tokens_per_second", "peak_memory_gib", "grad_norm") for value in values[name])
+    # Adam moves each entry by about the rate in a step.
+    start, final = (IHAForCausalLM.from_pretrained(path).state_dict() for path in (tiny, output / "final"))
+    mixing = [name for name in start if "_mix" in name or "collapse" in name]
+    moved = sum((final[name] - start[name]).abs().sum() for name in mixing)
+    assert values["mixing_distance"][-1] == pytest.approx((moved / sum(start[n].abs().sum() for n in mixing)).item())
+    assert values["mixing_distance"] == sorted(values["mixing_distance"])
+
+    card = (output / "final" / "README.md").read_text()
+    record = json.loads((output / RECORD).read_text())
+    for fact in (
+        f"rows.jsonl, SHA-256 {hashlib.sha256(Path(rows_file).read_bytes()).hexdigest()}",
+        f"SHA-256 {record['base_model']['sha256']}",
+        record["code"]["sha256"],
+        f"torch {torch.__version__}",
+        "| `learning_rate` | 0.0001 |",
+        "| `lr_scheduler_type` | cosine |",
+        f"| Held-out loss, first and last logged | {values['eval_loss'][0]:.4f}, {values['eval_loss'][-1]:.4f} |",
+        "![Curves of the run](curves.png)",
+    ):
+        assert fact in card, fact
+    assert str(tmp_path) not in card and str(Path(rows_file).parent) not in card
+    assert (output / "final" / "curves.png").read_bytes() == (output / "curves.png").read_bytes()
+    assert not (output / "README.md").exists()
+    assert not (output / ".lock").exists()
+
+
+def test_the_clock_counts_loading_and_neither_evaluation_nor_saving(monkeypatch):
+    now = iter([10, 13, 14, 100, 102, 200, 201])
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(now))
+    clock = callbacks.TrainingClock()
+    clock.on_step_begin()  # at 10
+    clock.on_step_end()
+    clock.on_step_begin()  # after loading
+    clock.on_step_end()  # at 14
+    for pause in (clock.on_evaluate, clock.on_save):
+        pause()
+        clock.on_step_begin()  # at 100, at 200
+        clock.on_step_end()
+    assert clock.seconds == (14 - 10) + (102 - 100) + (201 - 200)
+
+
+def test_the_final_model_is_published_whole(whole, monkeypatch):
+    monkeypatch.setattr(checkpoints, "load_in_clean_process", lambda directory: {})
+    monkeypatch.setattr(checkpoints, "push", lambda directory, names, repo_id: (directory, set(names), repo_id))
+    directory, names, repo_id = checkpoints.publish(whole / "final", "me/model")
+    assert (directory, repo_id) == (whole / "final", "me/model")
+    assert names == {path.name for path in (whole / "final").iterdir()}
+
+
+def test_trl_trains_a_converted_checkpoint_by_itself(tiny, rows_file, tmp_path):
+    rows = [
+        {"messages": [{"role": turn["from"], "content": turn["value"]} for turn in row["conversations"]]}
+        for row in training_rows(8)
+    ]
+    (tmp_path / "rows").mkdir()
+    write_jsonl(tmp_path / "rows" / "train.jsonl", rows)
+    arguments = {
+        "model_name_or_path": tiny,
+        "dataset_name": tmp_path / "rows",
+        "output_dir": tmp_path / "run",
+        "max_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "bf16": "false",
+        "use_cpu": "true",
+        "report_to": "none",
+    }
+    script = Path(trl.__file__).parent / "scripts" / "sft.py"
+    process = subprocess.run(
+        [
+            sys.executable,
+            script,
+            *(part for key, value in arguments.items() for part in (f"--{key}", str(value))),
+            "--trust_remote_code",
+        ],
+        cwd=tmp_path,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    before, after = weights(Path(tiny)), weights(tmp_path / "run")
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "run" / "modeling_iha.py").exists()
