@@ -17,12 +17,14 @@ import trl
 from helpers import random_model, small_config
 from safetensors.torch import load_file, save_file
 from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
 from command_io import UserError, run_cli, sole_writer
 from modeling_iha import IHAForCausalLM
 from sft import arguments as arguments_module
 from sft import callbacks, checkpoints, run_record, train
+from sft import run as sft_run
 from sft.arguments import RecipeParser, RunArguments
 from sft.checkpoints import checkpoint_fault, newest_complete_checkpoint
 from sft.run_record import RECORD, keep_record, make_record
@@ -126,6 +128,13 @@ def assert_same_run(output: Path, whole: Path):
 # What no run can have
 
 
+@pytest.fixture(autouse=True)
+def no_deepspeed_left():
+    """Transformers keeps the DeepSpeed configuration of a refused recipe for as long as pytest keeps the error."""
+    yield
+    unset_hf_deepspeed_config()
+
+
 @pytest.mark.parametrize(
     "key, value, named",
     [
@@ -165,8 +174,8 @@ def assert_same_run(output: Path, whole: Path):
 def test_an_impossible_value_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, key, value, named):
     monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
     monkeypatch.setattr(arguments_module, "get_available_reporting_integrations", lambda: [])
-    monkeypatch.setattr(train, "make_record", lambda *_: {})
-    monkeypatch.setattr(train, "keep_record", lambda *_: None)
+    monkeypatch.setattr(sft_run, "make_record", lambda *_: {})
+    monkeypatch.setattr(sft_run, "keep_record", lambda *_: None)
     with pytest.raises(UserError) as refused:
         train.main(command("absent/model", "absent/rows", tmp_path / "run", **{key: value}))
     assert key in str(refused.value) and named in str(refused.value)
@@ -338,7 +347,7 @@ def test_a_second_run_in_one_directory_is_refused(tmp_path, monkeypatch):
             train.main(arguments)
         # The other processes of the run that holds the lock.
         entered = []
-        monkeypatch.setattr(train, "train", lambda run, args: entered.append(args.output_dir))
+        monkeypatch.setattr(sft_run, "train", lambda run, args, build: entered.append(args.output_dir))
         monkeypatch.setattr(SFTConfig, "process_index", 1)
         train.main(arguments)
         assert entered == [str(tmp_path / "run")]
@@ -393,7 +402,7 @@ def test_weights_that_are_not_numbers_are_not_saved(tiny, rows_file, tmp_path, m
         next(self.model.parameters()).data[0] = torch.nan
 
     monkeypatch.setattr(MixingTrainer, "_maybe_log_save_evaluate", lambda *_, **__: None)
-    monkeypatch.setattr(train, "write_losses", lambda *_: None)
+    monkeypatch.setattr(sft_run, "write_losses", lambda *_: None)
     train_it = MixingTrainer.train
     monkeypatch.setattr(MixingTrainer, "train", lambda self, **kwargs: (train_it(self, **kwargs), spoil(self)))
     with pytest.raises(UserError, match="embed_tokens.weight of the model at step 1 holds NaN"):
@@ -536,7 +545,7 @@ def test_the_best_checkpoint_is_kept_and_ends_as_the_final_model(tiny, rows_file
 
 
 def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "publish", lambda directory, repo_id: f"https://hub/{repo_id}/{directory.name}")
+    monkeypatch.setattr(sft_run, "publish", lambda directory, repo_id: f"https://hub/{repo_id}/{directory.name}")
     output = tmp_path / "run"
     train.main(
         command(tiny, rows_file, output, max_steps=4, sample_prompts=2, push_repo_id="me/model", eval_on_start="false")
