@@ -42,7 +42,7 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
         return
     if args.max_steps <= 0:
         raise UserError("streaming needs max_steps: how many rows a stream holds is not known before its end.")
-    if run.eval_size != int(run.eval_size):
+    if run.eval_size % 1 or run.eval_size < 0:
         raise UserError(f"eval_size={run.eval_size:g} with streaming: give a number of rows, not a share of them.")
 
 

@@ -278,7 +278,12 @@ def test_every_type_of_file_holds_the_same_rows(rows_file, tmp_path):
 
 def test_plain_text_is_learned_whole_and_ends(tmp_path):
     (tmp_path / "a.txt").write_text("Größe 🙂\n\nEnd", encoding="utf-8")
-    sources = [str(tmp_path / "a.txt"), write_jsonl(tmp_path / "rows.jsonl", [{"text": "Größe 🙂\n\nEnd"}])]
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
+    sources = [
+        str(tmp_path / "a.txt"),
+        str(tmp_path / "b.txt.gz"),
+        write_jsonl(tmp_path / "rows.jsonl", [{"text": "Größe 🙂\n\nEnd"}]),
+    ]
     tokenizer = byte_tokenizer()
     for source in sources:
         (row,) = tokenize(load_rows(source), tokenizer, assistant_only=False)
@@ -321,6 +326,8 @@ def test_a_damaged_file_is_refused(name, content, named, streaming, tmp_path):
     [
         ({"streaming": True}, "streaming needs max_steps"),
         ({"streaming": True, "max_steps": 3, "eval_size": 0.5}, "give a number of rows"),
+        ({"streaming": True, "max_steps": 3, "eval_size": float("nan")}, "give a number of rows"),
+        ({"streaming": True, "max_steps": 3, "eval_size": -1}, "give a number of rows"),
         ({"truncation_mode": "keep_end"}, "truncation_mode is not used"),
         ({"completion_only_loss": True}, "completion_only_loss is not used"),
         ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "dataset_kwargs is not used"),
