@@ -2,15 +2,18 @@
 named."""
 
 import fcntl
+import gzip
 import json
 import os
 import shutil
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from transformers.utils import logging
 
@@ -224,9 +227,9 @@ def read_json(path: str | os.PathLike) -> dict:
 
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
-    """The rows of a JSON-lines file, one object a line; empty lines do not count. Raises `UserError` naming the
-    row."""
-    with open(path, "rb") as lines:
+    """The rows of a JSON-lines file, plain or compressed by gzip, one object a line; empty lines do not count. Raises
+    `UserError` naming the row."""
+    with open_plain_or_gzip(path) as lines:
         for number, line in enumerate(filter(bytes.strip, lines), 1):
             try:
                 row = json.loads(line.decode())
@@ -238,3 +241,15 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
             if not isinstance(row, dict):
                 raise UserError(f"{path}, row {number}: expected a JSON object, got {row!r:.80}.")
             yield row
+
+
+@contextmanager
+def open_plain_or_gzip(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """Yields the bytes of a file for reading, decompressed where its first bytes are those of gzip, whatever its name.
+    Raises `UserError` for compressed data that is damaged or cut short."""
+    with open(path, "rb") as file:
+        is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
+        try:
+            yield gzip.open(file) if is_compressed else file
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UserError(f"{path} cannot be decompressed: {one_line(error)}") from error

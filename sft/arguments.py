@@ -29,8 +29,13 @@ class RunArguments:
     """What a run needs beyond TRL's SFTConfig."""
 
     model_name_or_path: str = field(metadata={"help": "Checkpoint directory or id on the Hub to start from."})
-    dataset_name: str = field(metadata={"help": "Rows: a local .jsonl file or the id of a dataset on the Hub."})
+    dataset_name: str = field(
+        metadata={"help": "Rows: a directory of sft/prepare.py, a .jsonl, .parquet or .txt file, or an id on the Hub."}
+    )
     dataset_split: str = field(default="train", metadata={"help": "Split to read of a dataset on the Hub."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read and tokenize the rows as they are used; needs max_steps."}
+    )
     eval_size: float = field(
         default=0.0, metadata={"help": "Rows held out for evaluation: a share below 1, or a number of rows."}
     )

@@ -1,26 +1,52 @@
-"""Rows for supervised fine-tuning: OpenThoughts' two formats become `messages`, `messages` become tokens and labels.
+"""Rows to learn from: files and datasets of several schemas become `messages` or `text`, and these tokens and labels.
 
 TRL ignores OpenThoughts' `system` column and does not rename its roles, and it drops a row whose answer was cut away
 without a word, so both steps are done here, where a bad row can be named.
 """
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from accelerate import PartialState
-from datasets import Dataset, load_dataset
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, List, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-from command_io import UserError, read_jsonl
+from command_io import UserError, one_line, open_plain_or_gzip, read_jsonl
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 # column of a row -> the names under which its turns hold the role and the text
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 IGNORED_LABEL = -100
+# Kind of a dataset's rows, the column that holds them -> its type.
+KINDS = {"messages": List({"role": Value("string"), "content": Value("string")}), "text": Value("string")}
+TOKEN_COLUMNS = {
+    "input_ids": List(Value("int32")),
+    "labels": List(Value("int32")),
+    "num_tokens": Value("int64"),
+    "first_label": Value("int64"),
+}
+SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+Rows = Dataset | IterableDataset
+
+
+# One row
+
+
+def row_kind(row: dict, where: str) -> str:
+    """`"messages"` for a row of turns, `"text"` for one of plain text. Raises `UserError` for a row of neither."""
+    if any(row.get(name) is not None for name in TURN_KEYS):
+        return "messages"
+    if row.get("text") is not None:
+        return "text"
+    raise UserError(
+        f"{where}: column 'conversations' (or 'messages', or 'text') is missing; the row has {sorted(row)}. "
+        "Expected OpenThoughts rows, rows with 'messages', or plain text in 'text'."
+    )
 
 
 def to_messages(row: dict, where: str) -> list[dict[str, str]]:
@@ -41,15 +67,17 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
         raise UserError(f"{where}, column '{column}': expected a list with at least one turn, got {turns!r:.80}.")
     role_key, text_key = TURN_KEYS[column]
     messages = []
-    if row.get("system") is not None:
+    if row.get("system") not in (None, ""):
         messages.append({"role": "system", "content": _text(row["system"], f"{where}, column 'system'")})
     for number, turn in enumerate(turns, 1):
         place = f"{where}, column '{column}', turn {number}"
         if not isinstance(turn, dict) or turn.get(role_key) is None or text_key not in turn:
             raise UserError(f"{place}: expected an object with '{role_key}' and '{text_key}', got {turn!r:.80}.")
-        if turn[role_key] not in ROLES:
-            raise UserError(f"{place}: unknown role {turn[role_key]!r}; known are {', '.join(ROLES)}.")
-        messages.append({"role": ROLES[turn[role_key]], "content": _text(turn[text_key], f"{place}, '{text_key}'")})
+        role = turn[role_key]
+        if not isinstance(role, str) or role not in ROLES:
+            raise UserError(f"{place}: unknown role {role!r:.80}; known are {', '.join(ROLES)}.")
+        content = _text(turn[text_key], f"{place}, '{text_key}'", may_be_empty=ROLES[role] == "system")
+        messages.append({"role": ROLES[role], "content": content})
     if messages[-1]["role"] != "assistant":
         raise UserError(
             f"{where}, column '{column}': the last turn must be the assistant's, got {messages[-1]['role']}."
@@ -57,57 +85,145 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
     return messages
 
 
-def _text(value: object, place: str) -> str:
+def to_row(row: dict, where: str, kind: str) -> dict:
+    """A row of any schema as its one column `kind`, see `KINDS`. Raises `UserError` naming row and column."""
+    if kind == "messages":
+        return {"messages": to_messages(row, where)}
+    return {"text": _text(row.get("text"), f"{where}, column 'text'")}
+
+
+def _text(value: object, place: str, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
         raise UserError(f"{place}: expected text, got {type(value).__name__} {value!r:.80}.")
+    if not (may_be_empty or value.strip()):
+        raise UserError(f"{place}: the text is empty.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{place}: character {error.start + 1} is half of a surrogate pair, which no UTF-8 text can hold."
+        ) from None
     return value
 
 
-def _local_messages(path: str, version: tuple[int, int]) -> Iterator[dict]:
-    # `version` is not read: it makes the cached conversion of a file that has changed invalid.
-    for number, row in enumerate(read_jsonl(path), 1):
-        yield {"messages": to_messages(row, f"{path}, row {number}")}
+# All rows of a source
 
 
-def load_messages(name: str, split: str = "train") -> Dataset:
-    """A dataset with the single column `messages`, from a local .jsonl file or a split of a dataset on the Hub.
+def local_files(name: str) -> list[Path]:
+    """The files of a local source, a file or a folder of files of one type, in the order of their names; none for the
+    id of a dataset on the Hub. Raises `UserError`."""
+    path = Path(name)
+    if not path.exists():
+        if _suffix(path) in SUFFIXES:
+            raise UserError(
+                f"{name}: no such file; expected {', '.join(SUFFIXES)}, or the id of a dataset on the Hub."
+            )
+        return []
+    path = path.resolve()
+    files = sorted(file for file in path.iterdir() if not file.name.startswith(".")) if path.is_dir() else [path]
+    if not files or len({_suffix(file) for file in files}) > 1 or _suffix(files[0]) not in SUFFIXES:
+        raise UserError(f"{name}: expected a file or a folder of files of one type among {', '.join(SUFFIXES)}.")
+    return files
 
-    Local rows are converted once into a memory-mapped cache, so a file may be larger than memory.
-    Raises `UserError` for a missing or empty file or dataset and for a bad row (see `to_messages`).
+
+def _suffix(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+
+
+def _read_rows(files: list[Path]) -> Iterator[tuple[dict, str]]:
+    """The rows of JSON-lines files and, one a file, of text files, each with what names it in errors."""
+    for file in files:
+        if _suffix(file) == ".txt":
+            with open_plain_or_gzip(file) as content:
+                try:
+                    yield {"text": content.read().decode()}, str(file)
+                except UnicodeDecodeError as error:
+                    raise UserError(f"{file}: not UTF-8 text ({error}).") from None
+        else:
+            for number, row in enumerate(read_jsonl(file), 1):
+                yield row, f"{file}, row {number}"
+
+
+def _converted(files: list[Path], versions: list, convert: Callable[[dict, str], dict]) -> Iterator[dict]:
+    # `versions` is not read: it makes the cached conversion of a file that has changed invalid.
+    for row, where in _read_rows(files):
+        yield convert(row, where)
+
+
+def load_rows(
+    name: str,
+    split: str = "train",
+    streaming: bool = False,
+    convert: Callable[[dict, str, str], dict] = to_row,
+    columns: tuple[str, ...] = (),
+) -> Rows:
+    """Rows of the one column `messages` or `text`, whichever the first row of a source has.
+
+    Args:
+        name: a .jsonl, .parquet or .txt file (one document), the first and last also compressed by gzip, a folder of
+            such files, or the id of a dataset on the Hub.
+        split: of a dataset on the Hub.
+        streaming: read the rows as they are used. Else they are converted once into a memory-mapped cache, so a source
+            may be larger than memory.
+        convert: from a row, what names it in errors, and the kind, to the columns kept: `to_row`, or more columns.
+        columns: the names of further columns that `convert` makes, of text.
+
+    Raises `UserError` for a missing or empty source and for a bad row.
     """
-    if name.endswith((".jsonl", ".json")) or os.path.exists(name):
-        path = Path(name).resolve()
-        if not path.is_file():
-            raise UserError(f"{name}: no such file; expected a JSON-lines file or the id of a dataset on the Hub.")
-        status = path.stat()
-        version = (status.st_mtime_ns, status.st_size)
-        if next(read_jsonl(path), None) is None:
-            raise UserError(f"{name}: the file holds no rows.")
-        try:
-            return Dataset.from_generator(_local_messages, gen_kwargs={"path": str(path), "version": version})
-        except DatasetGenerationError as error:
-            raise error.__cause__ from None
+    files = local_files(name)
     try:
-        dataset = load_dataset(name, split=split)
+        if files and _suffix(files[0]) != ".parquet":
+            first, where = next(_read_rows(files), (None, name))
+            source = None
+        else:
+            paths = [str(file) for file in files]
+            arguments = {"path": "parquet", "data_files": paths, "split": "train"} if files else {"path": name}
+            source = load_dataset(**{"split": split, **arguments}, streaming=streaming)
+            first, where = next(iter(source), None), f"{name}, row 1"
+        if first is None:
+            raise UserError(f"{name}: it holds no rows.")
+        kind = row_kind(first, where)
+        convert = partial(convert, kind=kind)
+        features = Features({kind: KINDS[kind], **dict.fromkeys(columns, Value("string"))})
+        if source is None:
+            versions = [(file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+            make = IterableDataset.from_generator if streaming else Dataset.from_generator
+            arguments = {"files": files, "versions": versions, "convert": convert}
+            return make(_converted, features=features, gen_kwargs=arguments)
+        progress = {} if streaming else {"desc": "Converting rows"}
+        return source.map(
+            lambda row, index: convert(row, f"{name}, row {index + 1}"),
+            with_indices=True,
+            remove_columns=list(first),
+            features=features,
+            **progress,
+        )
+    except DatasetGenerationError as error:
+        cause = error.__cause__
+        if isinstance(cause, UserError):
+            raise cause from None
+        raise UserError(f"{name} cannot be read: {one_line(cause or error)}") from error
     except (DatasetNotFoundError, ValueError, ConnectionError) as error:
-        raise UserError(f"cannot load dataset {name!r}, split {split!r}: {error}") from None
-    return dataset.map(
-        lambda row, index: {"messages": to_messages(row, f"{name}, row {index + 1}")},
-        with_indices=True,
-        remove_columns=[column for column in dataset.column_names if column != "messages"],
-        desc="Converting to messages",
-    )
+        raise UserError(f"cannot load dataset {name!r}, split {split!r}: {one_line(error)}") from None
 
 
-def tokenize(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, assistant_only: bool
-) -> Dataset:
-    """Add `input_ids` and `labels` (lists of int, cut on the right at `max_length` tokens) to rows of `messages`.
+# Tokens
 
-    With `assistant_only` the labels outside the template's generation blocks are -100, so the loss covers the
-    assistant's text and its end-of-turn token. Prints how many rows were cut. Raises `UserError` for a template that
-    does not mark the assistant's text with its end-of-turn token, and for a row that `max_length` leaves no label.
-    """
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Gives the tokenizer the template in the .jinja file `path`. Raises `UserError` when it cannot be read."""
+    template = Path(path)
+    if template.suffix != ".jinja" or not template.is_file():
+        raise UserError(f"chat_template_path: {template} is not a .jinja file.")
+    try:
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"chat_template_path: {template} cannot be read: {one_line(error)}") from error
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> None:
+    """Raises `UserError` for a tokenizer without a chat template and, for a loss on the assistant's text only, for one
+    that does not mark this text with its end-of-turn token."""
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template: set chat_template_path (see sft/chat_templates).")
     if assistant_only and not is_chat_template_stop_token_trained(tokenizer):
@@ -117,30 +233,89 @@ def tokenize(
             "tokenizer's family (see sft/chat_templates)."
         )
 
-    def encode(row: dict) -> dict:
-        encoded = tokenizer.apply_chat_template(
-            row["messages"], return_dict=True, return_assistant_tokens_mask=assistant_only
-        )
-        ids = encoded["input_ids"]
-        mask = encoded["assistant_masks"] if assistant_only else [1] * len(ids)
-        labels = [token if kept else IGNORED_LABEL for token, kept in zip(ids, mask, strict=True)]
-        return {
-            "input_ids": ids[:max_length],
-            "labels": labels[:max_length],
-            "was_cut": len(ids) > len(ids[:max_length]),
-            "is_learnable": any(mask[:max_length]),
-        }
 
-    dataset = dataset.map(encode, desc="Tokenizing")
-    if max_length is not None:
-        cut = sum(dataset["was_cut"])
-        PartialState().print(
-            f"{cut} of {len(dataset)} rows are longer than max_length={max_length} tokens and were cut on the right."
-        )
-    unlearnable = [number for number, learnable in enumerate(dataset["is_learnable"], 1) if not learnable]
-    if unlearnable:
+def tokenize(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, assistant_only: bool, num_proc: int | None = None
+) -> Rows:
+    """Add the token columns to rows of `messages` or `text`.
+
+    `input_ids` and `labels` are lists of int, whole rows: TRL cuts or packs them. `num_tokens` is their length and
+    `first_label` the index of the first token with a label, -1 without one. With `assistant_only` the labels outside
+    the template's generation blocks are -100, so the loss covers the assistant's text and its end-of-turn token.
+    Plain text is learned whole, with an end-of-sequence token.
+
+    Raises `UserError` for a template that `check_chat_template` refuses or that fails on a row or renders nothing, and
+    for plain text with `assistant_only` or without an end-of-sequence token.
+    """
+    if kind_of(rows) == "messages":
+        check_chat_template(tokenizer, assistant_only)
+        encode = partial(_encode_messages, tokenizer=tokenizer, assistant_only=assistant_only)
+    elif assistant_only:
+        raise UserError("assistant_only_loss is for conversations; the rows are plain text: set it to false.")
+    elif tokenizer.eos_token_id is None:
+        raise UserError("plain text needs a tokenizer with an end-of-sequence token (eos_token).")
+    else:
+        encode = partial(_encode_text, tokenizer=tokenizer)
+
+    def token_columns(row: dict, index: int) -> dict:
+        try:
+            ids, mask = encode(row)
+        except TemplateError as error:
+            raise UserError(f"row {index + 1}: the chat template does not take it: {one_line(error)}") from None
+        if not ids:
+            raise UserError(f"row {index + 1}: the chat template renders nothing; expected the text of its messages.")
+        labels = [token if kept else IGNORED_LABEL for token, kept in zip(ids, mask, strict=True)]
+        first_label = mask.index(1) if 1 in mask else -1
+        return {"input_ids": ids, "labels": labels, "num_tokens": len(ids), "first_label": first_label}
+
+    progress = {} if isinstance(rows, IterableDataset) else {"desc": "Tokenizing", "num_proc": num_proc}
+    features = Features({**rows.features, **TOKEN_COLUMNS})
+    return rows.map(token_columns, with_indices=True, features=features, **progress)
+
+
+def _encode_messages(
+    row: dict, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
+) -> tuple[list[int], list[int]]:
+    """Token ids, and 1 for each of them that is learned."""
+    encoded = tokenizer.apply_chat_template(
+        row["messages"], return_dict=True, return_assistant_tokens_mask=assistant_only
+    )
+    ids = encoded["input_ids"]
+    return ids, encoded["assistant_masks"] if assistant_only else [1] * len(ids)
+
+
+def _encode_text(row: dict, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    ids = tokenizer(row["text"])["input_ids"]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        ids = [*ids, tokenizer.eos_token_id]
+    return ids, [1] * len(ids)
+
+
+def kind_of(rows: Rows) -> str:
+    """The kind of the rows of a dataset, see `KINDS`."""
+    return next(kind for kind in KINDS if kind in rows.features)
+
+
+def column(rows: Dataset, name: str) -> np.ndarray:
+    """A column of numbers, [rows]."""
+    return np.asarray(rows.with_format("numpy")[name][:])
+
+
+def cut_summary(num_tokens: np.ndarray, max_length: int) -> str:
+    """One line: which share of the rows and of the tokens `max_length` cuts away on the right."""
+    cut, lost = num_tokens > max_length, np.maximum(num_tokens - max_length, 0).sum()
+    return (
+        f"{cut.sum()} of {len(cut)} rows are longer than max_length={max_length} tokens ({cut.mean():.1%}) and are cut on "
+        f"the right: {lost:,} of {num_tokens.sum():,} tokens are lost ({lost / max(num_tokens.sum(), 1):.1%})."
+    )
+
+
+def check_labels(rows: Dataset, max_length: int | None) -> None:
+    """Raises `UserError` for rows that hold no label within `max_length` tokens."""
+    first = column(rows, "first_label")
+    unlearnable = np.flatnonzero((first < 0) | (first >= (np.inf if max_length is None else max_length)))
+    if len(unlearnable):
         raise UserError(
             f"{len(unlearnable)} rows have no assistant token left within max_length={max_length}, the first is row "
-            f"{unlearnable[0]}: raise max_length or remove these rows."
+            f"{unlearnable[0] + 1}: raise max_length or remove these rows."
         )
-    return dataset.remove_columns(["was_cut", "is_learnable"])

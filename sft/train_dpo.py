@@ -19,8 +19,8 @@ from sft.arguments import RunArguments
 from sft.data import to_messages
 from sft.model import lora_config, prepare_model
 from sft.run import run_recipe
-from sft.train import split_rows
 from sft.trainer import RecipeTrainer
+from sft.training_rows import split_rows
 
 
 USAGE = """accelerate launch sft/train_dpo.py --config sft/recipes/dpo/dpo.yaml [--key value ...]

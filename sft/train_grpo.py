@@ -18,8 +18,8 @@ from sft.arguments import RunArguments
 from sft.model import lora_config, prepare_model
 from sft.run import run_recipe
 from sft.score_reasoning import check_rows, is_right
-from sft.train import split_rows
 from sft.trainer import RecipeTrainer
+from sft.training_rows import split_rows
 
 
 # Too little to make a wrong answer in the right format worth as much as a right one.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets.exceptions import DatasetNotFoundError
 from helpers import GEOMETRIES, random_model, small_config
-from test_sft import byte_tokenizer, write_jsonl
+from tiny_training import byte_tokenizer, write_jsonl
 from trl import DPOConfig, GRPOConfig
 
 from command_io import UserError

@@ -1,4 +1,4 @@
-"""Fine-tuning: rows become messages, messages become the right labels, and every recipe trains, resumes and saves."""
+"""Fine-tuning: every recipe trains, resumes and saves."""
 
 import json
 import subprocess
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers import random_model
-from tiny_training import TEMPLATES, byte_tokenizer, recipe, sizes, training_rows, with_template, write_jsonl
+from tiny_training import byte_tokenizer, recipe, sizes, training_rows, with_template, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
@@ -18,26 +17,11 @@ from conversion_scripts.checkpoint_io import load_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import make_reasoning_data, score_reasoning, train
 from sft.arguments import RecipeParser
-from sft.data import load_messages, to_messages, tokenize
+from sft.data import load_rows, tokenize
 from sft.trainer import MixingTrainer
 
 
 ROOT = Path(__file__).resolve().parents[1]
-CONVERSATIONS = [
-    [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
-    [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": " Hi \n\n"},
-        {"role": "assistant", "content": "\nHello, <b>you</b>.\n"},
-        {"role": "user", "content": "assistant\nBye"},
-        {"role": "assistant", "content": "Bye <|im_start|>"},
-    ],
-    [
-        {"role": "assistant", "content": "I begin."},
-        {"role": "user", "content": "Größe 🙂?"},
-        {"role": "assistant", "content": "日本 🙂"},
-    ],
-]
 
 
 @pytest.fixture(scope="module")
@@ -65,151 +49,6 @@ def in_repository_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-# Rows ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "row, roles",
-    [
-        (
-            {"system": "S", "conversations": [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}]},
-            ["system", "user", "assistant"],
-        ),
-        (
-            {
-                "difficulty": 7,
-                "source": "x",
-                "domain": "math",
-                "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}],
-            },
-            ["user", "assistant"],
-        ),
-        (
-            {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
-            ["user", "assistant"],
-        ),
-        (
-            {
-                "messages": None,
-                "system": None,
-                "conversations": [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}],
-            },
-            ["user", "assistant"],
-        ),
-    ],
-    ids=["openthoughts-114k", "openthoughts3", "messages", "columns-filled-with-null"],
-)
-def test_both_openthoughts_schemas_become_messages(row, roles):
-    contents = {"system": "S", "user": "Q", "assistant": "A"}
-    assert to_messages(row, "row 1") == [{"role": role, "content": contents[role]} for role in roles]
-
-
-GOOD_TURNS = [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}]
-
-
-@pytest.mark.parametrize(
-    "bad, named",
-    [
-        ({"text": "Q"}, ["column 'conversations'", "missing", "text"]),
-        ({"conversations": []}, ["column 'conversations'", "at least one turn"]),
-        ({"conversations": "Q"}, ["column 'conversations'", "expected a list"]),
-        ({"conversations": [{"from": "robot", "value": "A"}]}, ["turn 1", "unknown role 'robot'", "human"]),
-        ({"conversations": [GOOD_TURNS[0], {"from": "gpt", "value": 4}]}, ["turn 2", "'value'", "int"]),
-        ({"conversations": [GOOD_TURNS[0], {"from": "gpt"}]}, ["turn 2", "'from' and 'value'"]),
-        ({"conversations": GOOD_TURNS[:1]}, ["column 'conversations'", "last turn", "user"]),
-        ({"system": 3, "conversations": GOOD_TURNS}, ["column 'system'", "int"]),
-        ({"messages": [{"role": "tool", "content": "A"}]}, ["column 'messages'", "unknown role 'tool'"]),
-        ('{"conversations": ', ["not valid JSON"]),
-        ("[1]", ["expected a JSON object"]),
-    ],
-)
-def test_a_bad_row_is_named_with_its_column(tmp_path, bad, named):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": GOOD_TURNS}, bad])
-    with pytest.raises(UserError) as refused:
-        load_messages(path)
-    for part in ["rows.jsonl, row 2", *named]:
-        assert part in str(refused.value)
-
-
-def test_missing_and_empty_files_are_refused(tmp_path):
-    with pytest.raises(UserError, match="no such file"):
-        load_messages(str(tmp_path / "absent.jsonl"))
-    with pytest.raises(UserError, match="holds no rows"):
-        load_messages(write_jsonl(tmp_path / "empty.jsonl", [""]))
-
-
-def test_a_changed_file_is_read_again(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    assert len(load_messages(write_jsonl(path, training_rows(2)))) == 2
-    assert len(load_messages(write_jsonl(path, training_rows(3)))) == 3
-
-
-# Chat templates and labels
-# ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-@pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_smollm2_template_renders_what_the_stock_template_renders(messages, add_generation_prompt):
-    rendered = [
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        for tokenizer in (byte_tokenizer(), with_template("smollm2.jinja"))
-    ]
-    assert rendered[0] == rendered[1]
-
-
-@pytest.mark.parametrize("template", ["smollm2.jinja", "chatml.jinja"])
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_labels_cover_the_assistants_text_and_its_end_of_turn_token(template, messages):
-    tokenizer = with_template(template)
-    if template == "smollm2.jinja" and messages[0]["role"] != "system":
-        default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-        expected_messages = [{"role": "system", "content": default}, *messages]
-    else:
-        expected_messages = messages
-    input_ids, labels = [], []
-    for message in expected_messages:
-        learned = message["role"] == "assistant"
-        for text, is_label in (
-            (f"<|im_start|>{message['role']}\n", False),
-            (f"{message['content']}<|im_end|>", learned),
-            ("\n", False),
-        ):
-            tokens = tokenizer.encode(text)
-            input_ids += tokens
-            labels += tokens if is_label else [-100] * len(tokens)
-
-    row = tokenize(Dataset.from_list([{"messages": messages}]), tokenizer, max_length=None, assistant_only=True)[0]
-    assert row["input_ids"] == input_ids
-    assert row["labels"] == labels
-
-
-@pytest.mark.parametrize(
-    "tokenizer",
-    [byte_tokenizer(), byte_tokenizer(special=("<|endoftext|>", "</s>"))],
-    ids=["template-without-markers", "tokenizer-without-chatml-tokens"],
-)
-def test_a_template_that_would_not_teach_the_model_to_stop_is_refused(rows_file, tokenizer):
-    if "</s>" in tokenizer.get_vocab():
-        tokenizer.chat_template = (TEMPLATES / "chatml.jinja").read_text(encoding="utf-8")
-    with pytest.raises(UserError, match="end-of-turn"):
-        tokenize(load_messages(rows_file), tokenizer, max_length=None, assistant_only=True)
-
-
-def test_cut_rows_are_counted_and_rows_without_an_answer_refused(tmp_path, capsys):
-    rows = [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "0123456789" * 3}]}
-        for question in ("a", "a" * 40, "a")
-    ]
-    messages = load_messages(write_jsonl(tmp_path / "rows.jsonl", rows))
-    tokenizer = with_template("chatml.jinja")
-    tokenized = tokenize(messages, tokenizer, max_length=70, assistant_only=True)
-    assert "1 of 3 rows are longer than max_length=70" in capsys.readouterr().out
-    assert [len(row["input_ids"]) for row in tokenized] == [len(row["labels"]) for row in tokenized] == [52, 70, 52]
-    with pytest.raises(UserError, match=r"1 rows have no assistant token.*max_length=55.*row 2"):
-        tokenize(messages, tokenizer, max_length=55, assistant_only=True)
-
-
 # Training
 # ---------------------------------------------------------------------------------------------------------------
 
@@ -230,7 +69,7 @@ def test_mixing_weights_have_a_group_of_their_own_that_the_scheduler_scales(tiny
         bf16=False,
         report_to="none",
     )
-    rows = tokenize(load_messages(rows_file), tokenizer, None, assistant_only=True)
+    rows = tokenize(load_rows(rows_file), tokenizer, assistant_only=True)
     trainer = MixingTrainer(
         model=model, args=args, train_dataset=rows, processing_class=tokenizer, mixing_learning_rate=4e-2
     )
@@ -452,7 +291,7 @@ def test_reasoning_rows_are_worked_and_right(generator, tmp_path):
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     questions = {row["conversations"][0]["value"] for row in rows}
     assert len(rows) == len(questions) == 20
-    assert [message["role"] for message in load_messages(str(out))[0]["messages"]] == ["system", "user", "assistant"]
+    assert [message["role"] for message in load_rows(str(out))[0]["messages"]] == ["system", "user", "assistant"]
     for row in rows:
         thought = row["conversations"][1]["value"].partition("<|end_of_thought|>")[0].splitlines()[1:]
         answer = row["entry"]["answer"]

@@ -1,0 +1,332 @@
+"""Prepare rows for training once: convert, filter, deduplicate and tokenize them, and report their lengths."""
+
+import argparse
+import hashlib
+import json
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, load_from_disk
+from matplotlib.figure import Figure
+from transformers import PreTrainedTokenizerBase
+from trl import pack_dataset
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import UserError, new_directory, one_line, read_json, run_cli
+from conversion_scripts.checkpoint_io import load_tokenizer
+from sft.data import (
+    column,
+    cut_summary,
+    kind_of,
+    load_rows,
+    local_files,
+    set_chat_template,
+    to_row,
+    tokenize,
+)
+
+
+EXAMPLE = """
+OUT_DIR is what sft/train.py takes as dataset_name. It holds the rows, manifest.json (what they were made from and what
+was dropped), lengths.json and lengths.png. Rows are stored whole: a run cuts or packs them at its own max_length. A
+command that was stopped continues from the last finished step when it is given again; the steps are kept in the cache
+of the datasets library.
+
+example:
+  python -m sft.prepare open-thoughts/OpenThoughts3-1.2M data/openthoughts3 --tokenizer checkpoints/qwen2.5-7b-iha \\
+      --chat-template sft/chat_templates/chatml.jinja --max-length 16384 --where domain=math domain=code --packing bfd
+"""
+MANIFEST, ROWS = "manifest.json", "rows"
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99, 100)
+BINS = 50
+
+
+# What was prepared
+
+
+def is_prepared(name: str) -> bool:
+    """Whether `name` is a directory that this command made."""
+    return (Path(name) / MANIFEST).is_file()
+
+
+def fingerprints(tokenizer: PreTrainedTokenizerBase, kind: str, assistant_only: bool) -> dict:
+    """What the token columns of rows depend on, besides the rows: entries of the manifest."""
+    return {
+        "kind": kind,
+        "assistant_only_loss": assistant_only,
+        "tokenizer": _tokenizer_hash(tokenizer, with_end=kind == "text"),
+        "chat_template": _hash(str(tokenizer.chat_template)) if kind == "messages" else None,
+    }
+
+
+def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase, with_end: bool) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    for state in ("truncation", "padding"):  # of the last call, not of the tokenizer
+        content.pop(state, None)
+    return _hash(json.dumps([content, tokenizer.eos_token if with_end else None], sort_keys=True))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_prepared(directory: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> Dataset:
+    """The tokenized rows of a prepared directory. Raises `UserError` when they were made for another tokenizer, chat
+    template or loss, or are not whole."""
+    manifest = read_json(Path(directory) / MANIFEST)
+    made_for = fingerprints(tokenizer, manifest.get("kind"), assistant_only)
+    different = [name for name, value in made_for.items() if manifest.get(name) != value]
+    if different:
+        raise UserError(f"{directory} was prepared with another {' and '.join(different)}: prepare the rows again.")
+    try:
+        rows = load_from_disk(str(Path(directory) / ROWS))
+    except Exception as error:  # as many types as there are ways to damage a file
+        raise UserError(f"{directory} cannot be read: {one_line(error)}. Prepare the rows again.") from error
+    if len(rows) != manifest.get("rows"):
+        raise UserError(f"{directory} holds {len(rows)} rows, its manifest {manifest.get('rows')}: prepare it again.")
+    return rows
+
+
+# Preparing
+
+
+def digest(row: dict) -> str:
+    """Equal for rows that ask and answer the same, whatever their system prompt, white space and Unicode form."""
+    if "text" in row:
+        parts = [row["text"]]
+    else:
+        parts = [part for turn in row["messages"] if turn["role"] != "system" for part in turn.values()]
+    return _hash("\0".join(" ".join(unicodedata.normalize("NFC", part).split()) for part in parts))
+
+
+def _convert(row: dict, where: str, kind: str, columns: tuple[str, ...], drops_bad_rows: bool) -> dict:
+    if missing := [name for name in columns if name not in row]:
+        raise UserError(f"{where}: --where names the column {missing[0]!r}; the row has {sorted(row)}.")
+    values = {f"where {name}": str(row[name]).encode(errors="replace").decode() for name in columns}
+    try:
+        converted = to_row(row, where, kind)
+    except UserError as error:
+        if not drops_bad_rows:
+            raise
+        return {kind: [] if kind == "messages" else "", **values, "problem": str(error), "digest": ""}
+    return {**converted, **values, "problem": "", "digest": digest(converted)}
+
+
+def _keep(rows: Dataset, why_dropped: Callable[[dict], str | None], columns: list[str], dropped: Counter) -> Dataset:
+    """The rows for which `why_dropped` gives no reason; counts the others in `dropped`, by reason."""
+    kept = []
+    for index, row in enumerate(rows.select_columns(columns)):
+        reason = why_dropped(row)
+        if reason is None:
+            kept.append(index)
+        else:
+            dropped[reason] += 1
+    return rows.select(kept)
+
+
+def prepare(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Counter]:
+    """The tokenized rows of `args.source` that are kept, and how many were dropped for which reason."""
+    wanted = {name: {value for other, value in args.where if other == name} for name, _ in args.where}
+    convert = partial(_convert, columns=tuple(wanted), drops_bad_rows=args.drop_bad_rows)
+    columns = [*(f"where {name}" for name in wanted), "problem", "digest"]
+    rows = load_rows(args.source, args.split, convert=convert, columns=tuple(columns))
+
+    dropped, seen = Counter(), set()
+
+    def why_dropped(row: dict) -> str | None:
+        if row["problem"]:
+            return "bad rows"
+        for name, values in wanted.items():
+            if row[f"where {name}"] not in values:
+                return f"another {name}"
+        if row["digest"] in seen:
+            return "duplicates"
+        seen.add(row["digest"])
+
+    rows = _keep(rows, why_dropped, columns, dropped).remove_columns(columns)
+    _refuse_empty(rows, dropped)
+    rows = tokenize(rows, tokenizer, kind_of(rows) == "messages" and not args.learn_all, args.num_proc)
+
+    def why_dropped_by_tokens(row: dict) -> str | None:
+        if row["num_tokens"] < args.min_tokens:
+            return "fewer than min_tokens"
+        if args.max_tokens is not None and row["num_tokens"] > args.max_tokens:
+            return "more than max_tokens"
+        if row["first_label"] < 0 or (args.max_length is not None and row["first_label"] >= args.max_length):
+            return "no token to learn within max_length"
+
+    rows = _keep(rows, why_dropped_by_tokens, ["num_tokens", "first_label"], dropped)
+    _refuse_empty(rows, dropped)
+    return rows, dropped
+
+
+def _refuse_empty(rows: Dataset, dropped: Counter) -> None:
+    if not len(rows):
+        raise UserError(f"no row is left; dropped were {_listed(dropped)}.")
+
+
+def _listed(counts: Counter) -> str:
+    return ", ".join(f"{count:,} ({reason})" for reason, count in sorted(counts.items())) or "none"
+
+
+def lengths(rows: Dataset, max_length: int | None, packing: str | None) -> dict:
+    """The distribution of the rows' lengths in tokens, what `max_length` cuts away, and what packing makes of them."""
+    num_tokens = column(rows, "num_tokens")
+    counts, edges = np.histogram(num_tokens, bins=BINS)
+    report = {
+        "rows": len(num_tokens),
+        "tokens": int(num_tokens.sum()),
+        "percentiles": {str(p): int(np.percentile(num_tokens, p, method="inverted_cdf")) for p in PERCENTILES},
+        "histogram": {"edges": edges.tolist(), "rows": counts.tolist()},
+    }
+    if max_length is not None:
+        lost = int(np.maximum(num_tokens - max_length, 0).sum())
+        report["max_length"] = {
+            "tokens": max_length,
+            "rows_cut": int((num_tokens > max_length).sum()),
+            "tokens_cut": lost,
+        }
+    if packing is not None:
+        packed = pack_dataset(rows.select_columns(["input_ids"]), max_length, packing)
+        kept = report["tokens"] - (report["max_length"]["tokens_cut"] if packing == "bfd" else 0)
+        report["packing"] = {
+            "strategy": packing,
+            "sequences": len(packed),
+            "share_filled": round(kept / (len(packed) * max_length), 4),
+        }
+    return report
+
+
+def content_hash(rows: Dataset) -> str:
+    """SHA-256 of the tokens, labels and lengths of the rows, in their order."""
+    sha = hashlib.sha256()
+    for table in rows.select_columns(["input_ids", "labels", "num_tokens"]).with_format("arrow").iter(1000):
+        for name in ("input_ids", "labels"):
+            sha.update(table.column(name).combine_chunks().flatten().to_numpy().tobytes())
+        sha.update(table.column("num_tokens").to_numpy().tobytes())
+    return sha.hexdigest()
+
+
+def save(
+    rows: Dataset, dropped: Counter, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, directory: Path
+) -> dict:
+    """Write rows, manifest and length report into `directory`; returns the report. Neither holds a path or a time:
+    the same input gives the same bytes."""
+    rows.save_to_disk(str(directory / ROWS))
+    report = lengths(rows, args.max_length, args.packing)
+    files = local_files(args.source)
+    kind = kind_of(rows)
+    options = ("where", "min_tokens", "max_tokens", "max_length", "drop_bad_rows")
+    manifest = {
+        **fingerprints(tokenizer, kind, kind == "messages" and not args.learn_all),
+        "source": Path(args.source).name if files else args.source,
+        "split": None if files else args.split,
+        "files": {file.name: _file_hash(file) for file in files},
+        "options": {name: getattr(args, name) for name in options},
+        "rows": report["rows"],
+        "tokens": report["tokens"],
+        "dropped": dropped,
+        "content": content_hash(rows),
+    }
+    for name, content in ((MANIFEST, manifest), ("lengths.json", report)):
+        (directory / name).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    figure = Figure()
+    axes = figure.subplots()
+    axes.stairs(report["histogram"]["rows"], report["histogram"]["edges"], fill=True)
+    if args.max_length is not None:
+        axes.axvline(args.max_length, color="black", label=f"max_length {args.max_length}")
+        axes.legend()
+    axes.set(xlabel="tokens", ylabel="rows", yscale="log")
+    figure.savefig(directory / "lengths.png", dpi=120)
+    return report
+
+
+def _file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# The command
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"expected COLUMN=VALUE, got {text!r}")
+    return name, value
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the directory the command line asks for, whole or not at all. Raises `UserError`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("source", help="a .jsonl, .parquet or .txt file or a folder of such, or the id of a dataset on the Hub")
+    add("out", type=Path, metavar="OUT_DIR", help="the directory to make")
+    add("--tokenizer", required=True, metavar="MODEL", help="the model to train: its tokenizer and chat template")
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="a .jinja file in place of the tokenizer's own (see sft/chat_templates)",
+    )
+    add("--split", default="train", help="split to read of a dataset on the Hub (default train)")
+    add(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="tokens at which the run will cut, for the report; rows without a token to learn within them are dropped",
+    )
+    add("--packing", choices=("bfd", "bfd_split"), help="report what this packing makes of the rows")
+    add(
+        "--where",
+        type=_pair,
+        nargs="+",
+        default=[],
+        metavar="COLUMN=VALUE",
+        help="keep rows with this value in this "
+        "column, such as source or domain; several values of one column are alternatives",
+    )
+    add("--min-tokens", type=int, default=1, metavar="N", help="drop shorter rows (default 1)")
+    add("--max-tokens", type=int, metavar="N", help="drop longer rows")
+    add(
+        "--drop-bad-rows",
+        action="store_true",
+        help="drop and count rows that are no conversation or text, instead of refusing them",
+    )
+    add("--learn-all", action="store_true", help="learn prompts too, for runs with assistant_only_loss: false")
+    add("--num-proc", type=int, metavar="N", help="processes that tokenize (default one)")
+    args = parser.parse_args(argv)
+    for name in ("max_length", "min_tokens", "max_tokens", "num_proc"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
+    if args.packing and args.max_length is None:
+        raise UserError("--packing needs --max-length, the length of a packed sequence.")
+
+    with new_directory(args.out) as directory:
+        local_files(args.source)
+        tokenizer = load_tokenizer(args.tokenizer, sys.maxsize)
+        if args.chat_template is not None:
+            set_chat_template(tokenizer, args.chat_template)
+        rows, dropped = prepare(args, tokenizer)
+        report = save(rows, dropped, args, tokenizer, directory)
+    print(f"Dropped: {_listed(dropped)}.\n{report['rows']:,} rows of {report['tokens']:,} tokens: {args.out}")
+    print("Percentiles of the length: " + ", ".join(f"{p}%: {n:,}" for p, n in report["percentiles"].items()) + ".")
+    if args.max_length is not None:
+        print(cut_summary(column(rows, "num_tokens"), args.max_length))
+    if packed := report.get("packing"):
+        print(
+            f"Packing {packed['strategy']}: {packed['sequences']:,} sequences, filled to {packed['share_filled']:.1%}."
+        )
+
+
+if __name__ == "__main__":
+    run_cli(main)

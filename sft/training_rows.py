@@ -1,0 +1,123 @@
+"""The rows that a run trains and evaluates on, from its recipe: prepared, whole or streamed; and what they come to."""
+
+import math
+from itertools import islice
+
+import numpy as np
+from accelerate import PartialState
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+from trl import SFTConfig
+
+from command_io import UserError, one_line
+from sft.arguments import RunArguments
+from sft.data import Rows, check_labels, column, cut_summary, kind_of, load_rows, local_files, tokenize
+from sft.packing import check_packing_keys, check_strategy
+from sft.prepare import is_prepared, load_prepared
+from sft.trainer import MixingTrainer
+
+
+# Keys of TRL that act on rows which it tokenizes itself, and their defaults: here they would silently do nothing.
+UNUSED_KEYS = {
+    "completion_only_loss": None,
+    "dataset_kwargs": {},
+    "dataset_text_field": "text",
+    "truncation_mode": "keep_start",
+}
+
+
+def check_rows(run: RunArguments, args: SFTConfig) -> None:
+    """Before anything is loaded. Raises `UserError` for keys that cannot go together or that nothing here reads, and
+    for a local source that is not there."""
+    for key, default in UNUSED_KEYS.items():
+        if getattr(args, key) not in (default, None):
+            raise UserError(f"{key} is not used here: rows are tokenized whole and cut on the right. Remove the key.")
+    check_packing_keys(args)
+    if is_prepared(run.dataset_name):
+        if run.streaming:
+            raise UserError("streaming is for rows that are not prepared; these are read from disk as they are used.")
+    else:
+        local_files(run.dataset_name)
+    if not run.streaming:
+        return
+    if args.max_steps <= 0:
+        raise UserError("streaming needs max_steps: how many rows a stream holds is not known before its end.")
+    if run.eval_size % 1 or run.eval_size < 0:
+        raise UserError(f"eval_size={run.eval_size:g} with streaming: give a number of rows, not a share of them.")
+
+
+def training_rows(
+    run: RunArguments, args: SFTConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Rows, Dataset | None]:
+    """Tokenized rows to train on and `run.eval_size` held-out rows, or None without; states what max_length cuts.
+
+    Rows are held out one by one, before any packing: packing changes neither which they are nor what they are next to.
+    Raises `UserError`.
+    """
+    if args.eos_token is not None:
+        tokenizer.eos_token = args.eos_token  # as TRL does later: plain text ends with it
+    with args.main_process_first():
+        if is_prepared(run.dataset_name):
+            rows = load_prepared(run.dataset_name, tokenizer, args.assistant_only_loss)
+        else:
+            rows = load_rows(run.dataset_name, run.dataset_split, run.streaming)
+            rows = tokenize(rows, tokenizer, args.assistant_only_loss, args.dataset_num_proc)
+    say, max_length = PartialState().print, cut_length(args)
+    check_strategy(args, kind_of(rows), say)
+    if isinstance(rows, IterableDataset):
+        limit = math.inf if max_length is None else max_length
+        rows = rows.filter(lambda row: 0 <= row["first_label"] < limit)
+        say(
+            f"Rows are streamed: how many are longer than max_length={args.max_length} is not known. Those without a "
+            "token to learn are passed over."
+        )
+    else:
+        if max_length is not None:
+            say(cut_summary(column(rows, "num_tokens"), max_length))
+        check_labels(rows, max_length)
+    return split_rows(rows, run, args)
+
+
+def cut_length(args: SFTConfig) -> int | None:
+    """The tokens to which TRL cuts a row; None for all, which it splits where it packs by splitting."""
+    splits = args.packing and args.packing_strategy != "bfd"
+    return None if splits else args.max_length
+
+
+def split_rows(rows: Rows, run: RunArguments, args: SFTConfig) -> tuple[Rows, Dataset | None]:
+    """Rows to train on and `run.eval_size` held-out rows, or None without; of a stream, the first. Raises `UserError`
+    for an impossible size."""
+    if run.eval_size == 0:
+        if args.eval_strategy != "no" or args.eval_on_start:
+            raise UserError("eval_strategy and eval_on_start need rows to evaluate on: set eval_size.")
+        return rows, None
+    if isinstance(rows, IterableDataset):
+        size = int(run.eval_size)
+        first = list(islice(rows, size + 1))
+        if len(first) <= size:
+            raise UserError(f"eval_size={size} leaves no row of the {len(first)} that the stream holds.")
+        return rows.skip(size), Dataset.from_list(first[:size], features=rows.features)
+    size = run.eval_size if run.eval_size < 1 else int(run.eval_size)
+    try:
+        parts = rows.train_test_split(test_size=size, seed=args.seed)
+    except ValueError as error:
+        raise UserError(f"eval_size={run.eval_size:g} does not fit {len(rows)} rows: {one_line(error)}") from error
+    return parts["train"], parts["test"]
+
+
+def epoch_summary(trainer: MixingTrainer, rows: Rows) -> str:
+    """One line: the tokens, sequences and steps of an epoch over `rows`, which the trainer has cut or packed."""
+    args = trainer.args
+    batch_size = trainer.get_total_train_batch_size(args)
+    if isinstance(rows, IterableDataset):
+        return f"Training for {args.max_steps:,} steps of {batch_size} streamed sequences of at most {args.max_length} tokens."
+    num_tokens, sequences = column(rows, "num_tokens"), len(trainer.train_dataset)
+    limit = cut_length(args)
+    tokens = num_tokens.sum() if limit is None else np.minimum(num_tokens, limit).sum()
+    per_epoch = math.ceil(sequences / batch_size)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    packed = f" packed into {sequences:,} sequences" if args.packing else ""
+    return (
+        f"Training on {len(rows):,} rows of {tokens:,} tokens{packed}: {per_epoch:,} steps an epoch of {batch_size} "
+        f"sequences a step, {steps:,} steps in all."
+    )

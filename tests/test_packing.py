@@ -1,0 +1,166 @@
+"""Packing keeps documents apart: what TRL packs and collates is learned as each document alone, for every kind of
+attention on every core that takes it; and what could not keep them apart is refused."""
+
+import fake_flash
+import pytest
+import torch
+from datasets import Dataset
+from helpers import (
+    CORES,
+    FP64,
+    GEOMETRIES,
+    assert_gradients_match,
+    random_ids,
+    random_model,
+    set_core,
+    skip_if_refused,
+    small_config,
+)
+from tiny_training import byte_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from trl import SFTConfig
+
+from command_io import UserError
+from modeling_iha import score_matrix, virtual_sequence, window_blocks
+from sft.packing import check_packing
+from sft.trainer import MixingTrainer
+
+
+# Documents with a length of their own each; a sequence of 16 holds several.
+LENGTHS = (9, 7, 5, 5, 3, 2, 1)
+LLAMA = LlamaConfig(
+    vocab_size=61, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+)
+
+
+def document_rows() -> Dataset:
+    """Documents whose first tokens have no label, as prompts have none."""
+    documents = random_ids(sum(LENGTHS)).split(LENGTHS)
+    return Dataset.from_list(
+        [
+            {"input_ids": ids.tolist(), "labels": [-100] * (len(ids) // 3) + ids[len(ids) // 3 :].tolist()}
+            for ids in documents
+        ]
+    )
+
+
+def packed_trainer(model, tmp_path, **keys) -> MixingTrainer:
+    fields = {
+        "output_dir": str(tmp_path),
+        "packing": True,
+        "max_length": 16,
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+    }
+    return MixingTrainer(
+        model=model,
+        args=SFTConfig(**{**fields, **keys}),
+        train_dataset=document_rows(),
+        processing_class=byte_tokenizer(),
+        mixing_lr_multiplier=1.0,
+    )
+
+
+def separate_loss(model, batch) -> torch.Tensor:
+    """The loss of the documents of a packed batch, each in a forward of its own, over all labels."""
+    total, count = 0.0, 0
+    boundaries = batch["cu_seq_lens_q"].tolist()
+    assert len(boundaries) > 3
+    for start, end in zip(boundaries, boundaries[1:]):
+        logits = model(batch["input_ids"][:, start:end], use_cache=False).logits
+        labels = batch["labels"][0, start + 1 : end]
+        total = total + torch.nn.functional.cross_entropy(logits[0, :-1], labels, reduction="sum")
+        count += (labels != -100).sum()
+    return total / count
+
+
+def model_of(geometry: str, core: str):
+    fields = {"num_pseudo_heads": 3, **GEOMETRIES[geometry]}
+    model = random_model(small_config(**fields), dtype=torch.float64).train()
+    set_core(model, core)
+    return model
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Queries go in blocks of 4, so that documents begin inside, at and across the ends of blocks."""
+    for module in (virtual_sequence, window_blocks, score_matrix):
+        monkeypatch.setattr(module, "BLOCK", 4)
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_a_packed_batch_is_learned_as_its_documents_alone(geometry, core, cpu_cores, small_blocks, tmp_path):
+    """Loss and gradients; on FlexAttention, which has no backward on a CPU, the loss."""
+    skip_if_refused(geometry, core)
+    model = model_of(geometry, core)
+    trainer = packed_trainer(model, tmp_path)
+    check_packing(model, trainer.args)
+    losses, gradients = [], []
+    batch = next(iter(trainer.get_train_dataloader()))
+    for loss_of in (lambda: trainer.compute_loss(model, dict(batch)), lambda: separate_loss(model, batch)):
+        model.zero_grad()
+        with torch.set_grad_enabled(core != "flex_attention"):
+            loss = loss_of()
+        losses.append(loss.item())
+        if core != "flex_attention":
+            loss.backward()
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    if gradients:
+        assert_gradients_match(*gradients, FP64)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_packed_llama_is_learned_as_its_documents_alone(core, cpu_cores, tmp_path):
+    """The twin that IHA is compared with trains on the same packed rows."""
+    model = random_model(LLAMA, LlamaForCausalLM, dtype=torch.float64)
+    model.set_attn_implementation("sdpa" if core == "collapse_first" else core)
+    trainer = packed_trainer(model, tmp_path)
+    check_packing(model, trainer.args)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        packed, separate = trainer.compute_loss(model, dict(batch)).item(), separate_loss(model, batch).item()
+    assert packed == pytest.approx(separate, rel=1e-6)
+
+
+@pytest.mark.parametrize("geometry", [name for name in GEOMETRIES if "sliding_window" in GEOMETRIES[name]])
+def test_packed_window_layers_build_no_mask_on_sdpa(geometry, tmp_path):
+    model = model_of(geometry, "sdpa")
+    model.base_model.attention_form = None  # the default
+    position_ids = torch.cat([torch.arange(length) for length in (200, 100, 1)])[None]
+    masks = model.base_model.create_masks(torch.empty(1, 301, 0), None, None, position_ids)
+    of_windows = [mask for key, mask in masks.items() if key.is_sliding]
+    assert of_windows
+    for mask in of_windows:
+        assert mask.attention_mask is None
+        assert mask.document_ids.unique().numel() == 3
+
+
+def test_packed_global_iha_layers_build_no_mask_where_they_collapse_first():
+    """By default from P = 4 and 2048 virtual tokens; at any length with attention_form="base"."""
+    position_ids = torch.cat([torch.arange(length) for length in (500, 11, 1)])[None]
+    for num_pseudo_heads, form in ((4, None), (2, "base")):
+        model = random_model(small_config(num_pseudo_heads=num_pseudo_heads))
+        model.base_model.attention_form = form
+        (mask,) = model.base_model.create_masks(torch.empty(1, 512, 0), None, None, position_ids).values()
+        assert mask.attention_mask is None and mask.document_ids.unique().numel() == 3
+
+
+def test_cores_that_are_not_known_to_keep_documents_apart_are_refused(monkeypatch, tmp_path):
+    fake_flash.install(monkeypatch)
+    model, args = random_model(small_config()), SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    ALL_ATTENTION_FUNCTIONS.register("of_somebody", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        for core in ("of_somebody", "paged|sdpa"):
+            model.config._attn_implementation = core
+            check_packing(model, args)
+            for keys in ({"packing": True}, {"padding_free": True}):
+                with pytest.raises(UserError, match="is not known to keep documents apart"):
+                    check_packing(model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **keys))
+    finally:
+        del ALL_ATTENTION_FUNCTIONS._global_mapping["of_somebody"]

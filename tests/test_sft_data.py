@@ -1,0 +1,615 @@
+"""Rows for fine-tuning: every schema becomes messages or text, these the right labels, and bad rows are named."""
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from datasets import Dataset, IterableDataset
+from helpers import small_config
+from tiny_training import TEMPLATES, byte_tokenizer, recipe, sizes, training_rows, with_template, write_jsonl
+from trl import SFTConfig
+
+from command_io import UserError
+from modeling_iha import IHAForCausalLM
+from sft import prepare, train
+from sft.arguments import RunArguments
+from sft.data import load_rows, to_messages, tokenize
+from sft.trainer import MixingTrainer
+from sft.training_rows import check_rows
+from sft.training_rows import training_rows as rows_of_run
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Hi \n\n"},
+        {"role": "assistant", "content": "\nHello, <b>you</b>.\n"},
+        {"role": "user", "content": "assistant\nBye"},
+        {"role": "assistant", "content": "Bye <|im_start|>"},
+    ],
+    [
+        {"role": "assistant", "content": "I begin."},
+        {"role": "user", "content": "Größe 🙂?"},
+        {"role": "assistant", "content": "日本 🙂"},
+    ],
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """No test finds what another has cached; recipes name their chat template relative to the root."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def rows_file(tmp_path) -> str:
+    return write_jsonl(tmp_path / "rows.jsonl", training_rows(20))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    """A saved model of two "iha" layers whose tokenizer has ChatML's tokens and SmolLM2's stock template."""
+    tokenizer, directory = byte_tokenizer(), tmp_path_factory.mktemp("tiny")
+    config = small_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    IHAForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def run_of(name: str, tmp_path: Path, eval_size: float = 0, streaming: bool = False, **keys):
+    """The two halves of a recipe."""
+    run = RunArguments("none", str(name), eval_size=eval_size, streaming=streaming)
+    fields = {"assistant_only_loss": True, "max_length": 128, "use_cpu": True, "bf16": False, "report_to": "none"}
+    return run, SFTConfig(output_dir=str(tmp_path / "run"), **{**fields, **keys})
+
+
+# Rows
+
+
+@pytest.mark.parametrize(
+    "row, roles",
+    [
+        (
+            {"system": "S", "conversations": [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}]},
+            ["system", "user", "assistant"],
+        ),
+        (
+            {
+                "difficulty": 7,
+                "source": "x",
+                "domain": "math",
+                "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}],
+            },
+            ["user", "assistant"],
+        ),
+        (
+            {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
+            ["user", "assistant"],
+        ),
+        (
+            {
+                "messages": None,
+                "system": None,
+                "conversations": [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}],
+            },
+            ["user", "assistant"],
+        ),
+    ],
+    ids=["openthoughts-114k", "openthoughts3", "messages", "columns-filled-with-null"],
+)
+def test_both_openthoughts_schemas_become_messages(row, roles):
+    contents = {"system": "S", "user": "Q", "assistant": "A"}
+    assert to_messages(row, "row 1") == [{"role": role, "content": contents[role]} for role in roles]
+
+
+GOOD_TURNS = [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}]
+
+
+@pytest.mark.parametrize(
+    "bad, named",
+    [
+        ({"prompt": "Q"}, ["column 'conversations'", "missing", "prompt"]),
+        ({"conversations": []}, ["column 'conversations'", "at least one turn"]),
+        ({"conversations": "Q"}, ["column 'conversations'", "expected a list"]),
+        ({"conversations": [{"from": "robot", "value": "A"}]}, ["turn 1", "unknown role 'robot'", "human"]),
+        ({"conversations": [GOOD_TURNS[0], {"from": "gpt", "value": 4}]}, ["turn 2", "'value'", "int"]),
+        ({"conversations": [GOOD_TURNS[0], {"from": "gpt"}]}, ["turn 2", "'from' and 'value'"]),
+        ({"conversations": GOOD_TURNS[:1]}, ["column 'conversations'", "last turn", "user"]),
+        ({"system": 3, "conversations": GOOD_TURNS}, ["column 'system'", "int"]),
+        ({"messages": [{"role": "tool", "content": "A"}]}, ["column 'messages'", "unknown role 'tool'"]),
+        ({"messages": [{"role": ["user"], "content": "A"}]}, ["turn 1", "unknown role ['user']"]),
+        ({"messages": [{"role": {"name": "user"}, "content": "A"}]}, ["turn 1", "unknown role {'name': 'user'}"]),
+        ({"messages": [["user", "A"]]}, ["turn 1", "expected an object"]),
+        ({"messages": {"role": ["user"], "content": ["A"]}}, ["column 'messages'", "expected a list"]),
+        ({"messages": [{"role": "assistant", "content": [{"text": "A"}]}]}, ["turn 1", "expected text, got list"]),
+        ({"messages": [{"role": "assistant", "content": " \n"}]}, ["turn 1", "the text is empty"]),
+        ({"messages": [{"role": "assistant", "content": "A\ud83d"}]}, ["turn 1", "character 2", "surrogate"]),
+        ('{"conversations": ', ["not valid JSON"]),
+        ("[1]", ["expected a JSON object"]),
+    ],
+)
+def test_a_bad_row_is_named_with_its_column(tmp_path, bad, named):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": GOOD_TURNS}, bad])
+    with pytest.raises(UserError) as refused:
+        load_rows(path)
+    for part in ["rows.jsonl, row 2", *named]:
+        assert part in str(refused.value)
+
+
+def test_missing_and_empty_files_are_refused(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        load_rows(str(tmp_path / "absent.jsonl"))
+    with pytest.raises(UserError, match="holds no rows"):
+        load_rows(write_jsonl(tmp_path / "empty.jsonl", [""]))
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    assert len(load_rows(write_jsonl(path, training_rows(2)))) == 2
+    assert len(load_rows(write_jsonl(path, training_rows(3)))) == 3
+
+
+# Chat templates and labels
+# ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_smollm2_template_renders_what_the_stock_template_renders(messages, add_generation_prompt):
+    rendered = [
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        for tokenizer in (byte_tokenizer(), with_template("smollm2.jinja"))
+    ]
+    assert rendered[0] == rendered[1]
+
+
+@pytest.mark.parametrize("template", ["smollm2.jinja", "chatml.jinja"])
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_labels_cover_the_assistants_text_and_its_end_of_turn_token(template, messages):
+    tokenizer = with_template(template)
+    if template == "smollm2.jinja" and messages[0]["role"] != "system":
+        default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        expected_messages = [{"role": "system", "content": default}, *messages]
+    else:
+        expected_messages = messages
+    input_ids, labels = [], []
+    for message in expected_messages:
+        learned = message["role"] == "assistant"
+        for text, is_label in (
+            (f"<|im_start|>{message['role']}\n", False),
+            (f"{message['content']}<|im_end|>", learned),
+            ("\n", False),
+        ):
+            tokens = tokenizer.encode(text)
+            input_ids += tokens
+            labels += tokens if is_label else [-100] * len(tokens)
+
+    row = tokenize(Dataset.from_list([{"messages": messages}]), tokenizer, assistant_only=True)[0]
+    assert row["input_ids"] == input_ids
+    assert row["labels"] == labels
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [byte_tokenizer(), byte_tokenizer(special=("<|endoftext|>", "</s>"))],
+    ids=["template-without-markers", "tokenizer-without-chatml-tokens"],
+)
+def test_a_template_that_would_not_teach_the_model_to_stop_is_refused(rows_file, tokenizer):
+    if "</s>" in tokenizer.get_vocab():
+        tokenizer.chat_template = (TEMPLATES / "chatml.jinja").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="end-of-turn"):
+        tokenize(load_rows(rows_file), tokenizer, assistant_only=True)
+
+
+def test_cut_rows_are_counted_and_rows_without_an_answer_refused(tmp_path, capsys):
+    rows = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "0123456789" * 3}]}
+        for question in ("a", "a" * 40, "a")
+    ]
+    path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", rows), with_template("chatml.jinja")
+    run, args = run_of(path, tmp_path, max_length=70)
+    tokenized, _ = rows_of_run(run, args, tokenizer)
+    assert (
+        "1 of 3 rows are longer than max_length=70 tokens (33.3%) and are cut on the right: 21 of 195 tokens are lost "
+        "(10.8%)." in capsys.readouterr().out
+    )
+    trainer = trainer_of(args, tokenized, tokenizer)
+    lengths = [(len(row["input_ids"]), len(row["labels"])) for row in trainer.train_dataset]
+    assert lengths == [(52, 52), (70, 70), (52, 52)]
+    args.max_length = 55
+    with pytest.raises(UserError, match=r"1 rows have no assistant token.*max_length=55.*row 2"):
+        rows_of_run(run, args, tokenizer)
+
+
+def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> MixingTrainer:
+    model = IHAForCausalLM(small_config(vocab_size=len(tokenizer)))
+    return MixingTrainer(
+        model=model,
+        args=args,
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        mixing_lr_multiplier=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    "template, refused",
+    [
+        ("{# nothing #}", "row 1: the chat template renders nothing"),
+        ("{{ raise_exception('roles must alternate') }}", "row 1: the chat template does not take it: roles must"),
+        ("{% for %}", "row 1: the chat template does not take it"),
+        ("{{ messages[0].absent.content }}", "row 1: the chat template does not take it"),
+    ],
+)
+def test_a_template_that_fails_is_refused(template, refused, rows_file):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=refused):
+        tokenize(load_rows(rows_file), tokenizer, assistant_only=False)
+
+
+# Sources
+
+
+def test_every_type_of_file_holds_the_same_rows(rows_file, tmp_path):
+    expected = list(load_rows(rows_file))
+    path, raw = Path(rows_file), Path(rows_file).read_bytes()
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(raw))
+    (tmp_path / "misnamed.jsonl").write_bytes(gzip.compress(raw))
+    Dataset.from_list([json.loads(line) for line in raw.splitlines()]).to_parquet(tmp_path / "rows.parquet")
+    lines = raw.splitlines(keepends=True)
+    (tmp_path / "folder").mkdir()
+    for name, part in (("b", lines[9:]), ("a", lines[:9])):
+        (tmp_path / "folder" / f"{name}.jsonl").write_bytes(b"".join(part))
+    for name in (path.name, "packed.jsonl.gz", "misnamed.jsonl", "rows.parquet", "folder"):
+        for streaming in (False, True):
+            rows = load_rows(str(tmp_path / name), streaming=streaming)
+            assert isinstance(rows, IterableDataset) == streaming
+            assert list(rows) == expected, name
+
+
+def test_plain_text_is_learned_whole_and_ends(tmp_path):
+    (tmp_path / "a.txt").write_text("Größe 🙂\n\nEnd", encoding="utf-8")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
+    sources = [
+        str(tmp_path / "a.txt"),
+        str(tmp_path / "b.txt.gz"),
+        write_jsonl(tmp_path / "rows.jsonl", [{"text": "Größe 🙂\n\nEnd"}]),
+    ]
+    tokenizer = byte_tokenizer()
+    for source in sources:
+        (row,) = tokenize(load_rows(source), tokenizer, assistant_only=False)
+        assert tokenizer.decode(row["input_ids"]) == "Größe 🙂\n\nEnd<|im_end|>"
+        assert row["labels"] == row["input_ids"] and row["num_tokens"] == len(row["input_ids"])
+    with pytest.raises(UserError, match="plain text: set it to false"):
+        tokenize(load_rows(sources[0]), tokenizer, assistant_only=True)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="end-of-sequence"):
+        tokenize(load_rows(sources[0]), tokenizer, assistant_only=False)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    "name, content, named",
+    [
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "Q"}\n' * 99)[:-9], "cannot be decompressed"),
+        ("broken.jsonl.gz", gzip.compress(b"0123456789")[:12] + b"\xff" * 30, "cannot be decompressed"),
+        ("latin.jsonl", '{"text": "Größe"}'.encode("latin-1"), "row 1: not UTF-8 text"),
+        ("latin.txt", "Größe".encode("latin-1"), "not UTF-8 text"),
+        ("empty.txt", b"", "the text is empty"),
+        ("empty.jsonl.gz", gzip.compress(b"\n"), "holds no rows"),
+        ("rows.parquet", b"PAR1", "rows.parquet"),
+        ("rows.csv", b"a,b", "one type among .jsonl"),
+        ("mixed.jsonl", b'{"text": "Q"}\n{"messages": []}', "row 2, column 'text'"),
+    ],
+)
+def test_a_damaged_file_is_refused(name, content, named, streaming, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        list(load_rows(str(tmp_path / name), streaming=streaming))
+    assert named in str(refused.value) and "\n" not in str(refused.value)
+
+
+# What a run reads
+
+
+@pytest.mark.parametrize(
+    "keys, named",
+    [
+        ({"streaming": True}, "streaming needs max_steps"),
+        ({"streaming": True, "max_steps": 3, "eval_size": 0.5}, "give a number of rows"),
+        ({"streaming": True, "max_steps": 3, "eval_size": float("nan")}, "give a number of rows"),
+        ({"streaming": True, "max_steps": 3, "eval_size": -1}, "give a number of rows"),
+        ({"truncation_mode": "keep_end"}, "truncation_mode is not used"),
+        ({"completion_only_loss": True}, "completion_only_loss is not used"),
+        ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "dataset_kwargs is not used"),
+        ({"dataset_text_field": "body"}, "dataset_text_field is not used"),
+        ({"packing": True, "max_length": None}, "packing needs max_length"),
+        ({"packing": True, "packing_strategy": "best"}, "'best': expected one of bfd"),
+        ({"padding_free": True}, "padding_free without packing"),
+        ({"eval_packing": True}, "eval_packing without packing"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(keys, named, rows_file, tmp_path):
+    check_rows(*run_of(rows_file, tmp_path))
+    with pytest.raises(UserError, match=named):
+        check_rows(*run_of(rows_file, tmp_path, **keys))
+
+
+def test_rows_are_refused_before_the_model_is_loaded(tmp_path):
+    for rows, overrides, named in (
+        (tmp_path / "absent.jsonl", {}, "no such file"),
+        (write_jsonl(tmp_path / "rows.jsonl", training_rows(3)), {"streaming": "true", "max_steps": -1}, "max_steps"),
+    ):
+        with pytest.raises(UserError, match=named):
+            train.main(["--config", recipe("demo"), *sizes("no/model", rows, tmp_path / "run", **overrides)])
+
+
+def test_a_stream_holds_out_its_first_rows(rows_file, tmp_path):
+    tokenizer = with_template("chatml.jinja")
+    whole = list(tokenize(load_rows(rows_file), tokenizer, assistant_only=True))
+    run, args = run_of(rows_file, tmp_path, eval_size=4, streaming=True, max_steps=2)
+    rows, held_out = rows_of_run(run, args, tokenizer)
+    assert list(held_out) == whole[:4] and list(rows) == whole[4:]
+    run.eval_size = 20
+    with pytest.raises(UserError, match="eval_size=20 leaves no row of the 20"):
+        rows_of_run(run, args, tokenizer)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_packing_does_not_change_what_is_held_out(streaming, rows_file, tmp_path):
+    tokenizer, held = with_template("chatml.jinja"), {}
+    for packing in (False, True):
+        keys = {"packing": packing, "max_steps": 2, "eval_size": 4, "streaming": streaming}
+        run, args = run_of(rows_file, tmp_path, **keys)
+        rows, held_out = rows_of_run(run, args, tokenizer)
+        held[packing] = [row["input_ids"] for row in held_out]
+        trainer = trainer_of(args, rows, tokenizer, held_out)
+        trained = sum((row["input_ids"] for row in trainer.train_dataset), [])
+        evaluated = sum((row["input_ids"] for row in trainer.eval_dataset), [])
+        assert sorted(evaluated) == sorted(sum(held[packing], []))
+        assert len(trained) == sum(row["num_tokens"] for row in rows)
+    assert held[False] == held[True]
+
+
+@pytest.mark.parametrize(
+    "keys, lines",
+    [
+        ({}, ["16 rows of", "8 steps an epoch of 2", "sequences a step, 24 steps in all"]),
+        ({"packing": True}, ["844 tokens packed into 8 sequences: 4 steps an epoch of 2", "12 steps in all"]),
+        ({"streaming": True, "max_steps": 3}, ["3 steps of 2 streamed sequences", "how many are longer"]),
+    ],
+)
+def test_tokens_and_steps_are_stated_before_training(keys, lines, tiny, rows_file, tmp_path, capsys, monkeypatch):
+    said = []
+    monkeypatch.setattr(MixingTrainer, "train", lambda *_, **__: said.append(capsys.readouterr().out))
+    monkeypatch.setattr(train, "save_final", lambda *_: None)
+    overrides = {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 2, **keys}
+    train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
+    for line in lines:
+        assert line in said[0]
+
+
+@pytest.mark.parametrize("keys", [{"packing": True}, {"packing": True, "streaming": True}])
+def test_packed_and_streamed_runs_resume_to_the_same_losses(keys, tiny, rows_file, tmp_path):
+    losses = []
+    for name, stops in (("whole", [6]), ("interrupted", [4, 6])):
+        for stop in stops:
+            overrides = {**keys, "max_steps": 6, "lr_scheduler_type": "constant"}
+            command = ["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / name, **overrides)]
+            if stop < 6:
+                with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(MixingTrainer, "training_step", interrupted_at(stop + 1))
+                    train.main(command)
+            else:
+                train.main(command)
+        losses.append(json.loads((tmp_path / name / "loss.json").read_text()))
+    assert losses[0] == losses[1]
+
+
+def interrupted_at(step: int):
+    whole_step, steps = MixingTrainer.training_step, iter(range(1, 99))
+
+    def training_step(*args, **kwargs):
+        if next(steps) == step:
+            raise KeyboardInterrupt
+        return whole_step(*args, **kwargs)
+
+    return training_step
+
+
+def test_wrapped_packing_is_for_plain_text_only(rows_file, tmp_path, capsys):
+    tokenizer = with_template("chatml.jinja")
+    keys = {"packing": True, "packing_strategy": "wrapped", "assistant_only_loss": False}
+    with pytest.raises(UserError, match="'wrapped' cuts conversations.*use 'bfd'"):
+        rows_of_run(*run_of(rows_file, tmp_path, **keys), tokenizer)
+    text = write_jsonl(tmp_path / "text.jsonl", [{"text": "Some text."}])
+    rows_of_run(*run_of(text, tmp_path, **keys), tokenizer)
+    assert "documents in one sequence attend to one another" in capsys.readouterr().out
+
+
+# Prepared rows
+
+
+SMOLLM2 = "sft/chat_templates/smollm2.jinja"
+
+
+def prepared(source, out: Path, tiny: str, *options) -> dict:
+    prepare.main([str(source), str(out), "--tokenizer", tiny, "--chat-template", SMOLLM2, *map(str, options)])
+    return json.loads((out / "manifest.json").read_text())
+
+
+def conversation(question: str, answer: str, **columns) -> dict:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, **columns}
+
+
+def test_the_same_rows_are_prepared_to_the_same_bytes(rows_file, tiny, tmp_path):
+    contents = []
+    for name, cache in (("first", "one"), ("second", "another")):
+        datasets.config.HF_DATASETS_CACHE = tmp_path / cache
+        prepared(rows_file, tmp_path / name, tiny, "--max-length", 50, "--packing", "bfd")
+        files = ("manifest.json", "lengths.json", "lengths.png")
+        contents.append([(tmp_path / name / file).read_bytes() for file in files])
+    assert contents[0] == contents[1]
+    assert not any(str(tmp_path).encode() in content for content in contents[0])
+    manifest = json.loads(contents[0][0])
+    Path(rows_file).write_text(Path(rows_file).read_text().replace("It is 74", "It is 75"))
+    changed = prepared(rows_file, tmp_path / "third", tiny)
+    assert changed["content"] != manifest["content"] and changed["files"] != manifest["files"]
+
+
+def test_rows_are_filtered_and_counted(tiny, tmp_path, capsys):
+    rows = [
+        conversation("1", "one", domain="math"),
+        conversation(" 1\n", "one ", domain="math"),  # the first again
+        conversation("1", "One", domain="math"),
+        conversation("Cafe\u0301?", "two", domain="code"),
+        conversation("Caf\u00e9?", "two", domain="code"),  # as it is written otherwise
+        {**conversation("1", "one", domain="code"), "system": "Think."},  # the first, asked otherwise
+        conversation("2", "two", domain="law"),
+        conversation("3", "x" * 300, domain="math"),
+        conversation("y" * 400, "four", domain="math"),
+        conversation("5", "", domain="math"),
+    ]
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = ["--where", "domain=math", "domain=code", "--max-length", "250"]
+    with pytest.raises(UserError, match="row 10.*the text is empty"):
+        prepared(source, tmp_path / "out", tiny, *options)
+    manifest = prepared(source, tmp_path / "out", tiny, *options, "--drop-bad-rows")
+    assert manifest["dropped"] == {
+        "another domain": 1,
+        "bad rows": 1,
+        "duplicates": 3,
+        "no token to learn within max_length": 1,
+    }
+    assert manifest["rows"] == 4
+    assert "Dropped: 1 (another domain), 1 (bad rows), 3 (duplicates), 1 (no token" in capsys.readouterr().out
+    manifest = prepared(source, tmp_path / "short", tiny, *options, "--drop-bad-rows", "--max-tokens", 200)
+    assert manifest["rows"] == 3 and manifest["dropped"]["more than max_tokens"] == 2
+    with pytest.raises(UserError, match=r"no row is left; dropped were .*9 \(another domain\)"):
+        prepared(source, tmp_path / "none", tiny, "--where", "domain=art", "--drop-bad-rows")
+    with pytest.raises(UserError, match="row 1: --where names the column 'source'.*domain"):
+        prepared(source, tmp_path / "none", tiny, "--where", "source=math")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "out", "rows.jsonl", "short"]
+
+
+def test_the_report_states_what_a_length_cuts_and_packing_fills(tiny, tmp_path, capsys):
+    tokenizer = with_template("smollm2.jinja")
+    rows = [conversation("?", "x" * size) for size in (1, 20, 30, 99)]
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    lengths = [len(tokenizer.apply_chat_template(row["messages"])["input_ids"]) for row in rows]
+    limit = lengths[2]
+    prepared(source, tmp_path / "out", tiny, "--max-length", limit, "--packing", "bfd")
+    report = json.loads((tmp_path / "out" / "lengths.json").read_text())
+    assert (report["rows"], report["tokens"]) == (4, sum(lengths))
+    assert report["max_length"] == {"tokens": limit, "rows_cut": 1, "tokens_cut": lengths[3] - limit}
+    assert [report["percentiles"][key] for key in ("1", "50", "75", "100")] == lengths
+    assert sum(report["histogram"]["rows"]) == 4
+    assert report["packing"]["sequences"] == 4
+    assert report["packing"]["share_filled"] == pytest.approx(
+        sum(min(n, limit) for n in lengths) / (4 * limit), abs=1e-4
+    )
+    said = capsys.readouterr().out
+    assert (
+        f"1 of 4 rows are longer than max_length={limit} tokens (25.0%)" in said and "Packing bfd: 4 sequences" in said
+    )
+
+
+def test_a_killed_preparation_goes_on_from_its_last_step(rows_file, tiny, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare, "content_hash", interrupted)
+        prepared(rows_file, tmp_path / "out", tiny)
+    assert not (tmp_path / "out").exists()
+    cached = sorted((tmp_path / "cache").rglob("*.arrow"))
+    assert len(cached) >= 2
+    prepared(rows_file, tmp_path / "out", tiny)
+    assert sorted((tmp_path / "cache").rglob("*.arrow")) == cached
+    with pytest.raises(UserError, match="already exists"):
+        prepared(rows_file, tmp_path / "out", tiny)
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_prepared_rows_train_as_the_rows_themselves(rows_file, tiny, tmp_path, capsys):
+    prepared(rows_file, tmp_path / "out", tiny)
+    losses = []
+    for name, source in (("raw", rows_file), ("prepared", tmp_path / "out")):
+        train.main(["--config", recipe("demo"), *sizes(tiny, source, tmp_path / name, max_length=50)])
+        losses.append(json.loads((tmp_path / name / "loss.json").read_text()))
+    assert losses[0] == losses[1]
+    said = [line for line in capsys.readouterr().out.splitlines() if "longer than max_length=50" in line]
+    assert len(said) == 2 and said[0] == said[1]
+
+
+def test_prepared_rows_are_for_one_tokenizer_template_and_loss(rows_file, tiny, tmp_path):
+    prepared(rows_file, tmp_path / "out", tiny)
+    same, extended = with_template("smollm2.jinja"), with_template("smollm2.jinja")
+    extended.add_tokens(["plus"])
+    # What a call leaves behind in a tokenizer does not make it another one.
+    same("used before", truncation=True, max_length=3, padding="max_length")
+    run, args = run_of(tmp_path / "out", tmp_path)
+    assert len(rows_of_run(run, args, same)[0]) == 20
+    for tokenizer, keys, named in (
+        (extended, {}, "another tokenizer: prepare"),
+        (with_template("chatml.jinja"), {}, "another chat_template: prepare"),
+        (same, {"assistant_only_loss": False}, "another assistant_only_loss: prepare"),
+    ):
+        with pytest.raises(UserError, match=named):
+            rows_of_run(*run_of(tmp_path / "out", tmp_path, **keys), tokenizer)
+    with pytest.raises(UserError, match="streaming is for rows that are not prepared"):
+        check_rows(*run_of(tmp_path / "out", tmp_path, streaming=True, max_steps=2))
+
+
+def test_a_damaged_preparation_is_refused(rows_file, tiny, tmp_path):
+    prepared(rows_file, tmp_path / "out", tiny)
+    run, args = run_of(tmp_path / "out", tmp_path)
+    manifest = tmp_path / "out" / "manifest.json"
+    text = manifest.read_text()
+    for damage, named in (
+        (lambda: manifest.write_text(text.replace('"rows": 20', '"rows": 21')), "holds 20 rows, its manifest 21"),
+        (lambda: manifest.write_text("["), "cannot be read as JSON"),
+        (lambda: (manifest.write_text(text), (tmp_path / "out/rows/state.json").write_text("")), "cannot be read"),
+        (lambda: manifest.unlink(), "expected a file or a folder of files"),
+    ):
+        damage()
+        with pytest.raises(UserError, match=named):
+            check_rows(run, args)
+            rows_of_run(run, args, with_template("smollm2.jinja"))
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (["--max-length", "-2"], "--max-length -2: expected at least 1"),
+        (["--num-proc", "0"], "--num-proc 0"),
+        (["--packing", "bfd"], "--packing needs --max-length"),
+        (["--chat-template", "absent.jinja"], "absent.jinja is not a .jinja file"),
+        (["--tokenizer", "absent/directory/model"], "absent/directory/model"),
+    ],
+)
+def test_impossible_options_of_prepare_are_refused(options, named, rows_file, tiny, tmp_path):
+    with pytest.raises(UserError, match=named):
+        prepared(rows_file, tmp_path / "out", tiny, *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_plain_text_is_prepared(tiny, tmp_path):
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"text": "One."}, {"text": "Two."}, {"text": "One. "}])
+    manifest = prepared(source, tmp_path / "out", tiny)
+    assert (manifest["kind"], manifest["rows"], manifest["chat_template"]) == ("text", 2, None)
+    run, args = run_of(tmp_path / "out", tmp_path, assistant_only_loss=False, eos_token="<|im_start|>")
+    with pytest.raises(UserError, match="another tokenizer"):
+        rows_of_run(run, args, byte_tokenizer())
+    args.eos_token = None
+    assert len(rows_of_run(run, args, byte_tokenizer())[0]) == 2
