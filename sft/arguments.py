@@ -14,6 +14,7 @@ from command_io import UserError, one_line
 
 
 DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION_FORMS = ("virtual", "base")
 
 
 @dataclass
@@ -29,6 +30,25 @@ class RunArguments:
     dtype: str = field(default="float32", metadata={"help": "Type of the trained weights.", "choices": DTYPES})
     attn_implementation: str | None = field(
         default=None, metadata={"help": "Attention core: eager, sdpa, flex_attention, flash_attention_2, ..."}
+    )
+    attention_form: str | None = field(
+        default=None,
+        metadata={"help": 'How "iha" layers compute: see IHAModel.attention_form.', "choices": ATTENTION_FORMS},
+    )
+    num_pseudo_heads: int | None = field(
+        default=None, metadata={"help": "P that the recipe is for; another P of the checkpoint is refused."}
+    )
+    max_position_embeddings: int | None = field(
+        default=None, metadata={"help": "Positions, in tokens, that the trained checkpoint declares."}
+    )
+    rope_theta: float | None = field(
+        default=None, metadata={"help": "RoPE base to train with, which the trained checkpoint keeps."}
+    )
+    sliding_window: int | None = field(
+        default=None, metadata={"help": "Window of the sliding layers, in tokens, which the trained checkpoint keeps."}
+    )
+    memory_gb: float | None = field(
+        default=None, metadata={"help": "Memory of a device in GB to plan for, instead of what this machine has."}
     )
     mixing_lr_multiplier: float = field(
         default=40.0,

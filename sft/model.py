@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from command_io import UserError, one_line
@@ -13,11 +13,16 @@ from sft.arguments import RunArguments
 from sft.trainer import MIXING_MODULES
 
 
-def prepare_model(run: RunArguments, args: SFTConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in `run.dtype` and its tokenizer with the recipe's chat template. Raises `UserError`."""
+def prepare_model(
+    run: RunArguments, args: SFTConfig, config: PreTrainedConfig
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in `run.dtype` with the configuration of `run_config`, and its tokenizer with the recipe's chat
+    template. Raises `UserError`."""
     if args.model_init_kwargs:
         raise UserError("model_init_kwargs is not used here: set dtype and attn_implementation themselves.")
-    model = load_model(run.model_name_or_path, getattr(torch, run.dtype))
+    model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
+    if run.attention_form is not None:
+        model.base_model.attention_form = run.attention_form
     if run.attn_implementation is not None:
         try:
             model.set_attn_implementation(run.attn_implementation)

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from command_io import UserError, one_line, run_cli
 from sft.arguments import RecipeParser, RunArguments
 from sft.checkpoints import newest_complete_checkpoint, save_final, write_losses
+from sft.context import run_config
 from sft.data import load_messages, tokenize
 from sft.model import lora_config, prepare_model
 from sft.trainer import MixingTrainer
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if final.exists():
         raise UserError(f"{final} exists: this run has finished. Remove it or choose another output_dir.")
 
-    model, tokenizer = prepare_model(run, args)
+    config = run_config(run, args)
+    model, tokenizer = prepare_model(run, args, config)
     # Rows that are packed by splitting are not cut.
     cuts = not args.packing or args.packing_strategy == "bfd"
     with args.main_process_first():

@@ -1,0 +1,81 @@
+"""What the tests of fine-tuning share: a tokenizer of bytes, rows, and recipes at the size of a test."""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+
+ROOT = Path(__file__).resolve().parents[1]
+TEMPLATES = ROOT / "sft" / "chat_templates"
+# SmolLM2-Instruct's own template, as its published tokenizer holds it.
+SMOLLM2_STOCK_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def byte_tokenizer(special=("<|endoftext|>", "<|im_start|>", "<|im_end|>")) -> PreTrainedTokenizerFast:
+    """One token for each byte and each special token: what is one piece of text is one run of tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: index for index, piece in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[-1])
+    fast.chat_template = SMOLLM2_STOCK_TEMPLATE
+    return fast
+
+
+def with_template(name: str) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / name).read_text(encoding="utf-8")
+    return tokenizer
+
+
+def write_jsonl(path: Path, rows: list) -> str:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def training_rows(count: int) -> list[dict]:
+    """OpenThoughts-114k rows with questions and answers of different lengths, under 100 byte tokens."""
+    return [
+        {
+            "system": "Add.",
+            "conversations": [
+                {"from": "user", "value": f"{number}+{number}?"},
+                {"from": "assistant", "value": f"It is {2 * number}."},
+            ],
+        }
+        for number in range(0, 37 * count, 37)
+    ]
+
+
+def recipe(name: str) -> str:
+    return str(ROOT / "sft" / "recipes" / name / "sft.yaml")
+
+
+def sizes(model: str, rows: str, output: Path, **overrides) -> list[str]:
+    """Overrides that take a recipe to the size of a test, and nothing else."""
+    values = {
+        "model_name_or_path": model,
+        "dataset_name": rows,
+        "output_dir": output,
+        "eval_size": 4,
+        "max_length": 128,
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "per_device_eval_batch_size": 4,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "use_cpu": "true",
+        **overrides,
+    }
+    return [part for key, value in values.items() for part in (f"--{key}", str(value))]
