@@ -22,7 +22,9 @@ class RunArguments:
     """What a run needs beyond TRL's SFTConfig."""
 
     model_name_or_path: str = field(metadata={"help": "Checkpoint directory or id on the Hub to start from."})
-    dataset_name: str = field(metadata={"help": "Rows: a local .jsonl file or the id of a dataset on the Hub."})
+    dataset_name: str = field(
+        metadata={"help": "Rows: a local .jsonl file, the id of a dataset on the Hub, or a .yaml mixture of them."}
+    )
     dataset_split: str = field(default="train", metadata={"help": "Split to read of a dataset on the Hub."})
     eval_size: float = field(
         default=0.0, metadata={"help": "Rows held out for evaluation: a share below 1, or a number of rows."}

@@ -18,8 +18,8 @@ def run_config(run: RunArguments, args: SFTConfig, config: PreTrainedConfig | No
     `max_position_embeddings` and `sliding_window`; the trained checkpoint keeps it. Reads no weights.
 
     Raises `UserError` for a sequence longer than the model's positions, positions beyond the reach of its RoPE, a
-    window larger than the context, another number of pseudo-heads than the recipe states, and an `attention_form`
-    that would be ignored.
+    window larger than the context, another number of pseudo-heads than the recipe states, an `attention_form` that
+    would be ignored, and checkpoints of activations that keep P outputs for each token.
     """
     config = config or load_config(run.model_name_or_path)
     changes = {name: getattr(run, name) for name in ("max_position_embeddings", "sliding_window")}
@@ -41,6 +41,7 @@ def run_config(run: RunArguments, args: SFTConfig, config: PreTrainedConfig | No
     _check_pseudo_heads(config, run)
     _check_lengths(config, run, args)
     _check_attention_form(config, run, args)
+    _check_selective(config, run, args)
     return config
 
 
@@ -112,3 +113,12 @@ def _check_attention_form(config: PreTrainedConfig, run: RunArguments, args: SFT
         obstacle = f"attention_dropout is {config.attention_dropout:g}"
     if obstacle:
         raise UserError(f"attention_form={run.attention_form!r} would be ignored: {obstacle}. Remove the key.")
+
+
+def _check_selective(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> None:
+    selective = (args.gradient_checkpointing_kwargs or {}).get("selective")
+    if selective and _has_iha_layers(config) and config.num_pseudo_heads > 1 and run.attention_form != "base":
+        raise UserError(
+            "gradient_checkpointing_kwargs: selective keeps the output of the attention core, which has "
+            f"{config.num_pseudo_heads} times the size of a token's in an 'iha' layer: remove the key, all is recomputed then."
+        )

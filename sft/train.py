@@ -15,6 +15,8 @@ from sft.arguments import RecipeParser, RunArguments
 from sft.checkpoints import newest_complete_checkpoint, save_final, write_losses
 from sft.context import run_config
 from sft.data import load_messages, tokenize
+from sft.memory_plan import check_memory
+from sft.mixture import mix, sources
 from sft.model import lora_config, prepare_model
 from sft.trainer import MixingTrainer
 
@@ -52,13 +54,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if final.exists():
         raise UserError(f"{final} exists: this run has finished. Remove it or choose another output_dir.")
 
+    names, shares = zip(*sources(run.dataset_name))
     config = run_config(run, args)
+    check_memory(config, run, args)
     model, tokenizer = prepare_model(run, args, config)
     # Rows that are packed by splitting are not cut.
     cuts = not args.packing or args.packing_strategy == "bfd"
     with args.main_process_first():
-        rows = load_messages(run.dataset_name, run.dataset_split)
-        rows = tokenize(rows, tokenizer, args.max_length if cuts else None, args.assistant_only_loss)
+        parts = [load_messages(name, run.dataset_split) for name in names]
+        max_length = args.max_length if cuts else None
+        parts = [tokenize(part, tokenizer, max_length, args.assistant_only_loss) for part in parts]
+        rows = mix(parts, shares, args.seed)
     train_rows, eval_rows = split_rows(rows, run, args)
 
     trainer = MixingTrainer(
