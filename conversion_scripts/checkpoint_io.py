@@ -180,12 +180,13 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.P
             )
 
 
-def load_model(source: str | os.PathLike, dtype="auto") -> PreTrainedModel:
+def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig | None = None) -> PreTrainedModel:
     """The causal language model in `source` (a directory, a Hub id or a GGUF file) on CPU, in eval mode. A GGUF file
     is dequantised.
 
     Args:
         dtype (`str` or `torch.dtype`): of the weights; "auto" keeps the checkpoint's.
+        config: takes the place of the checkpoint's own.
 
     Raises `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns) or are not
     finite in that dtype, or if there is a generation config that cannot be read.
@@ -202,6 +203,7 @@ def load_model(source: str | os.PathLike, dtype="auto") -> PreTrainedModel:
         with _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 location,
+                config=config,
                 trust_remote_code=False,
                 dtype=dtype,
                 output_loading_info=True,

@@ -22,6 +22,7 @@ from command_io import UserError, one_line
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_MIXING_LR_MULTIPLIER = 40.0
+ATTENTION_FORMS = ("virtual", "base")
 
 
 @dataclass
@@ -30,7 +31,10 @@ class RunArguments:
 
     model_name_or_path: str = field(metadata={"help": "Checkpoint directory or id on the Hub to start from."})
     dataset_name: str = field(
-        metadata={"help": "Rows: a directory of sft/prepare.py, a .jsonl, .parquet or .txt file, or an id on the Hub."}
+        metadata={"help": 
+            "help": "Rows: a directory of sft/prepare.py, a .jsonl, .parquet or .txt file, an id on the Hub, or a .yaml "
+            "mixture of them."
+        }
     )
     dataset_split: str = field(default="train", metadata={"help": "Split to read of a dataset on the Hub."})
     streaming: bool = field(
@@ -45,6 +49,25 @@ class RunArguments:
     dtype: str = field(default="float32", metadata={"help": "Type of the trained weights.", "choices": DTYPES})
     attn_implementation: str | None = field(
         default=None, metadata={"help": "Attention core: eager, sdpa, flex_attention, flash_attention_2, ..."}
+    )
+    attention_form: str | None = field(
+        default=None,
+        metadata={"help": 'How "iha" layers compute: see IHAModel.attention_form.', "choices": ATTENTION_FORMS},
+    )
+    num_pseudo_heads: int | None = field(
+        default=None, metadata={"help": "P that the recipe is for; another P of the checkpoint is refused."}
+    )
+    max_position_embeddings: int | None = field(
+        default=None, metadata={"help": "Positions, in tokens, that the trained checkpoint declares."}
+    )
+    rope_theta: float | None = field(
+        default=None, metadata={"help": "RoPE base to train with, which the trained checkpoint keeps."}
+    )
+    sliding_window: int | None = field(
+        default=None, metadata={"help": "Window of the sliding layers, in tokens, which the trained checkpoint keeps."}
+    )
+    memory_gb: float | None = field(
+        default=None, metadata={"help": "Memory of a device in GB to plan for, instead of what this machine has."}
     )
     mixing_lr_multiplier: float | None = field(
         default=None,

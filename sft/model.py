@@ -2,7 +2,7 @@
 
 import torch
 from peft import LoraConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from command_io import UserError, one_line
 from conversion_scripts.checkpoint_io import load_model, load_tokenizer
@@ -10,12 +10,17 @@ from sft.arguments import RunArguments, chat_template
 from sft.trainer import MIXING_MODULES
 
 
-def prepare_model(run: RunArguments, args: TrainingArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in `run.dtype` and its tokenizer with the recipe's chat template. Raises `UserError`."""
+def prepare_model(
+    run: RunArguments, args: TrainingArguments, config: PreTrainedConfig
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in `run.dtype` with the configuration of `run_config`, and its tokenizer with the recipe's chat
+    template. Raises `UserError`."""
     if args.model_init_kwargs:
         raise UserError("model_init_kwargs is not used here: set dtype and attn_implementation themselves.")
     template = chat_template(args)
-    model = load_model(run.model_name_or_path, getattr(torch, run.dtype))
+    model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
+    if run.attention_form is not None:
+        model.base_model.attention_form = run.attention_form
     if run.attn_implementation is not None:
         try:
             model.set_attn_implementation(run.attn_implementation)

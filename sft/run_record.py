@@ -18,6 +18,8 @@ from transformers.utils.hub import extract_commit_hash
 from command_io import UserError, one_line, read_json, whole_file
 from conversion_scripts.checkpoint_io import load_config_dict
 from sft.arguments import RunArguments, chat_template
+from sft.data import local_files
+from sft.mixture import sources
 
 
 RECORD = "run.json"
@@ -143,14 +145,17 @@ def _identify_model(source: str) -> dict[str, str | None]:
 
 
 def _identify_data(name: str) -> dict[str, str | None]:
-    """The hash of a local file or directory, or the commit of a dataset on the Hub. Raises `UserError` for neither."""
+    """The hash of a local source or of a mixture with all its parts, or the commit of a dataset on the Hub. Raises
+    `UserError` for neither."""
+    if (parts := sources(name)) != [(name, 1.0)]:
+        identities = [(share, _identify_data(part)) for part, share in parts]
+        return {"sha256": hashlib.sha256(json.dumps(identities).encode()).hexdigest()}
     path = Path(name).expanduser()
     if path.is_file():
         return {"sha256": _sha256(path)}
     if path.is_dir():
         return {"sha256": hash_files(file for file in path.rglob("*") if file.is_file())}
-    if path.suffix in (".jsonl", ".json", ".parquet"):
-        raise UserError(f"{name}: no such file; expected a file of rows or the id of a dataset on the Hub.")
+    local_files(name)  # refuses the name of a file that is not there
     try:
         return {"revision": load_dataset_builder(name).hash}
     except (DatasetNotFoundError, ValueError, ConnectionError) as error:

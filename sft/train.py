@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from command_io import run_cli
 from sft.arguments import RunArguments
 from sft.callbacks import SampleReplies
+from sft.context import run_config
+from sft.memory_plan import check_memory
 from sft.model import lora_config, prepare_model
 from sft.packing import check_packing
 from sft.run import run_recipe
@@ -34,7 +36,9 @@ example:
 def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
     """The trainer of a recipe with its model and rows loaded. Raises `UserError`."""
     check_rows(run, args)
-    model, tokenizer = prepare_model(run, args)
+    config = run_config(run, args)
+    check_memory(config, run, args)
+    model, tokenizer = prepare_model(run, args, config)
     check_packing(model, args)
     train_rows, eval_rows = training_rows(run, args, tokenizer)
     trainer = MixingTrainer(

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from command_io import UserError, one_line, read_jsonl, run_cli
 from sft.arguments import RunArguments
+from sft.context import run_config
 from sft.data import to_messages
 from sft.model import lora_config, prepare_model
 from sft.run import run_recipe
@@ -117,7 +118,7 @@ def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOC
 def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
     """The trainer of a recipe with its model and rows loaded. Raises `UserError`."""
     pairs = load_pairs(run.dataset_name, run.dataset_split)
-    model, tokenizer = prepare_model(run, args)
+    model, tokenizer = prepare_model(run, args, run_config(run, args))
     check_lengths(pairs, tokenizer, args)
     train_pairs, eval_pairs = split_rows(pairs, run, args)
     return MixingDPOTrainer(

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from command_io import UserError, read_jsonl, run_cli
 from sft.arguments import RunArguments
+from sft.context import run_config
 from sft.model import lora_config, prepare_model
 from sft.run import run_recipe
 from sft.score_reasoning import check_rows, is_right
@@ -91,7 +92,7 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
     elif len(args.reward_weights) != 2:
         raise UserError(f"reward_weights {args.reward_weights}: expected two, of right answers and of the format.")
     rows = load_prompts(run.dataset_name)
-    model, tokenizer = prepare_model(run, args)
+    model, tokenizer = prepare_model(run, args, run_config(run, args))
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template: fine-tune the model with sft/train.py first.")
     encoded = tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=True)

@@ -12,6 +12,7 @@ from trl import SFTConfig
 from command_io import UserError, one_line
 from sft.arguments import RunArguments
 from sft.data import Rows, check_labels, column, cut_summary, kind_of, load_rows, local_files, tokenize
+from sft.mixture import mix, sources
 from sft.packing import check_packing_keys, check_strategy
 from sft.prepare import is_prepared, load_prepared
 from sft.trainer import MixingTrainer
@@ -33,11 +34,14 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
         if getattr(args, key) not in (default, None):
             raise UserError(f"{key} is not used here: rows are tokenized whole and cut on the right. Remove the key.")
     check_packing_keys(args)
-    if is_prepared(run.dataset_name):
-        if run.streaming:
+    parts = sources(run.dataset_name)
+    if run.streaming and len(parts) > 1:
+        raise UserError("streaming reads one source: a mixture needs the lengths of all its rows.")
+    for name, _ in parts:
+        if not is_prepared(name):
+            local_files(name)
+        elif run.streaming:
             raise UserError("streaming is for rows that are not prepared; these are read from disk as they are used.")
-    else:
-        local_files(run.dataset_name)
     if not run.streaming:
         return
     if args.max_steps <= 0:
@@ -56,14 +60,13 @@ def training_rows(
     """
     if args.eos_token is not None:
         tokenizer.eos_token = args.eos_token  # as TRL does later: plain text ends with it
-    with args.main_process_first():
-        if is_prepared(run.dataset_name):
-            rows = load_prepared(run.dataset_name, tokenizer, args.assistant_only_loss)
-        else:
-            rows = load_rows(run.dataset_name, run.dataset_split, run.streaming)
-            rows = tokenize(rows, tokenizer, args.assistant_only_loss, args.dataset_num_proc)
+    names, shares = zip(*sources(run.dataset_name))
     say, max_length = PartialState().print, cut_length(args)
-    check_strategy(args, kind_of(rows), say)
+    with args.main_process_first():
+        parts = [_load(name, run, args, tokenizer) for name in names]
+        for kind in {kind_of(part) for part in parts}:
+            check_strategy(args, kind, say)
+        rows = mix(parts, shares, max_length, args.seed)
     if isinstance(rows, IterableDataset):
         limit = math.inf if max_length is None else max_length
         rows = rows.filter(lambda row: 0 <= row["first_label"] < limit)
@@ -76,6 +79,13 @@ def training_rows(
             say(cut_summary(column(rows, "num_tokens"), max_length))
         check_labels(rows, max_length)
     return split_rows(rows, run, args)
+
+
+def _load(name: str, run: RunArguments, args: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Rows:
+    if is_prepared(name):
+        return load_prepared(name, tokenizer, args.assistant_only_loss)
+    rows = load_rows(name, run.dataset_split, run.streaming)
+    return tokenize(rows, tokenizer, args.assistant_only_loss, args.dataset_num_proc)
 
 
 def cut_length(args: SFTConfig) -> int | None:

@@ -1,0 +1,123 @@
+"""What a run asks of its model's configuration, checked and set before any weight is read: RoPE base, positions,
+window and pseudo-heads, and the form in which "iha" layers compute."""
+
+import math
+
+from transformers import PreTrainedConfig, TrainingArguments
+
+from command_io import UserError, one_line
+from conversion_scripts.checkpoint_io import load_config
+from modeling_iha import IHAConfig
+from modeling_iha.modeling_iha import IHARotaryEmbedding
+from sft.arguments import RunArguments
+
+
+def run_config(run: RunArguments, args: TrainingArguments, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
+    """The configuration of the run's base model, or the one given in its place, with the recipe's `rope_theta`,
+    `max_position_embeddings` and `sliding_window`; the trained checkpoint keeps it. Reads no weights.
+
+    Raises `UserError` for a sequence longer than the model's positions, positions beyond the reach of its RoPE, a
+    window larger than the context, another number of pseudo-heads than the recipe states, an `attention_form` that
+    would be ignored, and checkpoints of activations that keep P outputs for each token.
+    """
+    config = config or load_config(run.model_name_or_path)
+    changes = {name: getattr(run, name) for name in ("max_position_embeddings", "sliding_window")}
+    if run.rope_theta is not None:
+        if "rope_theta" not in (parameters := getattr(config, "rope_parameters", None) or {}):
+            raise UserError(f"rope_theta: {run.model_name_or_path} has no single RoPE base; remove the key.")
+        changes["rope_parameters"] = {**parameters, "rope_theta": run.rope_theta}
+    for name, value in changes.items():
+        if value is not None:
+            if not hasattr(config, name):
+                raise UserError(f"{name}: a {config.model_type!r} model has no such field; remove the key.")
+            setattr(config, name, value)
+    try:
+        config.validate()
+    except Exception as error:  # huggingface_hub wraps what a validator raises in a type of its own
+        raise UserError(
+            f"The recipe does not fit {run.model_name_or_path}: {one_line(error.__cause__ or error)}"
+        ) from error
+    _check_pseudo_heads(config, run)
+    _check_lengths(config, run, args)
+    _check_attention_form(config, run, args)
+    _check_selective(config, run, args)
+    return config
+
+
+def _has_iha_layers(config: PreTrainedConfig) -> bool:
+    return isinstance(config, IHAConfig) and "iha" in config.attention_kinds
+
+
+def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
+    found = config.num_pseudo_heads if _has_iha_layers(config) else 1
+    if run.num_pseudo_heads not in (None, found):
+        raise UserError(
+            f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {run.model_name_or_path} has {found}: convert "
+            f"the base model with --num-pseudo-heads {run.num_pseudo_heads}, or correct the recipe."
+        )
+
+
+def _check_lengths(config: PreTrainedConfig, run: RunArguments, args: TrainingArguments) -> None:
+    positions, window = getattr(config, "max_position_embeddings", None), getattr(config, "sliding_window", None)
+    length = getattr(args, "max_length", None) or positions  # GRPO's answers have a length, its prompts none
+    if positions is not None and length > positions:
+        raise UserError(
+            f"max_length={length} is beyond the model's {positions} positions: set max_position_embeddings to {length} and "
+            "rope_theta to a base for that length, or lower max_length."
+        )
+    # A window that the checkpoint brings may be longer than the rows of one run, one that the recipe sets may not.
+    context = length if run.sliding_window is not None else positions
+    if window is not None and context is not None and window > context:
+        raise UserError(
+            f"sliding_window={window} is larger than the context of {context} tokens and would never close: lower "
+            "sliding_window or raise the context."
+        )
+    if isinstance(config, IHAConfig):
+        _check_reach(config, length)
+
+
+def rope_reach(config: IHAConfig) -> float:
+    """The longest wavelength of the RoPE table, in positions: two positions further apart than this share no order
+    that any of the rotations could tell."""
+    return 2 * math.pi / IHARotaryEmbedding(config).inv_freq.min().item()
+
+
+def _check_reach(config: IHAConfig, length: int) -> None:
+    interleaved = _has_iha_layers(config) and config.pseudo_positions == "interleaved"
+    virtual = config.num_pseudo_heads if interleaved else 1
+    reach, theta, dim = rope_reach(config), config.rope_parameters["rope_theta"], config.head_dim
+    if length * virtual > reach and dim > 2:
+        # The slowest of the dim / 2 rotations has the frequency theta^(2 / dim - 1).
+        needed = theta * (length * virtual / reach) ** (dim / (dim - 2))
+        spread = f" x {virtual} pseudo-heads" if virtual > 1 else ""
+        raise UserError(
+            f"{length} tokens{spread} reach position {length * virtual}, beyond the longest wavelength of RoPE with "
+            f"rope_theta={theta:g}, {reach:.0f}: set rope_theta to at least {math.ceil(needed)}, or lower max_length."
+        )
+
+
+def _check_attention_form(config: PreTrainedConfig, run: RunArguments, args: TrainingArguments) -> None:
+    if run.attention_form is None:
+        return
+    obstacle = None
+    if not _has_iha_layers(config):
+        obstacle = f"{run.model_name_or_path} has no 'iha' layer"
+    elif run.attn_implementation not in (None, "sdpa"):
+        obstacle = f"attn_implementation is {run.attn_implementation!r}"
+    elif run.attention_form == "base" and args.device.type != "cpu":
+        obstacle = "the run is not on a CPU"
+    elif run.attention_form == "base" and config.pseudo_collapse != "per_head":
+        obstacle = f"pseudo_collapse is {config.pseudo_collapse!r}"
+    elif run.attention_form == "base" and config.attention_dropout:
+        obstacle = f"attention_dropout is {config.attention_dropout:g}"
+    if obstacle:
+        raise UserError(f"attention_form={run.attention_form!r} would be ignored: {obstacle}. Remove the key.")
+
+
+def _check_selective(config: PreTrainedConfig, run: RunArguments, args: TrainingArguments) -> None:
+    selective = (args.gradient_checkpointing_kwargs or {}).get("selective")
+    if selective and _has_iha_layers(config) and config.num_pseudo_heads > 1 and run.attention_form != "base":
+        raise UserError(
+            "gradient_checkpointing_kwargs: selective keeps the output of the attention core, which has "
+            f"{config.num_pseudo_heads} times the size of a token's in an 'iha' layer: remove the key, all is recomputed then."
+        )

@@ -1,0 +1,414 @@
+"""What a training run takes in memory, on each device, computed before it starts; a run that cannot fit is refused.
+
+`python -m sft.memory_plan --config RECIPE` prints the plan of a recipe and of other layouts. It reads the model's
+configuration only. benchmarks/training_plan.py measures how far the plan is from the peaks of real processes.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import astuple, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import psutil
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from trl import SFTConfig
+from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import attention, ffn, norm
+from command_io import UserError, run_cli
+from configuration_iha import PRESETS
+from mechanisms import mechanism_of
+from modeling_iha import IHAConfig
+from modeling_iha.virtual_sequence import MaskInputs, MaskKey, choose_form
+from modeling_iha.window_blocks import BLOCK
+from sft.arguments import RecipeParser, RunArguments
+from sft.context import run_config
+from sft.model import lora_config
+
+
+USAGE = """python -m sft.memory_plan --config sft/recipes/NAME/sft.yaml [--preset NAME] [--key value ...]
+
+Print what a recipe takes in memory on each of one or several GPUs or, with --use_cpu true, CPUs, whatever this machine
+has. The model is model_name_or_path's, of which only config.json is read, or the preset.
+
+example:
+  python -m sft.memory_plan --config sft/recipes/pretrain/sft.yaml --preset paper-2.4b-iha
+"""
+
+GB = 1e9
+# Columns of the vocabulary in a tile of TRL's loss, which it calls _CHUNKED_LOGPROB_CHUNK_SIZE.
+VOCABULARY_CHUNK = 32768
+# Tensors of a tile that TRL's loss holds at a time where it has no Triton kernel.
+TILE_TENSORS = 7
+# Bytes of optimiser state for each byte of a trained weight, where it is not AdamW's two moments of the weight's type.
+OPTIMIZER_STATES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "adamw_8bit": 0.5, "adamw_bnb_8bit": 0.5}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The devices of a run.
+
+    Attributes:
+        devices: processes, one device each.
+        sharded: whether weights, gradients and optimiser are shared out among them (FSDP2, ZeRO-3), or each holds all
+            (DDP).
+        sequence_parallel: devices that share a sequence (Ulysses).
+    """
+
+    devices: int = 1
+    sharded: bool = False
+    sequence_parallel: int = 1
+
+    def __str__(self) -> str:
+        if self.devices == 1:
+            return "1 device"
+        name = "FSDP2" if self.sharded else "DDP"
+        ulysses = f", {self.sequence_parallel} share a sequence" if self.sequence_parallel > 1 else ""
+        return f"{self.devices} devices, {name}{ulysses}"
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of a model's parameters: bytes of all, of those that are trained, of the largest layer, and of the embedding and
+    head; and `linear`, the number of those in linear layers, which autocast copies."""
+
+    all: int
+    trained: int
+    layer: int
+    tables: int
+    linear: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the memory of a run depends on.
+
+    Attributes:
+        config: of the model, with its attention core.
+        parameters: of the model, adapters included.
+        layout: its devices.
+        batch, tokens: rows on a device at a time, and tokens to a row.
+        checkpointing: whether only the input of each layer is kept, and the rest computed once more.
+        offloading: whether what is kept is moved from a GPU to the host.
+        attention_form: as in `IHAModel.attention_form`.
+        autocast: whether the type of computation, of two bytes, is not that of the weights.
+        weight_bytes: of a weight of the base model.
+        optimizer: the Trainer's name of it.
+        on_cpu: whether the devices are CPUs.
+    """
+
+    config: IHAConfig
+    parameters: Parameters
+    layout: Layout
+    batch: int
+    tokens: int
+    checkpointing: bool
+    offloading: bool
+    attention_form: str | None
+    autocast: bool
+    weight_bytes: int
+    optimizer: str
+    on_cpu: bool
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of a value that a matrix product computes."""
+        return 2 if self.autocast else self.weight_bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+        weights: with their copies in the type of computation.
+        gradients: with DDP's buckets.
+        optimizer: its states.
+        activations: what autograd keeps from the forward to the backward.
+        working: what is held beside that at a time, for the loss or for the backward of one layer.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        """The peak of a step that accumulates gradients; without accumulation the peak is up to `gradients` lower."""
+        return sum(astuple(self))
+
+
+def count_parameters(config: PreTrainedConfig, run: RunArguments) -> Parameters:
+    """Of the model that a run trains, with its adapters; the model is built without memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, run.dtype))
+        if adapters := lora_config(run, model):
+            get_peft_model(model, adapters)  # changes `model` in place
+
+    def size(module: torch.nn.Module) -> int:
+        return sum(parameter.nbytes for parameter in module.parameters())
+
+    linear = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
+    return Parameters(
+        all=size(model),
+        trained=sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad),
+        layer=max(map(size, model.model.layers)),
+        tables=size(model) - size(model.model.layers),
+        linear=sum(module.weight.numel() for module in linear),
+    )
+
+
+def attention_form(setting: Setting, kind: str, layer_type: str) -> str:
+    """The form of a layer, as `benchmarks.cost.attention` calls it, or "blocks" for SDPA in blocks of a window."""
+    config, virtual = setting.config, setting.config.num_pseudo_heads if kind == "iha" else 1
+    if config._attn_implementation != "sdpa":
+        return config._attn_implementation
+    embeds = torch.empty(setting.batch, setting.tokens, 0, device="cpu" if setting.on_cpu else "meta")
+    inputs = MaskInputs(config, embeds, attention_form=setting.attention_form)
+    if choose_form(inputs, MaskKey(layer_type, virtual), setting.tokens) is not None:
+        return "collapse_first"
+    is_long = (setting.tokens - (config.sliding_window or 0)) * virtual > BLOCK
+    return "blocks" if layer_type == "sliding_attention" and is_long else "sdpa"
+
+
+def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, float]:
+    """(what autograd keeps of a layer, what its backward needs beside that) on one device."""
+    config, form = setting.config, attention_form(setting, kind, layer_type)
+    tokens = setting.batch * setting.tokens // setting.layout.sequence_parallel
+    compute, residual = setting.compute_bytes, setting.weight_bytes
+    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    virtual = config.num_pseudo_heads if kind == "iha" else 1
+
+    # The cost model counts one sequence, and sequences have equal costs.
+    share = tokens / setting.tokens
+    of_attention = attention(config, kind, layer_type, setting.tokens, form).kept * share * compute
+    query, key = tokens * virtual * heads * d, tokens * virtual * groups * d
+    if form == "blocks":
+        # Every block has its own keys and values, repeated for each head of a group, and a mask. The output of the
+        # virtual tokens is kept in one layout.
+        span = 1 + (config.sliding_window * virtual - 1) / BLOCK
+        blocked = 2 * query * span
+        of_attention += (blocked - 2 * key - (query if virtual > 1 else 0)) * compute + tokens * virtual * span * BLOCK
+    elif form == "eager":
+        of_attention += tokens * virtual * setting.tokens * virtual * heads * 4
+    of_ffn, of_norm = ffn(config, tokens).kept * compute, norm(config, tokens).kept / 2 * (4 + residual)
+    if setting.autocast:
+        # Each of several linear maps has a copy of the same input.
+        copies = 2 + config.gated_mlp
+        of_ffn += copies * tokens * config.hidden_size * compute
+
+    # Gradients of the inner width, or of the (virtual) queries, keys, values and output.
+    ffn_working = (3 if config.gated_mlp else 2) * tokens * config.intermediate_size * compute
+    if form == "collapse_first":
+        attention_working = (2 * heads + 2 * groups) * tokens * d * 4
+    elif form == "blocks":
+        attention_working = (2 * query + 2 * blocked) * compute
+    else:
+        attention_working = (2 * query + 2 * key) * compute
+        attention_working += of_attention if form == "eager" else 0
+    return of_attention + of_ffn + 2 * of_norm, max(ffn_working, attention_working - of_ffn)
+
+
+def loss_bytes(setting: Setting) -> float:
+    """What TRL's loss holds: a tile of logits, and the gradient of the hidden states in float32."""
+    config, tokens = setting.config, setting.batch * setting.tokens // setting.layout.sequence_parallel
+    rows, columns = min(tokens, TOKEN_CHUNK_SIZE), min(config.vocab_size, VOCABULARY_CHUNK)
+    if setting.on_cpu:
+        tile = rows * columns * (setting.compute_bytes + 4 * TILE_TENSORS)
+    else:
+        tile = rows * VOCABULARY_CHUNK * setting.compute_bytes
+    return tile + tokens * config.hidden_size * 4
+
+
+def estimate(setting: Setting) -> Memory:
+    """The memory of a training step on each device (see the attributes of `Memory`)."""
+    config, parameters, layout = setting.config, setting.parameters, setting.layout
+    states = OPTIMIZER_STATES.get(setting.optimizer, 2)
+    if layout.sharded:
+        # Trained weights are kept in float32 under mixed precision. Two layers and the tables are whole at a time.
+        widened = 4 / setting.weight_bytes if setting.autocast else 1
+        whole = (2 * parameters.layer + parameters.tables) / setting.weight_bytes * setting.compute_bytes
+        weights = parameters.all * widened / layout.devices + whole
+        gradients = parameters.trained * widened / layout.devices + whole * (parameters.trained / parameters.all)
+        optimizer = parameters.trained * widened * states / layout.devices
+    else:
+        weights = parameters.all + (parameters.linear * setting.compute_bytes if setting.autocast else 0)
+        gradients = parameters.trained * (2 if layout.devices > 1 else 1)
+        optimizer = parameters.trained * states
+
+    kinds = list(zip(config.attention_kinds, config.layer_types))
+    layers = {kind: layer_bytes(setting, *kind) for kind in set(kinds)}
+    tokens = setting.batch * setting.tokens // layout.sequence_parallel
+    if setting.checkpointing:
+        kept = len(kinds) * tokens * config.hidden_size * setting.weight_bytes
+        backward = max(map(sum, layers.values()))
+    else:
+        kept = sum(layers[kind][0] for kind in kinds)
+        backward = max(working for _, working in layers.values())
+    if setting.offloading and not setting.on_cpu:
+        kept = 0
+    # Rotary tables; last norm, and its output without the last token.
+    kept += tokens * (4 * config.head_dim + 3 * config.hidden_size) * setting.weight_bytes
+    return Memory(weights, gradients, optimizer, kept, max(backward, loss_bytes(setting)))
+
+
+def known_config(config: PreTrainedConfig) -> IHAConfig | None:
+    """The configuration that the plan computes with: an IHAConfig whose mechanisms all have a cost function; for a
+    Llama, that of the same model by this package; or None."""
+    if type(config) is LlamaConfig:
+        fields = {name: value for name, value in config.to_dict().items() if hasattr(IHAConfig, name)}
+        config = IHAConfig(**{**fields, "attention_kinds": "mha"})
+    if not isinstance(config, IHAConfig) or not all(mechanism_of(kind).cost for kind in set(config.attention_kinds)):
+        return None
+    return config
+
+
+def launched_layout() -> Layout:
+    """The devices that `accelerate launch` has given this run, from the environment variables that it sets."""
+    devices = int(os.environ.get("WORLD_SIZE", 1))
+    sharded = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED"))
+    return Layout(devices, sharded and devices > 1, int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", 1)))
+
+
+def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> Setting | None:
+    """What a run's memory depends on; None for a model whose memory is not known."""
+    known = known_config(config)
+    if known is None:
+        return None
+    known = deepcopy(known)
+    known._attn_implementation = run.attn_implementation or "sdpa"
+    weight_bytes = getattr(torch, run.dtype).itemsize
+    return Setting(
+        config=known,
+        parameters=count_parameters(config, run),
+        layout=launched_layout(),
+        batch=args.per_device_train_batch_size,
+        tokens=args.max_length or known.max_position_embeddings,
+        checkpointing=args.gradient_checkpointing,
+        offloading=args.activation_offloading,
+        attention_form=run.attention_form,
+        autocast=(args.bf16 or args.fp16) and weight_bytes == 4,
+        weight_bytes=weight_bytes,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        on_cpu=args.device.type == "cpu",
+    )
+
+
+def available_memory(args: SFTConfig) -> float:
+    """Bytes that a process of this run can have: of its GPU, or its share of the memory that is free now."""
+    if args.device.type == "cuda":
+        return torch.cuda.get_device_properties(args.device).total_memory
+    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def smallest_change(setting: Setting, config: PreTrainedConfig, run: RunArguments, limit: float) -> str | None:
+    """The fewest changes, and among as many those that change the run least, after which it fits into `limit` bytes;
+    None when there are none."""
+    options: list[tuple[str, dict]] = []
+    if setting.batch > 1:
+        words = f"per_device_train_batch_size 1 with {setting.batch} times the gradient_accumulation_steps"
+        options.append((words, {"batch": 1}))
+    if not setting.checkpointing:
+        options.append(("gradient_checkpointing", {"checkpointing": True}))
+    if setting.on_cpu and setting.attention_form != "base" and "iha" in setting.config.attention_kinds:
+        options.append(("attention_form base", {"attention_form": "base"}))
+    if not run.use_peft:
+        options.append(("use_peft (LoRA)", {"parameters": count_parameters(config, replace(run, use_peft=True))}))
+    for devices in (2, 4, 8, 16, 32, 64, 128):
+        if devices > setting.layout.devices or not setting.layout.sharded:
+            options.append((f"FSDP2 on {devices} devices", {"layout": Layout(devices, sharded=True)}))
+    for devices in (8, 16, 32, 64, 128):
+        if not setting.on_cpu and devices > setting.layout.devices:
+            words = f"FSDP2 on {devices} devices with sequence parallelism over 8"
+            options.append((words, {"layout": Layout(devices, True, 8)}))
+    for part in (2, 4, 8, 16, 32, 64):
+        if setting.tokens // part:
+            options.append((f"max_length {setting.tokens // part}", {"tokens": setting.tokens // part}))
+    for count in (1, 2, 3):
+        for chosen in combinations(options, count):
+            fields = {name: value for _, change in chosen for name, value in change.items()}
+            if len(fields) == count and estimate(replace(setting, **fields)).total <= limit:
+                return " and ".join(words for words, _ in chosen)
+    return None
+
+
+def table(rows: dict[str, Memory]) -> str:
+    """Gigabytes (1e9 bytes) on each device, one line to a row."""
+    columns = ("weights", "gradients", "optimizer", "activations", "working", "total")
+    lines = [f"{'GB on each device':<50}{''.join(f'{name:>12}' for name in columns)}"]
+    for title, memory in rows.items():
+        lines.append(f"{title:<50}{''.join(f'{value / GB:>12.2f}' for value in (*astuple(memory), memory.total))}")
+    return "\n".join(lines)
+
+
+def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> None:
+    """Prints what the run will take on each device. Raises `UserError` when that is more than there is, naming the
+    smallest change after which it fits."""
+    setting = run_setting(config, run, args)
+    if setting is None:
+        args.distributed_state.print(f"No memory plan: a {config.model_type!r} model, or a mechanism without a cost.")
+        return
+    memory, limit = estimate(setting), available_memory(args) if run.memory_gb is None else run.memory_gb * GB
+    args.distributed_state.print(table({f"this run: {setting.layout}": memory}))
+    if memory.total > limit:
+        change = smallest_change(setting, config, run, limit)
+        advice = (
+            f"it would fit with {change}"
+            if change
+            else "no change that is known here makes it fit: take a smaller model"
+        )
+        raise UserError(
+            f"The run needs {memory.total / GB:.1f} GB on each device and there are {limit / GB:.1f} GB: {advice}. "
+            "(memory_gb states another limit.)"
+        )
+
+
+def layouts(setting: Setting) -> dict[str, Memory]:
+    """The plan of a run, and of the same run on other devices and in other forms."""
+    forms = {"": setting}
+    other = not setting.checkpointing
+    forms[f"{'with' if other else 'without'} checkpointing"] = replace(setting, checkpointing=other)
+    if "iha" in setting.config.attention_kinds:
+        form = "virtual" if setting.attention_form == "base" else "base"
+        forms[f"attention_form {form} (on a CPU)"] = replace(setting, attention_form=form, on_cpu=True)
+    rows = {" ".join(filter(None, (f"{setting.layout}", name))): estimate(form) for name, form in forms.items()}
+    for layout in (Layout(8), Layout(8, True), Layout(64, True), Layout(8, True, 8), Layout(64, True, 8)):
+        if layout != setting.layout:
+            rows[str(layout)] = estimate(replace(setting, layout=layout))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the plan of the command line. Raises `UserError`."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    config = None
+    if "--preset" in argv:
+        place = argv.index("--preset")
+        name = argv[place + 1] if place + 1 < len(argv) else ""
+        if name not in PRESETS:
+            raise UserError(f"--preset {name}: expected one of {', '.join(PRESETS)}.")
+        del argv[place : place + 2]
+        config = IHAConfig.from_preset(name)
+    run, args = RecipeParser(SFTConfig, USAGE).parse(argv)
+    config = run_config(run, args, config)
+    setting = run_setting(config, run, args)
+    if setting is None:
+        raise UserError(f"No memory plan for a {config.model_type!r} model: expected 'iha' or 'llama'.")
+    # A recipe may be planned on another machine than it runs on.
+    setting = replace(setting, on_cpu=args.use_cpu)
+    print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if args.use_cpu else 'GPU'}")
+    print(table(layouts(setting)))
+
+
+if __name__ == "__main__":
+    run_cli(main)

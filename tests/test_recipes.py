@@ -1,0 +1,162 @@
+"""Every recipe trains with nothing but paths, sizes and number types overridden, and what it asks of the model is in
+the checkpoint; mixtures have their shares of the tokens."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from tiny_training import ROOT, byte_tokenizer, sizes, training_rows, write_jsonl
+
+from command_io import UserError
+from modeling_iha import IHAConfig, IHAForCausalLM
+from sft import train
+from sft.mixture import mix, sources
+
+
+RECIPES = ROOT / "sft" / "recipes"
+# Those of preferences and rewards have tests of their own.
+FILES = [
+    "demo/sft.yaml",
+    "openthoughts/sft.yaml",
+    "openthoughts3/sft.yaml",
+    "long_context_64k/sft.yaml",
+    "pretrain/sft.yaml",
+    "lora/sft.yaml",
+]
+MECHANISMS = ["global", "global-local", "talking-heads", "diff", "iha"]
+
+
+@pytest.fixture(autouse=True)
+def in_repository_root(monkeypatch):
+    # The recipes name their chat template relative to the root, as the documented command does.
+    monkeypatch.chdir(ROOT)
+
+
+def save_tiny(directory, **fields) -> str:
+    """A saved model with the tokenizer of bytes; `preset` and fields of its config."""
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id}
+    config = IHAConfig.from_preset(fields.pop("preset", "tiny"), **ids, **fields)
+    IHAForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def rows_file(tmp_path_factory) -> str:
+    return write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", training_rows(20))
+
+
+def run(file, model, rows, output, **overrides):
+    """Two steps of a recipe: (its keys, the final config, losses of training)."""
+    small = {"max_steps": 2, "eval_steps": 2, "bf16": "false", "dtype": "float32", **overrides}
+    train.main(["--config", str(RECIPES / file), *sizes(model, rows, output, **small)])
+    losses = json.loads((output / "loss.json").read_text())["train"]
+    return yaml.safe_load((RECIPES / file).read_text()), IHAConfig.from_pretrained(output / "final"), losses
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_recipe_trains(file, tiny, rows_file, tmp_path):
+    template = {"chat_template_path": "sft/chat_templates/chatml.jinja"} if file == "pretrain/sft.yaml" else {}
+    keys, _, losses = run(file, tiny, rows_file, tmp_path / "run", **template)
+    assert [step for step, _ in losses] == [1, 2]
+    # The optimiser's group of the mixing has the rate that the recipe says, at the second step of every schedule.
+    (state,) = (tmp_path / "run" / "checkpoint-2").glob("trainer_state.json")
+    logged = [entry for entry in json.loads(state.read_text())["log_history"] if "learning_rate" in entry]
+    assert all(
+        entry["mixing_learning_rate"] == pytest.approx(keys["mixing_lr_multiplier"] * entry["learning_rate"])
+        for entry in logged
+    )
+
+
+def test_the_first_stage_of_long_context_leaves_its_rope_base_and_positions_in_the_checkpoint(tiny, tmp_path):
+    rows = training_rows(60)
+    names = [write_jsonl(tmp_path / f"{index}.jsonl", rows[index::3]) for index in range(3)]
+    shares = [share for _, share in sources(str(RECIPES / "long_context_64k" / "mixture.yaml"))]
+    assert shares == [0.3, 0.3, 0.4]
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text(yaml.safe_dump([{"path": path, "share": share} for path, share in zip(names, shares)]))
+
+    template = "sft/chat_templates/chatml.jinja"
+    output = tmp_path / "run"
+    keys, config, _ = run(
+        "long_context_64k/continued.yaml", tiny, mixture, output, max_length=256, chat_template_path=template
+    )
+    assert config.max_position_embeddings == keys["max_position_embeddings"] == 65536
+    assert config.rope_parameters["rope_theta"] == keys["rope_theta"] == 8e6
+    trained = IHAForCausalLM.from_pretrained(output / "final")
+    assert trained.model.rotary_emb.inv_freq[1].item() == pytest.approx(8e6 ** (-2 / trained.config.head_dim))
+
+
+def test_the_five_mechanisms_of_the_paper_train_on_equal_budgets(rows_file, tmp_path):
+    small = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
+    small |= {"num_hidden_layers": 10, "max_position_embeddings": 256}
+    rates, tokens = set(), set()
+    for name in MECHANISMS:
+        fields = {**small, "num_pseudo_heads": 2} if name == "iha" else small
+        if name == "global-local":
+            fields = {**fields, "sliding_window": 16}
+        model = save_tiny(tmp_path / name / "model", preset=f"paper-2.4b-{name}", **fields)
+        output = tmp_path / name / "run"
+        run("paper_sft/sft.yaml", model, rows_file, output)
+        state = json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())
+        logged = [entry for entry in state["log_history"] if "learning_rate" in entry]
+        rates.add(tuple(entry["learning_rate"] for entry in logged))
+        tokens.add(tuple(entry["num_tokens"] for entry in logged))
+    assert len(rates) == len(tokens) == 1
+
+
+# Mixtures
+
+
+def rows_of(length, count, value):
+    return Dataset.from_dict(
+        {"input_ids": [[value] * length] * count, "labels": [[value] * length] * count, "x": [0] * count}
+    )
+
+
+def test_a_mixture_has_its_shares_of_the_tokens_whatever_the_lengths_of_rows():
+    parts = [rows_of(64, 1000, 1), rows_of(8, 4000, 2), rows_of(2, 20000, 3)]
+    shares = [0.3, 0.3, 0.4]
+    rows = mix(parts, shares, seed=0)
+    assert set(rows.column_names) == {"input_ids", "labels"}
+    tokens = [sum(len(ids) for ids in rows["input_ids"] if ids[0] == value) for value in (1, 2, 3)]
+    assert [count / sum(tokens) for count in tokens] == pytest.approx(shares, abs=0.03)
+    assert rows["input_ids"] == mix(parts, shares, seed=0)["input_ids"]
+    assert rows["input_ids"] != mix(parts, shares, seed=1)["input_ids"]
+
+
+def test_a_single_source_is_left_alone():
+    assert sources("open-thoughts/OpenThoughts-114k") == [("open-thoughts/OpenThoughts-114k", 1.0)]
+    rows = rows_of(2, 3, 1)
+    assert mix([rows], [1.0], seed=0) is rows
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("[", "cannot be read"),
+        ("", "expected a list"),
+        ("[]", "expected a list"),
+        ("{path: a, share: 1}", "expected a list"),
+        ("[{path: a}]", "entry 1"),
+        ("[{path: a, share: 0.5}, {path: b, share: .nan}]", "entry 2: share is nan"),
+        ("[{path: a, share: true}]", "entry 1: share is True"),
+        ("[{path: a, share: 0.5}, {path: b, share: 0.4}]", "add up to 0.9"),
+    ],
+)
+def test_a_bad_mixture_is_refused_before_the_model_is_loaded(tmp_path, text, named):
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text(text)
+    with pytest.raises(UserError, match=named):
+        train.main(["--config", str(RECIPES / "demo/sft.yaml"), *sizes("absent/model", mixture, tmp_path / "run")])
+    with pytest.raises(UserError, match="cannot be read"):
+        sources(str(tmp_path / "absent.yaml"))
