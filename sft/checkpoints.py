@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from command_io import new_directory, whole_file
@@ -54,9 +55,9 @@ def write_losses(history: list[dict], output_dir: str | Path) -> None:
         figure.savefig(path, format="png", dpi=120)
 
 
-def save_final(trainer: MixingTrainer, run: RunArguments, directory: Path) -> None:
-    """Write the trained model, its code, tokenizer, chat template, generation config and model card as `directory`."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
+def save_final(trainer: MixingTrainer, model: PreTrainedModel, run: RunArguments, directory: Path) -> None:
+    """Write the trained `model` (see `whole_model`), its code, tokenizer, chat template, generation config and model
+    card as `directory`."""
     adapters = ""
     if run.use_peft:
         model = model.merge_and_unload()

@@ -14,6 +14,7 @@ from command_io import UserError, one_line, run_cli
 from sft.arguments import RecipeParser, RunArguments
 from sft.checkpoints import newest_complete_checkpoint, save_final, write_losses
 from sft.data import load_messages, tokenize
+from sft.distributed import check_launch, whole_model
 from sft.model import lora_config, prepare_model
 from sft.trainer import MixingTrainer
 
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if final.exists():
         raise UserError(f"{final} exists: this run has finished. Remove it or choose another output_dir.")
 
+    check_launch(run, args)
+
     model, tokenizer = prepare_model(run, args)
     # Rows that are packed by splitting are not cut.
     cuts = not args.packing or args.packing_strategy == "bfd"
@@ -74,9 +77,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.eval_on_start = False  # the history of the checkpoint begins with that evaluation
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
 
+    model = whole_model(trainer)
     if trainer.is_world_process_zero():
         write_losses(trainer.state.log_history, args.output_dir)
-        save_final(trainer, run, final)
+        save_final(trainer, model, run, final)
         print(f"Final model: {final}\nLosses:      {Path(args.output_dir) / 'loss.json'} and loss.png")
     # DDP's reducer must go before the process group. The last one to hold the group destroys it and joins its threads;
     # the reducer would do so with the GIL held, while such a thread may still need the GIL to release a tensor, for

@@ -4,13 +4,14 @@ import torch
 from trl import SFTTrainer
 
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from sft.distributed import DistributedTrainer
 
 
 # The modules that mix heads or collapse pseudo-heads, with entries of order 1.
 MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
 
 
-class MixingTrainer(SFTTrainer):
+class MixingTrainer(DistributedTrainer, SFTTrainer):
     """SFTTrainer with a parameter group of its own for the mixing and collapse weights.
 
     Their entries are of order 1, so Adam at a usual fine-tuning rate of 5e-5 moves them by less than 0.003 in 60
