@@ -22,6 +22,13 @@ from sft.arguments import RunArguments
 # Kinds whose core sees all heads of the whole sequence at once, as Ulysses gives them.
 SHARED_SEQUENCE_KINDS = {"iha", "mha"}
 CONFIGS = "sft/accelerate_configs"
+# File or directory in which a checkpoint of the Trainer keeps the optimiser -> how the run was sharded that wrote it.
+OPTIMIZER_STATES = {
+    "optimizer.pt": "one process or DDP",
+    "optimizer.bin": "FSDP with FULL_STATE_DICT",
+    "optimizer_0": "FSDP with SHARDED_STATE_DICT",
+    "latest": "DeepSpeed",
+}
 
 
 # Before a model is loaded --------------------------------------------------------------------------------------------
@@ -89,7 +96,9 @@ def _check_sharding(args: TrainingArguments) -> None:
     if args.deepspeed or _flag("ACCELERATE_USE_DEEPSPEED"):
         _check_deepspeed("DeepSpeed")
         if on_cpu:
-            raise UserError(f"DeepSpeed would silently train unsharded on the CPU ({resolved}): use {CONFIGS}/ddp.yaml.")
+            raise UserError(
+                f"DeepSpeed would silently train unsharded on the CPU ({resolved}): use {CONFIGS}/ddp.yaml."
+            )
     if args.fsdp or _flag("ACCELERATE_USE_FSDP"):
         if on_cpu:
             raise UserError(
@@ -164,6 +173,10 @@ class DistributedTrainer(Trainer):
         check_wrapped(self.accelerator, self.model_wrapped)
         return prepared
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        check_resumable(self.accelerator, Path(resume_from_checkpoint))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.is_fsdp_enabled:
             export(self, output_dir or self.args.output_dir)
@@ -181,7 +194,24 @@ def check_wrapped(accelerator: Accelerator, model: torch.nn.Module) -> None:
     else:
         wrapped = accelerator.num_processes == 1 or isinstance(model, DistributedDataParallel)
     if not wrapped:
-        raise UserError(f"the launch asks for {kind.value}, and the model is a plain {type(model).__name__}: not trained.")
+        raise UserError(
+            f"the launch asks for {kind.value}, and the model is a plain {type(model).__name__}: not trained."
+        )
+
+
+def check_resumable(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Raise `UserError` when the run that wrote `checkpoint` was sharded in another way than this one."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        kind = accelerator.state.fsdp_plugin.state_dict_type.name
+        expected = {"FULL_STATE_DICT": "optimizer.bin", "SHARDED_STATE_DICT": "optimizer_0"}[kind]
+    else:
+        expected = "optimizer.pt"
+    found = [name for name in OPTIMIZER_STATES if (checkpoint / name).exists()]
+    if found and expected not in found:
+        raise UserError(
+            f"{checkpoint} was written under {OPTIMIZER_STATES[found[0]]}, and this run is under {OPTIMIZER_STATES[expected]}: "
+            "launch it with the accelerate config that it began with."
+        )
 
 
 class SharedSequenceCollator:
@@ -224,7 +254,9 @@ def register_ulysses(trainer: Trainer) -> None:
         model_name_or_path=trainer.model,
         core_attn_implementation=handler.sp_attn_implementation,
         sequence_parallel_size=trainer.sequence_pieces,
-        micro_batch_size=1 if trainer.data_collator.collator.padding_free else trainer.args.per_device_train_batch_size,
+        micro_batch_size=1
+        if trainer.data_collator.collator.padding_free
+        else trainer.args.per_device_train_batch_size,
         seq_length_is_variable=True,
         disable_in_eval=True,
     )
@@ -264,12 +296,3 @@ def export(trainer: Trainer, directory: str | os.PathLike) -> None:
     if trainer.args.should_save:
         model.save_pretrained(directory)
         trainer.processing_class.save_pretrained(directory)
-
-
-def optimizer_state(checkpoint: Path) -> Path:
-    """Where a Trainer checkpoint keeps the optimiser, which depends on how the run was sharded; the file or directory
-    may be missing."""
-    for name in ("optimizer.bin", "optimizer_0", "latest"):  # FSDP full, FSDP sharded, DeepSpeed
-        if (checkpoint / name).exists():
-            return checkpoint / name
-    return checkpoint / "optimizer.pt"
