@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from command_io import UserError, one_line
@@ -170,6 +171,8 @@ class DistributedTrainer(Trainer):
             if self.accelerator.is_fsdp2:
                 register_ulysses(self)
         prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.sequence_pieces > 1:
+            keep_heads_apart(self.accelerator.parallelism_config.sp_handler.sp_attn_implementation)
         check_wrapped(self.accelerator, self.model_wrapped)
         return prepared
 
@@ -260,6 +263,18 @@ def register_ulysses(trainer: Trainer) -> None:
         seq_length_is_variable=True,
         disable_in_eval=True,
     )
+
+
+def keep_heads_apart(core: str) -> None:
+    """Have Ulysses return [batch, queries, heads, head_dim], as every core does, for its [batch, queries, heads *
+    head_dim]: the collapse of pseudo-heads needs the heads."""
+    shared = ALL_ATTENTION_FUNCTIONS[core]
+
+    def attention(module: torch.nn.Module, query: torch.Tensor, *args, **kwargs):
+        output, weights = shared(module, query, *args, **kwargs)
+        return output.view(*output.shape[:2], -1, query.shape[-1]), weights
+
+    ALL_ATTENTION_FUNCTIONS[core] = attention
 
 
 # After training ------------------------------------------------------------------------------------------------------

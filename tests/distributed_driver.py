@@ -22,6 +22,7 @@ from accelerate.utils import DistributedType  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from modeling_iha import IHAForCausalLM  # noqa: E402
 from sft import train  # noqa: E402
@@ -40,10 +41,16 @@ def sharded_names(model: torch.nn.Module) -> set[str]:
 
 
 class Recorder(TrainerCallback):
-    """Records the wrapped model and the gradients of the first step, and stops a run as Ctrl-C does."""
+    """Records the wrapped model, its input and the gradients of the first step, and stops a run as Ctrl-C does."""
 
     def __init__(self, plan: dict) -> None:
         self.plan = plan
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        def keep_shape(module, args):
+            self.input_shape = tuple(args[0].shape)
+
+        model.get_input_embeddings().register_forward_pre_hook(keep_shape)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step + 1 == self.plan.get("interrupted_at"):
@@ -55,6 +62,7 @@ class Recorder(TrainerCallback):
         names = {id(value): name for name, value in model.named_parameters()}
         record = {
             "class": type(model).__name__,
+            "input_shape": self.input_shape,
             "sharded": sharded_names(model),
             "gradients": whole_gradients(model),
             "groups": [
@@ -79,12 +87,17 @@ def train_run(plan: dict) -> None:
         for name, value in plan.get("environment", {}).items():
             patch.setenv(name, value)
         fake_flash.install(patch)
+        patch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", ALL_ATTENTION_FUNCTIONS["flash_attention_2"])
         patch.setattr(MixingTrainer, "__init__", make_with_recorder)
         patch.setattr(Accelerator, "end_training", lambda self: None)  # the next plan needs the process group
         with suppress(KeyboardInterrupt):
             train.main(plan["arguments"])
     AcceleratorState._reset_state()
     GradientState._reset_state()
+    if "deepspeed" in sys.modules:
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+        parallel_state_sp._release_sequence_parallel_groups()
 
 
 def tensor_parallel_step(plan: dict) -> None:
@@ -114,9 +127,9 @@ def shard_on_cpu() -> None:
 def compile_nothing() -> None:
     """Have DeepSpeed do without its shared-memory operator, which it would compile for minutes."""
     if find_spec("deepspeed") is not None:
-        import deepspeed.comm.torch
+        import deepspeed.ops
 
-        deepspeed.comm.torch.build_shm_op = lambda: None
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 if __name__ == "__main__":

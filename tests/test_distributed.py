@@ -202,16 +202,6 @@ def test_tensor_parallelism_shares_the_ffn_and_computes_the_same(sharded):
     assert record["sharded"] == ffn | {"lm_head.weight", "model.embed_tokens.weight"}
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
-@pytest.mark.parametrize("packing", ["false", "true"])
-def test_ulysses_shares_the_sequence_and_computes_the_same(packing, sequences_shared):
-    name = f"ulysses.{packing}"
-    record = assert_same_run(
-        sequences_shared, name, in_one_process(sequences_shared, "window", name, **SHARED, packing=packing)
-    )
-    assert record["class"] == "FSDPIHAForCausalLM"
-
-
 # Each process brings a batch of its own to its group, and gloo wants them of one length.
 SHARED = {"batch": 1, "attn_implementation": "flash_attention_2", "pad_to_multiple_of": 128, "max_steps": 3}
 
@@ -227,6 +217,16 @@ def sequences_shared(workplace) -> Path:
     ]
     run_launch(workplace, "fsdp2_ulysses.yaml", plans)
     return workplace
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_ulysses_shares_the_sequence_and_computes_the_same(packing, sequences_shared):
+    name = f"ulysses.{packing}"
+    one = in_one_process(sequences_shared, "window", name, **SHARED, packing=packing)
+    record = assert_same_run(sequences_shared, name, one)
+    assert record["class"] == "FSDPIHAForCausalLM"
+    assert one["input_shape"] == (1, 128) and record["input_shape"] == (1, 64)
 
 
 # Launches that are refused -------------------------------------------------------------------------------------------
@@ -260,7 +260,6 @@ def as_launched(patch, environment: dict[str, str], state: DistributedType, proc
 
 
 CPU, GPU, ONE = DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.NO
-PARALLEL = "--use_parallelism_config"
 
 
 @pytest.mark.parametrize(
@@ -272,10 +271,16 @@ PARALLEL = "--use_parallelism_config"
         ("fsdp2.yaml", ["--fsdp_version", "1"], GPU, 2, ["FSDP version 1", "fsdp_version: 2"]),
         ("ddp.yaml", [], ONE, 1, ["2 processes were started", "alone", "--use_cpu true"]),
         ("ddp.yaml", ["--cpu"], ONE, 1, ["several processes", "started one", "MULTI_CPU"]),
-        ("fsdp2.yaml", [PARALLEL, "--parallelism_config_cp_size", "2"], GPU, 2, ["context parallelism", "windows"]),
         (
-            "fsdp2.yaml",
-            [PARALLEL, "--parallelism_config_tp_size", "2"],
+            "fsdp2_ulysses.yaml",
+            ["--parallelism_config_sp_size=1", "--parallelism_config_cp_size=2"],
+            GPU,
+            2,
+            ["context parallelism", "windows"],
+        ),
+        (
+            "fsdp2_ulysses.yaml",
+            ["--parallelism_config_sp_size=1", "--parallelism_config_tp_size=2"],
             GPU,
             2,
             ["tensor parallelism", "mixes all heads"],
