@@ -31,7 +31,7 @@ class RunArguments:
 
     model_name_or_path: str = field(metadata={"help": "Checkpoint directory or id on the Hub to start from."})
     dataset_name: str = field(
-        metadata={"help": 
+        metadata={
             "help": "Rows: a directory of sft/prepare.py, a .jsonl, .parquet or .txt file, an id on the Hub, or a .yaml "
             "mixture of them."
         }

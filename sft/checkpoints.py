@@ -8,7 +8,7 @@ from pathlib import Path
 from accelerate import PartialState
 from matplotlib.figure import Figure
 from safetensors import SafetensorError, safe_open
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -150,14 +150,16 @@ def _write_figure(figure: Figure, path: Path) -> None:
         figure.savefig(temporary, format="png", dpi=120)
 
 
-def save_final(trainer: RecipeTrainer, run: RunArguments, record: dict[str, dict], directory: Path) -> None:
-    """Write the trained model, its code, tokenizer, chat template, generation config and model card as `directory`.
+def save_final(
+    trainer: RecipeTrainer, model: PreTrainedModel, run: RunArguments, record: dict[str, dict], directory: Path
+) -> None:
+    """Write the trained `model` (see `whole_model`), its code, tokenizer, chat template, generation config and model
+    card as `directory`.
 
     The card is filled from `record`, what the run is made of, and from what `trainer` logged; the curves in its
     output_dir come along. Raises `UserError` for a weight that is not a number.
     """
     trainer.check_weights()
-    model = trainer.accelerator.unwrap_model(trainer.model)
     if run.use_peft:
         model = model.merge_and_unload()
     with new_directory(directory) as temporary:

@@ -10,6 +10,7 @@ from transformers import Trainer, TrainingArguments
 from command_io import UserError, sole_writer
 from sft.arguments import RecipeParser, RunArguments, check_values
 from sft.checkpoints import checkpoint_to_resume, newest_complete_checkpoint, publish, save_final, write_losses
+from sft.distributed import check_launch, whole_model
 from sft.run_record import check_record, keep_record, make_record, note_stop
 from sft.trainer import NotFiniteError
 
@@ -24,6 +25,7 @@ def run_recipe(
     `output_dir`/final, resuming what was begun. Raises `UserError`."""
     run, args = RecipeParser(config_class, usage).parse(sys.argv[1:] if argv is None else argv)
     check_values(run, args)
+    check_launch(run, args)
     args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
     # The other processes of a run write beside the main one.
     with sole_writer(args.output_dir) if args.process_index == 0 else nullcontext():
@@ -58,9 +60,10 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
             "Lower the rates, or look for what is odd in the data, and start in another output_dir."
         ) from error
 
+    model = whole_model(trainer)
     if is_main:
         write_losses(trainer.state.log_history, args.output_dir)
-        save_final(trainer, run, record, final)
+        save_final(trainer, model, run, record, final)
         print(f"Final model: {final}\nCurves:      loss.json, loss.png, curves.json and curves.png beside it")
         if run.push_repo_id is not None:
             print(f"Published:   {publish(final, run.push_repo_id)}")

@@ -17,6 +17,7 @@ from command_io import UserError, one_line
 from conversion_scripts.checkpoint_io import check_finite
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from sft.callbacks import TrainingClock
+from sft.distributed import DistributedTrainer
 
 
 # The modules that mix heads or collapse pseudo-heads, with entries of order 1.
@@ -29,7 +30,7 @@ class NotFiniteError(UserError):
     """A loss or gradient that is not a number."""
 
 
-class RecipeTrainer:
+class RecipeTrainer(DistributedTrainer):
     """Gives a trainer, as the first of its bases, a parameter group of its own for the mixing and collapse weights,
     and what every recipe's run shows and refuses.
 

@@ -1,0 +1,313 @@
+"""More than one device: which launches are refused, the sequence shared among devices, checkpoints made whole."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, ParallelismConfig, init_empty_weights
+from accelerate.utils import DistributedType
+from peft import PeftModel, get_peft_model
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
+
+from command_io import UserError, one_line
+from conversion_scripts.checkpoint_io import load_config
+from sft.arguments import RunArguments
+
+
+# Kinds whose core sees all heads of the whole sequence at once, as Ulysses gives them.
+SHARED_SEQUENCE_KINDS = {"iha", "mha"}
+CONFIGS = "sft/accelerate_configs"
+# File or directory in which a checkpoint of the Trainer keeps the optimiser -> how the run was sharded that wrote it.
+OPTIMIZER_STATES = {
+    "optimizer.pt": "one process or DDP",
+    "optimizer.bin": "FSDP with FULL_STATE_DICT",
+    "optimizer_0": "FSDP with SHARDED_STATE_DICT",
+    "latest": "DeepSpeed",
+}
+
+
+# Before a model is loaded --------------------------------------------------------------------------------------------
+
+
+def check_launch(run: RunArguments, args: TrainingArguments) -> None:
+    """Refuse, before a model is loaded, a launch that would train something else than it says. Raises `UserError`.
+
+    What a launcher asks for stands in environment variables, and what came of it in `args.distributed_state`: where
+    the two differ, accelerate says nothing and trains without sharding, or in one process.
+    """
+    _check_processes(args)
+    _check_sharding(args)
+    parallelism = requested_parallelism(args)
+    if parallelism.cp_size > 1:
+        raise UserError(
+            f"context parallelism (parallelism_config_cp_size: {parallelism.cp_size}) drops windows and the boundaries "
+            f"of packed documents: use sequence parallelism, {CONFIGS}/fsdp2_ulysses.yaml."
+        )
+    if parallelism.tp_size > 1:
+        raise UserError(
+            f"tensor parallelism (parallelism_config_tp_size: {parallelism.tp_size}) could share only the FFN, because "
+            f"attention mixes all heads, and such a run cannot be resumed: use {CONFIGS}/fsdp2.yaml."
+        )
+    if parallelism.sp_size > 1:
+        _check_shared_sequence(run, args, parallelism)
+
+
+def requested_parallelism(args: TrainingArguments) -> ParallelismConfig:
+    """The sizes of tensor, context and sequence parallelism that the recipe or the launcher asks for, all 1 by
+    default. Raises `UserError` for sizes that exclude each other."""
+    if args.parallelism_config is not None:
+        return args.parallelism_config
+    if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return ParallelismConfig(tp_size=1, cp_size=1, sp_size=1)
+    try:
+        return ParallelismConfig()
+    except ValueError as error:
+        raise UserError(f"parallelism_config: {one_line(error)}") from error
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("true", "1")
+
+
+def _check_processes(args: TrainingArguments) -> None:
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started != args.world_size:
+        raise UserError(
+            f"{started} processes were started, and each would train alone, as one of {args.world_size}: there is no "
+            f"accelerator. Pass --use_cpu true to train on the CPU."
+        )
+    # What accelerate's launcher sets when it was asked for several processes and starts one.
+    if "WORLD_SIZE" not in os.environ and {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys():
+        raise UserError(
+            "the accelerate config asks for several processes, and accelerate has started one, as it does for "
+            f"'distributed_type: MULTI_CPU' and 'use_cpu: true': use {CONFIGS}/ddp.yaml, with --use_cpu true for the CPU "
+            "(if one process is what you want, unset MASTER_ADDR)."
+        )
+
+
+def _check_sharding(args: TrainingArguments) -> None:
+    resolved = args.distributed_state.distributed_type
+    on_cpu = resolved in (DistributedType.NO, DistributedType.MULTI_CPU)
+    if args.deepspeed or _flag("ACCELERATE_USE_DEEPSPEED"):
+        _check_deepspeed("DeepSpeed")
+        if on_cpu:
+            raise UserError(
+                f"DeepSpeed would silently train unsharded on the CPU ({resolved}): use {CONFIGS}/ddp.yaml."
+            )
+    if args.fsdp or _flag("ACCELERATE_USE_FSDP"):
+        if on_cpu:
+            raise UserError(
+                f"FSDP would silently train unsharded, because accelerate shards on accelerators only ({resolved}): use "
+                f"{CONFIGS}/ddp.yaml on the CPU and single.yaml for one process."
+            )
+        version = (args.fsdp_plugin_args or {}).get("fsdp_version") or int(os.environ.get("FSDP_VERSION", 1))
+        if version != 2:
+            raise UserError(f"FSDP version {version}: expected 'fsdp_version: 2', as in {CONFIGS}/fsdp2.yaml.")
+
+
+def _check_deepspeed(what: str) -> None:
+    if find_spec("deepspeed") is None:
+        raise UserError(f"{what} needs the package deepspeed: pip install deepspeed")
+
+
+def _check_shared_sequence(run: RunArguments, args: TrainingArguments, parallelism: ParallelismConfig) -> None:
+    size = parallelism.sp_size
+    what = f"sequence parallelism (parallelism_config_sp_size: {size})"
+    if not (args.fsdp or args.deepspeed or _flag("ACCELERATE_USE_FSDP") or _flag("ACCELERATE_USE_DEEPSPEED")):
+        raise UserError(f"{what} needs FSDP2 or DeepSpeed: see {CONFIGS}/fsdp2_ulysses.yaml.")
+    _check_deepspeed(what)
+    if args.world_size % size:
+        raise UserError(f"{what} does not divide the {args.world_size} processes.")
+    if not parallelism.sp_handler.sp_seq_length_is_variable:
+        raise UserError(f"{what}: set parallelism_config_sp_seq_length_is_variable to true; batches differ in length.")
+    config = load_config(run.model_name_or_path)
+    core = run.attn_implementation
+    # A core that is not a flash kernel takes windows and documents from a mask, and Ulysses drops masks.
+    if core is None or not is_flash_attention_requested(requested_attention_implementation=core):
+        raise UserError(
+            f"{what} drops the windows and the boundaries of packed documents under attn_implementation={core or 'sdpa'}: "
+            "set attn_implementation to flash_attention_2 or flash_attention_3."
+        )
+    if parallelism.sp_handler.sp_attn_implementation != core:
+        raise UserError(
+            f"{what}: parallelism_config_sp_attn_implementation is {parallelism.sp_handler.sp_attn_implementation}; expected "
+            f"the recipe's attn_implementation, {core}."
+        )
+    if others := set(getattr(config, "attention_kinds", ())) - SHARED_SEQUENCE_KINDS:
+        raise UserError(f"{what} is not tested with attention of kind {', '.join(sorted(others))}: use fsdp2.yaml.")
+    if config.num_attention_heads % size:
+        raise UserError(f"{what} does not divide the model's {config.num_attention_heads} attention heads.")
+    if (args.pad_to_multiple_of or size) % size:
+        raise UserError(f"{what} does not divide pad_to_multiple_of={args.pad_to_multiple_of}.")
+
+
+# In the trainer ------------------------------------------------------------------------------------------------------
+
+
+class DistributedTrainer(Trainer):
+    """Base of a trainer that shards the model or shares sequences: it keeps what other libraries lose.
+
+    Under sequence parallelism (Ulysses) each process holds a piece of every row, and attention exchanges pieces of
+    the sequence for heads. Checkpoints of a sharded model load like any other.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        parallelism = self.accelerator.parallelism_config
+        self.sequence_pieces = parallelism.sp_size if parallelism is not None else 1
+        if self.sequence_pieces > 1:
+            self.data_collator.pad_to_multiple_of = self.args.pad_to_multiple_of or self.sequence_pieces
+            self.data_collator = SharedSequenceCollator(self.data_collator)
+
+    def _prepare_for_training(self, *args, **kwargs):
+        if self.sequence_pieces > 1:
+            attend_by_position(self.model)
+            if self.accelerator.is_fsdp2:
+                register_ulysses(self)
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.sequence_pieces > 1:
+            keep_heads_apart(self.accelerator.parallelism_config.sp_handler.sp_attn_implementation)
+        check_wrapped(self.accelerator, self.model_wrapped)
+        return prepared
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        check_resumable(self.accelerator, Path(resume_from_checkpoint))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.is_fsdp_enabled:
+            export(self, output_dir or self.args.output_dir)
+        else:
+            super().save_model(output_dir, _internal_call)
+
+
+def check_wrapped(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Raise `UserError` when `model` is not wrapped as `accelerator` says: training would go on, unsharded."""
+    kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP:
+        wrapped = isinstance(model, FSDPModule) and all(isinstance(value, DTensor) for value in model.parameters())
+    elif kind == DistributedType.DEEPSPEED:
+        wrapped = type(model).__name__ == "DeepSpeedEngine"
+    else:
+        wrapped = accelerator.num_processes == 1 or isinstance(model, DistributedDataParallel)
+    if not wrapped:
+        raise UserError(
+            f"the launch asks for {kind.value}, and the model is a plain {type(model).__name__}: not trained."
+        )
+
+
+def check_resumable(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Raise `UserError` when the run that wrote `checkpoint` was sharded in another way than this one."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        kind = accelerator.state.fsdp_plugin.state_dict_type.name
+        expected = {"FULL_STATE_DICT": "optimizer.bin", "SHARDED_STATE_DICT": "optimizer_0"}[kind]
+    else:
+        expected = "optimizer.pt"
+    found = [name for name in OPTIMIZER_STATES if (checkpoint / name).exists()]
+    if found and expected not in found:
+        raise UserError(
+            f"{checkpoint} was written under {OPTIMIZER_STATES[found[0]]}, and this run is under {OPTIMIZER_STATES[expected]}: "
+            "launch it with the accelerate config that it began with."
+        )
+
+
+class SharedSequenceCollator:
+    """The batches of `collator` in the form that Ulysses can cut along the sequence: tensors [batch, N] only.
+
+    The lengths of packed documents (`cu_seq_lens_q` and others) go; `position_ids` say the same.
+    """
+
+    def __init__(self, collator) -> None:
+        self.collator = collator
+
+    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+        batch = self.collator(rows)
+        shape = batch["input_ids"].shape
+        return {name: value for name, value in batch.items() if getattr(value, "shape", None) == shape}
+
+
+def attend_by_position(model: PreTrainedModel) -> None:
+    """Have the decoder of an IHA model, while it trains, make no masks of its own: it sees one piece of the sequence,
+    and the flash core, which sees all of it, finds documents by `position_ids`."""
+    decoder = model.get_base_model().base_model if isinstance(model, PeftModel) else model.base_model
+    if decoder.config.model_type != "iha":
+        return
+    no_masks = {layer.mask_key: None for layer in decoder.layers}
+    decoder.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": no_masks} if module.training else kwargs),
+        with_kwargs=True,
+    )
+
+
+def register_ulysses(trainer: Trainer) -> None:
+    """Put DeepSpeed's Ulysses around the attention core, as accelerate does under DeepSpeed and not under FSDP2."""
+    from deepspeed import init_distributed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from deepspeed.utils import groups
+
+    init_distributed(dist_backend=torch.distributed.get_backend(), verbose=False)
+    handler = trainer.accelerator.parallelism_config.sp_handler
+    groups.mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=trainer.model,
+        core_attn_implementation=handler.sp_attn_implementation,
+        sequence_parallel_size=trainer.sequence_pieces,
+        micro_batch_size=1
+        if trainer.data_collator.collator.padding_free
+        else trainer.args.per_device_train_batch_size,
+        seq_length_is_variable=True,
+        disable_in_eval=True,
+    )
+
+
+def keep_heads_apart(core: str) -> None:
+    """Have Ulysses return [batch, queries, heads, head_dim], as every core does, for its [batch, queries, heads *
+    head_dim]: the collapse of pseudo-heads needs the heads."""
+    shared = ALL_ATTENTION_FUNCTIONS[core]
+
+    def attention(module: torch.nn.Module, query: torch.Tensor, *args, **kwargs):
+        output, weights = shared(module, query, *args, **kwargs)
+        return output.view(*output.shape[:2], -1, query.shape[-1]), weights
+
+    ALL_ATTENTION_FUNCTIONS[core] = attention
+
+
+# After training ------------------------------------------------------------------------------------------------------
+
+
+def whole_model(trainer: Trainer) -> PreTrainedModel | None:
+    """The trained model with its whole weights, adapters included, in the class it was loaded as. Every process must
+    call this; where the model is sharded, process 0 gets a copy on its CPU and the others None.
+
+    FSDP2 puts a class of its own in place of the model's, and saving that class writes the code of PyTorch's FSDP
+    into the checkpoint in place of the model's.
+    """
+    accelerator, model = trainer.accelerator, trainer.model
+    if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        return accelerator.unwrap_model(model)
+    weights = accelerator.get_state_dict(trainer.model_wrapped)
+    if not accelerator.is_main_process:
+        return None
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    with init_empty_weights():
+        whole = type(base)(base.config)  # FSDP2's class makes an object of the class that it stands for
+        whole.generation_config = base.generation_config
+        if isinstance(model, PeftModel):
+            whole = get_peft_model(whole, model.active_peft_config)
+    whole.load_state_dict(weights, assign=True)
+    whole.tie_weights()
+    return whole
+
+
+def export(trainer: Trainer, directory: str | os.PathLike) -> None:
+    """Write the trained model as a checkpoint that loads like any other: whole weights, code, tokenizer. Every process
+    must call this; process 0 writes."""
+    model = whole_model(trainer)
+    if trainer.args.should_save:
+        model.save_pretrained(directory)
+        trainer.processing_class.save_pretrained(directory)

@@ -1,0 +1,140 @@
+"""What one launch of test_distributed.py runs in each of its processes.
+
+python tests/distributed_driver.py PLANS, a JSON list of the plans of `train_run` and `tensor_parallel_step`. FSDP runs
+on the CPU here, where accelerate alone would train under DDP in silence.
+"""
+
+import json
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import fake_flash  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from accelerate import Accelerator, PartialState  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from transformers.distributed import DistributedConfig  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+from modeling_iha import IHAForCausalLM  # noqa: E402
+from sft import train  # noqa: E402
+from sft.trainer import MixingTrainer  # noqa: E402
+
+
+def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in gradients.items()
+    }
+
+
+def sharded_names(model: torch.nn.Module) -> set[str]:
+    return {name for name, value in model.named_parameters() if isinstance(value, DTensor)}
+
+
+class Recorder(TrainerCallback):
+    """Records the wrapped model, its input and the gradients of the first step, and stops a run as Ctrl-C does."""
+
+    def __init__(self, plan: dict) -> None:
+        self.plan = plan
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        def keep_shape(module, args):
+            self.input_shape = tuple(args[0].shape)
+
+        model.get_input_embeddings().register_forward_pre_hook(keep_shape)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.plan.get("interrupted_at"):
+            raise KeyboardInterrupt
+
+    def on_pre_optimizer_step(self, args, state, control, model, optimizer, **kwargs):
+        if state.global_step > 0:
+            return
+        names = {id(value): name for name, value in model.named_parameters()}
+        record = {
+            "class": type(model).__name__,
+            "input_shape": self.input_shape,
+            "sharded": sharded_names(model),
+            "gradients": whole_gradients(model),
+            "groups": [
+                ([names[id(value)] for value in group["params"]], group["initial_lr"], group["weight_decay"])
+                for group in optimizer.param_groups
+            ],
+        }
+        if args.process_index == 0:
+            torch.save(record, self.plan["record"])
+
+
+def train_run(plan: dict) -> None:
+    """One call of sft/train.py with {"arguments": [...], "record": file} and, where wanted, "environment" and
+    "interrupted_at" (a step). "flash_attention_2" is the stand-in of fake_flash.py."""
+    make = MixingTrainer.__init__
+
+    def make_with_recorder(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        self.add_callback(Recorder(plan))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in plan.get("environment", {}).items():
+            patch.setenv(name, value)
+        fake_flash.install(patch)
+        patch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", ALL_ATTENTION_FUNCTIONS["flash_attention_2"])
+        patch.setattr(MixingTrainer, "__init__", make_with_recorder)
+        patch.setattr(Accelerator, "end_training", lambda self: None)  # the next plan needs the process group
+        with suppress(KeyboardInterrupt):
+            train.main(plan["arguments"])
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    if "deepspeed" in sys.modules:
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+        parallel_state_sp._release_sequence_parallel_groups()
+
+
+def tensor_parallel_step(plan: dict) -> None:
+    """Loss and gradients of {"model": directory, "ids": [[...]], "record": file} under tensor parallelism."""
+    size = torch.distributed.get_world_size()
+    model = IHAForCausalLM.from_pretrained(plan["model"], distributed_config=DistributedConfig(tp_size=size))
+    ids = torch.tensor(plan["ids"])
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    record = {"loss": loss.item(), "sharded": sharded_names(model), "gradients": whole_gradients(model)}
+    if torch.distributed.get_rank() == 0:
+        torch.save(record, plan["record"])
+
+
+def shard_on_cpu() -> None:
+    """Have accelerate take the gloo processes of a CPU for those of an accelerator, which it can shard over."""
+    start = PartialState.__init__
+
+    def start_as_accelerator(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = start_as_accelerator
+
+
+def compile_nothing() -> None:
+    """Have DeepSpeed do without its shared-memory operator, which it would compile for minutes."""
+    if find_spec("deepspeed") is not None:
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+if __name__ == "__main__":
+    shard_on_cpu()
+    compile_nothing()
+    for plan in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        (train_run if "arguments" in plan else tensor_parallel_step)(plan)
+    torch.distributed.destroy_process_group()

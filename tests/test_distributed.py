@@ -1,0 +1,387 @@
+"""Training on more than one device, with two gloo processes on a CPU: it computes what one process does.
+
+Two processes sum in another order: losses agree to 1e-5 of their value, gradients to 1e-5 of each weight's largest,
+and weights after four steps of Adam to 1e-6.
+"""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from distributed_driver import train_run, whole_gradients
+from safetensors.torch import load_file
+from test_sft import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+
+from command_io import UserError
+from conversion_scripts.checkpoint_io import load_in_clean_process
+from modeling_iha import IHAConfig, IHAForCausalLM
+from sft.arguments import RunArguments
+from sft.distributed import SharedSequenceCollator, check_launch, check_resumable, check_wrapped
+
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "sft" / "accelerate_configs"
+GEOMETRIES = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "window": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+}
+MIXING = sorted(
+    f"model.layers.{layer}.self_attn.{module}.weight"
+    for layer in range(2)
+    for module in ("q_mix", "k_mix", "v_mix", "collapse")
+)
+
+
+def launch(config: str, *command: str, **environment: str) -> subprocess.CompletedProcess:
+    process = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config), *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """Saved tiny models, one for each of the GEOMETRIES, and rows."""
+    place, tokenizer = tmp_path_factory.mktemp("distributed"), byte_tokenizer()
+    for name, geometry in GEOMETRIES.items():
+        torch.manual_seed(0)
+        special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id}
+        config = IHAConfig.from_preset("tiny", vocab_size=len(tokenizer), **special, **geometry)
+        IHAForCausalLM(config).save_pretrained(place / name)
+        tokenizer.save_pretrained(place / name)
+    write_jsonl(place / "rows.jsonl", training_rows(20))
+    return place
+
+
+def arguments(place: Path, model: str, name: str, batch: int, **overrides) -> list[str]:
+    values = {"per_device_train_batch_size": batch, "save_total_limit": 2, "eval_steps": 4, **overrides}
+    return ["--config", recipe("demo"), *sizes(place / model, place / "rows.jsonl", place / name, **values)]
+
+
+def run_launch(place: Path, config: str, plans: list[dict]) -> None:
+    file = place / f"{config}.json"
+    file.write_text(json.dumps(plans), encoding="utf-8")
+    launch(config, str(ROOT / "tests" / "distributed_driver.py"), str(file))
+
+
+def in_one_process(place: Path, model: str, name: str, **overrides) -> dict:
+    """The record of the same run in this process (see `train_run`)."""
+    record = place / f"{name}.one.pt"
+    train_run({"arguments": arguments(place, model, f"{name}.one", **overrides), "record": str(record)})
+    return torch.load(record, weights_only=True)
+
+
+def assert_same_gradients(actual: dict, expected: dict) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, name
+        assert (actual[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def assert_same_run(place: Path, name: str, one: dict) -> dict:
+    """Compare losses, gradients, parameter groups and final weights of a run with those of `in_one_process`."""
+    losses, expected = (json.loads((place / run / "loss.json").read_text()) for run in (name, f"{name}.one"))
+    for part in ("train", "eval"):
+        assert [step for step, _ in losses[part]] == [step for step, _ in expected[part]]
+        assert [loss for _, loss in losses[part]] == pytest.approx([loss for _, loss in expected[part]], rel=1e-5)
+    record = torch.load(place / f"{name}.pt", weights_only=True)
+    assert_same_gradients(record["gradients"], one["gradients"])
+    assert record["groups"] == one["groups"]
+    weights, expected = (load_file(place / run / "final" / "model.safetensors") for run in (name, f"{name}.one"))
+    assert weights.keys() == expected.keys()
+    for key, value in expected.items():
+        assert (weights[key] - value).abs().max() < 1e-6, key
+    return record
+
+
+@pytest.fixture(autouse=True)
+def in_repository_root(monkeypatch):
+    monkeypatch.chdir(ROOT)  # recipes name their chat template relative to the root
+
+
+# Two processes -------------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_train_like_one(workplace):
+    """DDP, as a user launches it."""
+    options = arguments(workplace, "plain", "ddp", 2, max_steps=3)
+    process = launch("ddp.yaml", "sft/train.py", *options)
+    assert process.stdout.count("rows are longer than max_length") == 1
+    in_one_process(workplace, "plain", "ddp", batch=4, max_steps=3)
+    losses, expected = (json.loads((workplace / run / "loss.json").read_text()) for run in ("ddp", "ddp.one"))
+    for part in ("train", "eval"):
+        assert [loss for _, loss in losses[part]] == pytest.approx([loss for _, loss in expected[part]], rel=1e-5)
+    assert (workplace / "ddp" / "final" / "model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def sharded(workplace) -> Path:
+    """One launch under FSDP2: a run, one with sharded state dicts that is interrupted and resumed, one with LoRA; and
+    a step under tensor parallelism."""
+    shards = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    runs = {
+        "full": {"arguments": arguments(workplace, "plain", "full", 2)},
+        "shards": {"arguments": arguments(workplace, "tied", "shards", 2), "environment": shards},
+        "lora": {"arguments": arguments(workplace, "plain", "lora", 2, use_peft="true", lora_dropout=0)},
+    }
+    plans = [{**plan, "record": str(workplace / f"{name}.pt")} for name, plan in runs.items()]
+    plans.insert(1, {**plans[1], "interrupted_at": 4})
+    plans[2]["record"] = str(workplace / "resumed.pt")
+    ids = torch.arange(24).view(2, 12).tolist()
+    plans.append({"model": str(workplace / "plain"), "ids": ids, "record": str(workplace / "tensor_parallel.pt")})
+    run_launch(workplace, "fsdp2.yaml", plans)
+    return workplace
+
+
+def test_fsdp2_trains_like_one_process(sharded):
+    record = assert_same_run(sharded, "full", in_one_process(sharded, "plain", "full", batch=4))
+    assert record["class"] == "FSDPIHAForCausalLM"
+    assert record["sharded"] == set(record["gradients"])
+
+
+def test_the_mixing_weights_keep_their_group_under_fsdp2(sharded):
+    *others, (names, rate, decay) = torch.load(sharded / "full.pt", weights_only=True)["groups"]
+    assert (sorted(names), rate, decay) == (MIXING, pytest.approx(40e-4), 0.0)
+    assert not set(MIXING) & {name for group, *_ in others for name in group}
+
+
+def test_an_interrupted_run_with_sharded_state_dicts_resumes(sharded):
+    """Also with tied embeddings, which FSDP2 and whole checkpoints must keep one weight."""
+    assert (sharded / "shards" / "checkpoint-4" / "pytorch_model_fsdp_0").is_dir()
+    record = assert_same_run(sharded, "shards", in_one_process(sharded, "tied", "shards", batch=4))
+    assert record["class"] == "FSDPIHAForCausalLM"
+    # The second call began at step 2, not at 0, whose gradients it would have recorded.
+    assert not (sharded / "resumed.pt").exists()
+
+
+def test_adapters_are_merged_under_fsdp2(sharded):
+    one = in_one_process(sharded, "plain", "lora", batch=4, use_peft="true", lora_dropout=0)
+    record = assert_same_run(sharded, "lora", one)
+    assert record["class"] == "FSDPPeftModelForCausalLM"
+    assert len(record["gradients"]) == 2 * 7 * 2 + len(MIXING)
+    assert (sharded / "lora" / "checkpoint-4" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("directory", ["full/checkpoint-4", "full/final", "shards/checkpoint-4", "lora/final"])
+def test_checkpoints_of_sharded_models_stand_alone(directory, sharded):
+    reply = load_in_clean_process(sharded / directory, prompt=[{"role": "user", "content": "1+1?"}], max_new_tokens=4)
+    assert reply["model_class"] == "IHAForCausalLM"
+    assert not list((sharded / directory).glob("_fsdp_*.py"))
+    model = IHAForCausalLM.from_pretrained(sharded / directory)
+    assert reply["parameters"] == model.num_parameters()
+    prompt = byte_tokenizer().apply_chat_template(
+        [{"role": "user", "content": "1+1?"}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )["input_ids"]
+    assert (
+        reply["token_ids"] == model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :].tolist()
+    )
+
+
+def test_tensor_parallelism_shares_the_ffn_and_computes_the_same(sharded):
+    record = torch.load(sharded / "tensor_parallel.pt", weights_only=True)
+    model, ids = IHAForCausalLM.from_pretrained(sharded / "plain"), torch.arange(24).view(2, 12)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert record["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert_same_gradients(record["gradients"], whole_gradients(model))
+    ffn = {name for name in record["gradients"] if ".mlp." in name}
+    assert record["sharded"] == ffn | {"lm_head.weight", "model.embed_tokens.weight"}
+
+
+# Each process brings a batch of its own to its group, and gloo wants them of one length.
+SHARED = {"batch": 1, "attn_implementation": "flash_attention_2", "pad_to_multiple_of": 128, "max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def sequences_shared(workplace) -> Path:
+    plans = [
+        {
+            "arguments": arguments(workplace, "window", f"ulysses.{packing}", **SHARED, packing=packing),
+            "record": str(workplace / f"ulysses.{packing}.pt"),
+        }
+        for packing in ("false", "true")
+    ]
+    run_launch(workplace, "fsdp2_ulysses.yaml", plans)
+    return workplace
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_ulysses_shares_the_sequence_and_computes_the_same(packing, sequences_shared):
+    name = f"ulysses.{packing}"
+    one = in_one_process(sequences_shared, "window", name, **SHARED, packing=packing)
+    record = assert_same_run(sequences_shared, name, one)
+    assert record["class"] == "FSDPIHAForCausalLM"
+    assert one["input_shape"] == (1, 128) and record["input_shape"] == (1, 64)
+
+
+# Launches that are refused -------------------------------------------------------------------------------------------
+
+
+def launcher_environment(config: str, *options: str) -> dict[str, str]:
+    """The variables that accelerate's launcher sets for the training script."""
+    command = ["--config_file", str(CONFIGS / config), *options, "sft/train.py"]
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
+    several = (args.multi_gpu or args.use_fsdp) and not args.cpu
+    prepared = prepare_multi_gpu_env(args) if several else prepare_simple_launcher_cmd_env(args)[1]
+    return {
+        name: value for name, value in prepared.items() if name.startswith(("ACCELERATE", "FSDP", "PARALL", "MASTER"))
+    }
+
+
+def as_launched(patch, environment: dict[str, str], state: DistributedType, processes: int) -> Namespace:
+    """The training arguments of a process that a launcher has started with these variables, where accelerate has come
+    to `state` with so many processes."""
+    for name, value in environment.items():
+        patch.setenv(name, value)
+    return Namespace(
+        world_size=processes,
+        distributed_state=Namespace(distributed_type=state),
+        parallelism_config=None,
+        fsdp=None,
+        fsdp_plugin_args=None,
+        deepspeed=None,
+        pad_to_multiple_of=None,
+    )
+
+
+CPU, GPU, ONE = DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.NO
+
+
+@pytest.mark.parametrize(
+    "config, options, state, processes, named",
+    [
+        ("fsdp2.yaml", [], CPU, 2, ["FSDP", "silently", "unsharded", "ddp.yaml"]),
+        ("fsdp2.yaml", [], ONE, 1, ["2 processes were started", "alone", "--use_cpu true"]),
+        ("fsdp2.yaml", ["--num_processes", "1"], ONE, 1, ["FSDP", "silently", "single.yaml"]),
+        ("fsdp2.yaml", ["--fsdp_version", "1"], GPU, 2, ["FSDP version 1", "fsdp_version: 2"]),
+        ("ddp.yaml", [], ONE, 1, ["2 processes were started", "alone", "--use_cpu true"]),
+        ("ddp.yaml", ["--cpu"], ONE, 1, ["several processes", "started one", "MULTI_CPU"]),
+        (
+            "fsdp2_ulysses.yaml",
+            ["--parallelism_config_sp_size=1", "--parallelism_config_cp_size=2"],
+            GPU,
+            2,
+            ["context parallelism", "windows"],
+        ),
+        (
+            "fsdp2_ulysses.yaml",
+            ["--parallelism_config_sp_size=1", "--parallelism_config_tp_size=2"],
+            GPU,
+            2,
+            ["tensor parallelism", "mixes all heads"],
+        ),
+    ],
+)
+def test_a_launch_that_would_train_something_else_is_refused(monkeypatch, config, options, state, processes, named):
+    environment = launcher_environment(config, *options)
+    if "--cpu" not in options:
+        environment["WORLD_SIZE"] = "1" if "--num_processes" in options else "2"  # torchrun's
+    args = as_launched(monkeypatch, environment, state, processes)
+    with pytest.raises(UserError) as refused:
+        check_launch(RunArguments("model", "rows"), args)
+    for part in named:
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "config, state, processes",
+    [("single.yaml", ONE, 1), ("ddp.yaml", CPU, 2), ("ddp.yaml", GPU, 2), ("fsdp2.yaml", GPU, 2)],
+)
+def test_the_configs_are_accepted_where_they_do_what_they_say(monkeypatch, config, state, processes):
+    environment = launcher_environment(config)
+    if processes > 1:
+        environment["WORLD_SIZE"] = str(processes)
+    check_launch(RunArguments("model", "rows"), as_launched(monkeypatch, environment, state, processes))
+
+
+def test_a_plain_start_is_accepted_on_a_cluster_that_names_its_main_machine(monkeypatch):
+    args = as_launched(monkeypatch, {"MASTER_ADDR": "10.0.0.1"}, ONE, 1)
+    check_launch(RunArguments("model", "rows"), args)
+
+
+@pytest.mark.parametrize(
+    "options, config, core, installed, named",
+    [
+        ([], {}, "flash_attention_2", True, None),
+        ([], {}, None, True, ["drops the windows", "sdpa", "flash_attention_2"]),
+        ([], {}, "eager", True, ["drops the windows", "eager"]),
+        ([], {}, "flash_attention_3", True, ["sp_attn_implementation", "flash_attention_2", "flash_attention_3"]),
+        ([], {}, "flash_attention_2", False, ["pip install deepspeed"]),
+        ([], {"attention_kinds": ["iha", "diff"]}, "flash_attention_2", True, ["kind diff"]),
+        (
+            ["--parallelism_config_sp_size", "8"],
+            {},
+            "flash_attention_2",
+            True,
+            ["does not divide", "4 attention heads"],
+        ),
+        (["--parallelism_config_sp_size", "3"], {}, "flash_attention_2", True, ["does not divide", "8 processes"]),
+    ],
+)
+def test_sharing_the_sequence_is_refused_where_it_would_lose_something(
+    monkeypatch, tmp_path, options, config, core, installed, named
+):
+    IHAConfig.from_preset("tiny", **config).save_pretrained(tmp_path)
+    monkeypatch.setattr("sft.distributed.find_spec", lambda name: installed or None)
+    environment = {**launcher_environment("fsdp2_ulysses.yaml", *options), "WORLD_SIZE": "8"}
+    args = as_launched(monkeypatch, environment, GPU, 8)
+    run = RunArguments(str(tmp_path), "rows", attn_implementation=core)
+    if named is None:
+        return check_launch(run, args)
+    with pytest.raises(UserError) as refused:
+        check_launch(run, args)
+    for part in named:
+        assert part in str(refused.value)
+
+
+def test_the_command_refuses_a_launch_before_it_looks_at_the_model(monkeypatch, workplace):
+    from sft import train
+
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    options = arguments(workplace, "absent", "refused", 2)
+    with pytest.raises(UserError, match="FSDP would silently train unsharded"):
+        train.main(options)
+
+
+def test_a_model_that_was_not_wrapped_is_refused():
+    model = torch.nn.Linear(2, 2)
+    for kind in (GPU, DistributedType.FSDP, DistributedType.DEEPSPEED):
+        with pytest.raises(UserError, match="plain Linear"):
+            check_wrapped(Namespace(distributed_type=kind, num_processes=2), model)
+    check_wrapped(Namespace(distributed_type=ONE, num_processes=1), model)
+
+
+def test_a_checkpoint_of_another_launch_is_refused(tmp_path):
+    one = Namespace(distributed_type=ONE)
+    plugin = Namespace(state_dict_type=Namespace(name="FULL_STATE_DICT"))
+    fsdp = Namespace(distributed_type=DistributedType.FSDP, state=Namespace(fsdp_plugin=plugin))
+    check_resumable(one, tmp_path)  # nothing there: for the Trainer to name
+    (tmp_path / "optimizer.bin").touch()
+    check_resumable(fsdp, tmp_path)
+    with pytest.raises(UserError, match="written under FSDP with FULL_STATE_DICT, and this run is under one process"):
+        check_resumable(one, tmp_path)
+    plugin.state_dict_type.name = "SHARDED_STATE_DICT"
+    with pytest.raises(UserError, match="this run is under FSDP with SHARDED_STATE_DICT"):
+        check_resumable(fsdp, tmp_path)
+
+
+def test_batches_that_are_cut_along_the_sequence_hold_nothing_else():
+    ids = torch.arange(6).view(1, 6)
+    lengths = torch.tensor([0, 4, 6], dtype=torch.int32)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": ids, "cu_seq_lens_q": lengths, "max_length_q": 4}
+    assert SharedSequenceCollator(lambda rows: dict(batch))([]).keys() == {"input_ids", "labels", "position_ids"}
