@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -18,12 +20,17 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .attention_options import NoOptions
 from .window_blocks import window_attention
 
 
 if TYPE_CHECKING:
     from .configuration_iha import IHAConfig
+
+
+@strict
+@dataclass
+class NoOptions:
+    """A kind without options."""
 
 
 class MultiHeadAttention(LlamaAttention):
