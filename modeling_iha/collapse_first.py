@@ -47,20 +47,14 @@ Rotation = tuple[torch.Tensor, torch.Tensor] | None
 
 
 class IHAWeights(NamedTuple):
-    """What an "iha" layer does to its heads' queries, keys and values (IHA, Algorithm 1).
+    """What an "iha" layer does to its heads' queries, keys and values (IHA, Algorithm 1)."""
 
-    Attributes:
-        q_mix: alpha^Q, [H, H, P].
-        k_mix, v_mix: alpha^K and alpha^V, [G, G, P].
-        collapse: R, [H, P] or [H, H * P].
-        rotation: (cos, sin), each [P, head_dim / 2], of R_p, which rotates pseudo-head p within its token; `None` for
-            shared positions.
-    """
-
-    q_mix: torch.Tensor
-    k_mix: torch.Tensor
-    v_mix: torch.Tensor
-    collapse: torch.Tensor
+    q_mix: torch.Tensor  # alpha^Q, [H, H, P]
+    k_mix: torch.Tensor  # alpha^K, [G, G, P]
+    v_mix: torch.Tensor  # alpha^V, [G, G, P]
+    collapse: torch.Tensor  # R, [H, P] or [H, H * P]
+    # (cos, sin), each [P, head_dim / 2], of R_p, which rotates pseudo-head p within its token; `None` for shared
+    # positions.
     rotation: Rotation
 
 

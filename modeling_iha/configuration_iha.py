@@ -47,10 +47,7 @@ NUMBERS = {
         ("rms_norm_eps", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor")
         + ("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
     ),
-    "a number, at least 0": (
-        lambda value: 0 <= value < inf,
-        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-    ),
+    "a number, at least 0": (lambda value: 0 <= value < inf, ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
     "a number, at least 0 and below 1": (lambda value: 0 <= value < 1, ("attention_dropout",)),
     "a number from 0 to 1": (lambda value: 0 <= value <= 1, ("partial_rotary_factor",)),
 }
@@ -249,11 +246,6 @@ class IHAConfig(LlamaConfig):
                 ) from error
         return options_class(**options)
 
-    def sliding_layers(self, kind: str) -> list[bool]:
-        """For each layer of the kind, whether it is a sliding one."""
-        layers = zip(self.attention_kinds, self.layer_types)
-        return [layer_type == "sliding_attention" for layer_kind, layer_type in layers if layer_kind == kind]
-
     def _validate_rope(self):
         rope_types = ("default", *ROPE_INIT_FUNCTIONS)
         rope_type = self.rope_parameters.get("rope_type")
@@ -291,5 +283,3 @@ class IHAConfig(LlamaConfig):
 
 
 IHAConfig.register_for_auto_class()
-
-__all__ = ["IHAConfig"]

@@ -291,12 +291,3 @@ IHAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 IHAForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 IHAForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 IHAForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
-
-__all__ = [
-    "IHAForCausalLM",
-    "IHAModel",
-    "IHAPreTrainedModel",
-    "IHAForSequenceClassification",
-    "IHAForTokenClassification",
-    "IHAForQuestionAnswering",
-]
