@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from benchmarks.cost import attention, model
 from benchmarks.harness import Attention, arguments, causal_lm, inference, medians, ratios, report, training, write
 from modeling_iha import IHAConfig
-from modeling_iha.configuration_iha import flop_matched_window
+from modeling_iha.package import flop_matched_window
 
 
 BASE = "5 mha"

@@ -19,7 +19,11 @@ from .modeling_iha import (
     IHAModel,
     IHAPreTrainedModel,
 )
+from .package import from_preset, save_pretrained
 
+
+IHAConfig.from_preset = classmethod(from_preset)
+IHAConfig.save_pretrained = save_pretrained
 
 AutoConfig.register(IHAConfig.model_type, IHAConfig)
 AutoModel.register(IHAConfig, IHAModel)

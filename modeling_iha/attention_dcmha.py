@@ -46,14 +46,14 @@ class CompositionOptions:
 
 class CompositionWeights(nn.Module):
     """What one side of a `Compose`, the queries or the keys, computes for each token from the layer's input x, by
-    groups of M heads: w_1 and w_2 as Chunk(GELU(x W_1) W_2), the heads' root mean square of w_1 being 1 (DCMHA,
-    Equation 5), and w_g = tanh(x W_g) (Equation 6).
+    groups of M heads: w_1 and w_2 as Chunk(GELU(x W_1) W_2), where w_1 is normalised to root mean square 1 over the
+    heads (DCMHA, Equation 5), and w_g = tanh(x W_g) (Equation 6).
 
     With I = 2 M R, `w1.weight` is [groups * I, hidden_size], `w2` [groups, 2 R, M, I] and `gate.weight` [H,
     hidden_size].
     """
 
-    # Of the released models' normalisation of w_1, whatever the epsilon of the other norms.
+    # The released models normalise w_1 with this epsilon, whatever that of the other norms.
     eps = 1e-6
 
     def __init__(self, config: IHAConfig):
@@ -69,12 +69,12 @@ class CompositionWeights(nn.Module):
 
     @property
     def width(self) -> int:
-        """Numbers for each token and head."""
+        """How many numbers `forward` gives for each token and head."""
         return 2 * self.rank + (self.gate is not None)
 
     def init_mechanism(self, config: IHAConfig):
-        """Small composition weights, which the paper finds critical (Section 4, as in the released code); Xavier for
-        the rest."""
+        """Starts the composition weights small, which the paper finds critical (Section 4, as in the released code),
+        and the rest by Xavier."""
         if self.rank > 0:
             init.normal_(self.w1.weight, std=math.sqrt(2 / (config.hidden_size + self.w2.shape[-1])))
             init.normal_(self.w2, std=0.02 / (math.sqrt(self.w2.shape[-1]) * (self.group_size + self.rank)))
@@ -83,8 +83,8 @@ class CompositionWeights(nn.Module):
 
     @torch.no_grad()
     def init_identity(self):
-        """A start at which the composition is the identity: the exact start from a multi-head attention. w_1 keeps its
-        start: were it zero beside w_2, neither would ever get a gradient."""
+        """Makes the composition the identity: the exact start from a multi-head attention. w_1 keeps its start: two
+        zero factors would never get a gradient."""
         if self.rank > 0:
             self.w2[:, self.rank :].zero_()
         if self.gate is not None:
@@ -114,23 +114,23 @@ class BaseMap(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_groups, group_size, group_size))
 
     def init_mechanism(self, config: IHAConfig):
-        """The identity: the skip connection that the map stands in for."""
+        """Starts at the identity, the skip connection that the map replaces."""
         identity = torch.eye(self.weight.shape[-1], device=self.weight.device, dtype=self.weight.dtype)
         init.copy_(self.weight, identity.expand_as(self.weight))
 
     def forward(self, attention: torch.Tensor) -> torch.Tensor:
-        """[batch, groups, M, rows, columns] from the same."""
+        """Composes attention [batch, groups, M, rows, columns], and keeps its shape."""
         return torch.einsum("bgmij,gmn->bgnij", attention, self.weight.to(attention.dtype))
 
 
 class DynamicallyComposableAttention(ScoreMatrixAttention):
     """Dynamically Composable Multi-Head Attention: before and after the softmax every head's matrix becomes a
-    combination of all heads' (of all in its group), with weights that the query's and the key's token compute from the
-    layer's input (DCMHA, Equations 4, 7).
+    combination of the matrices of all heads in its group. The query's and the key's token compute the weights of the
+    combination from the layer's input (DCMHA, Equations 4, 7).
 
-    A token's weights travel beside its query, key and value, along the last dimension: those it has as a key before
-    the softmax are cached with its key and those after it with its value, (H / G) (2 R + 1) numbers more in each, in
-    any stock cache.
+    A token's weights travel beside its query, key and value, along the last dimension. Any stock cache holds a key's
+    weights before the softmax with the key, and those after the softmax with the value: (H / G) (2 R + 1) more numbers
+    in each.
     """
 
     kind = "dcmha"
@@ -168,8 +168,8 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     def attach(
         self, states: torch.Tensor, hidden_states: torch.Tensor, *modules: CompositionWeights | None
     ) -> torch.Tensor:
-        """States [batch, heads, N, head_dim] and, beside them, the weights that the modules compute from the hidden
-        states [batch, N, hidden_size]; those of all H heads, shared out evenly where the states have fewer."""
+        """States [batch, heads, N, head_dim] and, beside them, the weights of all H heads that the modules compute
+        from the hidden states [batch, N, hidden_size]. States of fewer than H heads take equal shares of them."""
         shares = [
             module(hidden_states).flatten(2).unflatten(2, (states.shape[1], -1)).transpose(1, 2)
             for module in modules
@@ -243,7 +243,7 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
                 shared = torch.einsum("bgmij,bgmir->bgrij", attention, w1)
                 composed = composed + torch.einsum("bgrij,bgmir->bgmij", shared, w2)
             elif self.rank > 0:
-                # As products of matrices, one for each key, they would first copy the attention key by key.
+                # One matrix product for each key would first copy the attention key by key.
                 for w1, w2 in zip(w1.unbind(-1), w2.unbind(-1)):
                     shared = (attention * w1.unsqueeze(-2)).sum(dim=2, keepdim=True)
                     composed = composed + shared * w2.unsqueeze(-2)

@@ -38,16 +38,15 @@ class DifferentialOptions:
 
 
 class DifferentialAttention(MultiHeadAttention):
-    """Differential attention (Differential Transformer, equations 1 to 3): two ordinary softmaxes, of head h and head
-    h + H / 2, over the same values, and the first less lambda times the second, normalised.
+    """Differential attention (Differential Transformer, equations 1 to 3): heads h and h + H / 2 apply two ordinary
+    softmaxes to the same values; the output is the first result minus lambda times the second, normalised.
 
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, with a fixed lambda_init that grows
     with the layer and four learned vectors [head_dim].
 
-    The values of the pair are those of two groups side by side, g and g + G / 2, so a head is twice as wide and there
-    are half as many. Stock cores take no values wider than the keys without losing their fast paths: each half of the
-    values goes through the core on its own. The attention weights returned are those of the softmaxes, before the
-    difference.
+    The values of the pair are those of two groups side by side, g and g + G / 2, so there are half as many heads, each
+    twice as wide. Stock cores lose their fast paths with values wider than the keys, so each half of the values goes
+    through the core on its own. The attention weights returned are those of the softmaxes, before the difference.
     """
 
     kind = "diff"
@@ -99,7 +98,7 @@ class DifferentialAttention(MultiHeadAttention):
 
         lambda_1 = torch.exp(torch.sum(self.lambda_q1 * self.lambda_k1, dim=-1, dtype=torch.float32))
         lambda_2 = torch.exp(torch.sum(self.lambda_q2 * self.lambda_k2, dim=-1, dtype=torch.float32))
-        # Rounded one by one, and not to the dtype of autocast, as a DiffLlama checkpoint was trained.
+        # DiffLlama checkpoints were trained with each lambda rounded by itself, not to the dtype of autocast.
         dtype = self.lambda_q1.dtype
         lambda_full = lambda_1.to(dtype) - lambda_2.to(dtype) + self.lambda_init
         attn_output = (1 - self.lambda_init) * self.groupnorm(attn_output1 - lambda_full * attn_output2)

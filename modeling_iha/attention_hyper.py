@@ -14,7 +14,14 @@ from huggingface_hub.dataclasses import strict
 from .attention_mha import MultiHeadAttention
 from .attention_options import is_whole, option, switch
 from .score_matrix import MASKED, block_bias, join, query_blocks, recomputed
-from .tuple_attention import PairAttention, TupleAttention, block_size, validate_windows, windows_option
+from .tuple_attention import (
+    PairAttention,
+    TupleAttention,
+    block_size,
+    sliding_layers,
+    validate_windows,
+    windows_option,
+)
 
 
 if TYPE_CHECKING:
@@ -30,11 +37,11 @@ class HyperOptions:
     """Options of kind "hyper".
 
     Attributes:
-        order: n, from a token to tuples of n - 1; 3 with a softmax.
-        sharing: one key and value for all tokens of a tuple.
-        strict_order: pairs with j > k; else with j >= k.
-        linear: no softmax, and of any order.
-        windows: [w1, w2] for j and k in tokens, the larger being the layer's `sliding_window`; `None` for both that.
+        order: n; a token attends to tuples of n - 1 tokens. With a softmax it is 3.
+        sharing: whether all tokens of a tuple share one key and one value.
+        strict_order: whether pairs have j > k, and not j >= k.
+        linear: whether the softmax is left out, which allows any order.
+        windows: [w1, w2] of j and k in tokens; the larger one is the layer's `sliding_window`. `None` sets both to it.
     """
 
     order: int = option(3, "a whole number, at least 2", lambda value: is_whole(value, 2))
@@ -46,7 +53,7 @@ class HyperOptions:
 
 class HyperAttention(PairAttention):
     """HyperAttention of order 3 (Definitions G.1 and G.3): a softmax over all ordered pairs i >= j >= k, see
-    [`PairAttention`]. With `strict_order` j > k, which leaves the first token no pair: its output is 0."""
+    [`PairAttention`]. `strict_order` asks for j > k. The first token then has no pair, and its output is 0."""
 
     kind = "hyper"
     options_class = HyperOptions
@@ -63,7 +70,7 @@ class HyperAttention(PairAttention):
 
     @classmethod
     def validate(cls, config: IHAConfig) -> None:
-        options, sliding = config.options_of("hyper"), config.sliding_layers("hyper")
+        options, sliding = config.options_of("hyper"), sliding_layers(config, "hyper")
         where = "attention_options['hyper'] has"
         if options.linear:
             for name in ("strict_order", "windows"):
@@ -89,12 +96,12 @@ class HyperAttention(PairAttention):
 def linear_step(
     state: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """New tokens of linear HyperAttention, given all before them as a state of constant size (Section G.3, equation
-    43).
+    """The output for new tokens of linear HyperAttention; a state of constant size stands for all tokens before them
+    (Section G.3, equation 43).
 
     Args:
         state: [batch, heads, n - 1, head_dim, head_dim], the sums of k_a v_a^T over the tokens so far; zeros at the
-            start. For precision over long inputs it is float32 or float64.
+            start. It is float32 or float64, for precision over long inputs.
         query: [batch, heads, N, head_dim] of N new tokens, scaled.
         keys, values: [batch, heads, n - 1, N, head_dim] of the new tokens.
 
@@ -109,7 +116,7 @@ def linear_step(
 def masked_step(
     state: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `linear_step` from the start, for queries [batch, heads, rows, head_dim] of which each sees keys of its own:
+    """As `linear_step` from the start, but each of the queries [batch, heads, rows, head_dim] sees its own keys:
     `visible` is bool, [batch or 1, 1 or heads, rows, keys]. The state stays as it is."""
     keys = keys.to(state.dtype).unsqueeze(3) * visible[:, :, None, :, :, None]
     sums = torch.matmul(keys.transpose(-1, -2), values.to(state.dtype).unsqueeze(3))
@@ -128,7 +135,7 @@ class LinearHyperAttention(TupleAttention):
     not ordered. The sums over the tokens of a tuple are then separate running sums, O(N head_dim^2) in all. Under a
     mask (padding, packing, a chunk that continues a cache) every query sums what it sees, O(N^2 head_dim^2).
 
-    It has no attention weights to return.
+    It returns no attention weights.
     """
 
     kind = "hyper"

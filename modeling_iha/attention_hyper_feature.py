@@ -28,9 +28,9 @@ class FeatureOptions:
     """Options of kind "hyper_feature".
 
     Attributes:
-        orders: the number of scores that a head multiplies, one for all heads or a list of one for each.
-        value_product: multiply as many values, too.
-        linear: no softmax.
+        orders: how many scores a head multiplies: one number for all heads, or a list with one for each head.
+        value_product: whether a head multiplies as many values, too.
+        linear: whether the softmax is left out.
     """
 
     orders: int | list[int] = option(
@@ -57,9 +57,8 @@ class HyperFeatureAttention(ScoreMatrixAttention):
     A head of order A holds A queries and keys of width w = head_dim / A side by side; its score is the product over a
     of q_a k_a^T / sqrt(w). RoPE rotates each as a vector of width w (Remark F.5). Order 1 is multi-head attention.
 
-    With `value_product` the value is a product, too, of A vectors of width head_dim (`v_proj` has A times the rows),
-    else an ordinary one. With `linear` the scores are the weights, without softmax (Definition 5.1). The cache is
-    Llama's.
+    With `value_product` the value is a product of A vectors of width head_dim, and `v_proj` has A times the rows. With
+    `linear` the scores are the weights, without a softmax (Definition 5.1). The cache is Llama's.
 
     With grouped-query attention the heads of a group, which share its keys, have one order.
     """

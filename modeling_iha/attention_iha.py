@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 
 from .attention_mha import MultiHeadAttention
 from .collapse_first import IHAWeights, rotate
@@ -124,46 +123,30 @@ class InterleavedHeadAttention(MultiHeadAttention):
         cos, sin = rotation
         return rotate(states, cos.unsqueeze(1), sin.unsqueeze(1))
 
-    def forward(
+    def attend(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
         document_ids: torch.Tensor | None = None,
         attention_form: Callable | None = None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As [`MultiHeadAttention.forward`]. `attention_form` computes steps 2 to 5 from the base states instead: the
-        same result, sooner (`choose_form` in virtual_sequence.py says when, collapse_first.py and absorbed_decode.py
-        how)."""
-        input_shape = hidden_states.shape[:-1]
-        query_states, key_states, value_states = self.project(hidden_states, position_embeddings, past_key_values)
+        """Steps 2 to 5 for base states: output as in [`MultiHeadAttention.attend`], weights [batch, H, N * P,
+        keys * P]. `rotation` is that of [`IHAWeights`]. `attention_form` computes the same from the base states,
+        sooner (`choose_form` in virtual_sequence.py says when, collapse_first.py and absorbed_decode.py how)."""
+        states = (query_states, key_states, value_states)
+        mixing = (self.q_mix(query_states), self.k_mix(key_states), self.v_mix(value_states))
+        weights = IHAWeights(*mixing, self.collapse(query_states), rotation)
+        if attention_form is not None:
+            return attention_form(*states, weights, self.scaling, self.sliding_window, document_ids), None
 
-        weights = IHAWeights(
-            q_mix=self.q_mix(query_states),
-            k_mix=self.k_mix(key_states),
-            v_mix=self.v_mix(value_states),
-            collapse=self.collapse(query_states),
-            rotation=position_embeddings["pseudo_head"] if self.rope_table == "interleaved" else None,
-        )
-        if attention_form is None:
-            query_states = self.rotate_pseudo_heads(mix(query_states, weights.q_mix), weights.rotation)
-            key_states = self.rotate_pseudo_heads(mix(key_states, weights.k_mix), weights.rotation)
-            value_states = mix(value_states, weights.v_mix)
-            kwargs |= {"document_ids": document_ids, "sliding_window": self.sliding_window}
-            attn_output, attn_weights = self.attend(
-                interleave(query_states),
-                interleave(key_states),
-                interleave(value_states),
-                attention_mask,
-                **virtual_kwargs(kwargs, self.num_pseudo_heads),
-            )
-            attn_output = collapse(attn_output, weights.collapse, self.num_pseudo_heads)
-        else:
-            states = (query_states, key_states, value_states)
-            attn_output = attention_form(*states, weights, self.scaling, self.sliding_window, document_ids)
-            attn_weights = None
-
-        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-        return self.o_proj(attn_output), attn_weights
+        query_states, key_states, value_states = map(mix, states, mixing)
+        query_states = self.rotate_pseudo_heads(query_states, rotation)
+        key_states = self.rotate_pseudo_heads(key_states, rotation)
+        virtual = virtual_kwargs({**kwargs, "document_ids": document_ids}, self.num_pseudo_heads)
+        virtual_states = map(interleave, (query_states, key_states, value_states))
+        attn_output, attn_weights = super().attend(*virtual_states, attention_mask, **virtual)
+        return collapse(attn_output, weights.collapse, self.num_pseudo_heads), attn_weights

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -18,7 +20,6 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .attention_options import NoOptions
 from .window_blocks import window_attention
 
 
@@ -26,33 +27,30 @@ if TYPE_CHECKING:
     from .configuration_iha import IHAConfig
 
 
+@strict
+@dataclass
+class NoOptions:
+    """A kind without options."""
+
+
 class MultiHeadAttention(LlamaAttention):
     """Llama's attention, cut into the steps that the other kinds share: `project`, `attend`, and the output
-    projection.
+    projection."""
 
-    Attributes:
-        kind (`str`): name in `IHAConfig.attention_kinds`.
-        options_class (`type`): strict dataclass of the kind's `attention_options`.
-        example_options (`dict`): options that differ from the defaults, for tests and documents.
-        mixing_modules (`tuple[str, ...]`): submodules that mix heads and have entries of order 1: an optimiser gives
-            them a learning rate of their own and no weight decay.
-        num_pseudo_heads (`int`): virtual tokens that attention sees for each token; 1 here.
-        rope_table (`str`): which table of `IHARotaryEmbedding.tables` rotates the queries and keys.
-        caches_like_llama (`bool`): whether cached keys and values are [batch, G, N, head_dim].
-        sliding_window (`int` or `None`): in tokens, `None` for a full-attention layer.
-    """
-
-    kind: ClassVar[str] = "mha"
-    options_class: ClassVar[type] = NoOptions
-    example_options: ClassVar[dict] = {}
+    kind: ClassVar[str] = "mha"  # name in `IHAConfig.attention_kinds`
+    options_class: ClassVar[type] = NoOptions  # strict dataclass of the kind's `attention_options`
+    example_options: ClassVar[dict] = {}  # that differ from the defaults, for tests and documents
+    # Submodules that mix heads and have entries of order 1: an optimiser gives them a learning rate of their own and
+    # no weight decay.
     mixing_modules: ClassVar[tuple[str, ...]] = ()
-    num_pseudo_heads = 1
-    rope_table = "token"
-    caches_like_llama = True
+    num_pseudo_heads = 1  # virtual tokens that attention sees for each token
+    rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
+    caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.layer_type = config.layer_types[layer_idx]
+        # In tokens, `None` for a full-attention layer.
         self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
         if config.use_qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
@@ -107,10 +105,13 @@ class MultiHeadAttention(LlamaAttention):
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         document_ids: torch.Tensor | None = None,
+        attention_form: Callable | None = None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Causal attention on the core of `config._attn_implementation`: output [batch, queries, H, head_dim], and the
-        weights [batch, H, queries, keys] where the core gives them. `kwargs` hold `sliding_window`."""
+        weights [batch, H, queries, keys] where the core gives them. `kwargs` hold `sliding_window`; `attention_form`
+        and `rotation` are for kind "iha"."""
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -133,24 +134,17 @@ class MultiHeadAttention(LlamaAttention):
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        document_ids: torch.Tensor | None = None,
-        attention_form: Callable | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Llama's. `document_ids`, int [batch or 1, keys], stand in place of a mask where attention builds none:
-        causal attention within the layer's window among tokens of equal ids (see `LayerMask`)."""
-        input_shape = hidden_states.shape[:-1]
-        query_states, key_states, value_states = self.project(hidden_states, position_embeddings, past_key_values)
-
+        """As Llama's; `position_embeddings` are `IHARotaryEmbedding.tables`. `document_ids`, int [batch or 1, keys],
+        among `kwargs` stand in place of a mask where attention builds none: causal attention within the layer's window
+        among tokens of equal ids (see `LayerMask`)."""
         attn_output, attn_weights = self.attend(
-            query_states,
-            key_states,
-            value_states,
+            *self.project(hidden_states, position_embeddings, past_key_values),
             attention_mask,
-            document_ids=document_ids,
             sliding_window=self.sliding_window,
+            rotation=position_embeddings.get("pseudo_head"),
             **kwargs,
         )
-
-        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return self.o_proj(attn_output), attn_weights

@@ -24,15 +24,15 @@ class SimplicialOptions:
     """Options of kind "simplicial".
 
     Attributes:
-        windows: [w1, w2] for j and k in tokens, the larger being the layer's `sliding_window`; `None` for both that.
+        windows: [w1, w2] of j and k in tokens; the larger one is the layer's `sliding_window`. `None` sets both to it.
     """
 
     windows: list[int] | None = windows_option()
 
 
 class SimplicialAttention(PairAttention):
-    """2-simplicial attention: a softmax over all pairs of past tokens, in whatever order, with keys and values of
-    their own for both tokens, see [`PairAttention`]."""
+    """2-simplicial attention: a softmax over all pairs of past tokens in any order. The two tokens of a pair have
+    separate keys and values, see [`PairAttention`]."""
 
     kind = "simplicial"
     options_class = SimplicialOptions

@@ -24,6 +24,7 @@ cache, and virtual tokens exist for few heads at a time. Autograd keeps the base
 multi-head attention.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -46,20 +47,14 @@ Rotation = tuple[torch.Tensor, torch.Tensor] | None
 
 
 class IHAWeights(NamedTuple):
-    """What an "iha" layer does to its heads' queries, keys and values (IHA, Algorithm 1).
+    """What an "iha" layer does to its heads' queries, keys and values (IHA, Algorithm 1)."""
 
-    Attributes:
-        q_mix: alpha^Q, [H, H, P].
-        k_mix, v_mix: alpha^K and alpha^V, [G, G, P].
-        collapse: R, [H, P] or [H, H * P].
-        rotation: (cos, sin), each [P, head_dim / 2], of R_p, which rotates pseudo-head p within its token; `None` for
-            shared positions.
-    """
-
-    q_mix: torch.Tensor
-    k_mix: torch.Tensor
-    v_mix: torch.Tensor
-    collapse: torch.Tensor
+    q_mix: torch.Tensor  # alpha^Q, [H, H, P]
+    k_mix: torch.Tensor  # alpha^K, [G, G, P]
+    v_mix: torch.Tensor  # alpha^V, [G, G, P]
+    collapse: torch.Tensor  # R, [H, P] or [H, H * P]
+    # (cos, sin), each [P, head_dim / 2], of R_p, which rotates pseudo-head p within its token; `None` for shared
+    # positions.
     rotation: Rotation
 
 
@@ -126,35 +121,30 @@ def share_lanes(batch: int, heads: int) -> tuple[int, int, float]:
 
 
 class Tile(NamedTuple):
-    """A block of queries and the keys that any of them sees."""
+    """A block of queries and those keys of a segment that any of them sees."""
 
     rows: slice  # tokens of the queries
     columns: slice  # tokens of the keys
+    inside: slice  # virtual keys within the segment
     bands: list[tuple[slice, torch.Tensor]]  # virtual keys, and the 0 or -inf that is added to their scores
 
 
 class Problem:
     """Shapes, masks and tiles, which the forward and the backward of a call share. A lane is one head of one row of
-    the batch; `lanes_in_work` lanes are computed at a time."""
+    the batch; each entry (rows of the batch, heads) of `lanes` is computed at a time."""
 
     def __init__(self, query, key, weights: IHAWeights, scaling, window, document_ids):
-        self.batch, self.heads, self.num_queries, self.head_dim = query.shape
+        batch, num_heads, self.num_queries, self.head_dim = query.shape
         self.num_keys, self.num_pseudo_heads = key.shape[2], weights.collapse.shape[1]
         self.offset = self.num_keys - self.num_queries
         self.rotation, self.scaling, self.window = weights.rotation, scaling, window
         self.dtype = torch.promote_types(query.dtype, torch.float32)
-        self.document_ids = None if document_ids is None else document_ids.expand(self.batch, -1)
-        self.bands = {}
-        self.rows_in_work, self.heads_in_work, _ = share_lanes(self.batch, self.heads)
-
-    def lanes_in_work(self) -> Iterator[tuple[slice, slice]]:
-        """Yields (rows of the batch, heads)."""
-        for b in range(0, self.batch, self.rows_in_work):
-            for h in range(0, self.heads, self.heads_in_work):
-                yield (
-                    slice(b, min(b + self.rows_in_work, self.batch)),
-                    slice(h, min(h + self.heads_in_work, self.heads)),
-                )
+        self.document_ids = None if document_ids is None else document_ids.expand(batch, -1)
+        self.known_bands = {}
+        rows, heads, _ = share_lanes(batch, num_heads)
+        starts = itertools.product(range(0, batch, rows), range(0, num_heads, heads))
+        self.lanes = [(slice(b, b + rows), slice(h, h + heads)) for b, h in starts]
+        self.lanes_at_a_time = rows * heads
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype)
@@ -166,39 +156,40 @@ class Problem:
         entries = BLOCK_BYTES // (self.dtype.itemsize * num_buffers)
         self.block = max(MIN_BLOCK, min(MAX_BLOCK, entries // (reach * self.num_pseudo_heads**2)))
         span = num_keys if self.window is None else min(num_keys, self.window + self.block)
-        lanes = self.rows_in_work * self.heads_in_work
-        return self.empty(num_buffers, lanes * self.block * span * self.num_pseudo_heads**2)
+        return self.empty(num_buffers, self.lanes_at_a_time * self.block * span * self.num_pseudo_heads**2)
 
-    def tiles(self, keys: slice) -> Iterator[Tile]:
-        """Yields the tile of each block of queries that sees any of the tokens `keys`."""
-        for start in range(max(0, keys.start - self.offset), self.num_queries, self.block):
+    def tiles(self, segment: slice) -> Iterator[Tile]:
+        """Yields the tile of each block of queries that sees any token of a segment of the keys."""
+        pseudo = self.num_pseudo_heads
+        for start in range(max(0, segment.start - self.offset), self.num_queries, self.block):
             rows = slice(start, min(start + self.block, self.num_queries))
             first, last = rows.start + self.offset, rows.stop + self.offset  # positions among the keys
             begin = 0 if self.window is None else first - self.window
-            columns = slice(max(keys.start, begin), min(keys.stop, last))
+            columns = slice(max(segment.start, begin), min(segment.stop, last))
+            inside = slice((columns.start - segment.start) * pseudo, (columns.stop - segment.start) * pseudo)
             bands = []
             # Only keys of the block itself may lie ahead of a query, and only as many may lie behind its window.
             if (ahead := columns.stop - max(first, columns.start)) > 0:
                 band = self.band(rows, columns.stop - ahead - first, columns.stop - first)
-                bands.append((slice(-ahead * self.num_pseudo_heads, None), band))
+                bands.append((slice(-ahead * pseudo, None), band))
             if self.window is not None and (behind := last - self.window - columns.start) > 0:
                 band = self.band(rows, columns.start - first, columns.start - first + behind)
-                bands.append((slice(behind * self.num_pseudo_heads), band))
-            yield Tile(rows, columns, bands)
+                bands.append((slice(behind * pseudo), band))
+            yield Tile(rows, columns, inside, bands)
 
     def band(self, rows: slice, first: int, last: int) -> torch.Tensor:
         """0 or -inf, [P * rows, (last - first) * P]: causality and window between the queries and the keys of the
         tokens from `first` to `last`, counted from the first query."""
-        cached = (rows.stop - rows.start, first, last)
-        if cached not in self.bands:
+        shape = (rows.stop - rows.start, first, last)
+        if shape not in self.known_bands:
             pseudo = self.num_pseudo_heads
-            v = (torch.arange(cached[0]) * pseudo + torch.arange(pseudo)[:, None]).view(-1, 1)
+            v = (torch.arange(shape[0]) * pseudo + torch.arange(pseudo)[:, None]).view(-1, 1)
             u = torch.arange(first * pseudo, last * pseudo)
             visible = u <= v
             if self.window is not None:
                 visible &= u > v - self.window * pseudo
-            self.bands[cached] = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, -torch.inf)
-        return self.bands[cached]
+            self.known_bands[shape] = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(~visible, -torch.inf)
+        return self.known_bands[shape]
 
     def expand(self, states: torch.Tensor, alpha: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """The virtual tokens of keys or values [B, G, n, head_dim], [lanes, n * P, head_dim]."""
@@ -207,101 +198,21 @@ class Problem:
         mix_into(states, alpha, rotation, virtual.transpose(2, 3))
         return virtual.view(rows * heads, length * pseudo, head_dim)
 
-    def scores(self, queries, keys, rows: slice, tile: Tile, buffer: torch.Tensor) -> torch.Tensor:
-        """The masked scores [lanes, P * queries, keys * P] of a tile in `buffer`, from its virtual queries [lanes, P *
-        queries, head_dim] and keys [lanes, keys * P, head_dim]; `rows` are the lanes' rows of the batch."""
+    def scores(self, queries, keys, batch_rows: slice, tile: Tile, buffer: torch.Tensor) -> torch.Tensor:
+        """The masked scores [lanes, P * queries, keys * P] of a tile in `buffer`, from virtual queries [lanes, P *
+        queries, head_dim] and the segment's virtual keys [lanes, n * P, head_dim]."""
+        keys = keys[:, tile.inside]
         shape = (*queries.shape[:2], keys.shape[1])
         scores = torch.bmm(queries, keys.transpose(1, 2), out=buffer[: math.prod(shape)].view(shape))
         for part, band in tile.bands:
             scores[:, :, part] += band
         if self.document_ids is not None:
-            ids = self.document_ids[rows]
+            ids = self.document_ids[batch_rows]
             query_ids = ids[:, tile.rows.start + self.offset : tile.rows.stop + self.offset]
             apart = query_ids[:, :, None] != ids[:, None, tile.columns]  # [B, queries, keys]
             by_token = scores.view(len(ids), -1, self.num_pseudo_heads, *apart.shape[1:], self.num_pseudo_heads)
             by_token.masked_fill_(apart[:, None, None, :, :, None], -torch.inf)
         return scores
-
-
-class Lanes(NamedTuple):
-    """What the backward needs of the lanes in work, beside keys and values.
-
-    Attributes:
-        rows: rows of the batch.
-        query: base queries [B, H, N, head_dim] of all heads.
-        q_mix: alpha^Q of the lanes' heads, [H, heads, P].
-        collapse: R of each lane, [lanes, P].
-        grad_output: [lanes, N, head_dim].
-        log_sums: log-sum-exp of the rows of scores, [lanes, P, N].
-        delta: [lanes, P, N], to be filled.
-        buffers: two of scores.
-    """
-
-    rows: slice
-    query: torch.Tensor
-    q_mix: torch.Tensor
-    collapse: torch.Tensor
-    grad_output: torch.Tensor
-    log_sums: torch.Tensor
-    delta: torch.Tensor
-    buffers: torch.Tensor
-
-
-def recomputed_tiles(
-    problem: Problem, lanes: Lanes, segment: slice, keys: torch.Tensor, values: torch.Tensor
-) -> Iterator[tuple]:
-    """Yields, for each tile of a segment of keys: the tile, its virtual keys within the segment (slice), its virtual
-    queries times scaling / ln 2 [B, heads, P, rows, head_dim], A [lanes, P, rows, keys * P] and A * dC."""
-    pseudo = problem.num_pseudo_heads
-    for tile in problem.tiles(segment):
-        rows = tile.rows.stop - tile.rows.start
-        queries = problem.empty(len(lanes.query), lanes.q_mix.shape[1], pseudo, rows, problem.head_dim)
-        mix_into(lanes.query[:, :, tile.rows], lanes.q_mix * (problem.scaling / LN2), problem.rotation, queries)
-        inside = slice((tile.columns.start - segment.start) * pseudo, (tile.columns.stop - segment.start) * pseudo)
-        flat_queries = queries.view(len(keys), -1, problem.head_dim)
-        scores = problem.scores(flat_queries, keys[:, inside], lanes.rows, tile, lanes.buffers[0])
-        # Powers of two: PyTorch's fast exponential.
-        log_sums = lanes.log_sums[:, :, tile.rows].reshape(len(keys), -1, 1)
-        weights = scores.sub_(log_sums / LN2).exp2_().view(len(keys), pseudo, rows, -1)
-        grad_collapsed = torch.bmm(lanes.grad_output[:, tile.rows], values[:, inside].transpose(1, 2))
-        buffer = lanes.buffers[1][: weights.numel()].view(weights.shape)
-        yield tile, inside, queries, weights, torch.mul(weights, grad_collapsed.unsqueeze(1), out=buffer)
-
-
-def segment_gradients(
-    problem: Problem,
-    lanes: Lanes,
-    segment: slice,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    grad_query: torch.Tensor,
-    grad_q_mix: torch.Tensor,
-    delta_is_known: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dK and dV of a segment, [lanes, keys * P, head_dim]; adds what the segment gives to `grad_query` [B, H, N,
-    head_dim] and `grad_q_mix` [H, heads, P]."""
-    grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
-    for tile, inside, queries, weights, weighted in recomputed_tiles(problem, lanes, segment, keys, values):
-        if not delta_is_known:
-            lanes.delta[:, :, tile.rows] += weighted.sum(dim=-1)
-        collapsed = torch.bmm(lanes.collapse.unsqueeze(1), weights.flatten(2))
-        collapsed = collapsed.view(len(keys), -1, weights.shape[-1])
-        grad_values[:, inside].baddbmm_(collapsed.transpose(1, 2), lanes.grad_output[:, tile.rows])
-        # dS without its factor R[h, p], which multiplies the smaller queries.
-        grad_scores = weighted.addcmul_(weights, lanes.delta[:, :, tile.rows, None], value=-1).flatten(1, 2)
-        factor = lanes.collapse.view(*queries.shape[:3], 1, 1)
-        grad_queries = torch.bmm(grad_scores, keys[:, inside]).view(queries.shape).mul_(factor * problem.scaling)
-        mix_backward(
-            grad_queries,
-            lanes.query[:, :, tile.rows],
-            lanes.q_mix,
-            problem.rotation,
-            grad_query[:, :, tile.rows],
-            grad_q_mix,
-        )
-        queries = queries.mul_(factor * LN2).view(len(keys), -1, problem.head_dim)
-        grad_keys[:, inside].baddbmm_(grad_scores.transpose(1, 2), queries)
-    return grad_keys, grad_values
 
 
 class CollapseFirst(torch.autograd.Function):
@@ -310,22 +221,22 @@ class CollapseFirst(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx, query, key, value, q_mix, k_mix, v_mix, collapse, problem, keep_log_sums):
-        pseudo, head_dim = problem.num_pseudo_heads, problem.head_dim
-        output = problem.empty(problem.batch, problem.num_queries, problem.heads, head_dim)
-        log_sums = problem.empty(problem.batch, problem.heads, pseudo, problem.num_queries)
+        batch, num_heads, num_queries, head_dim = query.shape
+        pseudo, whole = problem.num_pseudo_heads, slice(0, problem.num_keys)
+        output = problem.empty(batch, num_queries, num_heads, head_dim)
+        log_sums = problem.empty(batch, num_heads, pseudo, num_queries)
         (buffer,) = problem.set_block(1, problem.num_keys)
-        for b, h in problem.lanes_in_work():
+        for b, h in problem.lanes:
             q, k, v = (states[b].to(problem.dtype) for states in (query, key, value))
-            shape = (len(q), h.stop - h.start)
-            queries = problem.empty(*shape, pseudo, problem.num_queries, head_dim)
+            shape = (len(q), q_mix[:, h].shape[1])
+            queries = problem.empty(*shape, pseudo, num_queries, head_dim)
             mix_into(q, q_mix[:, h] * problem.scaling, problem.rotation, queries)
             keys = problem.expand(k, k_mix[:, h], problem.rotation)
             values = problem.expand(v, v_mix[:, h], None)
             lane_collapse = collapse[h].repeat(len(q), 1).unsqueeze(1)  # [lanes, 1, P]
-            for tile in problem.tiles(slice(0, problem.num_keys)):
-                inside = slice(tile.columns.start * pseudo, tile.columns.stop * pseudo)
+            for tile in problem.tiles(whole):
                 tile_queries = queries[:, :, :, tile.rows].reshape(len(keys), -1, head_dim)
-                scores = problem.scores(tile_queries, keys[:, inside], b, tile, buffer)
+                scores = problem.scores(tile_queries, keys, b, tile, buffer)
                 if keep_log_sums:
                     row_max = scores.amax(dim=-1)
                 weights = torch.softmax(scores, dim=-1, out=scores)
@@ -334,7 +245,7 @@ class CollapseFirst(torch.autograd.Function):
                     log_sum = row_max - weights.amax(dim=-1).log_()
                     log_sums[b, h, :, tile.rows] = log_sum.view(*shape, pseudo, -1)
                 collapsed = torch.bmm(lane_collapse, weights.view(len(keys), pseudo, -1))
-                attended = torch.bmm(collapsed.view(len(keys), -1, weights.shape[-1]), values[:, inside])
+                attended = torch.bmm(collapsed.view(len(keys), -1, weights.shape[-1]), values[:, tile.inside])
                 output[b, tile.rows, h] = attended.view(*shape, -1, head_dim).transpose(1, 2)
         ctx.save_for_backward(query, key, value, q_mix, k_mix, v_mix, collapse, log_sums)
         ctx.problem = problem
@@ -344,59 +255,68 @@ class CollapseFirst(torch.autograd.Function):
     @once_differentiable
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx, grad_output):
-        query, key, value, q_mix, k_mix, v_mix, collapse, log_sums = ctx.saved_tensors
-        problem = ctx.problem
-        pseudo, num_keys = problem.num_pseudo_heads, problem.num_keys
-        grad_query, grad_key, grad_value = (torch.zeros_like(x, dtype=problem.dtype) for x in (query, key, value))
-        grad_q_mix, grad_k_mix, grad_v_mix, grad_collapse = map(torch.zeros_like, (q_mix, k_mix, v_mix, collapse))
+        saved, problem = ctx.saved_tensors, ctx.problem  # a checkpoint gives what was saved once
+        query, key, value, q_mix, k_mix, v_mix, collapse, log_sums = saved
+        pseudo, num_keys, head_dim = problem.num_pseudo_heads, problem.num_keys, problem.head_dim
+        grads = [torch.zeros_like(tensor, dtype=problem.dtype) for tensor in saved]
+        grad_query, grad_key, grad_value, grad_q_mix, grad_k_mix, grad_v_mix, grad_collapse, delta = grads
 
         # Keys go in segments, so that their gradients stay in the cache too. A window keeps them together by itself.
         whole = problem.window is not None or num_keys * pseudo <= MAX_UNSEGMENTED_KEYS
         length = num_keys if whole else max(1, SEGMENT_KEYS // pseudo)
         segments = [slice(first, min(first + length, num_keys)) for first in range(0, num_keys, length)]
+        # (whether delta gets its sums, whether the gradients do, segment): delta needs whole rows.
+        passes = [(True, False, segment) for segment in segments if len(segments) > 1]
+        passes += [(len(segments) == 1, True, segment) for segment in segments]
         buffers = problem.set_block(2, length)
 
-        for b, h in problem.lanes_in_work():
+        for b, h in problem.lanes:
             q, k, v = (states[b].to(problem.dtype) for states in (query, key, value))
-            shape = (len(q), h.stop - h.start)
-            lanes = Lanes(
-                rows=b,
-                query=q,
-                q_mix=q_mix[:, h],
-                collapse=collapse[h].repeat(len(q), 1),
-                grad_output=grad_output[b, :, h].to(problem.dtype).transpose(1, 2).flatten(0, 1),
-                log_sums=log_sums[b, h].flatten(0, 1),
-                delta=problem.empty(shape[0] * shape[1], pseudo, problem.num_queries).zero_(),
-                buffers=buffers,
-            )
-
-            def expanded(segment):
-                return (
-                    problem.expand(k[:, :, segment], k_mix[:, h], problem.rotation),
-                    problem.expand(v[:, :, segment], v_mix[:, h], None),
-                )
-
-            if len(segments) > 1:
-                # Delta needs the whole row.
-                for segment in segments:
-                    for tile, *_, weighted in recomputed_tiles(problem, lanes, segment, *expanded(segment)):
-                        lanes.delta[:, :, tile.rows] += weighted.sum(dim=-1)
-            for segment in segments:
-                of_queries = (grad_query[b], grad_q_mix[:, h])
-                gradients = segment_gradients(
-                    problem, lanes, segment, *expanded(segment), *of_queries, delta_is_known=len(segments) > 1
-                )
-                for grads, base, alpha, rotation, grad_base, grad_alpha in (
-                    (gradients[0], k, k_mix, problem.rotation, grad_key, grad_k_mix),
-                    (gradients[1], v, v_mix, None, grad_value, grad_v_mix),
-                ):
-                    grads = grads.view(*shape, -1, pseudo, problem.head_dim).transpose(2, 3)
-                    states, grad_states = base[:, :, segment], grad_base[b, :, segment]
-                    mix_backward(grads, states, alpha[:, h], rotation, grad_states, grad_alpha[:, h])
-            grad_collapse[h] += lanes.delta.view(*shape, pseudo, -1).sum(dim=(0, 3))
-
-        grads = (grad.to(states.dtype) for grad, states in ((grad_query, query), (grad_key, key), (grad_value, value)))
-        return *grads, grad_q_mix, grad_k_mix, grad_v_mix, grad_collapse, None, None
+            shape = (len(q), q_mix[:, h].shape[1])
+            lane_collapse = collapse[h].repeat(len(q), 1)  # [lanes, P]
+            factor = lane_collapse.view(*shape, pseudo, 1, 1)
+            lane_grads = grad_output[b, :, h].to(problem.dtype).transpose(1, 2).flatten(0, 1)  # [lanes, N, head_dim]
+            for sums_delta, sums_gradients, segment in passes:
+                segment_keys, segment_values = k[:, :, segment], v[:, :, segment]
+                keys = problem.expand(segment_keys, k_mix[:, h], problem.rotation)
+                values = problem.expand(segment_values, v_mix[:, h], None)
+                grad_keys, grad_values = torch.zeros_like(keys), torch.zeros_like(values)
+                for tile in problem.tiles(segment):
+                    rows, inside = tile.rows, tile.inside
+                    queries = problem.empty(*shape, pseudo, rows.stop - rows.start, head_dim)
+                    # Powers of two: PyTorch's fast exponential.
+                    mix_into(q[:, :, rows], q_mix[:, h] * (problem.scaling / LN2), problem.rotation, queries)
+                    scores = problem.scores(queries.view(len(keys), -1, head_dim), keys, b, tile, buffers[0])
+                    weights = scores.sub_(log_sums[b, h, :, rows].reshape(len(keys), -1, 1) / LN2).exp2_()
+                    weights = weights.view(len(keys), pseudo, -1, scores.shape[-1])
+                    grad_collapsed = torch.bmm(lane_grads[:, rows], values[:, inside].transpose(1, 2))
+                    weighted = buffers[1][: weights.numel()].view(weights.shape)
+                    torch.mul(weights, grad_collapsed.unsqueeze(1), out=weighted)
+                    if sums_delta:
+                        delta[b, h, :, rows] += weighted.sum(dim=-1).view(*shape, pseudo, -1)
+                    if not sums_gradients:
+                        continue
+                    collapsed = torch.bmm(lane_collapse.unsqueeze(1), weights.flatten(2))
+                    collapsed = collapsed.view(len(keys), -1, weights.shape[-1])
+                    grad_values[:, inside].baddbmm_(collapsed.transpose(1, 2), lane_grads[:, rows])
+                    # dS without its factor R[h, p], which multiplies the smaller queries.
+                    tile_delta = delta[b, h, :, rows].reshape(*weights.shape[:3], 1)
+                    grad_scores = weighted.addcmul_(weights, tile_delta, value=-1).flatten(1, 2)
+                    grad_queries = torch.bmm(grad_scores, keys[:, inside]).view(queries.shape)
+                    grad_queries.mul_(factor * problem.scaling)
+                    of_query = (grad_query[b, :, rows], grad_q_mix[:, h])
+                    mix_backward(grad_queries, q[:, :, rows], q_mix[:, h], problem.rotation, *of_query)
+                    queries = queries.mul_(factor * LN2).view(len(keys), -1, head_dim)
+                    grad_keys[:, inside].baddbmm_(grad_scores.transpose(1, 2), queries)
+                if sums_gradients:
+                    by_head = (*shape, -1, pseudo, head_dim)
+                    grad_keys, grad_values = (x.view(by_head).transpose(2, 3) for x in (grad_keys, grad_values))
+                    of_key = (grad_key[b, :, segment], grad_k_mix[:, h])
+                    mix_backward(grad_keys, segment_keys, k_mix[:, h], problem.rotation, *of_key)
+                    of_value = (grad_value[b, :, segment], grad_v_mix[:, h])
+                    mix_backward(grad_values, segment_values, v_mix[:, h], None, *of_value)
+        grad_collapse += delta.sum(dim=(0, 3))
+        return *(grad.to(tensor.dtype) for grad, tensor in zip(grads[:7], saved)), None, None
 
 
 def collapse_first_attention(

@@ -2,11 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of the IHA model: Llama's, plus the attention mechanism of each layer."""
 
-import os
-import re
+from dataclasses import fields
 from difflib import get_close_matches
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from transformers.utils.versions import require_version
@@ -16,13 +14,12 @@ from transformers.utils.versions import require_version
 require_version("transformers>=5.17,<6")
 
 from huggingface_hub.dataclasses import strict  # noqa: E402
+from huggingface_hub.errors import StrictDataclassFieldValidationError  # noqa: E402
 from transformers.activations import ACT2FN  # noqa: E402
-from transformers.dynamic_module_utils import get_relative_import_files  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 from transformers.models.llama.configuration_llama import LlamaConfig  # noqa: E402
 
 from .attention_kinds import ATTENTION_CLASSES  # noqa: E402
-from .attention_options import parse_options  # noqa: E402
 
 
 # The classes a checkpoint can be loaded as. Every saved config.json names all of them, whichever class saved it.
@@ -43,73 +40,34 @@ CHOICES = {
 }
 # A saved config.json names all of them.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-def _number(test, expected: str) -> tuple:
-    """`test` of a finite number, which is false of NaN, and what it asks for, in words."""
-    return lambda value: type(value) in (int, float) and test(value), expected
-
-
-_POSITIVE = _number(lambda value: 0 < value < inf, "a number above 0")
-_NOT_NEGATIVE = _number(lambda value: 0 <= value < inf, "a number, at least 0")
-# Numbers of the config, and of its `rope_parameters` alone or in lists: (test of a value, what the test asks for).
+# Numbers of the config and of its `rope_parameters`, alone or in lists, by what they must be.
 NUMBERS = {
-    "rms_norm_eps": _POSITIVE,
-    "attention_dropout": _number(lambda value: 0 <= value < 1, "a number, at least 0 and below 1"),
+    "a number above 0": (
+        lambda value: 0 < value < inf,
+        ("rms_norm_eps", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor")
+        + ("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+    ),
+    "a number, at least 0": (lambda value: 0 <= value < inf, ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
+    "a number, at least 0 and below 1": (lambda value: 0 <= value < 1, ("attention_dropout",)),
+    "a number from 0 to 1": (lambda value: 0 <= value <= 1, ("partial_rotary_factor",)),
 }
-ROPE_NUMBERS = {
-    **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings", "attention_factor"), _POSITIVE),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"), _POSITIVE),
-    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), _NOT_NEGATIVE),
-    "partial_rotary_factor": _number(lambda value: 0 <= value <= 1, "a number from 0 to 1"),
-}
 
 
-def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
-    """Window in tokens at which four sliding IHA layers and a global one cost about five global MHA layers:
-    W = N / (2 P^2) (IHA, Appendix C)."""
-    window = sequence_length // (2 * num_pseudo_heads**2)
-    if window < 1:
-        raise ValueError(
-            f"num_pseudo_heads={num_pseudo_heads} leaves no window at {sequence_length} tokens: W = N / (2 P^2) < 1. "
-            "Use fewer pseudo-heads, a longer context, or set sliding_window yourself."
-        )
-    return window
+def _check_number(name: str, value: Any, where: str = "") -> None:
+    """Raises a ValueError for a field of NUMBERS with another value, such as NaN."""
+    for expected, (is_valid, names) in NUMBERS.items():
+        numbers = value if isinstance(value, list) else [value]
+        if name in names and not all(type(number) in (int, float) and is_valid(number) for number in numbers):
+            raise ValueError(f"{where}{name}={value!r}; it must be {expected}.")
 
 
-def remove_unused_code(directory: str | os.PathLike, kinds: list[str]) -> None:
-    """Removes from a saved checkpoint the code of all attention kinds but `kinds`: their lines in attention_kinds.py,
-    and the files that nothing imports any more."""
-    directory = Path(directory)
-    registry = directory / "attention_kinds.py"
-    if not registry.is_file() or registry.samefile(Path(__file__).with_name(registry.name)):
-        return
-
-    def imported() -> set[str]:
-        roots = [directory / name for name in ("configuration_iha.py", "modeling_iha.py")]
-        return {file for root in roots if root.is_file() for file in get_relative_import_files(root)}
-
-    before, lines = imported(), registry.read_text(encoding="utf-8").splitlines(keepends=True)
-    unused = {cls.__name__ for kind, cls in ATTENTION_CLASSES.items() if kind not in kinds}
-    kept = [line for line in lines if not unused & set(re.findall(r"\w+", line))]
-    registry.write_text("".join(kept), encoding="utf-8")
-    for file in before - imported():
-        Path(file).unlink(missing_ok=True)  # Another process may save to the same place.
-
-
-def _expand_pattern(field: str, pattern: str | list[str], num_layers: int, allowed: tuple[str, ...]) -> list[str]:
-    """One entry per layer from a single name, a short repeating pattern, or a full list."""
+def _expand_pattern(pattern: str | list[str], num_layers: int) -> list[str]:
+    """One entry per layer from a single name or a short repeating pattern; any other list as it is."""
     pattern = [pattern] if isinstance(pattern, str) else list(pattern)
-    for entry in pattern:
-        if entry not in allowed:
-            raise ValueError(f"{field} holds {entry!r}; allowed are {', '.join(map(repr, allowed))}.")
     # A pattern that repeats less than twice is more likely a list of the wrong length.
-    if not pattern or (len(pattern) != num_layers and 2 * len(pattern) > num_layers > 1):
-        raise ValueError(
-            f"{field} has {len(pattern)} entries for num_hidden_layers={num_layers}: give one name, one entry per layer, "
-            "or a pattern short enough to repeat at least twice."
-        )
-    return [pattern[i % len(pattern)] for i in range(num_layers)]
+    if pattern and (2 * len(pattern) <= num_layers or num_layers == 1):
+        return [pattern[i % len(pattern)] for i in range(num_layers)]
+    return pattern
 
 
 @strict
@@ -190,11 +148,8 @@ class IHAConfig(LlamaConfig):
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; choose "
                 "one that is, or set head_dim."
             )
-        kinds, types = self.attention_kinds, self.layer_types or "full_attention"
-        self.attention_kinds = _expand_pattern(
-            "attention_kinds", kinds, self.num_hidden_layers, tuple(ATTENTION_CLASSES)
-        )
-        self.layer_types = _expand_pattern("layer_types", types, self.num_hidden_layers, LAYER_TYPES)
+        self.attention_kinds = _expand_pattern(self.attention_kinds, self.num_hidden_layers)
+        self.layer_types = _expand_pattern(self.layer_types or "full_attention", self.num_hidden_layers)
         if self.num_pseudo_heads is None:
             self.num_pseudo_heads = self.num_attention_heads
         if self.attention_options is None:
@@ -222,10 +177,9 @@ class IHAConfig(LlamaConfig):
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r}; allowed are {', '.join(map(repr, allowed))}.")
-        for field, (is_valid, expected) in NUMBERS.items():
-            value = getattr(self, field)
-            if value is not None and not is_valid(value):
-                raise ValueError(f"{field}={value}; it must be {expected}.")
+        for field in ("rms_norm_eps", "attention_dropout"):
+            if getattr(self, field) is not None:
+                _check_number(field, getattr(self, field))
         self._validate_layer_list("attention_kinds", tuple(ATTENTION_CLASSES))
         self._validate_layer_list("layer_types", LAYER_TYPES)
         self._validate_window()
@@ -238,10 +192,13 @@ class IHAConfig(LlamaConfig):
 
     def _validate_layer_list(self, field: str, allowed: tuple[str, ...]):
         entries = getattr(self, field)
-        if len(entries) != self.num_hidden_layers or not set(entries) <= set(allowed):
+        for entry in entries:
+            if entry not in allowed:
+                raise ValueError(f"{field} holds {entry!r}; allowed are {', '.join(map(repr, allowed))}.")
+        if len(entries) != self.num_hidden_layers:
             raise ValueError(
-                f"{field}={entries} must hold one of {', '.join(map(repr, allowed))} for each of "
-                f"num_hidden_layers={self.num_hidden_layers} layers."
+                f"{field} has {len(entries)} entries for num_hidden_layers={self.num_hidden_layers}: give one name, one "
+                "entry per layer, or a pattern short enough to repeat at least twice."
             )
 
     def _validate_window(self):
@@ -266,17 +223,28 @@ class IHAConfig(LlamaConfig):
             )
 
     def options_of(self, kind: str) -> Any:
-        """The options of an attention kind, an instance of its class's `options_class`."""
+        """The options of an attention kind, an instance of its class's `options_class`. Raises a ValueError that names
+        option, value, and what is allowed."""
         if kind not in ATTENTION_CLASSES:
             raise ValueError(
                 f"attention_options names the kind {kind!r}; allowed are {', '.join(map(repr, ATTENTION_CLASSES))}."
             )
-        return parse_options(ATTENTION_CLASSES[kind].options_class, kind, self.attention_options.get(kind, {}))
-
-    def sliding_layers(self, kind: str) -> list[bool]:
-        """For each layer of the kind, whether it is a sliding one."""
-        layers = zip(self.attention_kinds, self.layer_types)
-        return [layer_type == "sliding_attention" for layer_kind, layer_type in layers if layer_kind == kind]
+        options_class, options = ATTENTION_CLASSES[kind].options_class, self.attention_options.get(kind, {})
+        where = f"attention_options[{kind!r}]"
+        if not isinstance(options, dict):
+            raise ValueError(f"{where}={options!r}; it must be a dict of options, perhaps empty.")
+        known = {field.name: field for field in fields(options_class)}
+        for name, value in options.items():
+            if name not in known:
+                allowed = ", ".join(map(repr, known)) or "none"
+                raise ValueError(f"{where} has the option {name!r}; options of this kind: {allowed}.")
+            try:
+                options_class(**{name: value})
+            except StrictDataclassFieldValidationError as error:
+                raise ValueError(
+                    f"{where} has {name}={value!r}; it must be {known[name].metadata['expected']}."
+                ) from error
+        return options_class(**options)
 
     def _validate_rope(self):
         rope_types = ("default", *ROPE_INIT_FUNCTIONS)
@@ -289,37 +257,14 @@ class IHAConfig(LlamaConfig):
         # Yarn and longrope find a factor of None from the lengths; None anywhere else is an option that is not set.
         needed = ("rope_theta",) if rope_type in ("yarn", "longrope") else ("rope_theta", "factor")
         for name, value in self.rope_parameters.items():
-            is_valid, expected = ROPE_NUMBERS.get(name, (lambda _: True, ""))
-            numbers = value if isinstance(value, list) else [value]
-            if (value is not None or name in needed) and not all(map(is_valid, numbers)):
-                raise ValueError(f"rope_parameters has {name}={value!r}; it must be {expected}.")
+            if value is not None or name in needed:
+                _check_number(name, value, "rope_parameters has ")
         factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
         if factor != 1.0 and rope_type != "proportional":
             raise ValueError(
                 f"rope_parameters has partial_rotary_factor={factor}; the whole head is rotated, so it must be 1.0 "
                 "(rope_type 'proportional' excepted, which pads its frequencies with zeros)."
             )
-
-    @classmethod
-    def from_preset(cls, name: str, **overrides) -> "IHAConfig":
-        """A named configuration of the repository's `configuration_iha` directory, such as `"paper-2.4b-iha"` or
-        `"tiny"`; `overrides` replace single fields. The window of IHA's schedule follows P and the context length
-        (`flop_matched_window`) where these are overridden and it is not."""
-        directory = Path(__file__).resolve().parent.parent / "configuration_iha"
-        presets = sorted(path.stem for path in directory.glob("*.json"))
-        if name not in presets:
-            where = f"available are {', '.join(map(repr, presets))}" if presets else "a checkpoint ships none"
-            raise ValueError(f"There is no preset {name!r}; {where}.")
-        fields, _ = cls.get_config_dict(directory / f"{name}.json")
-        fields |= overrides
-        if "sliding_window" not in overrides and "sliding_window" in fields:
-            if "sliding_attention" not in fields["layer_types"]:
-                del fields["sliding_window"]
-            elif "iha" in fields["attention_kinds"]:
-                length, num_pseudo_heads = fields["max_position_embeddings"], fields["num_pseudo_heads"]
-                fields["sliding_window"] = flop_matched_window(length, num_pseudo_heads)
-        fields.pop("model_type")
-        return cls(**fields)
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
@@ -331,12 +276,6 @@ class IHAConfig(LlamaConfig):
             )
         return super().from_dict(config_dict, **kwargs)
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs):
-        """As in Transformers, for a model too, whose weights it precedes and whose code it follows: a stranger reads
-        the code before trusting it, so a checkpoint ships that of its own mechanisms only."""
-        super().save_pretrained(save_directory, *args, **kwargs)
-        remove_unused_code(save_directory, self.attention_kinds)
-
     def to_dict(self) -> dict:
         # Saving after a load from the Hub would else keep entries that point back at the repository of origin, and a
         # wrapped model (FSDP) would name its wrapper.
@@ -344,5 +283,3 @@ class IHAConfig(LlamaConfig):
 
 
 IHAConfig.register_for_auto_class()
-
-__all__ = ["IHAConfig"]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from transformers import AutoModel
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import (
@@ -15,15 +14,15 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
+    LlamaForCausalLM,
     LlamaMLP,
+    LlamaPreTrainedModel,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
-from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -44,12 +43,12 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
     def _apply(self, fn, recurse=True):
         """Moves the frequencies and leaves them float32: rounded by `model.to(torch.bfloat16)`, they would turn a
         token at position 1000 by angles that are off by radians."""
-        buffers = dict(self.named_buffers())
-        super()._apply(fn, recurse)
-        for name, buffer in self.named_buffers():
-            if buffer.dtype != buffers[name].dtype:
-                setattr(self, name, buffers[name].to(buffer.device))
-        return self
+
+        def move(buffer: torch.Tensor) -> torch.Tensor:
+            moved = fn(buffer)
+            return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+
+        return super()._apply(move, recurse)
 
     def tables(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """(cos, sin) tables in the dtype of x from token positions n [batch, N]: `"token"` at n, [batch, N, head_dim],
@@ -72,40 +71,26 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
-class IHAMLP(nn.Module):
-    """The two-matrix FFN of the paper's models (IHA, Section 5.1)."""
-
-    def __init__(self, config: IHAConfig):
-        super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(x)))
-
-
-class GroupGatedMLP(LlamaMLP):
-    """Llama's FFN with a softmax over groups of its channels that scales each group: the "mgate" FFN of the released
-    DCFormers."""
+class IHAMLP(LlamaMLP):
+    """Llama's FFN; without `gated_mlp` the two-matrix FFN of the paper's models (IHA, Section 5.1); with
+    `mlp_gate_groups` the "mgate" FFN of the released DCFormers, where a softmax over groups of channels scales each
+    group."""
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
-        self.group_size = config.intermediate_size // config.mlp_gate_groups
-        self.group_gate = nn.Linear(config.hidden_size, config.mlp_gate_groups, bias=False)
+        if not config.gated_mlp:
+            del self.gate_proj
+        if config.mlp_gate_groups is not None:
+            self.group_gate = nn.Linear(config.hidden_size, config.mlp_gate_groups, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        groups = (self.act_fn(self.gate_proj(x)) * self.up_proj(x)).unflatten(-1, (-1, self.group_size))
-        scores = self.group_gate(x)
-        gate = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
-        return self.down_proj((groups * gate.unsqueeze(-1)).flatten(-2))
-
-
-def make_mlp(config: IHAConfig) -> nn.Module:
-    """The FFN that the config asks for."""
-    if config.mlp_gate_groups is not None:
-        return GroupGatedMLP(config)
-    return LlamaMLP(config) if config.gated_mlp else IHAMLP(config)
+        channels = self.up_proj(x)
+        channels = self.act_fn(self.gate_proj(x)) * channels if self.config.gated_mlp else self.act_fn(channels)
+        if self.config.mlp_gate_groups is not None:
+            scores = self.group_gate(x)
+            gate = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
+            channels = (channels.unflatten(-1, (gate.shape[-1], -1)) * gate.unsqueeze(-1)).flatten(-2)
+        return self.down_proj(channels)
 
 
 class IHADecoderLayer(LlamaDecoderLayer):
@@ -115,10 +100,8 @@ class IHADecoderLayer(LlamaDecoderLayer):
         nn.Module.__init__(self)  # Llama's would first build the attention and FFN that are replaced here
         self.hidden_size = config.hidden_size
 
-        attention_class = ATTENTION_CLASSES[config.attention_kinds[layer_idx]]
-        self.self_attn = attention_class.for_layer(config, layer_idx)
-
-        self.mlp = make_mlp(config)
+        self.self_attn = ATTENTION_CLASSES[config.attention_kinds[layer_idx]].for_layer(config, layer_idx)
+        self.mlp = IHAMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -127,23 +110,11 @@ class IHADecoderLayer(LlamaDecoderLayer):
         return MaskKey(self.self_attn.layer_type, self.self_attn.num_pseudo_heads)
 
 
-class IHAPreTrainedModel(PreTrainedModel):
+class IHAPreTrainedModel(LlamaPreTrainedModel):
     config_class = IHAConfig
     config: IHAConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["IHADecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-
-    _can_compile_fullgraph = True
-    _supports_attention_backend = True
-    _can_record_outputs = {
-        "hidden_states": IHADecoderLayer,
-        "attentions": MultiHeadAttention,
-    }
+    _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
     @classmethod
     def is_backend_compatible(cls) -> bool:
@@ -177,19 +148,17 @@ class IHAModel(IHAPreTrainedModel):
         self.vocab_size = config.vocab_size
 
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList(
-            [IHADecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
-        )
+        self.layers = nn.ModuleList([IHADecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = IHARotaryEmbedding(config=config)
         self.gradient_checkpointing = False
-
-        # Initialize weights and apply final processing
         self.post_init()
 
-    def create_masks(self, *inputs: torch.Tensor | Cache | None) -> dict[MaskKey, LayerMask]:
-        """The mask of every kind of layer, from the fields of [`MaskInputs`] after `config`."""
+    def create_masks(self, *inputs: torch.Tensor | Cache | None, **kwargs) -> dict[MaskKey, LayerMask]:
+        """The mask of every kind of layer, from the fields of [`MaskInputs`] after `config`; `kwargs` are those of the
+        forward, which may declare packed documents."""
         inputs = MaskInputs(self.config, *inputs, attention_form=self.attention_form)
+        check_packing(inputs, **kwargs)
         return create_masks(inputs, [layer.mask_key for layer in self.layers])
 
     @merge_with_config_defaults
@@ -216,20 +185,15 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 
-        # `generate` prepares the masks itself for compilable caches
-        if not isinstance(attention_mask, dict):
-            inputs = MaskInputs(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
-            check_packing(inputs, **kwargs)
-
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
-        if isinstance(attention_mask, dict):
-            causal_mask_mapping = {key: LayerMask(mask) for key, mask in attention_mask.items()}
+        if isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
+            masks = {key: LayerMask(mask) for key, mask in attention_mask.items()}
         else:
-            causal_mask_mapping = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+            masks = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb.tables(hidden_states, position_ids)
@@ -237,7 +201,7 @@ class IHAModel(IHAPreTrainedModel):
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(
                 hidden_states,
-                **causal_mask_mapping[decoder_layer.mask_key]._asdict(),
+                **masks[decoder_layer.mask_key]._asdict(),
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -245,15 +209,11 @@ class IHAModel(IHAPreTrainedModel):
                 **kwargs,
             )
 
-        hidden_states = self.norm(hidden_states)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden_states,
-            past_key_values=past_key_values,
-        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 
 class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
-    """The decoder with a language modeling head.
+    """The decoder with a language modeling head; its forward is [`LlamaForCausalLM`]'s.
 
     ```python
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -269,14 +229,13 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
+    forward = LlamaForCausalLM.forward
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
         self.model = IHAModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-        # Initialize weights and apply final processing
         self.post_init()
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -307,48 +266,6 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         masks = self.model.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
         return {key: mask.attention_mask for key, mask in masks.items()}
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | dict | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
-    ) -> CausalLMOutputWithPast:
-        r"""As [`LlamaForCausalLM.forward`]. `labels` [batch, N]: next-token loss, -100 ignored. `logits_to_keep`: how
-        many last positions, or which, get logits [batch, kept, vocab_size]; 0 for all."""
-        outputs: BaseModelOutputWithPast = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-
-        hidden_states = outputs.last_hidden_state
-        # Only compute necessary logits, and do not upcast them to float if we are not computing the loss
-        slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, slice_indices, :])
-
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
 
 class IHATaskHead:
     """Lets Transformers' generic heads, which build their decoder with `AutoModel.from_config`, find [`IHAModel`]
@@ -374,12 +291,3 @@ IHAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 IHAForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 IHAForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 IHAForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
-
-__all__ = [
-    "IHAForCausalLM",
-    "IHAModel",
-    "IHAPreTrainedModel",
-    "IHAForSequenceClassification",
-    "IHAForTokenClassification",
-    "IHAForQuestionAnswering",
-]

@@ -20,7 +20,7 @@ from .attention_mha import MultiHeadAttention
 if TYPE_CHECKING:
     from .configuration_iha import IHAConfig
 
-# Queries to a block: its scores, [batch, H, BLOCK, keys], are all that exists of the score matrix at a time.
+# Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
 BLOCK = 128
 # An additive mask hides a pair with the lowest number of its dtype; float16's is the highest of these.
 MASKED = torch.finfo(torch.float16).min
@@ -39,7 +39,8 @@ def block_bias(
 
     Args:
         mask: boolean or additive [batch or 1, 1 or H, N, keys], `None` for causal attention.
-        document_ids: int [batch or 1, keys], equal where tokens may see each other, `None` if all may; without a mask.
+        document_ids: int [batch or 1, keys], equal where tokens may see each other, `None` if all may; read without a
+            mask.
         offset: position of the first query among the keys; read without a mask.
         window: in tokens, `None` for all; read without a mask.
     """
@@ -62,8 +63,8 @@ def block_bias(
 
 
 def query_blocks(query: torch.Tensor, size: int) -> list[slice]:
-    """The rows of each block of `size` queries of [batch, H, N, any]. A traced loop is unrolled, and would be compiled
-    anew for every number of blocks: there one block takes all queries."""
+    """The rows of each block of `size` queries of [batch, H, N, any]. A traced loop is unrolled and compiled anew for
+    every number of blocks, so one block takes all queries under tracing."""
     length = query.shape[2]
     if is_tracing(query):
         return [slice(0, length)]
@@ -71,13 +72,14 @@ def query_blocks(query: torch.Tensor, size: int) -> list[slice]:
 
 
 def query_offset(length: int, num_keys: int) -> int:
-    """Position of the first of `length` queries among the keys without a mask: a single query then sees every key, and
-    a longer input has no cached keys before it."""
+    """Position of the first of `length` queries among the keys. Without a mask a single query sees every key, and a
+    longer input has no cached keys before it."""
     return num_keys - 1 if length == 1 else 0
 
 
 def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: int | None, num_keys: int) -> slice:
-    """The keys that any query of a block may see, arguments as in `block_bias`; all with a mask."""
+    """The keys that any query of a block may see; a mask selects all keys. The arguments are those of
+    `block_bias`."""
     if mask is not None:
         return slice(0, num_keys)
     first = 0 if window is None else max(0, rows.start + offset - window + 1)
@@ -85,14 +87,15 @@ def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: i
 
 
 def recomputed(function: Callable, num_blocks: int, *args, **kwargs):
-    """`function(*args, **kwargs)`; of several blocks nothing is kept for the backward, which computes each again."""
+    """`function(*args, **kwargs)`. Where there are several blocks, the backward computes each of them again instead of
+    keeping anything."""
     if torch.is_grad_enabled() and num_blocks > 1:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     return function(*args, **kwargs)
 
 
 def join(blocks: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """The blocks in one tensor; a single block is that tensor itself, of which a caller may ask for its gradient."""
+    """The blocks in one tensor. A single block is returned as it is, because a caller may ask for its gradient."""
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=dim)
 
 
@@ -100,9 +103,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
     """Attention in blocks of queries, in which a kind may change the scores before the softmax and the weights after
     it.
 
-    In training each block is recomputed in the backward, so that scores are never kept for all queries (not inside
-    `torch.compile`). Masks are SDPA's or eager's; a flash core or FlexAttention never builds the scores and is
-    refused.
+    The backward recomputes each block, so scores are never kept for all queries, except inside `torch.compile`. Masks
+    are those of SDPA or the eager core. A flash core or FlexAttention never builds the scores and is refused.
     """
 
     def __init__(self, config: IHAConfig, layer_idx: int):
@@ -145,8 +147,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
         columns: slice,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries, under the
-        mask that `bias` makes: made here, it is not kept for the backward."""
+        """Output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries. `bias` makes
+        the mask here, so that it is not kept for the backward."""
         scores = self.compose_scores(self.raw_scores(query, key), rows, columns, **kwargs)
         weights = self.normalize_scores(scores, bias())
         weights = self.compose_weights(weights, rows, columns, **kwargs)

@@ -26,7 +26,7 @@ from .score_matrix import (
 if TYPE_CHECKING:
     from .configuration_iha import IHAConfig
 
-# Queries to a block at most, and scores to a block: 64 MiB of float32, kept for one block at a time.
+# The most queries, and the most scores, in a block: 64 MiB of float32, which exist for one block at a time.
 BLOCK = 32
 MAX_SCORES = 2**24
 
@@ -41,7 +41,7 @@ def windows_option():
 
 
 def block_size(size: int, scores: int) -> int:
-    """Queries to a block: `size`, or as few as keep to MAX_SCORES where each query has so many scores."""
+    """Queries in a block: at most `size`, and together at most MAX_SCORES scores, where each query has `scores`."""
     return max(1, min(size, MAX_SCORES // max(1, scores)))
 
 
@@ -53,9 +53,15 @@ def nearest(bias: torch.Tensor, window: int | None) -> torch.Tensor:
     return bias.masked_fill(rank > window, torch.finfo(bias.dtype).min)
 
 
+def sliding_layers(config: IHAConfig, kind: str) -> list[bool]:
+    """For each layer of the kind, whether it is a sliding one."""
+    layers = zip(config.attention_kinds, config.layer_types)
+    return [layer_type == "sliding_attention" for layer_kind, layer_type in layers if layer_kind == kind]
+
+
 def validate_windows(config: IHAConfig, kind: str) -> None:
     """Raises a ValueError for `windows` of a kind that do not fit its layers."""
-    windows, sliding = config.options_of(kind).windows, config.sliding_layers(kind)
+    windows, sliding = config.options_of(kind).windows, sliding_layers(config, kind)
     if windows and not (all(sliding) and max(windows) == config.sliding_window):
         raise ValueError(
             f"attention_options[{kind!r}] has windows={windows}; its layers must be 'sliding_attention', with "
@@ -66,8 +72,8 @@ def validate_windows(config: IHAConfig, kind: str) -> None:
 class TupleAttention(ScoreMatrixAttention):
     """Attention whose keys and values are tuples of tokens.
 
-    With `sharing` the tokens of a tuple share one key and one value, and the parameters are Llama's; without, `k_proj`
-    and `v_proj` stack the heads of all `tuple_size` keys and values, and so does the cache.
+    With `sharing` the tokens of a tuple share one key and one value, and the parameters are Llama's. Without it
+    `k_proj`, `v_proj` and the cache stack the heads of all `tuple_size` keys and values.
     """
 
     def __init__(self, config: IHAConfig, layer_idx: int, tuple_size: int, sharing: bool):
@@ -91,12 +97,11 @@ class PairAttention(TupleAttention):
     sum_jk A[i, j, k] v1[j] * v2[k].
 
     `windows` [w1, w2] let j and k reach back w1 and w2 tokens, the current one included; by default both span the
-    layer's `sliding_window`. Scores exist for a block of queries at a time, O(w1 w2) for each, and are recomputed in
-    the backward; inside `torch.compile` for all queries at once.
+    layer's `sliding_window`. Scores exist for a block of queries at a time, O(w1 w2) for each query, and the backward
+    recomputes them. Inside `torch.compile` they exist for all queries at once.
 
-    The papers leave positions open: RoPE rotates the query and every key as in the other kinds. A product of three
-    vectors is not invariant under a common rotation, as a dot product is, so scores depend on positions, not only on
-    distances.
+    The papers leave positions open: RoPE rotates the query and every key as in the other kinds. A common rotation
+    changes a product of three vectors, but not a dot product, so scores depend on positions, not only on distances.
 
     The attention weights that are returned are the shares of j, summed over k, [batch, H, N, keys].
     """
@@ -132,7 +137,7 @@ class PairAttention(TupleAttention):
         query_key1 = query.unsqueeze(3) * key1.unsqueeze(2)  # [batch, H, rows, columns of j, head_dim]
         scores = torch.matmul(query_key1, key2.unsqueeze(2).transpose(-1, -2)) * self.scaling
         weights = torch.softmax((scores.float() + bias).flatten(-2), dim=-1).view(scores.shape)
-        # A query without any pair, such as padding, has weights all the same.
+        # The softmax gives weights to a query without any pair, such as padding, too.
         weights = weights.masked_fill(bias <= MASKED, 0).to(query.dtype)
         weights = torch.nn.functional.dropout(weights, p=self.attention_dropout, training=self.training)
         output = (torch.matmul(weights, value2.unsqueeze(2)) * value1.unsqueeze(2)).sum(dim=3)

@@ -49,40 +49,27 @@ class MaskKey(NamedTuple):
 
 class LayerMask(NamedTuple):
     """What a layer is told of who sees whom: a mask as every Transformers layer takes it or, where attention builds
-    none, the document of each token; and the form in which an "iha" layer computes.
+    none, the document of each token; and the form in which an "iha" layer computes."""
 
-    Attributes:
-        attention_mask: as Transformers makes it for the core; `None` for causal attention.
-        document_ids: int [batch or 1, keys], equal where tokens may see each other, -1 for padding. Attention is
-            causal and within the layer's window.
-        attention_form: `None` for the stock core on the virtual sequence (see `choose_form`).
-    """
-
-    attention_mask: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None  # as Transformers makes it for the core; `None` for causal attention
+    # Int [batch or 1, keys], equal where tokens may see each other, -1 for padding. Attention is causal and within the
+    # layer's window.
     document_ids: torch.Tensor | None = None
-    attention_form: Callable | None = None
+    attention_form: Callable | None = None  # `None` for the stock core on the virtual sequence (see `choose_form`)
 
 
 @dataclass
 class MaskInputs:
-    """What masks are made from. All lengths are in tokens.
-
-    Attributes:
-        config: of the model.
-        inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.
-        attention_mask: [batch, cached + N], nonzero for real tokens, or a custom boolean or additive
-            [batch, 1, N, cached + N], within which sliding layers keep their window.
-        past_key_values: the cache before it takes the N tokens.
-        position_ids: [batch or 1, N]; a restart begins a packed document.
-        attention_form: which form "iha" layers are to take, see `IHAModel.attention_form`.
-    """
+    """What masks are made from. All lengths are in tokens."""
 
     config: IHAConfig
-    inputs_embeds: torch.Tensor
+    inputs_embeds: torch.Tensor  # [batch, N, any]; gives batch, length, dtype and device
+    # [batch, cached + N], nonzero for real tokens, or a custom boolean or additive [batch, 1, N, cached + N], within
+    # which sliding layers keep their window.
     attention_mask: torch.Tensor | None = None
-    past_key_values: Cache | None = None
-    position_ids: torch.Tensor | None = None
-    attention_form: Callable | str | None = None
+    past_key_values: Cache | None = None  # the cache before it takes the N tokens
+    position_ids: torch.Tensor | None = None  # [batch or 1, N]; a restart begins a packed document
+    attention_form: Callable | str | None = None  # see `IHAModel.attention_form`
 
     @property
     def has_custom_mask(self) -> bool:
@@ -116,9 +103,13 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> Callable | N
 
     `None` is the algorithm as written on the core of `attn_implementation`. Under "sdpa" on a CPU two functions
     compute the same from the base states: `absorbed_attention` for one new token, and `collapse_first_attention` for
-    more, where it is faster than SDPA or saves memory. `num_keys` tokens are seen, cached ones included.
+    more. `num_keys` tokens are seen, cached ones included.
+
+    The bounds were measured with one and two threads on two CPU cores (benchmarks/default_form.py): within them
+    collapse-first attention is faster than SDPA, or is chosen for its memory: beyond MAX_UNSEGMENTED_KEYS virtual keys
+    a training step takes up to 1.2 times SDPA's time and, at P = 8, a sixth of the memory.
     """
-    config, length = inputs.config, inputs.inputs_embeds.shape[1]
+    config, (rows, length) = inputs.config, inputs.inputs_embeds.shape[:2]
     wanted, virtual = inputs.attention_form, key.num_pseudo_heads
     if virtual == 1 or wanted == "virtual" or config._attn_implementation != "sdpa":
         return None
@@ -129,24 +120,16 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> Callable | N
     if inputs.inputs_embeds.device.type != "cpu":
         return None
     if length == 1:
-        return absorbed_attention if wanted == "base" or len(inputs.inputs_embeds) * num_keys >= 128 else None
-    return collapse_first_attention if wanted == "base" or _collapse_first_wins(inputs, key, num_keys) else None
-
-
-def _collapse_first_wins(inputs: MaskInputs, key: MaskKey, num_keys: int) -> bool:
-    """Whether collapse-first attention is faster than SDPA, as measured with one and two threads on two CPU cores
-    (benchmarks/default_form.py), or is chosen for its memory: beyond MAX_UNSEGMENTED_KEYS virtual keys a training step
-    takes up to 1.2 times SDPA's time and, at P = 8, a sixth of the memory."""
-    config, virtual = inputs.config, key.num_pseudo_heads
-    # Threads share heads and rows of the batch. SDPA also shares blocks of queries: it wins where threads would idle.
-    if share_lanes(len(inputs.inputs_embeds), config.num_attention_heads)[-1] < 0.8:
-        return False
-    # Blocks of queries are longer than a short window.
-    if key.is_sliding and config.sliding_window < 64:
-        return False
+        return absorbed_attention if wanted == "base" or rows * num_keys >= 128 else None
     if torch.is_grad_enabled():
-        return virtual >= 4 and num_keys * virtual >= 2048
-    return num_keys * virtual >= (1024 if virtual >= 4 else 2048)
+        long_enough = virtual >= 4 and num_keys * virtual >= 2048
+    else:
+        long_enough = num_keys * virtual >= (1024 if virtual >= 4 else 2048)
+    # Blocks of queries are longer than a short window.
+    long_enough &= not key.is_sliding or config.sliding_window >= 64
+    # Threads share heads and rows of the batch. SDPA also shares blocks of queries: it wins where threads would idle.
+    wins = long_enough and share_lanes(rows, config.num_attention_heads)[-1] >= 0.8
+    return collapse_first_attention if wanted == "base" or wins else None
 
 
 def _mask_free(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> LayerMask | None:
@@ -189,25 +172,17 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
                 f"pass attention_mask [batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
             )
         return _custom_mask(inputs, key, layer_idx)
-    arguments = {
-        "config": config,
-        "inputs_embeds": inputs.inputs_embeds,
-        "attention_mask": inputs.attention_mask,
-        "past_key_values": inputs.past_key_values,
-        "position_ids": inputs.position_ids,
-    }
-    if virtual > 1:
-        batch_size, length = inputs.inputs_embeds.shape[:2]
-        arguments["config"] = _Virtual(config, sliding_window=(config.sliding_window or 0) * virtual)
-        arguments["inputs_embeds"] = inputs.inputs_embeds.new_empty(batch_size, length * virtual, 0)
-        if inputs.attention_mask is not None:
-            arguments["attention_mask"] = inputs.attention_mask.repeat_interleave(virtual, dim=1)
-        if inputs.past_key_values is not None:
-            arguments["past_key_values"] = _virtual_cache(inputs.past_key_values, virtual)
-        if inputs.position_ids is not None:
-            arguments["position_ids"] = virtual_positions(inputs.position_ids, virtual)
+    batch_size, length = inputs.inputs_embeds.shape[:2]
+    mask, cache, position_ids = inputs.attention_mask, inputs.past_key_values, inputs.position_ids
     create_mask = create_sliding_window_causal_mask if key.is_sliding else create_causal_mask
-    mask = create_mask(**arguments, layer_idx=layer_idx)
+    mask = create_mask(
+        config=_Virtual(config, sliding_window=(config.sliding_window or 0) * virtual),
+        inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, length * virtual, 0),
+        attention_mask=None if mask is None else mask.repeat_interleave(virtual, dim=1),
+        past_key_values=None if cache is None else _virtual_cache(cache, virtual),
+        position_ids=None if position_ids is None else virtual_positions(position_ids, virtual),
+        layer_idx=layer_idx,
+    )
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:
         mask = mask.clamp_min(MASKED[torch.float64])
     return mask
@@ -243,17 +218,17 @@ class _Virtual:
         return getattr(self._target, name)
 
 
-def _virtual_cache(past_key_values: Cache, num_pseudo_heads: int) -> _Virtual:
-    """The lengths of `past_key_values`, which holds base keys and values at token length, in virtual tokens."""
-
-    def get_query_offset(layer_idx: int) -> int:
-        return past_key_values.get_query_offset(layer_idx) * num_pseudo_heads
+def _virtual_cache(cache: Cache, num_pseudo_heads: int) -> _Virtual:
+    """The lengths of a cache of base keys and values, which it holds at token length, in virtual tokens."""
 
     def get_mask_sizes(query_length: int, layer_idx: int) -> tuple[int, int]:
-        sizes = past_key_values.get_mask_sizes(query_length // num_pseudo_heads, layer_idx)
+        sizes = cache.get_mask_sizes(query_length // num_pseudo_heads, layer_idx)
         return tuple(size * num_pseudo_heads for size in sizes)
 
-    return _Virtual(past_key_values, get_query_offset=get_query_offset, get_mask_sizes=get_mask_sizes)
+    def get_query_offset(layer_idx: int) -> int:
+        return cache.get_query_offset(layer_idx) * num_pseudo_heads
+
+    return _Virtual(cache, get_query_offset=get_query_offset, get_mask_sizes=get_mask_sizes)
 
 
 def virtual_positions(position_ids: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
@@ -326,23 +301,12 @@ def _check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
     )
 
 
-def check_packing(
-    inputs: MaskInputs,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | None = None,
-    **kwargs,
-) -> None:
+def check_packing(inputs: MaskInputs, **kwargs) -> None:
     """Raises a ValueError for packed documents that the attention core would silently join. They are declared by
-    `position_ids` [batch, N] that restart or by `cu_seq_lens_q`; masks and flash cores look for them in some cases
-    only."""
-    config, mask, cache, position_ids = (
-        inputs.config,
-        inputs.attention_mask,
-        inputs.past_key_values,
-        inputs.position_ids,
-    )
+    `position_ids` [batch, N] that restart or by `cu_seq_lens_q` among `kwargs`; masks and flash cores look for them in
+    some cases only."""
+    config, mask, cache = inputs.config, inputs.attention_mask, inputs.past_key_values
+    position_ids, cu_seq_lens = inputs.position_ids, kwargs.get("cu_seq_lens_q")
     flash = is_flash_attention_requested(config)
     if not flash and config._attn_implementation not in ("eager", "flex_attention", "sdpa"):
         return  # Another core has a way of its own, such as the paged ones.
@@ -357,11 +321,12 @@ def check_packing(
             real = mask[:, -position_ids.shape[-1] :].bool()
             restart = restart & real[:, 1:] & real[:, :-1]
         restarts = bool(restart.any())
-    if not restarts and (cu_seq_lens_q is None or len(cu_seq_lens_q) <= 2):
+    if not restarts and (cu_seq_lens is None or len(cu_seq_lens) <= 2):
         return
 
     if flash:
-        by_lengths = None not in (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        by_lengths = all(kwargs.get(name) is not None for name in names)
         by_positions = (
             restarts
             and len(inputs.inputs_embeds) == 1

@@ -121,7 +121,7 @@ SCORE_MATRIX = {
 # What a checkpoint of "iha" and "mha" layers ships.
 IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "virtual_sequence.py"),
-    *("attention_kinds.py", "attention_options.py", "attention_mha.py", "attention_iha.py"),
+    *("attention_kinds.py", "attention_mha.py", "attention_iha.py"),
     *("collapse_first.py", "absorbed_decode.py", "window_blocks.py"),
 }
 

@@ -14,7 +14,7 @@ import mechanisms.iha
 from benchmarks import cost
 from configuration_iha import PRESETS
 from modeling_iha import IHAConfig, IHAForCausalLM, collapse_first
-from modeling_iha.configuration_iha import flop_matched_window
+from modeling_iha.package import flop_matched_window
 
 
 VARIANTS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import IHA_CODE, random_model
+from helpers import IHA_CODE, random_model, small_config
 from loopback_hub import File, LoopbackHub
 from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -103,6 +103,13 @@ def pushes(environment, *commands):
     return run(
         environment, "-c", PUSHES, input=json.dumps([[str(word) for word in words] for words in commands])
     ).stdout
+
+
+def test_the_code_of_a_checkpoint_is_short_enough_to_read(tmp_path):
+    """A stranger reads it before trusting it: `wc -l` of what an "iha" model ships. The aim is 1,600."""
+    random_model(small_config()).save_pretrained(tmp_path)
+    lines = {path.name: path.read_text().count("\n") for path in tmp_path.glob("*.py")}
+    assert lines.keys() == IHA_CODE and sum(lines.values()) <= 1726, lines
 
 
 @pytest.fixture(scope="module")
