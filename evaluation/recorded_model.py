@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import timedelta
 
 import numpy as np
@@ -23,8 +23,8 @@ class SeededSampling(LogitsProcessor):
     """Samples each row of a batch from its own seed: leaves one token a row, drawn from softmax(logits / temperature)
     by inverting its cumulative distribution at a uniform number of the row and step.
 
-    Neither top-k nor top-p cuts the distribution. The numbers of a row depend on its seed alone, so a sample depends on
-    its seed and its logits, not on the batch that it is generated in.
+    Neither top-k nor top-p cuts the distribution. The numbers of a row depend on its seed alone, so a sample depends
+    on its seed and its logits, not on the batch that it is generated in.
     """
 
     def __init__(self, seeds: list[int], temperature: float, prompt_length: int, steps: int):
@@ -68,6 +68,8 @@ class RecordedModel(HFLM):
         ends = ends if isinstance(ends, list) else [ends]
         self.end_ids = sorted({*ends, self.tokenizer.eos_token_id} - {None})
         self.model.generation_config = GenerationConfig()
+        # By task: samples, truncated prompts, unfinished replies.
+        self.counts: dict[str, Counter] = defaultdict(Counter)
 
     def join(self, accelerator: Accelerator) -> None:
         """Makes this process one of `accelerator.num_processes` that share the documents."""
@@ -76,14 +78,14 @@ class RecordedModel(HFLM):
             # lm-eval takes the rank inside the machine, which two machines would have twice.
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
-    def check_prompts(self, requests: list[Instance]) -> None:
-        """Raises `UserError`, naming the longest, when prompts and replies do not fit into the context."""
-        too_long = Counter()
-        longest = 0
+    def check_prompts(self, requests: list[Instance]) -> dict[str, list[int]]:
+        """Tokens of each prompt, by task. Raises `UserError`, naming the tasks, when prompts and replies do not fit
+        into the context."""
+        lengths, too_long, longest = defaultdict(list), Counter(), 0
         for request in requests:
+            lengths[request.task_name].append(len(self.tok_encode(request.args[0])))
             if request.request_type == "generate_until":
-                prompt, settings = request.args
-                needed = len(self.tok_encode(prompt)) + settings["max_gen_toks"]
+                needed = lengths[request.task_name][-1] + request.args[1]["max_gen_toks"]
                 longest = max(longest, needed)
                 too_long[request.task_name] += needed > self.max_length
         if too_long.total() and not self.truncate:
@@ -93,6 +95,7 @@ class RecordedModel(HFLM):
                 f"{self.max_length}: {names}. Lower --lengths or --max-new-tokens, or cut prompts with "
                 f"--truncate-prompts."
             )
+        return lengths
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """One reply a request, in order. lm-eval asks for k samples with k references to one request; more than that,
@@ -127,11 +130,16 @@ class RecordedModel(HFLM):
             del jobs[: len(batch)]
             bar.update(len(batch))
         bar.close()
+        samples = [self.records.get(key) for key in dict.fromkeys(keys)]
+        for sample in samples:
+            self.counts[sample["task"]].update(
+                samples=1, truncated_prompts=sample["truncated"], unfinished_replies=sample["unfinished"]
+            )
         return [self.records.get(key)["text"] for key in keys]
 
     def _replies(self, batch: list) -> list[dict]:
-        """{"text", "seed", "tokens", "truncated", "unfinished"} of each of a batch of equal settings: whether its prompt
-        was cut, and whether it stopped only because `max_gen_toks` were reached."""
+        """{"text", "seed", "tokens", "truncated", "unfinished"} of each of a batch of equal settings: whether its
+        prompt was cut, and whether it stopped only because `max_gen_toks` were reached."""
         settings = batch[0][1][1]
         limit, stops = settings["max_gen_toks"], [stop for stop in settings.get("until", []) if stop]
         room = self.max_length - limit

@@ -45,8 +45,8 @@ STOCK_SAMPLES = 500
 
 
 class _Words(Sequence):
-    """Every "adjective-noun", the keys and values of needles. lm-eval builds the list of all when it is imported, which
-    takes a minute and a gigabyte."""
+    """Every "adjective-noun", the keys and values of needles. lm-eval builds the list of all when it is imported,
+    which takes a minute and a gigabyte."""
 
     def __init__(self, adjectives: list[str], nouns: list[str]):
         self.adjectives, self.nouns = sorted(set(adjectives)), sorted(set(nouns))
@@ -166,9 +166,7 @@ def _read_list(path: str) -> list:
     return list(datasets.load_dataset("json", data_files=path, split="train"))
 
 
-def samples(
-    task: str, length: int, count: int, seed: int = 0, data_directory=None, tokenizer=None
-) -> list[dict]:
+def samples(task: str, length: int, count: int, seed: int = 0, data_directory=None, tokenizer=None) -> list[dict]:
     """`count` documents of a RULER task: {"input", "outputs", "gen_prefix", "max_length", "length", ...}.
 
     Args:

@@ -42,7 +42,9 @@ except AttributeError:
 
 # Reads the secret and the program from stdin. The secret is written only once the program has ended normally, so that
 # `sys.exit(0)` or `os._exit(0)` before the tests does not pass for success.
-_CHILD = f"""{_LEAVE_NETWORK}""" """
+_CHILD = (
+    f"""{_LEAVE_NETWORK}"""
+    """
 import os, resource, sys
 
 report = os.dup(1)
@@ -79,6 +81,7 @@ except BaseException:
 os.write(report, secret)
 os._exit(0)
 """
+)
 
 
 @cache

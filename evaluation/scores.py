@@ -128,8 +128,8 @@ def math500(document: dict, results: list[list[str]]) -> dict[str, float]:
 
 @cache
 def minerva():
-    """lm-eval's module of the stock task minerva_math500. Its import demands the antlr 4.11 that only its comparison of
-    unequal strings needs, so the demand is met with a false answer here; see `has_minerva_comparison`."""
+    """lm-eval's module of the stock task minerva_math500. Its import demands the antlr 4.11 that only its comparison
+    of unequal strings needs, so the demand is met with a false answer here; see `has_minerva_comparison`."""
     with mock.patch("importlib.metadata.version", lambda name: "4.11"):
         from lm_eval.tasks.minerva_math import utils
     return utils
@@ -222,12 +222,18 @@ def humaneval_completion(document: dict, results: list[list[str]]) -> dict[str, 
     return _humaneval(document, solutions, solutions[0])
 
 
-# Long text
+# Likelihoods
+
+
+def next_word(document: dict, results: list[tuple[float, bool]]) -> dict[str, float]:
+    """Of a target's log-likelihood in nats and whether greedy decoding gives it."""
+    ((log_likelihood, is_greedy),) = results
+    return {"acc": float(is_greedy), "loss": -log_likelihood}
 
 
 def loss_by_position(document: dict, results: list[list[float]]) -> dict[str, float]:
-    """Mean loss in nats a token over the positions 1 to 63, 64 to 127, 128 to 255, and so on, each under the name of its
-    first position. A stretch that the text fills to less than half is left out."""
+    """Mean loss in nats a token over the positions 1 to 63, 64 to 127, 128 to 255, and so on, each under the name of
+    its first position. A stretch that the text fills to less than half is left out."""
     (log_probs,) = results
     metrics, first, end = {}, 1, 64
     while len(log_probs) >= first + (end - first) / 2:
