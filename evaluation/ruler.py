@@ -7,6 +7,7 @@ as are asked for.
 """
 
 import io
+import json
 import random
 import re
 import sys
@@ -22,7 +23,7 @@ import lm_eval.tasks
 import numpy as np
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from command_io import UserError, read_json
+from command_io import UserError
 from evaluation import data
 
 
@@ -153,7 +154,7 @@ def _settled(task: str, length: int, samples: int, seed: int, directory, tokeniz
                 (cwe, "sys_word_pair_random", fewer(cwe.sys_word_pair_random)),
                 (fwe, "sys_kwext", frequent_words),
                 (qa, "generate_samples", fewer(qa.generate_samples)),
-                (qa, "download_json", read_json if task == "ruler_qa_squad" else _read_list),
+                (qa, "download_json", _read),
             ):
                 stack.enter_context(mock.patch.object(target, name, replacement))
             stack.enter_context(redirect_stdout(sys.stderr if sys.stderr.isatty() else io.StringIO()))
@@ -162,8 +163,11 @@ def _settled(task: str, length: int, samples: int, seed: int, directory, tokeniz
         random.setstate(states[0]), np.random.set_state(states[1]), cwe.RNG.setstate(states[2])
 
 
-def _read_list(path: str) -> list:
-    return list(datasets.load_dataset("json", data_files=path, split="train"))
+def _read(path: str):
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}.") from error
 
 
 def samples(task: str, length: int, count: int, seed: int = 0, data_directory=None, tokenizer=None) -> list[dict]:
