@@ -26,7 +26,7 @@ help:
 # What only the tests need stays out of the demo's environment: some of it is large, and some of it noisy.
 .venv/test-installed: .venv/installed tests/fetch_transformers_tests.py
 	@echo "Installing what the tests need (about two minutes)"
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,dev]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev]"
 	$(RUN) tests/fetch_transformers_tests.py
 	@touch $@
 

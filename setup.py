@@ -14,9 +14,11 @@ setup(
     extras_require={
         # What the commands of this repository need; they run from a checkout.
         "scripts": ["datasets", "gguf", "huggingface_hub", "matplotlib", "peft", "reasoning-gym", "trl"],
+        # What `python -m evaluation.run` needs beside "scripts".
+        "evaluation": ["lm_eval", "math-verify[antlr4_13_2]", "nltk", "scipy", "wonderwords"],
         "dev": [
             *("parameterized", "pytest", "pytest-xdist", "ruff"),
-            *("bitsandbytes", "hqq", "lm_eval", "torchao", "triton; platform_system == 'Linux'"),
+            *("bitsandbytes", "hqq", "torchao", "triton; platform_system == 'Linux'"),
             *("fastapi", "openai", "pydantic", "rich", "uvicorn"),
         ],
     },

@@ -1,0 +1,205 @@
+"""lm-eval's Transformers model with samples that are seeded one by one, recorded, and never cut without a word."""
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from datetime import timedelta
+
+import numpy as np
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from tqdm import tqdm
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+from command_io import UserError
+from evaluation.records import Records, sample_key
+
+
+class SeededSampling(LogitsProcessor):
+    """Samples each row of a batch from its own seed: leaves one token a row, drawn from softmax(logits / temperature)
+    by inverting its cumulative distribution at a uniform number of the row and step.
+
+    Neither top-k nor top-p cuts the distribution. The numbers of a row depend on its seed alone, so a sample depends
+    on its seed and its logits, not on the batch that it is generated in.
+    """
+
+    def __init__(self, seeds: list[int], temperature: float, prompt_length: int, steps: int):
+        self.uniform = torch.from_numpy(np.stack([np.random.default_rng(seed).random(steps) for seed in seeds]))
+        self.temperature, self.prompt_length = temperature, prompt_length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """`scores` [batch, vocabulary] with all but one token a row at minus infinity."""
+        cumulative = (scores.double() / self.temperature).softmax(-1).cumsum(-1)
+        uniform = self.uniform[:, input_ids.shape[1] - self.prompt_length, None].to(scores.device)
+        token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+        token = token.clamp(max=scores.shape[-1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)
+
+
+class RecordedModel(HFLM):
+    """An evaluated model on one device per process; `accelerate launch` shares the documents among processes.
+
+    Args:
+        records: where samples are kept; those that are there are not generated again.
+        seed: of the run. A sample is seeded by (seed, task, document, prompt, settings, number of the sample), so
+            neither the batch size, nor `--limit`, nor the number of samples or processes changes its random numbers.
+            Logits differ in their last bits between batch sizes; a token whose limit lies that near can change.
+        truncate: cut the beginning off prompts that do not fit, instead of refusing them.
+
+    The generation settings of the checkpoint, such as a repetition penalty, are put aside: a task's own count.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        records: Records,
+        seed: int = 0,
+        batch_size: int = 8,
+        truncate: bool = False,
+    ):
+        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        self.records, self.seed, self.truncate = records, seed, truncate
+        ends = model.generation_config.eos_token_id if model.generation_config else None
+        ends = ends if isinstance(ends, list) else [ends]
+        self.end_ids = sorted({*ends, self.tokenizer.eos_token_id} - {None})
+        self.model.generation_config = GenerationConfig()
+        # By task: samples, truncated prompts, unfinished replies.
+        self.counts: dict[str, Counter] = defaultdict(Counter)
+
+    def join(self, accelerator: Accelerator) -> None:
+        """Makes this process one of `accelerator.num_processes` that share the documents."""
+        if accelerator.num_processes > 1:
+            self.accelerator = accelerator
+            # lm-eval takes the rank inside the machine, which two machines would have twice.
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+
+    def check_prompts(self, requests: list[Instance]) -> dict[str, list[int]]:
+        """Tokens of each prompt, by task. Raises `UserError`, naming the tasks, when prompts and replies do not fit
+        into the context."""
+        lengths, too_long, longest = defaultdict(list), Counter(), 0
+        for request in requests:
+            lengths[request.task_name].append(len(self.tok_encode(request.args[0])))
+            if request.request_type == "generate_until":
+                needed = lengths[request.task_name][-1] + request.args[1]["max_gen_toks"]
+                longest = max(longest, needed)
+                too_long[request.task_name] += needed > self.max_length
+        if too_long.total() and not self.truncate:
+            names = ", ".join(f"{task} ({count})" for task, count in too_long.items() if count)
+            raise UserError(
+                f"{too_long.total()} prompts do not fit: prompt and reply need up to {longest} tokens and the context has "
+                f"{self.max_length}: {names}. Lower --lengths or --max-new-tokens, or cut prompts with "
+                f"--truncate-prompts."
+            )
+        return lengths
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """One reply a request, in order. lm-eval asks for k samples with k references to one request; more than that,
+        which it adds to even out the processes, repeats what is there."""
+        keys, waiting, seen = [], {}, Counter()
+        for request in requests:
+            prompt, settings = request.args
+            index, seen[id(request)] = seen[id(request)] % request.repeats, seen[id(request)] + 1
+            document = json.dumps(request.doc, sort_keys=True, default=str)
+            keys.append(sample_key(request.task_name, document, prompt, settings, index))
+            if self.records.get(keys[-1]) is None:
+                waiting[keys[-1]] = prompt, settings
+
+        # Longest first: what does not fit into memory shows at once. Only equal settings share a batch.
+        jobs = sorted(waiting.items(), key=lambda job: (str(job[1][1]), -len(job[1][0]), job[0]))
+        bar = tqdm(total=len(jobs), desc="Generating", unit="sample", disable=disable_tqdm or self.rank != 0)
+        while jobs:
+            batch = [job for job in jobs[: self.batch_size] if job[1][1] == jobs[0][1][1]]
+            try:
+                replies = self._replies(batch)
+            except RuntimeError as error:
+                if not should_reduce_batch_size(error):
+                    raise
+                if len(batch) == 1:
+                    raise UserError("There is not enough memory for a batch of one prompt.") from error
+                self.batch_size_per_gpu = len(batch) // 2
+                clear_device_cache(garbage_collection=True)
+                print(f"Out of memory: the batch size is {self.batch_size_per_gpu} from here on.", flush=True)
+                continue
+            for (key, _), reply in zip(batch, replies, strict=True):
+                self.records.add(key, **reply)
+            del jobs[: len(batch)]
+            bar.update(len(batch))
+        bar.close()
+        samples = [self.records.get(key) for key in dict.fromkeys(keys)]
+        for sample in samples:
+            self.counts[sample["task"]].update(
+                samples=1, truncated_prompts=sample["truncated"], unfinished_replies=sample["unfinished"]
+            )
+        return [self.records.get(key)["text"] for key in keys]
+
+    def _replies(self, batch: list) -> list[dict]:
+        """{"text", "seed", "tokens", "truncated", "unfinished"} of each of a batch of equal settings: whether its
+        prompt was cut, and whether it stopped only because `max_gen_toks` were reached."""
+        settings = batch[0][1][1]
+        limit, stops = settings["max_gen_toks"], [stop for stop in settings.get("until", []) if stop]
+        room = self.max_length - limit
+        prompts = [self.tok_encode(prompt) for _, (prompt, _) in batch]
+        truncated = [len(prompt) > room for prompt in prompts]
+        if any(truncated) and not self.truncate:
+            raise UserError(f"A prompt of {max(map(len, prompts))} tokens does not fit: the context leaves it {room}.")
+        inputs = self.tokenizer.pad(
+            {"input_ids": [prompt[-room:] for prompt in prompts]}, padding_side="left", return_tensors="pt"
+        ).to(self.device)
+        length = inputs["input_ids"].shape[1]
+        seeds = [sample_seed(self.seed, key) for key, _ in batch]
+        temperature = settings.get("temperature", 0.0) if settings.get("do_sample") else 0.0
+        with torch.no_grad():
+            output = self.model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=limit,
+                do_sample=False,
+                logits_processor=[SeededSampling(seeds, temperature, length, limit)] if temperature else [],
+                stopping_criteria=stop_sequences_criteria(self.tokenizer, stops, length, len(batch)) if stops else [],
+                eos_token_id=self.end_ids or None,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
+        rows = output[:, length:].tolist()
+        return [
+            self._reply(row, stops, limit) | {"seed": seed, "truncated": cut}
+            for row, seed, cut in zip(rows, seeds, truncated, strict=True)
+        ]
+
+    def _reply(self, tokens: list[int], stops: list[str], limit: int) -> dict:
+        end = next((i for i, token in enumerate(tokens) if token in self.end_ids), None)
+        tokens = tokens[:end]
+        text = self.tok_decode(tokens)
+        stopped = min((text.find(stop) for stop in stops if stop in text), default=None)
+        unfinished = end is None and stopped is None and len(tokens) >= limit
+        return {"text": text[:stopped], "tokens": len(tokens), "unfinished": unfinished}
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[list[float]]:
+        """The log-probability, in nats, of every token of a text but the first, given all before it: one forward, no
+        windows. (lm-eval's own gives their sum, over windows.)"""
+        result = []
+        for request in tqdm(requests, desc="Reading", unit="text", disable=disable_tqdm or self.rank != 0):
+            ids = torch.tensor([self.tok_encode(request.args[0])], device=self.device)
+            with torch.no_grad():
+                logits = self.model(ids).logits[0, :-1]
+            chosen = ids[0, 1:]
+            parts = [
+                part.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+                for part, targets in zip(logits.split(1024), chosen.split(1024))
+            ]
+            result.append(torch.cat(parts).tolist())
+        return result
+
+
+def sample_seed(seed: int, key: tuple[str, str, int]) -> int:
+    """The seed of one sample of a run. (Python's own hash differs between processes.)"""
+    return int.from_bytes(hashlib.sha256(json.dumps([seed, *key]).encode()).digest()[:8], "big")
+
+
+def accelerator() -> Accelerator:
+    """This process among those that `accelerate launch` started. Some finish hours before others: no timeout."""
+    return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(weeks=52))])

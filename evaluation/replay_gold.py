@@ -1,0 +1,107 @@
+"""Give every scorer its benchmark's own answers, which must score 1, and broken ones, which must score 0.
+
+Mathematics is broken by another number, code by a function that raises or returns None. Writes one JSON
+file with the counts, the rows that are not as expected, and the versions.
+
+example: python -m evaluation.replay_gold --data DIR --output evaluation/results/replay_gold.json
+"""
+
+import argparse
+import json
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import check_output_file, run_cli, whole_file
+from evaluation import data, scores
+
+
+def _gsm8k(rows: list[dict]) -> Iterator[tuple[str, str]]:
+    for row in rows:
+        worked, _, answer = row["answer"].rpartition("####")
+        yield row["answer"], f"{worked}#### {int(answer.replace(',', '')) + 1}"
+
+
+def _math500(rows: list[dict]) -> Iterator[tuple[str, str]]:
+    for row in rows:
+        yield row["solution"], "The answer is $\\boxed{-987654321.5}$."
+
+
+def _mbpp(rows: list[dict]) -> Iterator[tuple[str, str]]:
+    for row in rows:
+        name = re.search(r"(\w+)\s*\(", row["test_list"][0].removeprefix("assert")).group(1)
+        broken = f"{row['code']}\ndef {name}(*arguments): raise NotImplementedError"
+        yield f"Some thoughts.\n```python\n{row['code']}\n```\nDone.", f"```python\n{broken}\n```"
+
+
+def _humaneval(rows: list[dict]) -> Iterator[tuple[str, str]]:
+    for row in rows:
+        whole = f"{row['prompt']}{row['canonical_solution']}"
+        yield f"```python\n{whole}\n```", f"```python\n{row['prompt']}    return None\n```"
+
+
+# benchmark -> file of rows, scorer, (gold reply, broken reply) of each row
+REPLAYS: dict[str, tuple[str, Callable, Callable]] = {
+    "gsm8k": ("gsm8k/test.jsonl", scores.gsm8k, _gsm8k),
+    "math500": ("math500/test.jsonl", scores.math500, _math500),
+    "mbpp": ("mbpp/test.jsonl", scores.mbpp, _mbpp),
+    "humaneval": ("humaneval/HumanEval.jsonl", scores.humaneval, _humaneval),
+}
+
+
+def replay(name: str, directory: Path | None, limit: int | None = None) -> dict:
+    """Counts of one benchmark: {"rows", "gold_right", "broken_right", "gold_wrong_rows", "broken_right_rows"} and, of
+    the gold replies, how many lm-eval's own figures take for right."""
+    file, scorer, replies = REPLAYS[name]
+    rows = data.rows(file, directory)[:limit]
+    wrong, right, stock = [], [], {}
+    for index, (row, (gold, broken)) in enumerate(zip(rows, replies(rows), strict=True)):
+        score, broken_score = scorer(row, [[gold]]), scorer(row, [[broken]])
+        ours = next(metric for metric in score if not metric.startswith("lm_eval"))
+        if score[ours] != 1:
+            wrong.append(index)
+        if broken_score[ours] != 0:
+            right.append(index)
+        for metric in score.keys() - {ours}:
+            stock[metric] = stock.get(metric, 0) + score[metric]
+        if (index + 1) % 100 == 0:
+            print(f"{name}: {index + 1} of {len(rows)}", flush=True)
+    return {
+        "rows": len(rows),
+        "gold_right": len(rows) - len(wrong),
+        "broken_right": len(right),
+        "gold_wrong_rows": wrong,
+        "broken_right_rows": right,
+        **{f"gold_right_{metric}": int(total) for metric, total in sorted(stock.items())},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="directory of data files (default: the Hub)")
+    parser.add_argument("--benchmarks", nargs="+", choices=list(REPLAYS), default=list(REPLAYS))
+    parser.add_argument("--limit", type=int, help="only the first LIMIT rows of each")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    args = parser.parse_args(argv)
+    check_output_file(args.output, replace=True)
+
+    results, started = {}, time.monotonic()
+    for name in args.benchmarks:
+        results[name] = replay(name, args.data, args.limit)
+        print(f"{name}: {json.dumps(results[name])}", flush=True)
+    packages = ("lm_eval", "math-verify", "latex2sympy2_extended", "sympy", "antlr4-python3-runtime")
+    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    with whole_file(args.output) as path:
+        record = {"benchmarks": results, "versions": versions, "seconds": round(time.monotonic() - started)}
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_cli(main)

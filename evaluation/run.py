@@ -1,0 +1,313 @@
+"""Measure a checkpoint as the paper does: RULER, GSM8K, MATH-500, MBPP, HumanEval, DCFormer's synthetic task and loss
+by position, through lm-eval with this directory's tasks.
+
+Everything is checked before the first token is generated. Samples are recorded as they are made: the same command
+continues a killed run, and with more --samples adds to those that are there. What each figure means is said in
+evaluation/README.md.
+
+examples:
+  python -m evaluation.run outputs/smollm2-iha --suite smoke
+  python -m evaluation.run ORG/NAME --suite reasoning --output outputs/evaluation/name
+  python -m evaluation.run outputs/smollm2-iha --suite ruler --data DATA --tasks niah_single_1 niah_multikey_1 \\
+      --lengths 512 1024 --limit 50
+  accelerate launch --num_processes 8 evaluation/run.py ORG/NAME --suite paper --data DATA
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+import lm_eval
+from lm_eval.api.task import ConfigurableTask
+from transformers import PreTrainedTokenizerBase
+
+from command_io import UserError, read_json, run_cli, whole_file
+from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
+from evaluation import data, report, ruler, run_code, scores, suites
+from evaluation.recorded_model import RecordedModel, accelerator
+from evaluation.records import Records
+
+
+PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
+
+
+def fingerprint(source: str) -> str:
+    """What tells one checkpoint from another: the SHA-256 of the files of a directory or GGUF file, or the commit of a
+    Hub id."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        return f"{source}@{load_config(source)._commit_hash}"
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    together = hashlib.sha256()
+    for file in files:
+        together.update(f"{file.name} {data.file_sha256(file)}\n".encode())
+    return together.hexdigest()
+
+
+def claim_output(directory: Path, identity: dict, rank: int) -> None:
+    """Makes `directory` this run's, or goes on with it. Raises `UserError` when it holds something else, or samples of
+    another checkpoint, tokenizer, seed or dtype."""
+    path = directory / "run.json"
+    if path.is_file():
+        found = read_json(path)
+        if different := [name for name in identity if found.get(name) != identity[name]]:
+            raise UserError(
+                f"{directory} holds samples of another {' and '.join(different)}: choose another --output, or remove it."
+            )
+        return
+    if directory.exists() and (
+        not directory.is_dir() or any(entry.name != "samples" for entry in directory.iterdir())
+    ):
+        raise UserError(f"{directory} exists and is no output of this command: choose another --output.")
+    if rank == 0:
+        with whole_file(path) as temporary:
+            temporary.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+
+
+def commit() -> str:
+    """The commit of this checkout, marked when files differ from it; "unknown" outside of git."""
+    root = Path(__file__).resolve().parents[1]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--match", ""]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
+    return process.stdout.strip() if process.returncode == 0 else "unknown"
+
+
+def task_hash(name: str) -> str:
+    """Of everything in this repository that decides a task's prompts and scores."""
+    together = hashlib.sha256()
+    for file in sorted([*suites.TASKS.glob("*.yaml"), *Path(__file__).parent.glob("*.py")]):
+        if file.suffix == ".py" or file.stem == name.partition("@")[0] or file.stem.startswith("_"):
+            together.update(file.read_bytes())
+    return together.hexdigest()[:16]
+
+
+def check_chat_template(tasks: dict[str, ConfigurableTask], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises `UserError` when a task is put to a chat model and the tokenizer cannot write a chat."""
+    names = [name for name, task in tasks.items() if task.config.metadata.get("chat")]
+    if names and not tokenizer.chat_template:
+        raise UserError(
+            f"The tokenizer has no chat template, which {', '.join(names)} need: add one (see sft/chat_templates), give "
+            f"another --tokenizer, or put the questions as plain text with --no-chat."
+        )
+
+
+def evaluate(
+    model: RecordedModel, tasks: dict[str, ConfigurableTask], limit: int | None, use_chat: bool
+) -> tuple[dict, dict]:
+    """lm-eval's results and prompt lengths by task; empty dicts on every process but the first."""
+    groups = [
+        (
+            chat,
+            {
+                name: task
+                for name, task in tasks.items()
+                if bool(use_chat and task.config.metadata.get("chat")) == chat
+            },
+        )
+        for chat in (False, True)
+    ]
+    lengths = {}
+    for chat, group in groups:
+        for name, task in group.items():
+            task.set_fewshot_seed(0)
+            task.build_all_requests(
+                limit=limit,
+                rank=model.rank,
+                world_size=model.world_size,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=True,
+                chat_template=model.apply_chat_template if chat else None,
+            )
+        lengths |= model.check_prompts([request for task in group.values() for request in task.instances])
+    merged: dict = {"results": {}, "samples": {}}
+    for chat, group in groups:
+        if not group:
+            continue
+        answer = lm_eval.evaluate(
+            model,
+            {"tasks": group},
+            limit=limit,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=True,
+            bootstrap_iters=1,
+        )
+        for part in merged if answer else ():
+            merged[part] |= answer[part]
+    gathered = model.gather_object((lengths, model.counts)) or []
+    for other, counts in gathered[1:]:
+        for name in other:
+            lengths[name] += other[name]
+            model.counts[name].update(counts[name])
+    return merged, lengths
+
+
+def summarise(
+    answer: dict, lengths: dict[str, list[int]], model: RecordedModel, tasks: dict[str, ConfigurableTask], directory
+) -> dict:
+    """One entry a task: its metrics with standard errors, and what they were measured on."""
+    summary = {}
+    for name in tasks:
+        figures, metrics = answer["results"][name], {}
+        for key, value in figures.items():
+            metric, _, pipeline = key.partition(",")
+            if pipeline and not metric.endswith("_stderr"):
+                error = figures[f"{metric}_stderr,{pipeline}"]
+                metrics[metric] = {"value": value, "stderr": error if isinstance(error, float) else None}
+        counts = model.counts[name]
+        entry = {
+            "metrics": metrics,
+            "examples": figures["sample_len"],
+            "samples_each": tasks[name].config.repeats,
+            "shots": tasks[name].config.num_fewshot or 0,
+            "generation": tasks[name].config.generation_kwargs,
+            "prompt_tokens": {
+                "min": min(lengths[name]),
+                "median": median(lengths[name]),
+                "max": max(lengths[name]),
+            },
+            "truncated_prompts": counts["truncated_prompts"],
+            "unfinished_replies": counts["unfinished_replies"],
+            "task_hash": task_hash(name),
+        }
+        base = name.partition("@")[0]
+        if base in ruler.ESSAY_TASKS:
+            entry["haystack"] = ruler.haystack_file(directory)
+            if entry["haystack"] != ruler.ESSAYS:
+                entry["note"] = ruler.NOT_COMPARABLE
+        summary[name] = entry
+    return summary
+
+
+def write_samples(path: Path, rows: list[dict]) -> None:
+    """One line a document: its hash, target, replies and scores."""
+    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for row in sorted(rows, key=lambda row: row["doc_id"]):
+            kept = {key: row[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target", *row["metrics"])}
+            if isinstance(row["resps"][0][0], str):
+                kept["replies"] = row["resps"][0]
+            file.write(json.dumps(kept, default=str) + "\n")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, with the suite's defaults filled in. Raises `UserError`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="checkpoint directory, GGUF file or id on the Hub")
+    parser.add_argument("--suite", required=True, help=", ".join(suites.SUITES))
+    parser.add_argument("--tasks", nargs="+", help="only these tasks of the suite")
+    parser.add_argument(
+        "--data", type=Path, help="directory of data files as in data_manifest.json (default: the Hub)"
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", help="of RULER's prompts and replies, in tokens")
+    parser.add_argument("--limit", type=int, help="only the first LIMIT examples of each task and length")
+    parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (16)")
+    parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
+    parser.add_argument("--output", type=Path, help="default: outputs/evaluation/MODEL")
+    parser.add_argument("--batch-size", type=int, default=8, help="halved when memory runs out (default: 8)")
+    parser.add_argument("--tokenizer", help="directory or id on the Hub (default: the model's)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
+    parser.add_argument("--truncate-prompts", action="store_true", help="cut what does not fit, and count it")
+    args = parser.parse_args(argv)
+    if args.suite not in suites.SUITES:
+        raise UserError(f"--suite {args.suite}: expected one of {', '.join(suites.SUITES)}.")
+    suite = suites.SUITES[args.suite]
+    for name in ("limit", "samples", "max_new_tokens", "batch_size"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
+    if any(length < 64 for length in args.lengths or ()):
+        raise UserError(f"--lengths {min(args.lengths)}: expected at least 64.")
+    args.lengths = sorted(set(args.lengths or suite.lengths))
+    for name in ("limit", "samples", "max_new_tokens", "data"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(suite, name))
+    if args.data is not None and not args.data.is_dir():
+        raise UserError(f"--data {args.data} is not a directory.")
+    args.output = args.output or Path("outputs/evaluation") / Path(args.model).name
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> dict | None:
+    """Evaluates, writes results.json, report.md, plots and samples, and returns the results; `None` on every process
+    but the first. Raises `UserError`."""
+    args = parse_arguments(argv)
+    names = suites.choose_tasks(args.suite, args.tasks)
+    process = accelerator()
+    config = load_config(args.model)
+    tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
+    tasks = suites.build_tasks(
+        names, args.lengths, args.data, tokenizer, args.seed, args.limit, args.samples, args.max_new_tokens
+    )
+    if not args.no_chat:
+        check_chat_template(tasks, tokenizer)
+    identity = {
+        "checkpoint": fingerprint(args.model),
+        "tokenizer": fingerprint(args.tokenizer or args.model),
+        "seed": args.seed,
+        "dtype": args.dtype,
+    }
+    claim_output(args.output, identity, process.process_index)
+    process.wait_for_everyone()
+    records = Records(args.output / "samples", process.process_index)
+
+    started = time.monotonic()
+    network = load_model(args.model, args.dtype).to(process.device)
+    model = RecordedModel(network, tokenizer, records, args.seed, args.batch_size, args.truncate_prompts)
+    model.join(process)
+    print(f"{len(tasks)} tasks; {len(records)} samples are recorded in {args.output / 'samples'}", flush=True)
+    answer, lengths = evaluate(model, tasks, args.limit, not args.no_chat)
+    records.close()
+    if process.process_index != 0:
+        return None
+
+    results = {
+        "model": str(args.model),
+        "parameters": network.num_parameters(),
+        "model_dtype": str(network.dtype).removeprefix("torch."),
+        **identity,
+        "suite": args.suite,
+        "batch_size": model.batch_size,
+        "processes": model.world_size,
+        "device": str(process.device.type),
+        "chat_template": not args.no_chat,
+        "commit": commit(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "code_without_network": run_code.isolates_network(),
+        "minerva_comparison": scores.has_minerva_comparison(),
+        "data_sha256": {
+            name: data.file_sha256(args.data / name) for name in data.MANIFEST if _is_there(args.data, name)
+        },
+        "seconds": round(time.monotonic() - started),
+        "tasks": summarise(answer, lengths, model, tasks, args.data),
+    }
+    results["ruler"] = report.ruler_means(results["tasks"])
+    for name, rows in answer["samples"].items():
+        write_samples(args.output / f"samples_{name}.jsonl", rows)
+    report.write(results, args.output)
+    with whole_file(args.output / "results.json") as path:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print((args.output / "report.md").read_text(encoding="utf-8"))
+    return results
+
+
+def _is_there(directory: Path | None, name: str) -> bool:
+    return directory is not None and os.path.isfile(directory / name)
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,243 @@
+"""Scorers: one document and its sampled replies in, one number per metric out.
+
+The tasks name these functions as `process_results`. Beside each figure of ours stands lm-eval's own, computed by
+lm-eval's code where it can be imported, from the same replies; its names begin with "lm_eval".
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from unittest import mock
+
+import lm_eval.tasks
+from lm_eval.api.metrics import exact_match_fn
+from lm_eval.filters.extraction import RegexFilter
+from lm_eval.filters.selection import MajorityVoteFilter
+from lm_eval.tasks._yaml_loader import load_yaml
+from math_verify import parse, verify
+
+from evaluation.run_code import passes_each
+
+
+STOCK_TASKS = Path(lm_eval.tasks.__file__).parent
+
+
+def all_samples(replies: list[list[str]], documents: list[dict]) -> list[list[str]]:
+    """A filter that hands every sample to the scorer. lm-eval's default hands on the first one only."""
+    return [list(samples) for samples in replies]
+
+
+# Several samples
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """The chance that at least one of `k` samples passes, unbiased: 1 - C(n-c, k) / C(n, k) for c of n samples that
+    passed. Chen et al., "Evaluating Large Language Models Trained on Code" (2021), equation 1. Needs k <= n."""
+    return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def majority(answers: Sequence, equal: Callable[[object, object], bool]):
+    """The answer that most of `answers` are equal to; among equally frequent ones that which came first.
+
+    `None` stands for a reply without an answer and never wins; without any answer the result is `None`.
+    """
+    groups: list[list] = []
+    for answer in (answer for answer in answers if answer is not None):
+        group = next((group for group in groups if equal(group[0], answer)), None)
+        if group is None:
+            groups.append([answer])
+        else:
+            group.append(answer)
+    return max(groups, key=len)[0] if groups else None
+
+
+# Mathematics
+
+
+@cache
+def math_answer(text: str) -> tuple | None:
+    """The final answer in `text` as math_verify reads it: in a box, else after "####" (GSM8K's marker), else the last
+    one; `None` when there is none."""
+    if r"\boxed" not in text and "####" in text:
+        # A base model goes on writing after its answer.
+        after = text.partition("####")[2].strip().partition("\n")[0]
+        if found := parse(after):
+            return tuple(found)
+    return tuple(parse(text)) or None
+
+
+def equal_answers(gold: tuple, answer: tuple) -> bool:
+    """Whether math_verify takes `answer` for the same as `gold`: 1,000 and 1000, 1/2 and 0.5. At most 5 seconds."""
+    return verify(list(gold), list(answer))
+
+
+def _math_metrics(gold: tuple, replies: list[str]) -> dict[str, float]:
+    """P@1, the mean over the samples, and Maj@k of `k` samples; with one sample its exact match."""
+    answers = [math_answer(reply) for reply in replies]
+    right = [answer is not None and equal_answers(gold, answer) for answer in answers]
+    if len(replies) == 1:
+        return {"exact_match": float(right[0])}
+    winner = majority(answers, equal_answers)
+    return {
+        "pass@1": sum(right) / len(right),
+        f"maj@{len(replies)}": float(winner is not None and equal_answers(gold, winner)),
+    }
+
+
+def gsm8k(document: dict, results: list[list[str]]) -> dict[str, float]:
+    """Of a row with "answer", the worked answer that ends in "#### 18"."""
+    (replies,) = results
+    return _math_metrics(math_answer(document["answer"]), replies) | _lm_eval_gsm8k(document, replies)
+
+
+@cache
+def _stock_gsm8k() -> dict:
+    return load_yaml(STOCK_TASKS / "gsm8k" / "gsm8k.yaml")
+
+
+def _lm_eval_gsm8k(document: dict, replies: list[str]) -> dict[str, float]:
+    """What the stock task gsm8k gives: the first sample by its two filters, and the majority of raw strings."""
+    stock = _stock_gsm8k()
+    options = {name: stock["metric_list"][0][name] for name in ("ignore_case", "regexes_to_ignore")}
+
+    def matches(answer: str) -> float:
+        found = exact_match_fn(predictions=[answer], references=[document["answer"]], **options)
+        return float(found["exact_match"])
+
+    metrics = {}
+    for pipeline in stock["filter_list"]:
+        name, (regex, _) = pipeline["name"].partition("-")[0], pipeline["filter"]
+        extract = RegexFilter(**{key: value for key, value in regex.items() if key != "function"})
+        ((*answers,),) = extract.apply([replies], [document])
+        metrics[f"lm_eval_{name}"] = matches(answers[0])
+    if len(replies) > 1:  # of the flexible filter, the last of the two
+        ((winner,),) = MajorityVoteFilter().apply([answers], [document])
+        metrics[f"lm_eval_maj@{len(replies)}"] = matches(winner)
+    return metrics
+
+
+def math500(document: dict, results: list[list[str]]) -> dict[str, float]:
+    """Of a row with "answer", in LaTeX, and "solution"."""
+    (replies,) = results
+    gold = math_answer(rf"\boxed{{{document['answer']}}}")
+    return _math_metrics(gold, replies) | _lm_eval_math(document, replies)
+
+
+@cache
+def minerva():
+    """lm-eval's module of the stock task minerva_math500. Its import demands the antlr 4.11 that only its comparison
+    of unequal strings needs, so the demand is met with a false answer here; see `has_minerva_comparison`."""
+    with mock.patch("importlib.metadata.version", lambda name: "4.11"):
+        from lm_eval.tasks.minerva_math import utils
+    return utils
+
+
+def minerva_shots() -> list[dict]:
+    """The four worked problems of Lewkowycz et al. (2022)."""
+    return minerva().list_fewshot_samples()
+
+
+@cache
+def has_minerva_comparison() -> bool:
+    """Whether the installed antlr is the one that lm-eval's comparison of LaTeX by sympy needs."""
+    try:
+        return version("antlr4-python3-runtime").startswith("4.11")
+    except PackageNotFoundError:
+        return False
+
+
+def _lm_eval_math(document: dict, replies: list[str]) -> dict[str, float]:
+    """What the stock task minerva_math500 gives for the first sample: its exact match, of a reply that says "Final
+    Answer: The final answer is ...". Without antlr 4.11 only equal strings count, under another name."""
+    stock = minerva()
+    gold = stock.normalize_final_answer(document["answer"])
+    answer = stock.normalize_final_answer(stock.get_unnormalized_answer(replies[0]))
+    if has_minerva_comparison():
+        return {"lm_eval_exact_match": float(stock.is_equiv(answer, gold))}
+    return {"lm_eval_same_string": float(answer == gold)}
+
+
+# Code
+
+
+def code_block(reply: str) -> str:
+    """The last fenced block of a reply that is Python or unlabelled; without any, the whole reply."""
+    blocks = re.findall(r"```(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", reply, re.DOTALL)
+    return blocks[-1] if blocks else reply
+
+
+def _first_block(reply: str) -> str:
+    """What lm-eval's instruct tasks run: the first fenced block, whatever it is."""
+    found = re.search(r"```(?:\w+)?\n?(.*?)\n?```", reply, re.DOTALL)
+    return found.group(1) if found else ""
+
+
+def _code_metrics(programs: list[str], stock_program: str) -> dict[str, float]:
+    """P@1, the mean over the samples, P@10 when there are as many, and whether lm-eval's program passes."""
+    *passed, stock_passed = passes_each([*programs, stock_program])
+    count = len(passed)
+    metrics = {f"pass@{k}": pass_at_k(count, sum(passed), k) for k in (1, 10) if k <= count}
+    return metrics | {"lm_eval_pass@1": float(stock_passed)}
+
+
+def _mbpp(document: dict, solutions: list[str], stock_solution: str) -> dict[str, float]:
+    # The set-up of a test uses what the solution defines.
+    tests = "\n".join([document["test_setup_code"], *document["test_list"]])
+    stock_tests = "\n".join(document["test_list"][:3])
+    return _code_metrics([f"{code}\n{tests}" for code in solutions], f"{stock_solution}\n{stock_tests}")
+
+
+def mbpp(document: dict, results: list[list[str]]) -> dict[str, float]:
+    """Of replies of a chat model."""
+    (replies,) = results
+    return _mbpp(document, [code_block(reply) for reply in replies], _first_block(replies[0]))
+
+
+def mbpp_completion(document: dict, results: list[list[str]]) -> dict[str, float]:
+    """Of completions after [BEGIN], which are code."""
+    (replies,) = results
+    return _mbpp(document, replies, replies[0])
+
+
+def _humaneval(document: dict, solutions: list[str], stock_solution: str) -> dict[str, float]:
+    tests = f"{document['test']}\ncheck({document['entry_point']})"
+    return _code_metrics([f"{code}\n{tests}" for code in solutions], f"{stock_solution}\n{tests}")
+
+
+def humaneval(document: dict, results: list[list[str]]) -> dict[str, float]:
+    """Of replies of a chat model. The prompt stands before the reply's code, for its imports and helpers: what follows
+    continues its function or defines it again."""
+    (replies,) = results
+    solutions = [document["prompt"] + code_block(reply) for reply in replies]
+    return _humaneval(document, solutions, document["prompt"] + _first_block(replies[0]))
+
+
+def humaneval_completion(document: dict, results: list[list[str]]) -> dict[str, float]:
+    """Of completions of the prompt, which are code."""
+    (replies,) = results
+    solutions = [document["prompt"] + reply for reply in replies]
+    return _humaneval(document, solutions, solutions[0])
+
+
+# Likelihoods
+
+
+def next_word(document: dict, results: list[tuple[float, bool]]) -> dict[str, float]:
+    """Of a target's log-likelihood in nats and whether greedy decoding gives it."""
+    ((log_likelihood, is_greedy),) = results
+    return {"acc": float(is_greedy), "loss": -log_likelihood}
+
+
+def loss_by_position(document: dict, results: list[list[float]]) -> dict[str, float]:
+    """Mean loss in nats a token over the positions 1 to 63, 64 to 127, 128 to 255, and so on, each under the name of
+    its first position. A stretch that the text fills to less than half is left out."""
+    (log_probs,) = results
+    metrics, first, end = {}, 1, 64
+    while len(log_probs) >= first + (end - first) / 2:
+        part = log_probs[first - 1 : end - 1]
+        metrics[f"loss@{first}"] = -sum(part) / len(part)
+        first, end = end, 2 * end
+    return metrics

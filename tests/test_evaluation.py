@@ -1,0 +1,651 @@
+"""The evaluation command: gold answers score 1 and broken ones 0, samples are recorded and seeded one by one, RULER is
+the same every time, the smoke suite runs offline, and mistakes get one line before anything is generated."""
+
+import itertools
+import json
+import os
+import random
+import re
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
+
+
+pytest.importorskip("math_verify", reason='the extra "evaluation" is not installed')
+
+from command_io import UserError, run_cli
+from evaluation import data, recorded_model, replay_gold, report, ruler, run, scores, suites, task_rows
+from evaluation.recorded_model import RecordedModel, SeededSampling
+from evaluation.records import Records, sample_key
+
+
+# The full data files are no part of the repository.
+DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[2] / "shared" / "data"))
+needs_data = pytest.mark.skipif(
+    not (DATA / "gsm8k").is_dir(), reason="no data files: set EVALUATION_DATA to a directory as in data_manifest.json"
+)
+
+
+# Scorers
+
+
+@pytest.mark.parametrize("name", replay_gold.REPLAYS)
+def test_gold_scores_1_and_broken_0(name):
+    result = replay_gold.replay(name, data.SMOKE)
+    assert result["gold_right"] == result["rows"] > 1 and result["broken_right"] == 0
+
+
+@needs_data
+@pytest.mark.parametrize("name", replay_gold.REPLAYS)
+def test_gold_scores_1_and_broken_0_on_published_rows(name):
+    result = replay_gold.replay(name, DATA, limit=12)
+    assert result["gold_right"] == result["rows"] == 12 and result["broken_right"] == 0
+
+
+@pytest.mark.parametrize(
+    ("gold", "reply", "right"),
+    [
+        ("#### 1,000", r"so \boxed{1000}", True),
+        ("#### 1000", "The answer is 1,000.", True),
+        ("#### 18", "She makes $18.00 a day", True),
+        ("#### 18", "#### 18\n\nQuestion: what is 2 + 3?\nAnswer: 5", True),
+        ("#### 18", r"#### 7, no: \boxed{18}", True),
+        ("#### 18", "", False),
+        ("#### 18", "I do not know.", False),
+        ("#### 18", "#### 1800", False),
+        ("#### -3", r"\boxed{3}", False),
+    ],
+)
+def test_gsm8k_answers(gold, reply, right):
+    assert scores.gsm8k({"answer": gold}, [[reply]])["exact_match"] == right
+
+
+@pytest.mark.parametrize(
+    ("gold", "reply", "right"),
+    [
+        (r"\frac{1}{2}", r"It is $\boxed{0.5}$.", True),
+        (r"\frac{1}{2}", r"It is $\boxed{\frac12}$.", True),
+        (r"\text{Evelyn}", r"$\boxed{\text{Evelyn}}$", True),
+        ("[2,5)", r"$\boxed{[2,5)}$", True),
+        ("[2,5)", r"$\boxed{(2,5)}$", False),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"$\boxed{(3, \pi/2)}$", True),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"$\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", True),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"$\boxed{\begin{pmatrix} 2 \\ 1 \end{pmatrix}}$", False),
+        ("12", r"$\boxed{}$", False),
+    ],
+)
+def test_math_answers(gold, reply, right):
+    assert scores.math500({"answer": gold, "solution": ""}, [[reply]])["exact_match"] == right
+
+
+def test_majority_counts_equal_answers_together_and_none_never():
+    def voted(*replies):
+        return scores.gsm8k({"answer": "#### 1000"}, [list(replies)])[f"maj@{len(replies)}"]
+
+    assert voted("1,000", "7", "7", "1000", "$1000") == 1  # three equal ones in three ways of writing
+    assert voted("none", "none", "none", "1000") == 1
+    assert voted("1000", "7") == 1 and voted("7", "1000") == 0  # of equally many the first
+    assert voted("none", "") == 0
+    row = scores.gsm8k({"answer": "#### 1000"}, [["#### 1,000", "#### 7", "#### 7", "#### 1000", "#### 1000.0"]])
+    assert row["pass@1"] == 3 / 5 and row["maj@5"] == 1 and row["lm_eval_maj@5"] == 0 and row["lm_eval_strict"] == 1
+
+
+@pytest.mark.parametrize(
+    ("samples", "passed", "k"), [(5, 0, 1), (5, 2, 1), (5, 2, 3), (5, 5, 5), (6, 1, 4), (4, 3, 2)]
+)
+def test_pass_at_k_is_the_mean_over_all_choices(samples, passed, k):
+    outcomes = [1] * passed + [0] * (samples - passed)
+    choices = list(itertools.combinations(outcomes, k))
+    assert scores.pass_at_k(samples, passed, k) == pytest.approx(sum(map(max, choices)) / len(choices))
+
+
+def test_code_of_several_samples():
+    row = data.rows("mbpp/test.jsonl", data.SMOKE)[0]
+    right, wrong = f"Thus:\n```python\n{row['code']}\n```", "```python\ndef add(a, b): return 0\n```"
+    metrics = scores.mbpp(row, [[wrong] * 9 + [right]])
+    assert metrics == pytest.approx({"pass@1": 0.1, "pass@10": 1.0, "lm_eval_pass@1": 0.0})
+    assert "pass@10" not in scores.mbpp(row, [[right] * 9])
+
+
+def test_mbpp_runs_the_set_up_of_its_tests():
+    """The second row's tests use `root`, which its set-up makes of what the solution defines. lm-eval skips it."""
+    row = data.rows("mbpp/test.jsonl", data.SMOKE)[1]
+    assert scores.mbpp_completion(row, [[row["code"]]]) == {"pass@1": 1.0, "lm_eval_pass@1": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("Draft:\n```python\na\n```\nFinal:\n```python\nb\n```", "b\n"),
+        ("```\na\n```", "a\n"),
+        ("```python\nunclosed", "unclosed"),
+        ("no block", "no block"),
+        ("```python\na\n```\n```text\noutput\n```", "a\n"),
+    ],
+)
+def test_code_block(reply, code):
+    assert scores.code_block(reply) == code
+
+
+def test_a_humaneval_reply_may_continue_or_begin_again():
+    row = data.rows("humaneval/HumanEval.jsonl", data.SMOKE)[0]
+    again = "```python\ndef largest(numbers: List[int]) -> int:\n    return max(numbers)\n```"
+    for reply in (again, f"```python\n{row['canonical_solution']}```"):
+        assert scores.humaneval(row, [[reply]])["pass@1"] == 1
+
+
+def test_loss_by_position():
+    log_probs = [-1.0] * 63 + [-2.0] * 64 + [-3.0] * 100
+    assert scores.loss_by_position({}, [log_probs]) == {"loss@1": 1.0, "loss@64": 2.0, "loss@128": 3.0}
+    assert list(scores.loss_by_position({}, [log_probs[:150]])) == ["loss@1", "loss@64"]
+
+
+# RULER
+
+
+@pytest.mark.parametrize(
+    ("reply", "references", "first"),
+    [
+        (" 123.", ["123"], 1),
+        ("**123**", ["123"], 1),
+        ("1234", ["123"], 0),
+        ("It is 123", ["123"], 0),
+        ("1. tree 2. Car", ["car", "tree"], 1),
+        ("4, 5, and 6.", ["6", "5", "4", "7"], 3 / 4),
+        ("4 and then 5", ["4", "5"], 1 / 2),
+        ("ABC, ABCD", ["ABC", "ABCD"], 1),
+        ("12, 3.", ["3", "12"], 1),
+        ("", ["1"], 0),
+    ],
+)
+def test_answer_first(reply, references, first):
+    assert ruler.answer_first(reply, references) == pytest.approx(first)
+
+
+def test_scores_of_ruler():
+    document = {"outputs": ["Rome", "the city of Rome"]}
+    assert ruler.score_any(document, [["rome"]]) == {"string_match": 1.0, "answer_first": 1.0, "lm_eval": 0.5}
+    document = {"outputs": ["12", "34"]}
+    every = " ".join(map(str, range(100)))
+    assert ruler.score_all(document, [[every]]) == {"string_match": 1.0, "answer_first": 0.0, "lm_eval": 1.0}
+    assert ruler.score_all(document, [["34"]])["string_match"] == 0.5
+
+
+LOCAL_TASKS = [task for task in ruler.TASKS if task not in ruler.QA_FILES]
+
+
+@pytest.mark.parametrize("task", LOCAL_TASKS)
+def test_ruler_is_the_same_every_time(task):
+    def make(count, seed=0):
+        return ruler.samples(task, 1024, count, seed, data.SMOKE, tiny_tokenizer())
+
+    ruler._generators()  # imports draw from the random state, too
+    random.seed(1)
+    state = random.getstate()
+    three = make(3)
+    assert random.getstate() == state
+    random.seed(2)
+    make(1, seed=5)
+    assert make(2) == three[:2] and make(2, seed=1) != three[:2]
+    for document in three:
+        prompt = f"{document['input']} {document['gen_prefix']}"
+        room = ruler.stock_config(task)["generation_kwargs"]["max_gen_toks"]
+        assert len(tiny_tokenizer()(prompt)["input_ids"]) + room <= 1024 == document["max_length"]
+        assert all(answer in prompt for answer in document["outputs"])
+
+
+def squad_file(directory):
+    paragraphs = [
+        {
+            "context": f"Town {i} lies on river {i}.",
+            "qas": [
+                {
+                    "question": f"Where does town {i} lie?",
+                    "is_impossible": False,
+                    "answers": [{"text": f"river {i}"}, {"text": f"on river {i}"}],
+                }
+            ],
+        }
+        for i in range(30)
+    ]
+    (directory / "ruler").mkdir()
+    path = directory / ruler.QA_FILES["ruler_qa_squad"]
+    path.write_text(json.dumps({"data": [{"paragraphs": paragraphs[:15]}, {"paragraphs": paragraphs[15:]}]}))
+
+
+def test_ruler_questions_from_a_local_file(tmp_path):
+    squad_file(tmp_path)
+    documents = ruler.samples("ruler_qa_squad", 256, 3, 0, tmp_path, tiny_tokenizer())
+    assert [document["outputs"] for document in documents] == [[f"river {i}", f"on river {i}"] for i in range(3)]
+    assert all(f"Town {i} lies" in document["input"] for i, document in enumerate(documents))
+
+
+def test_ruler_questions_that_need_several_documents(tmp_path):
+    rows = [
+        {
+            "question": f"Who knows {i}?",
+            "answer": f"name {i}",
+            "context": [[f"Title {i}.{j}", [f"Text {i}.{j}. ", "More."]] for j in range(10)],
+        }
+        for i in range(12)
+    ]
+    (tmp_path / "ruler").mkdir()
+    path = tmp_path / ruler.QA_FILES["ruler_qa_hotpot"]
+    path.write_text(json.dumps(rows))
+    documents = ruler.samples("ruler_qa_hotpot", 512, 2, 0, tmp_path, tiny_tokenizer())
+    assert [document["outputs"] for document in documents] == [["name 0"], ["name 1"]]
+    assert all(f"Title 1.{j}\nText 1.{j}. More." in documents[1]["input"] for j in range(10))
+    path.write_text("{")
+    ruler._generators()[-1].read_hotpotqa.cache_clear()
+    with pytest.raises(UserError, match="cannot be read as JSON"):
+        ruler.samples("ruler_qa_hotpot", 512, 2, 0, tmp_path, tiny_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("task", "length", "message"),
+    [
+        ("ruler_vt", 128, "ruler_vt needs about .* --lengths says 128"),
+        ("ruler_cwe", 128, "ruler_cwe needs about .* --lengths says 128"),
+        ("ruler_fwe", 64, "ruler_fwe needs about .* --lengths says 64"),
+        ("niah_single_1", 128, "niah_single_1 at --lengths 128: "),
+        ("niah_single_2", 100_000, "too short a haystack for --lengths 100000"),
+        ("ruler_qa_squad", 512, "squad_dev_v2.json is missing"),
+        ("ruler_qa_hotpot", 512, "hotpot_dev_distractor_v1.json is missing"),
+    ],
+)
+def test_ruler_refuses_what_it_cannot_make(task, length, message):
+    with pytest.raises(UserError, match=message):
+        ruler.samples(task, length, 2, 0, data.SMOKE, tiny_tokenizer())
+
+
+def test_skipped_samples_are_refused(monkeypatch):
+    niah, *_ = ruler._generators()
+    monkeypatch.setattr(niah, "generate_samples", lambda *_, num_samples, **__: [{"input": "a"}] * (num_samples - 1))
+    with pytest.raises(UserError, match="1 of 4 samples cannot be made to fit"):
+        ruler.samples("niah_single_1", 512, 4, 0, data.SMOKE, tiny_tokenizer())
+
+
+# Rows
+
+
+def test_targets_of_dcformers_task():
+    rows = list(task_rows.dcformer_synthetic(data.SMOKE)["test"])
+    assert [row["target"] for row in rows] == [" fruit", " vehicle"] and [row["shots"] for row in rows] == [2, 3]
+    assert rows[1]["context"].endswith("Ann has a kind of fruit\n< Eve has a bus. Bob has a fig. >. Eve has a kind of")
+    assert "[" not in rows[1]["context"]
+
+
+@needs_data
+def test_number_of_targets_in_dcformers_task():
+    assert len(task_rows.dcformer_synthetic(DATA)["test"]) == 888 * 6
+
+
+def test_windows_of_text_are_disjoint_and_of_the_asked_length():
+    rows = [row["text"] for row in task_rows.text_windows(data.SMOKE, 100, 4, tiny_tokenizer())["test"]]
+    assert [len(tiny_tokenizer()(row)["input_ids"]) for row in rows] == [100] * 4
+    assert data.text("text/state_union.txt", data.SMOKE).startswith("".join(rows))
+
+
+def test_files_are_checked_against_the_manifest(tmp_path):
+    with pytest.raises(UserError, match=r"gsm8k/test.jsonl is missing \(github.com/openai/grade-school-math\)"):
+        data.rows("gsm8k/test.jsonl", tmp_path)
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k/test.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="has SHA-256 ca3d163bab05..., expected 3730d312f6e3"):
+        data.rows("gsm8k/test.jsonl", tmp_path)
+
+
+# Records
+
+
+def test_records_survive_a_kill_and_are_shared(tmp_path):
+    first, second = sample_key("t", "d", "p", {}, 0), sample_key("t", "d", "p", {}, 1)
+    records = Records(tmp_path)
+    records.add(first, text="é\n")
+    with pytest.raises(UserError, match="Another run is writing"):
+        Records(tmp_path)
+    records.close()
+    with open(tmp_path / "rank0.jsonl", "ab") as file:
+        file.write(b'{"task": "t", "hash": "')
+    records = Records(tmp_path)
+    assert len(records) == 1 and records.get(first)["text"] == "é\n"
+    records.add(second, text="b")
+    records.close()
+    other = Records(tmp_path, rank=1)
+    assert len(other) == 2 and other.get(second)["text"] == "b"
+    with open(tmp_path / "rank0.jsonl", "ab") as file:
+        file.write(b"{}\n")
+    with pytest.raises(UserError, match="rank0.jsonl, line 3: not a recorded sample"):
+        Records(tmp_path, rank=2)
+
+
+def test_a_sample_belongs_to_what_was_asked():
+    keys = {
+        sample_key(task, document, prompt, settings, index)
+        for task in "ab"
+        for document in "ab"
+        for prompt in "ab"
+        for settings in ({"temperature": 1}, {"temperature": 2})
+        for index in (0, 1)
+    }
+    assert len(keys) == 32 and len({recorded_model.sample_seed(0, key) for key in keys}) == 32
+
+
+# Sampling
+
+
+def test_samples_follow_the_softmax_and_their_own_seed():
+    logits, count = torch.tensor([1.0, 0.0, -torch.inf, 2.0]), 20_000
+    scores_in = logits.expand(count, -1)
+    tokens = SeededSampling(list(range(count)), 0.6, 3, 5)(torch.zeros(count, 4, dtype=torch.long), scores_in)
+    tokens = tokens.argmax(-1)
+    expected = (logits / 0.6).softmax(-1)
+    assert (tokens.bincount(minlength=4) / count - expected).abs().max() < 4 * 0.5 / count**0.5
+    some = SeededSampling([7, 3], 0.6, 3, 9)(torch.zeros(2, 4, dtype=torch.long), scores_in[:2]).argmax(-1)
+    assert some.tolist() == tokens[[7, 3]].tolist()
+    steps = [SeededSampling([7], 0.6, 3, 9)(torch.zeros(1, 3 + i, dtype=torch.long), scores_in[:1]) for i in range(9)]
+    assert len({step.argmax().item() for step in steps}) > 1
+
+
+# The words of the tiny tokenizer, so that prompts differ for the model.
+WORDS = sorted(word for word in tiny_tokenizer().get_vocab() if word.isalpha())
+SETTINGS = {"do_sample": True, "temperature": 0.6, "max_gen_toks": 6, "until": []}
+
+
+def requests(count=3, repeats=2, settings=SETTINGS, words=8):
+    """As lm-eval passes them on: each request as often as it has samples."""
+    instances = [
+        Instance(
+            request_type="generate_until",
+            doc={"id": i},
+            arguments=(" ".join(WORDS[i : i + words + i]), settings),
+            idx=0,
+            metadata=("task", i, repeats),
+        )
+        for i in range(count)
+    ]
+    return [instance for instance in instances for _ in range(repeats)]
+
+
+def recorded(directory, model=None, **options):
+    model = model or tiny_source()
+    return RecordedModel(model, tiny_tokenizer(), Records(directory), **options)
+
+
+def generated(directory, asked, **options):
+    model = recorded(directory, **options)
+    replies = model.generate_until(asked, disable_tqdm=True)
+    model.records.close()
+    return replies
+
+
+def test_samples_do_not_depend_on_batch_order_or_number(tmp_path):
+    replies = generated(tmp_path / "a", requests(), batch_size=1)
+    assert len(set(replies)) == len(replies)  # no two samples, not even of one question
+    assert generated(tmp_path / "b", requests(), batch_size=4) == replies
+    assert generated(tmp_path / "c", requests()[::-1], batch_size=2)[::-1] == [
+        replies[i] for pair in ((1, 0), (3, 2), (5, 4)) for i in pair
+    ]
+    assert generated(tmp_path / "d", requests(repeats=4), batch_size=3)[4:6] == replies[2:4]
+    assert generated(tmp_path / "e", requests(), batch_size=3, seed=1) != replies
+
+
+def test_a_killed_run_continues(tmp_path, monkeypatch):
+    replies = generated(tmp_path / "whole", requests(), batch_size=2)
+    model = recorded(tmp_path / "killed", batch_size=2)
+    generate, calls = model._replies, []
+
+    def killed(batch):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(len(batch))
+        return generate(batch)
+
+    monkeypatch.setattr(model, "_replies", killed)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate_until(requests(), disable_tqdm=True)
+    model.records.close()
+
+    model = recorded(tmp_path / "killed", batch_size=2)
+    generate, rest = model._replies, []
+    monkeypatch.setattr(model, "_replies", lambda batch: rest.extend(batch) or generate(batch))
+    assert model.generate_until(requests(), disable_tqdm=True) == replies
+    assert len(rest) == 6 - 4
+    rest.clear()
+    more = model.generate_until(requests(repeats=3), disable_tqdm=True)  # one more sample of each
+    assert len(rest) == 3 and [more[i] for i in (0, 1, 3, 4, 6, 7)] == replies
+    assert model.counts["task"]["samples"] == 6 + 9
+
+
+def test_requests_that_even_out_the_processes_add_no_samples(tmp_path):
+    model = recorded(tmp_path)
+    asked = requests()
+    replies = model.generate_until([*asked, *asked[-2:], *asked[-2:]], disable_tqdm=True)
+    assert len(model.records) == 6 and replies[6:8] == replies[4:6] == replies[8:10]
+
+
+def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside(tmp_path):
+    settings = {"do_sample": False, "max_gen_toks": 6, "until": []}
+    model = tiny_source()
+    inputs = [tiny_tokenizer()(request.args[0], return_tensors="pt")["input_ids"] for request in requests(3, 1)]
+    outputs = [model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :] for ids in inputs]
+    expected = [tiny_tokenizer().decode(output, skip_special_tokens=True) for output in outputs]
+    model.generation_config.update(repetition_penalty=5.0, max_new_tokens=1, do_sample=True, temperature=9.0)
+    assert generated(tmp_path, requests(3, 1, settings), model=model) == expected and len(set(expected)) == 3
+
+
+def test_a_reply_ends_at_a_stop_or_an_end_token_or_is_unfinished(tmp_path):
+    model = recorded(tmp_path)
+    words = tiny_tokenizer().decode([10, 11, 12]).split()
+    ids = [10, 11, 12]
+    assert model._reply([*ids, 2, 0, 0], [], 6) == {"text": " ".join(words), "tokens": 3, "unfinished": False}
+    assert model._reply(ids, [], 3)["unfinished"]
+    assert model._reply(ids, [words[1]], 3) == {"text": f"{words[0]} ", "tokens": 3, "unfinished": False}
+    assert model._reply([3, *ids], [], 9)["text"] == ""  # the generation config's second end token
+
+
+def test_memory_that_runs_out_halves_the_batch(tmp_path, monkeypatch, capsys):
+    model = recorded(tmp_path / "a", batch_size=6)
+    generate, sizes = model._replies, []
+
+    def small(batch):
+        sizes.append(len(batch))
+        if len(batch) > 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return generate(batch)
+
+    monkeypatch.setattr(model, "_replies", small)
+    assert model.generate_until(requests(), disable_tqdm=True) == generated(tmp_path / "b", requests())
+    assert sizes == [6, 3, 1, 1, 1, 1, 1, 1] and "Out of memory: the batch size is 3" in capsys.readouterr().out
+
+    def never(batch):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(model, "_replies", never)
+    with pytest.raises(UserError, match="not enough memory for a batch of one"):
+        model.generate_until(requests(5), disable_tqdm=True)
+
+    def other(batch):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(model, "_replies", other)
+    with pytest.raises(RuntimeError, match="a defect"):
+        model.generate_until(requests(5), disable_tqdm=True)
+
+
+def test_prompts_that_do_not_fit_are_refused_or_counted(tmp_path):
+    model = tiny_source(max_position_embeddings=16)
+    long, message = requests(3, 1, words=9), "2 prompts do not fit: .* up to 17 tokens and the context has 16: task"
+    refusing = recorded(tmp_path / "a", model)
+    with pytest.raises(UserError, match=message.replace("2", "1")):
+        refusing.check_prompts(long)
+    with pytest.raises(UserError, match="A prompt of 11 tokens does not fit: the context leaves it 10"):
+        refusing.generate_until(long, disable_tqdm=True)
+    assert refusing.check_prompts(requests(2, 1, words=8)) == {"task": [8, 9]}
+    cutting = recorded(tmp_path / "b", model, truncate=True)
+    cutting.check_prompts(long)
+    cutting.generate_until(long, disable_tqdm=True)
+    assert cutting.counts["task"]["truncated_prompts"] == 1
+
+
+def test_losses_of_a_text_are_those_of_a_direct_call(tmp_path):
+    model = tiny_source()
+    text = " ".join(WORDS[:20])
+    request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0, metadata=("t", 0, 1))
+    ids = tiny_tokenizer()(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected = -torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+    (found,) = recorded(tmp_path, model).loglikelihood_rolling([request], disable_tqdm=True)
+    assert torch.tensor(found).sub(expected).abs().max() < 1e-5
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny_source(directory, max_position_embeddings=2048)
+    return directory
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("something wants a network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch, capsys):
+    output = tmp_path / "out"
+    results = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
+    assert set(results["tasks"]) == {
+        *(name for name in suites.SUITES["smoke"].tasks if name not in suites.BY_LENGTH),
+        *("niah_multikey_1@512", "niah_single_1@512", "perplexity_by_position@512"),
+    }
+    for name, task in results["tasks"].items():
+        assert task["examples"] == 2 and task["metrics"], name
+        assert all(figure["stderr"] is not None for figure in task["metrics"].values())
+        assert task["truncated_prompts"] == 0
+    assert set(results["tasks"]["gsm8k"]["metrics"]) >= {"pass@1", "maj@2", "lm_eval_strict", "lm_eval_maj@2"}
+    assert "maj@5" in results["tasks"]["gsm8k_5shot_maj5"]["metrics"]
+    assert results["tasks"]["niah_multikey_1@512"]["note"] == ruler.NOT_COMPARABLE
+    assert "note" not in results["tasks"]["niah_single_1@512"]
+    assert results["tasks"]["gsm8k"]["unfinished_replies"] > 0
+    assert json.loads((output / "results.json").read_text()) == results
+    text = (output / "report.md").read_text()
+    assert "| **ours** |" in text and "gsm8k: 4 of 4 replies were still going" in text and "not comparable" in text
+    assert {"paper.png", "ruler.png", "loss_by_position.png"} <= {path.name for path in output.iterdir()}
+    rows = [json.loads(line) for line in (output / "samples_gsm8k.jsonl").read_text().splitlines()]
+    assert [len(row["replies"]) for row in rows] == [2, 2] and rows[0]["target"].endswith("#### 7")
+
+    def nothing(*_):
+        raise AssertionError("a recorded sample is generated again")
+
+    monkeypatch.setattr(RecordedModel, "_replies", nothing)
+    again = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
+    assert again["tasks"] == results["tasks"]
+    with pytest.raises(UserError, match="holds samples of another seed"):
+        run.main([str(tiny), "--suite", "smoke", "--output", str(output), "--seed", "1"])
+
+
+def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, offline, monkeypatch):
+    prompts = {}
+    reply = RecordedModel._replies
+
+    def watch(self, batch):
+        prompts.update({key[0]: prompt for key, (prompt, _) in batch})
+        return reply(self, batch)
+
+    monkeypatch.setattr(RecordedModel, "_replies", watch)
+    arguments = [str(tiny), "--suite", "smoke", "--tasks", "gsm8k", "gsm8k_5shot", "mbpp_5shot", "--limit", "1"]
+    run.main([*arguments, "--output", str(tmp_path / "a")])
+    assert prompts["gsm8k"].startswith("<s> Ann has 3") and prompts["gsm8k"].endswith(r"\boxed{}. </s><s>")
+    assert prompts["gsm8k_5shot"].startswith("Question: What is 1 + 2?\nAnswer: 1 + 2 =")
+    assert prompts["gsm8k_5shot"].count("####") == 5 and prompts["gsm8k_5shot"].endswith("has she?\nAnswer:")
+    assert prompts["mbpp_5shot"].count("[DONE]") == 5 and prompts["mbpp_5shot"].endswith("[BEGIN]\n")
+    run.main([*arguments, "--output", str(tmp_path / "b"), "--no-chat"])
+    assert prompts["gsm8k"].startswith("Ann has 3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["TINY", "--suite", "all"], "--suite all: expected one of smoke, ruler, reasoning, paper"),
+        (["TINY", "--suite", "smoke", "--tasks", "chess"], "--tasks chess: not a task of the suite smoke"),
+        (["TINY", "--suite", "reasoning", "--tasks", "niah_single_1"], "not a task of the suite reasoning"),
+        (["TINY", "--suite", "smoke", "--limit", "0"], "--limit 0: expected at least 1"),
+        (["TINY", "--suite", "smoke", "--samples", "0"], "--samples 0: expected at least 1"),
+        (["TINY", "--suite", "ruler", "--lengths", "8"], "--lengths 8: expected at least 64"),
+        (["TINY", "--suite", "reasoning", "--data", "OUT/none"], "--data .*none is not a directory"),
+        (["TINY", "--suite", "reasoning", "--data", "TINY"], "gsm8k/test.jsonl is missing"),
+        (["TINY", "--suite", "ruler", "--tasks", "ruler_qa_squad", "--data", "SMOKE"], "squad_dev_v2.json is missing"),
+        (["TINY", "--suite", "ruler", "--tasks", "niah_single_2"], "text/state_union.txt is not on the Hub .* --data"),
+        (["OUT/none", "--suite", "smoke"], "none is neither a directory, nor a GGUF file, nor a Hub id"),
+        (["MUTE", "--suite", "smoke"], "has no usable tokenizer"),
+        (["PLAIN", "--suite", "smoke"], "no chat template, which gsm8k, math500, mbpp, humaneval need"),
+        (["SHORT", "--suite", "smoke"], "prompts do not fit: .* the context has 128: .*niah_single_1@512"),
+        (["TINY", "--suite", "smoke", "--output", "FILES"], "is no output of this command: choose another --output"),
+    ],
+)
+def test_mistakes_get_one_line_before_anything_is_generated(
+    arguments, message, tiny, tmp_path, offline, monkeypatch, capsys
+):
+    def nothing(*_):
+        raise AssertionError("something is generated")
+
+    monkeypatch.setattr(RecordedModel, "_replies", nothing)
+    mute, plain, short, files = (tmp_path / name for name in ("mute", "plain", "short", "files"))
+    tiny_source().save_pretrained(mute)
+    save_tiny_source(plain)
+    settings = json.loads((plain / "tokenizer_config.json").read_text())
+    (plain / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    save_tiny_source(short, max_position_embeddings=128)
+    files.mkdir()
+    (files / "notes.txt").write_text("mine")
+    places = {"TINY": tiny, "MUTE": mute, "PLAIN": plain, "SHORT": short, "FILES": files, "SMOKE": data.SMOKE}
+    arguments = [str(places.get(a, a)).replace("OUT/", f"{tmp_path}/") for a in arguments]
+    if "--output" not in arguments:
+        arguments += ["--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["run", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        run_cli(run.main)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+    assert stopped.value.code == 1 and len(errors) == 1
+    assert re.search(message, errors[0]), errors[0]
+    assert (files / "notes.txt").read_text() == "mine" and not (tmp_path / "out" / "results.json").exists()
+
+
+# The report
+
+
+def figure(value, stderr=0.1):
+    return {"value": value, "stderr": stderr}
+
+
+def test_means_of_ruler_are_over_the_lengths_that_were_run():
+    def task(value):
+        return {"metrics": {name: figure(value) for name in ("string_match", "answer_first", "lm_eval")}}
+
+    tasks = {"niah_single_1@512": task(1.0), "niah_single_1@1024": task(0.5), "ruler_vt@1024": task(0.0), "gsm8k": {}}
+    means = report.ruler_means(tasks)
+    assert means["by_length"]["512"]["string_match"]["value"] == 1.0
+    assert means["by_length"]["1024"]["string_match"] == {"value": 0.25, "stderr": pytest.approx(0.02**0.5 / 2)}
+    assert means["all"]["string_match"]["value"] == 0.5 and means["tasks"] == ["niah_single_1", "ruler_vt"]
+    assert report.ruler_means({"gsm8k": {}}) == {}
+
+
+def test_every_figure_of_the_paper_belongs_to_a_task_and_metric():
+    for table in ("table_1", "table_2"):
+        for column in report.PAPER[table]["columns"]:
+            assert column["task"] in suites.SUITES["paper"].tasks and len(column["paper"]) == 5
+    assert len(suites.SUITES["ruler"].tasks) == 13 + 1 and suites.SUITES["ruler"].tasks[0] == "niah_multikey_1"
