@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from distributed_driver import train_run, whole_gradients
 from safetensors.torch import load_file
-from test_sft import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 
 from command_io import UserError
 from conversion_scripts.checkpoint_io import load_in_clean_process
