@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import inf
-from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -18,6 +17,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import TrlParser
 
 from command_io import UserError, one_line
+from sft.data import read_chat_template
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -233,12 +233,5 @@ def _check_packages(args: TrainingArguments) -> None:
 
 def chat_template(args: TrainingArguments) -> str | None:
     """The text of the recipe's chat template, or None where it names none. Raises `UserError`."""
-    path = getattr(args, "chat_template_path", None)
-    if path is None:
-        return None
-    if not path.endswith(".jinja") or not Path(path).is_file():
-        raise UserError(f"chat_template_path: {path} is not a .jinja file.")
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except ValueError as error:
-        raise UserError(f"chat_template_path: {path} is not UTF-8 text: {one_line(error)}") from error
+    path = getattr(args, "chat_template_path", None)  # of SFTConfig only: other trainers keep the model's
+    return None if path is None else read_chat_template(path)

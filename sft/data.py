@@ -210,15 +210,15 @@ def load_rows(
 # Tokens
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Gives the tokenizer the template in the .jinja file `path`. Raises `UserError` when it cannot be read."""
+def read_chat_template(path: str) -> str:
+    """The chat template in the .jinja file `path`. Raises `UserError` when it cannot be read."""
     template = Path(path)
     if template.suffix != ".jinja" or not template.is_file():
         raise UserError(f"chat_template_path: {template} is not a .jinja file.")
     try:
-        tokenizer.chat_template = template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"chat_template_path: {template} cannot be read: {one_line(error)}") from error
+        return template.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"chat_template_path: {template} is not UTF-8 text: {one_line(error)}") from error
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> None:

@@ -27,7 +27,7 @@ from sft.data import (
     kind_of,
     load_rows,
     local_files,
-    set_chat_template,
+    read_chat_template,
     to_row,
     tokenize,
 )
@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         local_files(args.source)
         tokenizer = load_tokenizer(args.tokenizer, sys.maxsize)
         if args.chat_template is not None:
-            set_chat_template(tokenizer, args.chat_template)
+            tokenizer.chat_template = read_chat_template(args.chat_template)
         rows, dropped = prepare(args, tokenizer)
         report = save(rows, dropped, args, tokenizer, directory)
     print(f"Dropped: {_listed(dropped)}.\n{report['rows']:,} rows of {report['tokens']:,} tokens: {args.out}")

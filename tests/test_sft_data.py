@@ -8,12 +8,22 @@ import datasets
 import pytest
 from datasets import Dataset, IterableDataset
 from helpers import small_config
-from tiny_training import TEMPLATES, byte_tokenizer, recipe, sizes, training_rows, with_template, write_jsonl
+from tiny_training import (
+    LONG_ROPE,
+    TEMPLATES,
+    byte_tokenizer,
+    recipe,
+    sizes,
+    training_rows,
+    with_template,
+    write_jsonl,
+)
 from trl import SFTConfig
 
 from command_io import UserError
 from modeling_iha import IHAForCausalLM
 from sft import prepare, train
+from sft import run as sft_run
 from sft.arguments import RunArguments
 from sft.data import load_rows, to_messages, tokenize
 from sft.trainer import MixingTrainer
@@ -57,7 +67,7 @@ def rows_file(tmp_path) -> str:
 def tiny(tmp_path_factory) -> str:
     """A saved model of two "iha" layers whose tokenizer has ChatML's tokens and SmolLM2's stock template."""
     tokenizer, directory = byte_tokenizer(), tmp_path_factory.mktemp("tiny")
-    config = small_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    config = small_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, rope_parameters=LONG_ROPE)
     IHAForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)
@@ -236,7 +246,7 @@ def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> Mix
         train_dataset=rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
-        mixing_lr_multiplier=1.0,
+        mixing_learning_rate=1e-3,
     )
 
 
@@ -300,12 +310,12 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
 @pytest.mark.parametrize(
     "name, content, named",
     [
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "Q"}\n' * 99)[:-9], "cannot be decompressed"),
-        ("broken.jsonl.gz", gzip.compress(b"0123456789")[:12] + b"\xff" * 30, "cannot be decompressed"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "Q"}\n' * 99, mtime=0)[:-9], "cannot be decompressed"),
+        ("broken.jsonl.gz", gzip.compress(b"0123456789", mtime=0)[:12] + b"\xff" * 30, "cannot be decompressed"),
         ("latin.jsonl", '{"text": "Größe"}'.encode("latin-1"), "row 1: not UTF-8 text"),
         ("latin.txt", "Größe".encode("latin-1"), "not UTF-8 text"),
         ("empty.txt", b"", "the text is empty"),
-        ("empty.jsonl.gz", gzip.compress(b"\n"), "holds no rows"),
+        ("empty.jsonl.gz", gzip.compress(b"\n", mtime=0), "holds no rows"),
         ("rows.parquet", b"PAR1", "rows.parquet"),
         ("rows.csv", b"a,b", "one type among .jsonl"),
         ("mixed.jsonl", b'{"text": "Q"}\n{"messages": []}', "row 2, column 'text'"),
@@ -344,13 +354,14 @@ def test_keys_that_do_not_go_together_are_refused(keys, named, rows_file, tmp_pa
         check_rows(*run_of(rows_file, tmp_path, **keys))
 
 
-def test_rows_are_refused_before_the_model_is_loaded(tmp_path):
+def test_rows_are_refused_before_the_model_is_loaded(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
     for rows, overrides, named in (
         (tmp_path / "absent.jsonl", {}, "no such file"),
         (write_jsonl(tmp_path / "rows.jsonl", training_rows(3)), {"streaming": "true", "max_steps": -1}, "max_steps"),
     ):
         with pytest.raises(UserError, match=named):
-            train.main(["--config", recipe("demo"), *sizes("no/model", rows, tmp_path / "run", **overrides)])
+            train.main(["--config", recipe("demo"), *sizes(tiny, rows, tmp_path / "run", **overrides)])
 
 
 def test_a_stream_holds_out_its_first_rows(rows_file, tmp_path):
@@ -391,7 +402,7 @@ def test_packing_does_not_change_what_is_held_out(streaming, rows_file, tmp_path
 def test_tokens_and_steps_are_stated_before_training(keys, lines, tiny, rows_file, tmp_path, capsys, monkeypatch):
     said = []
     monkeypatch.setattr(MixingTrainer, "train", lambda *_, **__: said.append(capsys.readouterr().out))
-    monkeypatch.setattr(train, "save_final", lambda *_: None)
+    monkeypatch.setattr(sft_run, "save_final", lambda *_: None)
     overrides = {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 2, **keys}
     train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
     for line in lines:

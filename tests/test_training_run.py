@@ -16,7 +16,7 @@ import torch
 import trl
 from helpers import random_model, small_config
 from safetensors.torch import load_file, save_file
-from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from tiny_training import LONG_ROPE, byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
@@ -82,7 +82,9 @@ def rows_file(tmp_path_factory) -> str:
 def save_model(directory: Path, seed: int = 0) -> str:
     """A tiny IHA model with a byte tokenizer, beside a card whose metadata is no YAML."""
     tokenizer = byte_tokenizer()
-    config = small_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=0)
+    config = small_config(
+        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=0, rope_parameters=LONG_ROPE
+    )
     random_model(config, seed=seed).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     (directory / "README.md").write_text("---\nlicense: [apache\n---\n# A model\n")

@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATES = ROOT / "sft" / "chat_templates"
+# A base whose longest wavelength is beyond the rows of these tests, for the small models of helpers.py.
+LONG_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # SmolLM2-Instruct's own template, as its published tokenizer holds it.
 SMOLLM2_STOCK_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
