@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets.exceptions import DatasetNotFoundError
 from helpers import GEOMETRIES, random_model, small_config
-from tiny_training import byte_tokenizer, write_jsonl
+from tiny_training import LONG_ROPE, byte_tokenizer, write_jsonl
 from trl import DPOConfig, GRPOConfig
 
 from command_io import UserError
@@ -56,6 +56,7 @@ def tiny(tmp_path_factory) -> str:
     tokenizer = byte_tokenizer()
     config = small_config(
         **GEOMETRIES["hybrid"],
+        rope_parameters=LONG_ROPE,
         vocab_size=len(tokenizer),
         max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id,
@@ -64,6 +65,14 @@ def tiny(tmp_path_factory) -> str:
     random_model(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)
+
+
+@pytest.fixture
+def unread(tiny, monkeypatch) -> str:
+    """The tiny model, whose weights must not be read."""
+    for module in COMMANDS.values():
+        monkeypatch.setattr(module, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
+    return tiny
 
 
 def command(name: str, model: str, rows: str, output: Path, **overrides) -> list[str]:
@@ -369,10 +378,10 @@ PAIR = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{**ASSISTANT, "con
         ("[1]", ["expected a JSON object"]),
     ],
 )
-def test_a_bad_pair_is_named_with_its_column_before_the_model_is_loaded(tmp_path, bad, named):
+def test_a_bad_pair_is_named_with_its_column_before_the_model_is_loaded(unread, tmp_path, bad, named):
     path = write_jsonl(tmp_path / "pairs.jsonl", [PAIR, bad])
     with pytest.raises(UserError) as refused:
-        train_dpo.main(command("dpo", "absent/model", path, tmp_path / "run"))
+        train_dpo.main(command("dpo", unread, path, tmp_path / "run"))
     for part in ["pairs.jsonl, row 2", *named]:
         assert part in str(refused.value)
 
@@ -403,13 +412,13 @@ def test_pairs_come_from_the_hub_as_well(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_missing_and_empty_files_are_refused(name, tmp_path):
+def test_missing_and_empty_files_are_refused(name, unread, tmp_path):
     for path, named in (
         (str(tmp_path / "absent.jsonl"), "no such file"),
         (write_jsonl(tmp_path / "empty.jsonl", [""]), "holds no rows"),
     ):
         with pytest.raises(UserError, match=named):
-            COMMANDS[name].main(command(name, "absent/model", path, tmp_path / "run"))
+            COMMANDS[name].main(command(name, unread, path, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -424,12 +433,14 @@ def test_missing_and_empty_files_are_refused(name, tmp_path):
         ),
     ],
 )
-def test_a_row_without_a_fair_verifier_is_refused_before_the_model_is_loaded(change, named, rows_file, tmp_path):
+def test_a_row_without_a_fair_verifier_is_refused_before_the_model_is_loaded(
+    change, named, unread, rows_file, tmp_path
+):
     rows = jsonl(rows_file)[:2]
     change(rows[1])
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(UserError, match=named):
-        train_grpo.main(command("grpo", "absent/model", path, tmp_path / "run"))
+        train_grpo.main(command("grpo", unread, path, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
