@@ -48,7 +48,7 @@ class RecipeTrainer(DistributedTrainer):
     """
 
     def __init__(self, *args, mixing_learning_rate: float, **kwargs) -> None:
-        self.mixing_rate = mixing_learning_rate
+        self.mixing_learning_rate = mixing_learning_rate
         super().__init__(*args, **kwargs)
         self.clock = TrainingClock()
         self.add_callback(self.clock)
@@ -67,7 +67,7 @@ class RecipeTrainer(DistributedTrainer):
             moved = {id(value) for value in mixing}
             for group in optimizer.param_groups:
                 group["params"] = [value for value in group["params"] if id(value) not in moved]
-            group = {"params": mixing, "lr": self.mixing_rate, "weight_decay": 0.0, "is_mixing": True}
+            group = {"params": mixing, "lr": self.mixing_learning_rate, "weight_decay": 0.0, "is_mixing": True}
             optimizer.add_param_group(group)
         return optimizer
 
@@ -137,13 +137,13 @@ class RecipeTrainer(DistributedTrainer):
 
     def _get_learning_rate(self) -> float:
         # Asked for at the one moment that both rates are still those of the step just taken.
-        self.mixing_learning_rate = self.lr_scheduler.get_last_lr()[-1]
+        self._mixing_rate_of_step = self.lr_scheduler.get_last_lr()[-1]
         return super()._get_learning_rate()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "learning_rate" in logs:
             if self.optimizer.param_groups[-1].get("is_mixing"):
-                logs["mixing_learning_rate"] = self.mixing_learning_rate
+                logs["mixing_learning_rate"] = self._mixing_rate_of_step
                 logs["mixing_distance"] = self._mixing_distance()
             tokens, seconds = self._total_train_tokens, self.clock.seconds
             logs["tokens_per_second"] = (tokens - self._logged_tokens) / (seconds - self._logged_seconds)
@@ -156,6 +156,8 @@ class RecipeTrainer(DistributedTrainer):
         moved = size = 0.0
         for start, weight in zip(self._start, self._mixing_weights(), strict=True):
             now = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            if not self.is_world_process_zero():
+                continue  # under FSDP only the main process may have loaded the weights of the start
             start = start.to(now.device)
             moved += (now.float() - start.float()).abs().sum().item()
             size += start.float().abs().sum().item()

@@ -186,7 +186,10 @@ def test_an_impossible_value_is_refused_before_anything_is_loaded(tmp_path, monk
 
 @pytest.mark.parametrize(
     "line",
-    ["learning_rate: null", "seed: null", "learning_rate: [1]", "max_steps: 2.5", "dtype: float8", "use_peft: 2"],
+    [
+        *("learning_rate: null", "seed: null", "dataset_name: null", "learning_rate: [1]", "output_dir: {a: 1}"),
+        *("max_steps: 2.5", "dtype: float8", "use_peft: 2"),
+    ],
 )
 def test_a_value_of_the_file_obeys_the_rules_of_the_command_line(tmp_path, line):
     config = tmp_path / "sft.yaml"
@@ -208,7 +211,8 @@ def test_what_may_be_null_or_a_list_stays_so(tmp_path):
     assert RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])[1].report_to == []
 
 
-def test_a_template_that_is_not_text_is_refused(tmp_path):
+def test_a_template_that_is_not_text_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "make_record", lambda *_: pytest.fail("the model was read"))
     template = tmp_path / "latin.jinja"
     template.write_bytes("é".encode("latin-1"))
     with pytest.raises(UserError, match="latin.jinja is not UTF-8"):
@@ -556,7 +560,8 @@ def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypat
     out = shown.out + shown.err
     for step in (2, 4):
         assert out.count(f"Step {step}, sample: ") == 2
-    assert "+" in next(line for line in out.splitlines() if "Step 2, sample: " in line).partition(" -> ")[0]
+    asked = next(line for line in out.splitlines() if "Step 2, sample: " in line).partition(" -> ")[0]
+    assert "+" in asked and asked.endswith(r"<|im_start|>assistant\n'")
     assert "Published:   https://hub/me/model/final" in out
 
     curves = json.loads((output / "curves.json").read_text())
