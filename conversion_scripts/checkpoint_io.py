@@ -183,9 +183,7 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.P
             )
 
 
-def load_model(
-    source: str | os.PathLike, dtype="auto", config: PreTrainedConfig | None = None
-) -> PreTrainedModel:
+def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig | None = None) -> PreTrainedModel:
     """The causal language model in `source` (a directory, a Hub id or a GGUF file) on CPU, in eval mode; a GGUF file
     is dequantised.
 
