@@ -46,8 +46,8 @@ example:
 GB = 1e9
 # Columns of the vocabulary in a tile of TRL's loss, which it calls _CHUNKED_LOGPROB_CHUNK_SIZE.
 VOCABULARY_CHUNK = 32768
-# Tensors of a tile that TRL's loss holds at a time where it has no Triton kernel.
-TILE_TENSORS = 7
+# Bytes for each entry of a tile that TRL's loss holds where it has no Triton kernel: seven float32 and a mask.
+TILE_BYTES = 29
 # Bytes of optimiser state for each byte of a trained weight, where it is not AdamW's two moments of the weight's type.
 OPTIMIZER_STATES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "adamw_8bit": 0.5, "adamw_bnb_8bit": 0.5}
 
@@ -193,12 +193,14 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
     share = tokens / setting.tokens
     of_attention = attention(config, kind, layer_type, setting.tokens, form).kept * share * compute
     query, key = tokens * virtual * heads * d, tokens * virtual * groups * d
+    # Keys and values of the blocks of a window, which overlap.
+    span = 1 + (config.sliding_window * virtual - 1) / BLOCK if form == "blocks" else 1
+    blocked = 2 * query * span
     if form == "blocks":
-        # Every block has its own keys and values, repeated for each head of a group, and a mask. The output of the
-        # virtual tokens is kept in one layout.
-        span = 1 + (config.sliding_window * virtual - 1) / BLOCK
-        blocked = 2 * query * span
-        of_attention += (blocked - 2 * key - (query if virtual > 1 else 0)) * compute + tokens * virtual * span * BLOCK
+        # A single row is kept as views, unless its keys and values are repeated for each head of a group.
+        is_copied = setting.batch > 1 or groups < heads
+        mask = tokens * virtual * span * BLOCK
+        of_attention += ((blocked - 2 * key if is_copied else 0) + mask) * compute
     elif form == "eager":
         of_attention += tokens * virtual * setting.tokens * virtual * heads * 4
     of_ffn, of_norm = ffn(config, tokens).kept * compute, norm(config, tokens).kept / 2 * (4 + residual)
@@ -212,7 +214,7 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
     if form == "collapse_first":
         attention_working = (2 * heads + 2 * groups) * tokens * d * 4
     elif form == "blocks":
-        attention_working = (2 * query + 2 * blocked) * compute
+        attention_working = (2 * query + blocked) * compute
     else:
         attention_working = (2 * query + 2 * key) * compute
         attention_working += of_attention if form == "eager" else 0
@@ -220,14 +222,14 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
 
 
 def loss_bytes(setting: Setting) -> float:
-    """What TRL's loss holds: a tile of logits, and the gradient of the hidden states in float32."""
+    """What TRL's loss holds: a tile of logits, and the gradients of the hidden states and of the head in float32."""
     config, tokens = setting.config, setting.batch * setting.tokens // setting.layout.sequence_parallel
     rows, columns = min(tokens, TOKEN_CHUNK_SIZE), min(config.vocab_size, VOCABULARY_CHUNK)
     if setting.on_cpu:
-        tile = rows * columns * (setting.compute_bytes + 4 * TILE_TENSORS)
+        tile = rows * columns * (setting.compute_bytes + TILE_BYTES)
     else:
         tile = rows * VOCABULARY_CHUNK * setting.compute_bytes
-    return tile + tokens * config.hidden_size * 4
+    return tile + (tokens + config.vocab_size) * config.hidden_size * 4
 
 
 def estimate(setting: Setting) -> Memory:
@@ -312,8 +314,8 @@ def available_memory(args: SFTConfig) -> float:
 
 
 def smallest_change(setting: Setting, config: PreTrainedConfig, run: RunArguments, limit: float) -> str | None:
-    """The fewest changes, and among as many those that change the run least, after which it fits into `limit` bytes;
-    None when there are none."""
+    """What to change for a run to fit into `limit` bytes, or None. Changes are ordered from those that leave what is
+    learned as it is to a shorter length; combinations by the farthest of their changes, then by their number."""
     options: list[tuple[str, dict]] = []
     if setting.batch > 1:
         words = f"per_device_train_batch_size 1 with {setting.batch} times the gradient_accumulation_steps"
@@ -334,11 +336,11 @@ def smallest_change(setting: Setting, config: PreTrainedConfig, run: RunArgument
     for part in (2, 4, 8, 16, 32, 64):
         if setting.tokens // part:
             options.append((f"max_length {setting.tokens // part}", {"tokens": setting.tokens // part}))
-    for count in (1, 2, 3):
-        for chosen in combinations(options, count):
-            fields = {name: value for _, change in chosen for name, value in change.items()}
-            if len(fields) == count and estimate(replace(setting, **fields)).total <= limit:
-                return " and ".join(words for words, _ in chosen)
+    sets = (chosen for count in (1, 2, 3) for chosen in combinations(range(len(options)), count))
+    for chosen in sorted(sets, key=lambda chosen: (chosen[-1], len(chosen))):
+        fields = {name: value for index in chosen for name, value in options[index][1].items()}
+        if len(fields) == len(chosen) and estimate(replace(setting, **fields)).total <= limit:
+            return " and ".join(options[index][0] for index in chosen)
     return None
 
 

@@ -1,0 +1,218 @@
+"""Long context: what a recipe asks of positions, RoPE and windows is checked before weights are read; neither logits
+nor P-fold activations are kept; and 65,536 tokens go through the paper's schedule."""
+
+import gc
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_close, random_ids, random_model
+from tiny_training import byte_tokenizer, recipe, sizes
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
+from trl import SFTConfig
+from trl.models import enable_selective_activation_checkpointing
+from trl.trainer.utils import add_fused_lm_head
+
+from command_io import UserError
+from modeling_iha import IHAConfig
+from sft.arguments import RecipeParser
+from sft.context import rope_reach, run_config
+from sft.train import USAGE
+
+
+FIELDS = {"vocab_size": 259, "sliding_window": 8, "layer_types": "sliding_attention"}
+CONFIGS = {
+    "iha": IHAConfig.from_preset("tiny", **FIELDS),
+    "shared": IHAConfig.from_preset("tiny", **FIELDS, pseudo_positions="shared"),
+    "mha": IHAConfig.from_preset("tiny", vocab_size=259, attention_kinds="mha"),
+    "all_heads": IHAConfig.from_preset("tiny", vocab_size=259, pseudo_collapse="all_heads"),
+    "llama": LlamaConfig(vocab_size=259, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+}
+
+
+def checked(tmp_path, kind, **keys):
+    """`run_config` of a recipe and a directory that holds a config.json and no weights."""
+    CONFIGS[kind].save_pretrained(tmp_path / "model")
+    arguments = sizes(tmp_path / "model", "rows.jsonl", tmp_path / "run", **keys)
+    run, args = RecipeParser(SFTConfig, USAGE).parse(["--config", recipe("demo"), *arguments])
+    return run_config(run, args)
+
+
+def test_the_recipe_sets_positions_rope_base_and_window(tmp_path):
+    changes = {"max_length": 4096, "max_position_embeddings": 8192, "rope_theta": 5e5, "sliding_window": 16}
+    config = checked(tmp_path, "iha", **changes)
+    assert (config.max_position_embeddings, config.sliding_window) == (8192, 16)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+    assert IHAConfig.from_pretrained(tmp_path / "model").max_position_embeddings == 512
+
+
+def test_what_the_recipe_does_not_name_stays(tmp_path):
+    config = checked(tmp_path, "iha", num_pseudo_heads=2, attention_form="base")
+    expected = IHAConfig.from_pretrained(tmp_path / "model").to_dict()
+    assert {**config.to_dict(), "_name_or_path": None} == {**expected, "_name_or_path": None}
+
+
+@pytest.mark.parametrize(
+    "kind, keys, named",
+    [
+        ("iha", {"max_length": 513}, "max_length=513 is beyond the model's 512 positions"),
+        ("llama", {"max_length": 4096}, "max_length=4096 is beyond the model's 2048 positions"),
+        ("iha", {"max_length": 600, "max_position_embeddings": 599}, "beyond the model's 599 positions"),
+        ("iha", {"num_pseudo_heads": 4}, "states num_pseudo_heads=4 and .* has 2"),
+        ("mha", {"num_pseudo_heads": 2}, "states num_pseudo_heads=2 and .* has 1"),
+        ("iha", {"sliding_window": 129}, "sliding_window=129 is larger than the context of 128"),
+        ("iha", {"sliding_window": 0}, "does not fit .*: sliding_window=0"),
+        ("mha", {"sliding_window": 8}, "does not fit .*: sliding_window=8 would have no effect"),
+        ("iha", {"rope_theta": "nan"}, "does not fit .*rope_theta=nan"),
+        ("iha", {"max_position_embeddings": 0}, "does not fit .*: max_position_embeddings=0"),
+        ("llama", {"sliding_window": 8}, "a 'llama' model has no such field"),
+        ("mha", {"attention_form": "base"}, "would be ignored: .* has no 'iha' layer"),
+        ("iha", {"attention_form": "base", "attn_implementation": "eager"}, "attn_implementation is 'eager'"),
+        ("all_heads", {"attention_form": "base"}, "pseudo_collapse is 'all_heads'"),
+        (
+            "iha",
+            {"gradient_checkpointing": "true", "gradient_checkpointing_kwargs": '{"selective": true}'},
+            "selective keeps .* 2 times",
+        ),
+    ],
+)
+def test_a_recipe_that_does_not_fit_the_model_is_refused_before_weights_are_read(tmp_path, kind, keys, named):
+    with pytest.raises(UserError, match=named) as refused:
+        checked(tmp_path, kind, **keys)
+    assert "\n" not in str(refused.value) and "validator" not in str(refused.value)
+
+
+def test_interleaved_positions_must_lie_within_the_longest_wavelength_of_rope(tmp_path):
+    # head_dim 16 and base 10,000: 2 pi 10,000^(14/16), about 19,869 positions, two of them to a token.
+    reach = int(rope_reach(CONFIGS["iha"]))
+    assert reach == 19869
+    within, beyond = reach // 2, reach // 2 + 1
+    checked(tmp_path, "iha", max_length=within, max_position_embeddings=within)
+    with pytest.raises(UserError, match=f"{beyond} tokens x 2 pseudo-heads reach position {2 * beyond}") as refused:
+        checked(tmp_path, "iha", max_length=beyond, max_position_embeddings=beyond)
+    advised = str(refused.value).partition("at least ")[2].partition(",")[0]
+    checked(tmp_path, "iha", max_length=beyond, max_position_embeddings=beyond, rope_theta=advised)
+    for kind in ("shared", "mha"):
+        checked(tmp_path, kind, max_length=beyond, max_position_embeddings=beyond)
+        with pytest.raises(UserError, match=f"{reach + 1} tokens reach position {reach + 1}"):
+            checked(tmp_path, kind, max_length=reach + 1, max_position_embeddings=reach + 1)
+
+
+class Sizes(TorchDispatchMode):
+    """Collects the numbers of entries of every tensor that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.entries |= {x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
+        return result
+
+
+def test_the_logits_are_never_built_whole():
+    # More columns than TRL computes at a time.
+    model = random_model(IHAConfig.from_preset("tiny", vocab_size=70000, hidden_size=16)).train()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    ids = torch.randint(0, 70000, (1, 96))
+    expected = model(ids, labels=ids, use_cache=False).loss
+    with Sizes() as computed:
+        loss = model(ids, labels=ids, fused_lm_head=True).loss
+        loss.backward()
+    assert_close(loss.detach(), expected.detach())
+    assert max(computed.entries) < 95 * 70000
+
+
+# N, P and so many entries of a P-fold tensor that no other tensor has them.
+LENGTH, PSEUDO_HEADS = 48, 4
+SPECIAL = {"vocab_size": 64, "hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 10}
+P_FOLD = LENGTH * PSEUDO_HEADS * 4 * 10
+
+
+def kept_after_forward(prepare, form="virtual", context=nullcontext):
+    """Numbers of entries of the tensors that autograd or a checkpoint keeps of a training forward, and gradients."""
+    model = random_model(IHAConfig.from_preset("tiny", **SPECIAL, num_pseudo_heads=PSEUDO_HEADS)).train()
+    model.base_model.attention_form = form
+    prepare(model)
+    ids = random_ids(1, LENGTH)
+    saved = []
+    before = {id(x) for x in gc.get_objects() if isinstance(x, torch.Tensor)}
+
+    def pack(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), context():
+        loss = model(ids, labels=ids, use_cache=False).loss
+    gc.collect()
+    alive = [x.numel() for x in gc.get_objects() if isinstance(x, torch.Tensor) and id(x) not in before]
+    loss.backward()
+    return {*saved, *alive}, [parameter.grad for parameter in model.parameters()]
+
+
+def selective(model):
+    enable_selective_activation_checkpointing(model)
+    model.gradient_checkpointing_enable()
+
+
+def test_checkpointing_keeps_no_p_fold_activation_and_selective_checkpointing_does():
+    plain, expected = kept_after_forward(lambda model: None)
+    assert P_FOLD in plain
+    checkpointed, gradients = kept_after_forward(lambda model: model.activation_checkpointing_enable())
+    assert max(checkpointed) < P_FOLD
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert_close(gradient, other)
+    # Why run_config refuses it.
+    assert P_FOLD in kept_after_forward(selective)[0]
+
+
+@pytest.mark.parametrize("form", ["virtual", "base"])
+def test_offloaded_activations_give_the_same_gradients(form):
+    """With what Transformers' and TRL's offloading stand on: their own pinned memory needs an accelerator."""
+    _, expected = kept_after_forward(lambda model: None, form)
+    for prepare in (lambda model: None, lambda model: model.activation_checkpointing_enable()):
+        _, gradients = kept_after_forward(prepare, form, save_on_cpu)
+        for gradient, other in zip(gradients, expected, strict=True):
+            assert_close(gradient, other)
+
+
+def peak_memory():
+    """Bytes: the most that this process has held since the peak was set back."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+@pytest.mark.slow
+def test_a_forward_and_backward_at_the_real_length_take_less_than_12_gb():
+    """The paper's schedule with P = 2 and W = N / (2 P^2), with `attention_form` "base" and checkpointing."""
+    tokens = 65536
+    config = IHAConfig.from_preset(
+        "paper-2.4b-iha",
+        **{"vocab_size": len(byte_tokenizer()), "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2},
+        **{"num_key_value_heads": 2, "num_hidden_layers": 5, "num_pseudo_heads": 2},
+        **{"max_position_embeddings": tokens, "bos_token_id": 0, "eos_token_id": 0},
+        rope_parameters={"rope_type": "default", "rope_theta": 8e6},
+    )
+    assert config.layer_types == ["sliding_attention"] * 4 + ["full_attention"] and config.sliding_window == 8192
+    assert config.attention_kinds == ["iha"] * 4 + ["mha"] and rope_reach(config) > 2 * tokens
+    model = random_model(config).train()
+    model.base_model.attention_form = "base"
+    model.activation_checkpointing_enable()
+    add_fused_lm_head(model)
+    ids = torch.randint(0, config.vocab_size, (1, tokens))
+    Path("/proc/self/clear_refs").write_text("5")
+    start, cpu = time.perf_counter(), time.process_time()
+    loss = model(ids, labels=ids, fused_lm_head=True).loss
+    loss.backward()
+    print(
+        f"\n{tokens} tokens: {time.perf_counter() - start:.0f} s ({time.process_time() - cpu:.0f} s of CPU time), peak "
+        f"{peak_memory() / 1e9:.2f} GB in the process"
+    )
+    assert loss.isfinite() and all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert peak_memory() < 12e9

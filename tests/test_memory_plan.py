@@ -1,0 +1,197 @@
+"""The memory plan: exact where it is arithmetic, close to what autograd keeps, printed before a run, and a run that
+cannot fit is refused with the smallest change after which it does."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import random_model
+from peft import get_peft_model
+from tiny_training import recipe, sizes, training_rows, write_jsonl
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import LlamaConfig, MistralConfig
+from trl import SFTConfig
+
+from command_io import UserError
+from modeling_iha import IHAConfig, IHAForCausalLM
+from sft import memory_plan, train
+from sft.arguments import RecipeParser
+from sft.memory_plan import (
+    Layout,
+    attention_form,
+    estimate,
+    launched_layout,
+    run_setting,
+    smallest_change,
+)
+from sft.model import lora_config
+from sft.train import USAGE
+
+
+def parsed(**keys):
+    return RecipeParser(SFTConfig, USAGE).parse(["--config", recipe("demo"), *sizes("model", "rows", "out", **keys)])
+
+
+def setting_of(config, **keys):
+    return run_setting(config, *parsed(**keys))
+
+
+TINY = IHAConfig.from_preset("tiny", num_pseudo_heads=4, num_key_value_heads=4)
+
+
+@pytest.mark.parametrize("adapters", [{}, {"use_peft": "true", "lora_r": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_gradients_and_states_are_those_of_a_real_run(adapters, dtype):
+    config = IHAConfig.from_preset("tiny", tie_word_embeddings=True)
+    run, args = parsed(dtype=dtype, **adapters)
+    memory = estimate(run_setting(config, run, args))
+
+    model = IHAForCausalLM._from_config(config, dtype=getattr(torch, dtype)).train()
+    if adapters:
+        model = get_peft_model(model, lora_config(run, model))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    ids = torch.randint(0, 256, (1, 8))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    assert memory.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert memory.gradients == sum(parameter.grad.nbytes for parameter in trained)
+    assert memory.optimizer == sum(state.nbytes for state in states)
+
+
+SCHEDULE = {
+    "attention_kinds": ["iha", "mha"],
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 16,
+}
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 256}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    "form, fields",
+    [
+        (None, {"attention_kinds": "mha"}),
+        (None, {"attention_kinds": "mha", "gated_mlp": False, "num_key_value_heads": 2}),
+        ("virtual", {"num_pseudo_heads": 2}),
+        ("virtual", {"num_pseudo_heads": 4, "num_key_value_heads": 2}),
+        ("base", {"num_pseudo_heads": 4}),
+        ("virtual", {"num_pseudo_heads": 4, **SCHEDULE}),
+        (None, {"attention_kinds": "talking_heads"}),
+    ],
+    ids=["mha", "mha-groups", "virtual-2", "virtual-4-groups", "base-4", "schedule-4", "talking-heads"],
+)
+def test_activations_are_what_autograd_keeps(form, fields, autocast):
+    config = IHAConfig.from_preset("tiny", **{**WIDE, **fields})
+    setting = setting_of(config, max_length=512, per_device_train_batch_size=2)
+    setting = replace(setting, attention_form=form, autocast=autocast)
+    model = random_model(config).train()
+    model.base_model.attention_form = form
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    copies = {tuple(shape) for parameter in model.parameters() for shape in (parameter.shape, parameter.shape[::-1])}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        # Copies of the weights in the type of computation count as weights.
+        if storage.data_ptr() not in weights and not (autocast and tuple(tensor.shape) in copies):
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model.model(torch.randint(0, 256, (2, 512)), use_cache=False)
+    measured = sum(size for size, _ in kept.values())
+    assert estimate(setting).activations == pytest.approx(measured, rel=0.1)
+
+
+def test_checkpointing_the_lean_form_and_the_sharing_of_devices_take_less():
+    setting = setting_of(TINY, max_length=4096, per_device_train_batch_size=1)
+    virtual = replace(setting, attention_form="virtual")
+    assert attention_form(setting, "iha", "full_attention") == "collapse_first"
+    assert attention_form(replace(setting, on_cpu=False), "iha", "full_attention") == "sdpa"
+    assert attention_form(virtual, "iha", "full_attention") == "sdpa"
+    lean, full = estimate(replace(setting, attention_form="base")), estimate(virtual)
+    checkpointed = estimate(replace(virtual, checkpointing=True))
+    assert lean.activations < full.activations and checkpointed.activations < lean.activations / 2
+
+    # What a step keeps grows with its tokens; DDP has buckets of gradients, and shards are parts.
+    assert estimate(replace(virtual, tokens=8192)).activations == pytest.approx(2 * full.activations)
+    assert estimate(replace(virtual, batch=2)).activations == pytest.approx(2 * full.activations)
+    ddp, sharded = (estimate(replace(virtual, layout=Layout(8, is_sharded))) for is_sharded in (False, True))
+    assert (ddp.weights, ddp.gradients, ddp.optimizer) == (full.weights, 2 * full.gradients, full.optimizer)
+    assert sharded.optimizer == full.optimizer / 8 and sharded.activations == full.activations
+    ulysses = estimate(replace(virtual, layout=Layout(8, True, 8)))
+    assert ulysses.activations == pytest.approx(full.activations / 8)
+
+
+def test_the_eager_core_keeps_every_pair():
+    eager = setting_of(TINY, max_length=512, attn_implementation="eager")
+    pairs = 4 * 4 * (512 * 4) ** 2 * 4  # rows, heads, virtual tokens, bytes
+    assert estimate(eager).activations > 2 * pairs
+
+
+def test_a_llama_has_the_plan_of_the_same_model_of_this_package():
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ours = IHAConfig.from_preset("tiny", attention_kinds="mha")
+    assert estimate(setting_of(LlamaConfig(**sizes))) == estimate(setting_of(ours))
+    assert run_setting(MistralConfig(**sizes), *parsed()) is None
+
+
+def test_the_layout_is_that_of_accelerate_launch(monkeypatch):
+    assert launched_layout() == Layout()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert launched_layout() == Layout(8)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "4")
+    assert launched_layout() == Layout(8, True, 4)
+
+
+def test_the_smallest_change_that_makes_a_run_fit():
+    run, args = parsed(max_length=4096, per_device_train_batch_size=1)
+    setting = replace(run_setting(TINY, run, args), attention_form="virtual")
+    checkpointed = estimate(replace(setting, checkpointing=True)).total
+
+    def change(limit, start=setting):
+        return smallest_change(start, TINY, run, limit)
+
+    assert change(checkpointed) == "gradient_checkpointing"
+    both = "per_device_train_batch_size 1 with 2 times the gradient_accumulation_steps and gradient_checkpointing"
+    assert change(checkpointed, replace(setting, batch=2)) == both
+    base = estimate(replace(setting, checkpointing=True, attention_form="base")).total
+    assert base < checkpointed and change(base) == "gradient_checkpointing and attention_form base"
+    longer, shorter = (estimate(replace(setting, checkpointing=True, tokens=tokens)).total for tokens in (2048, 1024))
+    assert shorter <= 0.5 * base < longer and change(0.5 * base) == "gradient_checkpointing and max_length 1024"
+    assert change(1) is None
+
+
+def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(train.__file__.rpartition("/sft/")[0])
+    TINY.save_pretrained(tmp_path / "model")  # without weights
+    rows = write_jsonl(tmp_path / "rows.jsonl", training_rows(8))
+    command = ["--config", recipe("demo"), *sizes(tmp_path / "model", rows, tmp_path / "run")]
+    with pytest.raises(UserError, match=r"needs 0.0 GB on each device and there are 0.0 GB: it would fit with"):
+        train.main([*command, "--memory_gb", "0.003"])
+    assert "this run: 1 device" in capsys.readouterr().out
+    with pytest.raises(UserError, match="cannot be loaded"):
+        train.main([*command, "--memory_gb", "1"])
+    monkeypatch.setattr(memory_plan, "available_memory", lambda args: 1)
+    with pytest.raises(UserError, match="no change that is known"):
+        train.main(command)
+
+
+def test_the_command_prints_a_recipe_on_several_layouts(capsys):
+    arguments = ["--preset", "paper-2.4b-iha", "--use_cpu", "true"]
+    memory_plan.main(["--config", recipe("pretrain"), *arguments])
+    out = capsys.readouterr().out
+    assert "1 x 8192 tokens to a CPU" in out and "8 devices, FSDP2, 8 share a sequence" in out
+    # 2,373,058,560 parameters of the paper and the mixing, in float32, and two moments.
+    first = next(line for line in out.splitlines() if line.startswith("1 device "))
+    assert float(first.split()[-5]) == pytest.approx(9.5, abs=0.1) and float(first.split()[-4]) == pytest.approx(
+        19, abs=0.2
+    )
+    with pytest.raises(UserError, match="--preset none: expected one of"):
+        memory_plan.main(["--config", recipe("pretrain"), "--preset", "none"])
+    with pytest.raises(UserError, match="--preset : expected one of"):
+        memory_plan.main(["--preset"])
