@@ -23,6 +23,7 @@ from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_js
 from command_io import UserError
 from conversion_scripts.checkpoint_io import load_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM
+from sft import train
 from sft.arguments import RunArguments
 from sft.distributed import SharedSequenceCollator, check_launch, check_resumable, check_wrapped
 
@@ -41,7 +42,7 @@ MIXING = sorted(
 )
 
 
-def launch(config: str, *command: str, **environment: str) -> subprocess.CompletedProcess:
+def launch(config: str, *command: str) -> subprocess.CompletedProcess:
     process = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config), *command],
         cwd=ROOT,
@@ -87,8 +88,8 @@ def in_one_process(place: Path, model: str, name: str, **overrides) -> dict:
 
 def assert_same_gradients(actual: dict, expected: dict) -> None:
     assert actual.keys() == expected.keys()
+    assert any(gradient.any() for gradient in expected.values())
     for name, gradient in expected.items():
-        assert gradient.abs().max() > 0, name
         assert (actual[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
@@ -176,7 +177,13 @@ def test_adapters_are_merged_under_fsdp2(sharded):
     assert (sharded / "lora" / "checkpoint-4" / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("directory", ["full/checkpoint-4", "full/final", "shards/checkpoint-4", "lora/final"])
+@pytest.mark.parametrize(
+    "directory",
+    [
+        "shards/checkpoint-4",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("full/checkpoint-4", "full/final", "lora/final")),
+    ],
+)
 def test_checkpoints_of_sharded_models_stand_alone(directory, sharded):
     reply = load_in_clean_process(sharded / directory, prompt=[{"role": "user", "content": "1+1?"}], max_new_tokens=4)
     assert reply["model_class"] == "IHAForCausalLM"
@@ -349,9 +356,15 @@ def test_sharing_the_sequence_is_refused_where_it_would_lose_something(
         assert part in str(refused.value)
 
 
-def test_the_command_refuses_a_launch_before_it_looks_at_the_model(monkeypatch, workplace):
-    from sft import train
+@pytest.mark.parametrize("state, installed, named", [(GPU, False, "pip install deepspeed"), (CPU, True, "unsharded")])
+def test_deepspeed_is_refused_where_it_is_missing_or_would_not_shard(monkeypatch, state, installed, named):
+    monkeypatch.setattr("sft.distributed.find_spec", lambda name: installed or None)
+    environment = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
+    with pytest.raises(UserError, match=named):
+        check_launch(RunArguments("model", "rows"), as_launched(monkeypatch, environment, state, 2))
 
+
+def test_the_command_refuses_a_launch_before_it_looks_at_the_model(monkeypatch, workplace):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     options = arguments(workplace, "absent", "refused", 2)
     with pytest.raises(UserError, match="FSDP would silently train unsharded"):

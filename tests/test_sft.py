@@ -157,29 +157,6 @@ def test_an_interrupted_run_resumes_to_the_same_losses(adapters, tiny, rows_file
     assert resumed == whole
 
 
-def test_two_processes_train_like_one(tiny, rows_file, tmp_path):
-    losses = []
-    for config, batch in (("single.yaml", 4), ("ddp.yaml", 2)):
-        output = tmp_path / config
-        arguments = sizes(tiny, rows_file, output, per_device_train_batch_size=batch, max_steps=3, eval_steps=3)
-        launch = ["accelerate.commands.launch", "--config_file", f"sft/accelerate_configs/{config}"]
-        process = subprocess.run(
-            [sys.executable, "-m", *launch, "sft/train.py", "--config", recipe("demo"), *arguments],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert process.returncode == 0, process.stderr[-2000:]
-        assert process.stdout.count("rows are longer than max_length") == 1
-        losses.append(json.loads((output / "loss.json").read_text()))
-        assert (output / "final" / "model.safetensors").exists()
-    assert [loss for _, loss in losses[0]["train"]] == pytest.approx(
-        [loss for _, loss in losses[1]["train"]], rel=1e-5
-    )
-    assert losses[0]["eval"][-1] == pytest.approx(losses[1]["eval"][-1], rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["iha", "llama"])
 def test_loss_falls_on_a_batch_seen_again_and_again(kind, tiny, tmp_path):
     source = tiny
