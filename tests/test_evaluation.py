@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
@@ -186,12 +187,12 @@ def test_ruler_is_the_same_every_time(task):
     def make(count, seed=0):
         return ruler.samples(task, 1024, count, seed, data.SMOKE, tiny_tokenizer())
 
-    ruler._generators()  # imports draw from the random state, too
+    *_, cwe, _, _ = ruler._generators()  # imports draw from the random state, too
     random.seed(1)
     state = random.getstate()
     three = make(3)
     assert random.getstate() == state
-    random.seed(2)
+    random.seed(2), np.random.seed(2), cwe.RNG.seed(2)
     make(1, seed=5)
     assert make(2) == three[:2] and make(2, seed=1) != three[:2]
     for document in three:
@@ -568,9 +569,9 @@ def test_two_processes_give_the_samples_of_one(tiny, tmp_path):
     assert "has 1 examples for 2 processes" in start("--limit", "1").stderr
     process = start("--limit", "3")
     assert process.returncode == 0, process.stderr
-    # Sums of floating-point numbers differ in their last digits with the order of the documents.
+    # The processes put other documents together into a batch, which changes the last digits of losses in float32.
     one, two = (
-        json.loads((tmp_path / number / "results.json").read_text(), parse_float=lambda text: round(float(text), 6))
+        json.loads((tmp_path / number / "results.json").read_text(), parse_float=lambda text: round(float(text), 4))
         for number in ("one", "two")
     )
     assert two["processes"] == 2 and two["tasks"] == one["tasks"]
