@@ -78,6 +78,12 @@ class RecordedModel(HFLM):
             # lm-eval takes the rank inside the machine, which two machines would have twice.
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every process's `tensor`, as if all had this one's. lm-eval gathers the numbers of documents, and where they
+        differ it repeats requests to even them out, whose replies it then takes for samples of the last document. The
+        processes here work on their own, so there is nothing to even out."""
+        return tensor.expand(self.world_size)
+
     def check_prompts(self, requests: list[Instance]) -> dict[str, list[int]]:
         """Tokens of each prompt, by task. Raises `UserError`, naming the tasks, when prompts and replies do not fit
         into the context."""
@@ -98,12 +104,11 @@ class RecordedModel(HFLM):
         return lengths
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """One reply a request, in order. lm-eval asks for k samples with k references to one request; more than that,
-        which it adds to even out the processes, repeats what is there."""
+        """One reply a request, in order. lm-eval asks for k samples with k references to one request."""
         keys, waiting, seen = [], {}, Counter()
         for request in requests:
             prompt, settings = request.args
-            index, seen[id(request)] = seen[id(request)] % request.repeats, seen[id(request)] + 1
+            index, seen[id(request)] = seen[id(request)], seen[id(request)] + 1
             document = json.dumps(request.doc, sort_keys=True, default=str)
             keys.append(sample_key(request.task_name, document, prompt, settings, index))
             if self.records.get(keys[-1]) is None:

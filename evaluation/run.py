@@ -124,6 +124,8 @@ def evaluate(
     lengths = {}
     for chat, group in groups:
         for name, task in group.items():
+            if (count := min(len(task.eval_docs), limit or sys.maxsize)) < model.world_size:
+                raise UserError(f"{name} has {count} examples for {model.world_size} processes: start fewer of them.")
             task.set_fewshot_seed(0)
             task.build_all_requests(
                 limit=limit,
