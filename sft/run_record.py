@@ -62,8 +62,8 @@ def make_record(run: RunArguments, args: TrainingArguments) -> dict[str, dict]:
     recipe = {key: value for key, value in (asdict(run) | values).items() if key not in _FREE_KEYS}
     recipe["chat_template"] = template and hashlib.sha256(template.encode()).hexdigest()
     record = {
-        "base_model": {"name": run.model_name_or_path, **_identify_model(run.model_name_or_path)},
         "data": {"name": run.dataset_name, **_identify_data(run.dataset_name)},
+        "base_model": {"name": run.model_name_or_path, **_identify_model(run.model_name_or_path)},
         "recipe": recipe,
         "processes": {"number": args.world_size, "kind": args.distributed_state.distributed_type},
         "code": _identify_code(),

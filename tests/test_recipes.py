@@ -118,26 +118,27 @@ def test_the_five_mechanisms_of_the_paper_train_on_equal_budgets(rows_file, tmp_
 
 
 def rows_of(length, count, value):
-    return Dataset.from_dict(
-        {"input_ids": [[value] * length] * count, "labels": [[value] * length] * count, "x": [0] * count}
-    )
+    tokens = [[value] * length] * count
+    columns = {"input_ids": tokens, "labels": tokens, "num_tokens": [length] * count, "first_label": [0] * count}
+    return Dataset.from_dict({**columns, "x": [0] * count})
 
 
 def test_a_mixture_has_its_shares_of_the_tokens_whatever_the_lengths_of_rows():
     parts = [rows_of(64, 1000, 1), rows_of(8, 4000, 2), rows_of(2, 20000, 3)]
     shares = [0.3, 0.3, 0.4]
-    rows = mix(parts, shares, seed=0)
-    assert set(rows.column_names) == {"input_ids", "labels"}
-    tokens = [sum(len(ids) for ids in rows["input_ids"] if ids[0] == value) for value in (1, 2, 3)]
-    assert [count / sum(tokens) for count in tokens] == pytest.approx(shares, abs=0.03)
-    assert rows["input_ids"] == mix(parts, shares, seed=0)["input_ids"]
-    assert rows["input_ids"] != mix(parts, shares, seed=1)["input_ids"]
+    for max_length in (None, 16):
+        rows = mix(parts, shares, max_length, seed=0)
+        assert "x" not in rows.column_names
+        tokens = [sum(len(ids[:max_length]) for ids in rows["input_ids"] if ids[0] == value) for value in (1, 2, 3)]
+        assert [count / sum(tokens) for count in tokens] == pytest.approx(shares, abs=0.03)
+    assert rows["input_ids"] == mix(parts, shares, 16, seed=0)["input_ids"]
+    assert rows["input_ids"] != mix(parts, shares, 16, seed=1)["input_ids"]
 
 
 def test_a_single_source_is_left_alone():
     assert sources("open-thoughts/OpenThoughts-114k") == [("open-thoughts/OpenThoughts-114k", 1.0)]
     rows = rows_of(2, 3, 1)
-    assert mix([rows], [1.0], seed=0) is rows
+    assert mix([rows], [1.0], None, seed=0) is rows
 
 
 @pytest.mark.parametrize(
