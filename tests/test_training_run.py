@@ -212,7 +212,7 @@ def test_what_may_be_null_or_a_list_stays_so(tmp_path):
 
 
 def test_a_template_that_is_not_text_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "make_record", lambda *_: pytest.fail("the model was read"))
+    monkeypatch.setattr(sft_run, "make_record", lambda *_: pytest.fail("the model was read"))
     template = tmp_path / "latin.jinja"
     template.write_bytes("é".encode("latin-1"))
     with pytest.raises(UserError, match="latin.jinja is not UTF-8"):
