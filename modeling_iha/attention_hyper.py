@@ -13,7 +13,7 @@ from huggingface_hub.dataclasses import strict
 
 from .attention_mha import MultiHeadAttention
 from .attention_options import is_whole, option, switch
-from .score_matrix import MASKED, block_bias, join, query_blocks, recomputed
+from .score_matrix import MASKED, block_bias, join, query_blocks, query_offset, recomputed
 from .tuple_attention import (
     PairAttention,
     TupleAttention,
@@ -150,13 +150,14 @@ class LinearHyperAttention(TupleAttention):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        document_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         self.check_core()
         query, keys, values = query_states * self.scaling, self.split_keys(key_states), self.split_keys(value_states)
         (batch, heads, stack, num_keys, head_dim), length = keys.shape, query.shape[2]
         # See `query_offset`: only an input without cached keys and without a mask is one running sum.
-        running = attention_mask is None and length > 1
+        running = attention_mask is None and document_ids is None and length > 1
         state = query.new_zeros(
             (batch, heads, stack, head_dim, head_dim), dtype=torch.promote_types(query.dtype, torch.float32)
         )
@@ -167,7 +168,8 @@ class LinearHyperAttention(TupleAttention):
             if running:
                 step, arguments = linear_step, (state, query[:, :, rows], keys[:, :, :, rows], values[:, :, :, rows])
             else:
-                visible = (attention_mask, None, rows, slice(0, num_keys), num_keys - 1, None, query.device)
+                offset = query_offset(length, num_keys)
+                visible = (attention_mask, document_ids, rows, slice(0, num_keys), offset, None, query.device)
                 step = masked_step
                 arguments = (state, query[:, :, rows], keys, values, block_bias(*visible) > MASKED)
             output, state = recomputed(step, len(blocks), *arguments)

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .window_blocks import window_attention
+from .window_blocks import document_attention, window_attention
 
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ class MultiHeadAttention(LlamaAttention):
             self.config._attn_implementation, eager_attention_forward
         )
         if document_ids is not None:
-            attention_interface = partial(window_attention, attention_interface, document_ids)
+            by_document = document_attention if self.sliding_window is None else window_attention
+            attention_interface = partial(by_document, attention_interface, document_ids)
         return attention_interface(
             self,
             query_states,

@@ -75,6 +75,14 @@ class MaskInputs:
     def has_custom_mask(self) -> bool:
         return self.attention_mask is not None and self.attention_mask.ndim == 4
 
+    @property
+    def is_packed_row(self) -> bool:
+        """Whether the input is one row of several documents, which SDPA takes one by one (`document_attention`)."""
+        positions = self.position_ids
+        if self.attention_mask is not None or self.past_key_values is not None or positions is None:
+            return False
+        return len(self.inputs_embeds) == len(positions) == 1 and bool((positions.diff() != 1).any())
+
     def key_span(self, layer_idx: int) -> tuple[int, int, int]:
         """(cached tokens in all, tokens that the layer will see, position of the first that it sees)."""
         length = self.inputs_embeds.shape[1]
@@ -145,9 +153,11 @@ def _mask_free(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> LayerMask | 
         return None
     form = choose_form(inputs, key, num_keys)
     if form is None:
+        if config._attn_implementation != "sdpa" or past > 0:
+            return None
         # SDPA in blocks of queries (`window_attention`). For short inputs and chunks its own mask is as good.
-        blocks = config._attn_implementation == "sdpa" and key.is_sliding and past == 0
-        if not blocks or (length - config.sliding_window) * key.num_pseudo_heads <= BLOCK:
+        in_blocks = key.is_sliding and (length - config.sliding_window) * key.num_pseudo_heads > BLOCK
+        if not in_blocks and (key.is_sliding or not inputs.is_packed_row):
             return None
     if mask is not None:
         # As in Transformers' masks: it may come from another device, and be long enough for tokens to come.

@@ -1,10 +1,11 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention within a sliding window, in blocks of queries, for SDPA, a core that knows masks but no windows.
+"""Attention within sliding windows and within packed documents for SDPA, a core that knows masks but neither of them.
 
 A dense mask of L queries and L keys costs O(L^2) time and memory whatever the window. Here every block of queries gets
 the keys that its window reaches, all blocks go through the core in one call as a batch, and the cost is
 O(L * (window + BLOCK)). In an "iha" layer L = N * P and the window spans W * P virtual tokens: O(N W P^2) in all.
+Without a window each document goes through the core by itself, which costs the sum of their squares and no mask.
 """
 
 from collections.abc import Callable
@@ -53,3 +54,20 @@ def window_attention(
 
     output, _ = core(module, query, key_blocks(key), key_blocks(value), mask.flatten(0, 1).unsqueeze(1), **kwargs)
     return output.reshape(batch, -1, *output.shape[2:])[:, :length], None
+
+
+def document_attention(
+    core: Callable,
+    document_ids: torch.Tensor,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Output [1, L, H, head_dim] of causal attention within each run of equal `document_ids`, int [1, L]; the other
+    arguments as in `window_attention`, of one row."""
+    lengths = document_ids[0].unique_consecutive(return_counts=True)[1].tolist()
+    documents = zip(*(states.split(lengths, dim=2) for states in (query, key, value)))
+    return torch.cat([core(module, *states, None, **kwargs)[0] for states in documents], dim=1), None

@@ -23,6 +23,7 @@ from trl import SFTConfig
 
 from command_io import UserError
 from modeling_iha import score_matrix, virtual_sequence, window_blocks
+from modeling_iha.virtual_sequence import MaskInputs
 from sft.packing import check_packing
 from sft.trainer import MixingTrainer
 
@@ -128,27 +129,19 @@ def test_a_packed_llama_is_learned_as_its_documents_alone(core, cpu_cores, tmp_p
     assert packed == pytest.approx(separate, rel=1e-6)
 
 
-@pytest.mark.parametrize("geometry", [name for name in GEOMETRIES if "sliding_window" in GEOMETRIES[name]])
-def test_packed_window_layers_build_no_mask_on_sdpa(geometry, tmp_path):
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("form", [None, "virtual", "base"])
+def test_packed_layers_build_no_mask_on_sdpa(geometry, form):
     model = model_of(geometry, "sdpa")
-    model.base_model.attention_form = None  # the default
+    model.base_model.attention_form = form
     position_ids = torch.cat([torch.arange(length) for length in (200, 100, 1)])[None]
-    masks = model.base_model.create_masks(torch.empty(1, 301, 0), None, None, position_ids)
-    of_windows = [mask for key, mask in masks.items() if key.is_sliding]
-    assert of_windows
-    for mask in of_windows:
-        assert mask.attention_mask is None
-        assert mask.document_ids.unique().numel() == 3
-
-
-def test_packed_global_iha_layers_build_no_mask_where_they_collapse_first():
-    """By default from P = 4 and 2048 virtual tokens; at any length with attention_form="base"."""
-    position_ids = torch.cat([torch.arange(length) for length in (500, 11, 1)])[None]
-    for num_pseudo_heads, form in ((4, None), (2, "base")):
-        model = random_model(small_config(num_pseudo_heads=num_pseudo_heads))
-        model.base_model.attention_form = form
-        (mask,) = model.base_model.create_masks(torch.empty(1, 512, 0), None, None, position_ids).values()
+    for mask in model.base_model.create_masks(torch.empty(1, 301, 0), None, None, position_ids).values():
         assert mask.attention_mask is None and mask.document_ids.unique().numel() == 3
+    # One document, and several rows of documents, keep the mask that Transformers makes.
+    inputs = MaskInputs(model.config, torch.empty(2, 301, 0), position_ids=position_ids.expand(2, -1))
+    assert not inputs.is_packed_row
+    inputs = MaskInputs(model.config, torch.empty(1, 301, 0), position_ids=torch.arange(301)[None])
+    assert not inputs.is_packed_row
 
 
 def test_cores_that_are_not_known_to_keep_documents_apart_are_refused(monkeypatch, tmp_path):
