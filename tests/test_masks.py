@@ -300,8 +300,8 @@ def test_the_largest_mask(core, dtype, entry, monkeypatch):
 
 @torch.no_grad()
 def test_a_large_mask_is_refused_in_every_use(monkeypatch):
-    """On SDPA: windows, padding, packing, a chunk on top of a cache, a custom mask; not a plain forward, not "mha"
-    layers."""
+    """On SDPA: windows, padding, packing of several rows, a chunk on top of a cache, a custom mask; not a plain forward,
+    not one packed row, not "mha" layers."""
 
     def sdpa_model(**overrides):
         model = random_model(small_config(**overrides))
@@ -313,9 +313,11 @@ def test_a_large_mask_is_refused_in_every_use(monkeypatch):
     input_ids = random_ids(1, 10)
     cache = model(input_ids, attention_mask=ONES).past_key_values
     model(random_ids(1, 10), use_cache=False)
+    model(random_ids(1, 10), position_ids=POSITIONS, use_cache=False)
+    with pytest.raises(ValueError, match="needs a mask of"):
+        model(random_ids(2, 10), position_ids=POSITIONS.expand(2, -1), use_cache=False)
     for inputs in (
         {"attention_mask": torch.tensor([[0] + [1] * 9])},
-        {"position_ids": POSITIONS, "use_cache": False},
         {"past_key_values": cache},
         {"attention_mask": causal_4d(ONES, "bool")},
     ):
