@@ -310,6 +310,7 @@ def test_records_survive_a_kill_and_are_shared(tmp_path):
     first, second = sample_key("t", "d", "p", {}, 0), sample_key("t", "d", "p", {}, 1)
     records = Records(tmp_path)
     records.add(first, text="é\n")
+    assert (tmp_path / "rank0.jsonl").read_bytes().endswith(b"\n")  # before the process ends in whatever way
     with pytest.raises(UserError, match="Another run is writing"):
         Records(tmp_path)
     records.close()
@@ -513,9 +514,13 @@ def test_prompts_that_do_not_fit_are_refused_or_counted(tmp_path):
         refusing.generate_until(long, disable_tqdm=True)
     assert refusing.check_prompts(requests(2, 1, words=8)) == {"task": [8, 9]}
     cutting = recorded(tmp_path / "b", model, truncate=True)
+    long = requests(3, 1, {"do_sample": False, "max_gen_toks": 6}, words=9)
     cutting.check_prompts(long)
-    cutting.generate_until(long, disable_tqdm=True)
+    reply = cutting.generate_until(long, disable_tqdm=True)[2]
     assert cutting.counts["task"]["truncated_prompts"] == 1
+    ids = tiny_tokenizer()(long[2].args[0], return_tensors="pt")["input_ids"][:, -10:]  # the question is at the end
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=[2, 3])[0, 10:]
+    assert reply == tiny_tokenizer().decode(expected, skip_special_tokens=True)
 
 
 def test_losses_of_a_text_are_those_of_a_direct_call(tmp_path):
