@@ -122,13 +122,7 @@ class RecordedModel(HFLM):
             try:
                 replies = self._replies(batch)
             except RuntimeError as error:
-                if not should_reduce_batch_size(error):
-                    raise
-                if len(batch) == 1:
-                    raise UserError("There is not enough memory for a batch of one prompt.") from error
-                self.batch_size_per_gpu = len(batch) // 2
-                clear_device_cache(garbage_collection=True)
-                print(f"Out of memory: the batch size is {self.batch_size_per_gpu} from here on.", flush=True)
+                self._halve(len(batch), error)
                 continue
             for (key, _), reply in zip(batch, replies, strict=True):
                 self.records.add(key, **reply)
@@ -141,6 +135,25 @@ class RecordedModel(HFLM):
                 samples=1, truncated_prompts=sample["truncated"], unfinished_replies=sample["unfinished"]
             )
         return [self.records.get(key)["text"] for key in keys]
+
+    def _halve(self, size: int, error: RuntimeError) -> None:
+        """Halves the batch size after a batch of `size` that did not fit into memory; raises any other error again,
+        and `UserError` when there was nothing to halve."""
+        if not should_reduce_batch_size(error):
+            raise error
+        if size == 1:
+            raise UserError("There is not enough memory for a batch of one prompt.") from error
+        self.batch_size_per_gpu = size // 2
+        clear_device_cache(garbage_collection=True)
+        print(f"Out of memory: the batch size is {self.batch_size_per_gpu} from here on.", flush=True)
+
+    def _loglikelihood_tokens(self, requests: list, **options) -> list[tuple[float, bool]]:
+        """lm-eval's, all over again with half the batch when memory runs out."""
+        while True:
+            try:
+                return super()._loglikelihood_tokens(requests, **options)
+            except RuntimeError as error:
+                self._halve(self.batch_size, error)
 
     def _replies(self, batch: list) -> list[dict]:
         """{"text", "seed", "tokens", "truncated", "unfinished"} of each of a batch of equal settings: whether its
@@ -189,8 +202,11 @@ class RecordedModel(HFLM):
         result = []
         for request in tqdm(requests, desc="Reading", unit="text", disable=disable_tqdm or self.rank != 0):
             ids = torch.tensor([self.tok_encode(request.args[0])], device=self.device)
-            with torch.no_grad():
-                logits = self.model(ids).logits[0, :-1]
+            try:
+                with torch.no_grad():
+                    logits = self.model(ids).logits[0, :-1]
+            except RuntimeError as error:
+                self._halve(1, error)
             chosen = ids[0, 1:]
             parts = [
                 part.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]

@@ -43,13 +43,16 @@ from evaluation.records import Records
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
 
 
+_LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
+
+
 def fingerprint(source: str) -> str:
-    """What tells one checkpoint from another: the SHA-256 of the files of a directory or GGUF file, or the commit of a
-    Hub id."""
+    """What tells one checkpoint from another: the SHA-256 of a GGUF file or of what a directory is loaded from, or the
+    commit of a Hub id."""
     path = Path(source).expanduser()
     if not path.exists():
         return f"{source}@{load_config(source)._commit_hash}"
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in _LOADED)
     together = hashlib.sha256()
     for file in files:
         together.update(f"{file.name} {data.file_sha256(file)}\n".encode())
@@ -206,7 +209,7 @@ def write_samples(path: Path, rows: list[dict]) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with the suite's defaults filled in. Raises `UserError`."""
+    """The command line, with the suite's tasks and defaults filled in. Raises `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="checkpoint directory, GGUF file or id on the Hub")
     parser.add_argument("--suite", required=True, help=", ".join(suites.SUITES))
@@ -234,13 +237,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
     if any(length < 64 for length in args.lengths or ()):
         raise UserError(f"--lengths {min(args.lengths)}: expected at least 64.")
-    args.lengths = sorted(set(args.lengths or suite.lengths))
-    for name in ("limit", "samples", "max_new_tokens", "data"):
-        if getattr(args, name) is None:
-            setattr(args, name, getattr(suite, name))
     if args.data is not None and not args.data.is_dir():
         raise UserError(f"--data {args.data} is not a directory.")
     args.output = args.output or Path("outputs/evaluation") / Path(args.model).name
+    names = suites.choose_tasks(args.suite, args.tasks)
+    for option, tasks in (("lengths", suites.BY_LENGTH), ("samples", suites.TABLE_1)):
+        if getattr(args, option) is not None and not set(names) & set(tasks):
+            raise UserError(f"--{option} changes none of {', '.join(names)}: leave it out.")
+    for name in ("lengths", "limit", "samples", "max_new_tokens", "data"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(suite, name))
+    args.tasks, args.lengths = names, sorted(set(args.lengths))
     return args
 
 
@@ -248,12 +255,11 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     """Evaluates, writes results.json, report.md, plots and samples, and returns the results; `None` on every process
     but the first. Raises `UserError`."""
     args = parse_arguments(argv)
-    names = suites.choose_tasks(args.suite, args.tasks)
     process = accelerator()
     config = load_config(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
     tasks = suites.build_tasks(
-        names, args.lengths, args.data, tokenizer, args.seed, args.limit, args.samples, args.max_new_tokens
+        args.tasks, args.lengths, args.data, tokenizer, args.seed, args.limit, args.samples, args.max_new_tokens
     )
     if not args.no_chat:
         check_chat_template(tasks, tokenizer)

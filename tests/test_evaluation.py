@@ -310,6 +310,7 @@ def test_records_survive_a_kill_and_are_shared(tmp_path):
     first, second = sample_key("t", "d", "p", {}, 0), sample_key("t", "d", "p", {}, 1)
     records = Records(tmp_path)
     records.add(first, text="é\n")
+    assert (tmp_path / "rank0.jsonl").read_bytes().endswith(b"\n")  # before the process ends in whatever way
     with pytest.raises(UserError, match="Another run is writing"):
         Records(tmp_path)
     records.close()
@@ -474,6 +475,35 @@ def test_memory_that_runs_out_halves_the_batch(tmp_path, monkeypatch, capsys):
         model.generate_until(requests(5), disable_tqdm=True)
 
 
+def test_memory_that_runs_out_in_likelihoods(tmp_path, monkeypatch, capsys):
+    model = recorded(tmp_path, batch_size=4)
+    call, sizes = model._model_call, []
+
+    def small(inputs, **options):
+        sizes.append(len(inputs))
+        if len(inputs) > 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return call(inputs, **options)
+
+    asked = [
+        Instance(request_type="loglikelihood", doc={}, arguments=(" ".join(WORDS[:n]), f" {WORDS[n]}"), idx=0)
+        for n in (3, 4, 5)
+    ]
+    expected = recorded(tmp_path / "whole").loglikelihood(asked, disable_tqdm=True)
+    monkeypatch.setattr(model, "_model_call", small)
+    found = model.loglikelihood(asked, disable_tqdm=True)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-5)
+    assert sizes == [3, 2, 1, 1, 1] and "Out of memory: the batch size is 1" in capsys.readouterr().out
+    text = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(" ".join(WORDS[:9]),), idx=0)
+
+    def never(*_, **__):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setattr(model.model, "forward", never)
+    with pytest.raises(UserError, match="not enough memory"):
+        model.loglikelihood_rolling([text], disable_tqdm=True)
+
+
 def test_prompts_that_do_not_fit_are_refused_or_counted(tmp_path):
     model = tiny_source(max_position_embeddings=16)
     long, message = requests(3, 1, words=9), "2 prompts do not fit: .* up to 17 tokens and the context has 16: task"
@@ -484,9 +514,13 @@ def test_prompts_that_do_not_fit_are_refused_or_counted(tmp_path):
         refusing.generate_until(long, disable_tqdm=True)
     assert refusing.check_prompts(requests(2, 1, words=8)) == {"task": [8, 9]}
     cutting = recorded(tmp_path / "b", model, truncate=True)
+    long = requests(3, 1, {"do_sample": False, "max_gen_toks": 6}, words=9)
     cutting.check_prompts(long)
-    cutting.generate_until(long, disable_tqdm=True)
+    reply = cutting.generate_until(long, disable_tqdm=True)[2]
     assert cutting.counts["task"]["truncated_prompts"] == 1
+    ids = tiny_tokenizer()(long[2].args[0], return_tensors="pt")["input_ids"][:, -10:]  # the question is at the end
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=[2, 3])[0, 10:]
+    assert reply == tiny_tokenizer().decode(expected, skip_special_tokens=True)
 
 
 def test_losses_of_a_text_are_those_of_a_direct_call(tmp_path):
@@ -552,6 +586,25 @@ def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch,
         run.main([str(tiny), "--suite", "smoke", "--output", str(output), "--seed", "1"])
 
 
+def test_cut_prompts_are_reported(tmp_path, offline):
+    save_tiny_source(tmp_path / "short", max_position_embeddings=128)
+    arguments = [str(tmp_path / "short"), "--suite", "smoke", "--tasks", "niah_single_1", "--truncate-prompts"]
+    results = run.main([*arguments, "--output", str(tmp_path / "out")])
+    assert results["tasks"]["niah_single_1@512"]["truncated_prompts"] == 2
+    assert "niah_single_1@512: 2 prompts were cut to fit" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_checkpoint_is_told_by_what_it_is_loaded_from(tmp_path):
+    save_tiny_source(tmp_path / "a")
+    before = run.fingerprint(tmp_path / "a")
+    (tmp_path / "a" / "README.md").write_text("changed")
+    assert run.fingerprint(tmp_path / "a") == before
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"rope_theta": 1.0}))
+    data.file_sha256.cache_clear()
+    assert run.fingerprint(tmp_path / "a") != before
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_samples_of_one(tiny, tmp_path):
     """Three examples, so that the processes have different numbers of them. Half a minute of imports."""
@@ -609,6 +662,11 @@ def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, offline, monkey
         (["TINY", "--suite", "smoke", "--limit", "0"], "--limit 0: expected at least 1"),
         (["TINY", "--suite", "smoke", "--samples", "0"], "--samples 0: expected at least 1"),
         (["TINY", "--suite", "ruler", "--lengths", "8"], "--lengths 8: expected at least 64"),
+        (["TINY", "--suite", "reasoning", "--lengths", "4096"], "--lengths changes none of gsm8k, .*: leave it out"),
+        (
+            ["TINY", "--suite", "ruler", "--samples", "4"],
+            "--samples changes none of niah_multikey_1, .*: leave it out",
+        ),
         (["TINY", "--suite", "reasoning", "--data", "OUT/none"], "--data .*none is not a directory"),
         (["TINY", "--suite", "reasoning", "--data", "TINY"], "gsm8k/test.jsonl is missing"),
         (["TINY", "--suite", "ruler", "--tasks", "ruler_qa_squad", "--data", "SMOKE"], "squad_dev_v2.json is missing"),

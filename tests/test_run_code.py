@@ -1,6 +1,7 @@
 """Programs that a model wrote run apart, within limits, and pass only by running to their end."""
 
 import os
+import subprocess
 
 import pytest
 
@@ -74,8 +75,21 @@ def test_the_working_directory_is_new_and_removed(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not run_code.isolates_network(), reason="the system makes no network namespaces for this user")
+def test_memory_is_limited():
+    program = "x = bytearray(300 << 20)"
+    assert run_code.passes(program) and not run_code.passes(program, memory_bytes=256 << 20)
+
+
+def allows_namespaces():
+    try:
+        return subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not allows_namespaces(), reason="the system makes no network namespaces for this user")
 def test_a_namespace_without_network():
+    assert run_code.isolates_network()
     program = f"import os; assert os.readlink('/proc/self/ns/net') != {os.readlink('/proc/self/ns/net')!r}"
     assert run_code.passes(program)
 
