@@ -166,6 +166,7 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
         (
             *("max_length", "per_device_train_batch_size", "per_device_eval_batch_size"),
             *("gradient_accumulation_steps", "lora_r", "lora_alpha", "dataset_num_proc"),
+            *("num_pseudo_heads", "max_position_embeddings", "sliding_window"),
         ),
     ),
     (
@@ -179,7 +180,7 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
     (
         lambda value: 0 < value < inf,
         "a finite number above 0",
-        ("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon"),
+        ("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon", "rope_theta", "memory_gb"),
     ),
     (
         lambda value: 0 <= value < 1,

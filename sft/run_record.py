@@ -46,7 +46,7 @@ _FREE_KEYS = {
     *("gradient_checkpointing", "gradient_checkpointing_kwargs", "use_cache"),
     *("dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
     *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-    *("push_repo_id", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
+    *("push_repo_id", "memory_gb", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
     *("hub_always_push", "hub_revision"),
 }
 # Recorded for the reader: the hash beside them is what is compared.

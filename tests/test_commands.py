@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
 COMMANDS = sorted(
     path
-    for name in ("conversion_scripts", "sft", "benchmarks", "experiments")
+    for name in ("conversion_scripts", "sft", "evaluation", "benchmarks", "experiments")
     for path in (ROOT / name).glob("*.py")
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 )

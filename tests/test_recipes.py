@@ -55,6 +55,13 @@ def rows_file(tmp_path_factory) -> str:
     return write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", training_rows(20))
 
 
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory) -> str:
+    """Plain text: short documents, and some that are longer than the rows of a test."""
+    rows = [{"text": f"Document {number}. " * (1 if number % 5 else 20)} for number in range(60)]
+    return write_jsonl(tmp_path_factory.mktemp("text") / "text.jsonl", rows)
+
+
 def run(file, model, rows, output, **overrides):
     """Two steps of a recipe: (its keys, the final config, losses of training)."""
     small = {"max_steps": 2, "eval_steps": 2, "bf16": "false", "dtype": "float32", **overrides}
@@ -64,9 +71,9 @@ def run(file, model, rows, output, **overrides):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_recipe_trains(file, tiny, rows_file, tmp_path):
-    template = {"chat_template_path": "sft/chat_templates/chatml.jinja"} if file == "pretrain/sft.yaml" else {}
-    keys, _, losses = run(file, tiny, rows_file, tmp_path / "run", **template)
+def test_a_recipe_trains(file, tiny, rows_file, text_file, tmp_path):
+    rows = text_file if file == "pretrain/sft.yaml" else rows_file
+    keys, _, losses = run(file, tiny, rows, tmp_path / "run")
     assert [step for step, _ in losses] == [1, 2]
     # The optimiser's group of the mixing has the rate that the recipe says, at the second step of every schedule.
     (state,) = (tmp_path / "run" / "checkpoint-2").glob("trainer_state.json")
@@ -78,18 +85,15 @@ def test_a_recipe_trains(file, tiny, rows_file, tmp_path):
 
 
 def test_the_first_stage_of_long_context_leaves_its_rope_base_and_positions_in_the_checkpoint(tiny, tmp_path):
-    rows = training_rows(60)
+    rows = [{"text": "word " * (1 + 40 * (number % 3))} for number in range(90)]
     names = [write_jsonl(tmp_path / f"{index}.jsonl", rows[index::3]) for index in range(3)]
     shares = [share for _, share in sources(str(RECIPES / "long_context_64k" / "mixture.yaml"))]
     assert shares == [0.3, 0.3, 0.4]
     mixture = tmp_path / "mixture.yaml"
     mixture.write_text(yaml.safe_dump([{"path": path, "share": share} for path, share in zip(names, shares)]))
 
-    template = "sft/chat_templates/chatml.jinja"
     output = tmp_path / "run"
-    keys, config, _ = run(
-        "long_context_64k/continued.yaml", tiny, mixture, output, max_length=256, chat_template_path=template
-    )
+    keys, config, _ = run("long_context_64k/continued.yaml", tiny, mixture, output, max_length=256)
     assert config.max_position_embeddings == keys["max_position_embeddings"] == 65536
     assert config.rope_parameters["rope_theta"] == keys["rope_theta"] == 8e6
     trained = IHAForCausalLM.from_pretrained(output / "final")
