@@ -300,8 +300,8 @@ def test_the_largest_mask(core, dtype, entry, monkeypatch):
 
 @torch.no_grad()
 def test_a_large_mask_is_refused_in_every_use(monkeypatch):
-    """On SDPA: windows, padding, several packed rows, a chunk on top of a cache, a custom mask; not a plain forward, one
-    packed row or "mha" layers."""
+    """On SDPA: windows, padding, several packed rows, a chunk on top of a cache, a custom mask; not a plain forward,
+    one packed row or "mha" layers."""
 
     def sdpa_model(**overrides):
         model = random_model(small_config(**overrides))
