@@ -1,0 +1,60 @@
+"""The warm-start study: its table and plot from the results of runs, and that it goes on where it stopped."""
+
+import json
+
+import pytest
+
+from experiments import warm_start
+
+
+CORRECT = {"chain_sum": 5, "gcd": 20, "spell_backward": 0}
+
+
+@pytest.fixture
+def commands(monkeypatch) -> list[str]:
+    """The commands that the study runs; each leaves what the real one does, at once."""
+    called = []
+
+    def run(result, *command):
+        if result.exists():
+            return
+        called.append(command[0])
+        result.parent.mkdir(parents=True, exist_ok=True)
+        if command[0] == "sft.train":
+            result.mkdir()
+            losses = {"train": [[2, 1.0], [4, 0.5]], "eval": [[0, 1.75], [4, 0.25 + 0.1 * ("iha" in str(result))]]}
+            result.with_name("loss.json").write_text(json.dumps(losses))
+        elif command[0] == "sft.score_reasoning":
+            result.write_text(json.dumps({"correct": CORRECT[result.stem]}))
+        elif result.suffix == ".jsonl":
+            result.write_text("{}\n")
+        else:
+            result.mkdir()
+
+    monkeypatch.setattr(warm_start, "run_module", run)
+    monkeypatch.setattr(warm_start, "smollm2_gguf", lambda: "smollm2.gguf")
+    return called
+
+
+def test_the_table_holds_means_spread_and_intervals_and_a_second_run_trains_nothing(commands, tmp_path):
+    arguments = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--seeds", "0", "1"]
+    warm_start.main(arguments)
+    table = json.loads((tmp_path / "warm_start.json").read_text())
+    assert [row["variant"] for row in table["rows"]] == ["mha", "iha_2"]
+    assert [row["loss"] for row in table["rows"]] == pytest.approx([0.25, 0.35])
+    row = table["rows"][1]
+    assert row["loss_sd"] == 0 and row["seeds"] == 2 and row["gcd"] == 20 / warm_start.TEST_ROWS
+    low, high = row["accuracy_interval"]
+    assert low < row["accuracy"] == 25 / 150 < high
+    assert (tmp_path / "warm_start.png").read_bytes().startswith(b"\x89PNG")
+    assert commands.count("sft.train") == 4
+    warm_start.main(arguments)
+    assert commands.count("sft.train") == 4
+
+
+@pytest.mark.parametrize(
+    ("correct", "rows", "expected"), [(0, 10, (0.0, 0.2775)), (5, 10, (0.2366, 0.7634)), (81, 263, (0.2553, 0.3662))]
+)
+def test_wilson_intervals(correct, rows, expected):
+    """The last is the example of Newcombe (1998), Statistics in Medicine 17, table I, method 3."""
+    assert warm_start.wilson(correct, rows) == pytest.approx(expected, abs=5e-5)
