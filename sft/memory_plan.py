@@ -49,7 +49,7 @@ VOCABULARY_CHUNK = 32768
 # Bytes for each entry of a tile that TRL's loss holds where it has no Triton kernel: seven float32 and a mask.
 TILE_BYTES = 29
 # Bytes of optimiser state for each byte of a trained weight, where it is not AdamW's two moments of the weight's type.
-OPTIMIZER_STATES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "adamw_8bit": 0.5, "adamw_bnb_8bit": 0.5}
+STATE_BYTES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "adamw_8bit": 0.5, "adamw_bnb_8bit": 0.5}
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def loss_bytes(setting: Setting) -> float:
 def estimate(setting: Setting) -> Memory:
     """The memory of a training step on each device (see the attributes of `Memory`)."""
     config, parameters, layout = setting.config, setting.parameters, setting.layout
-    states = OPTIMIZER_STATES.get(setting.optimizer, 2)
+    states = STATE_BYTES.get(setting.optimizer, 2)
     if layout.sharded:
         # Trained weights are kept in float32 under mixed precision. Two layers and the tables are whole at a time.
         widened = 4 / setting.weight_bytes if setting.autocast else 1
@@ -401,14 +401,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"--preset {name}: expected one of {', '.join(PRESETS)}.")
         del argv[place : place + 2]
         config = IHAConfig.from_preset(name)
-    run, args = RecipeParser(SFTConfig, USAGE).parse(argv)
+    # A recipe may be planned on another machine than it runs on: without a GPU, TRL takes bf16 only with use_cpu.
+    on_cpu = "--use_cpu" in argv and argv[argv.index("--use_cpu") + 1 :][:1] == ["true"]
+    run, args = RecipeParser(SFTConfig, USAGE).parse([*argv, "--use_cpu", "true"])
     config = run_config(run, args, config)
     setting = run_setting(config, run, args)
     if setting is None:
         raise UserError(f"No memory plan for a {config.model_type!r} model: expected 'iha' or 'llama'.")
-    # A recipe may be planned on another machine than it runs on.
-    setting = replace(setting, on_cpu=args.use_cpu)
-    print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if args.use_cpu else 'GPU'}")
+    setting = replace(setting, on_cpu=on_cpu)
+    print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if on_cpu else 'GPU'}")
     print(table(layouts(setting)))
 
 

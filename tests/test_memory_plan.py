@@ -191,6 +191,8 @@ def test_the_command_prints_a_recipe_on_several_layouts(capsys):
     assert float(first.split()[-5]) == pytest.approx(9.5, abs=0.1) and float(first.split()[-4]) == pytest.approx(
         19, abs=0.2
     )
+    memory_plan.main(["--config", recipe("pretrain"), "--preset", "paper-2.4b-iha"])
+    assert "1 x 8192 tokens to a GPU" in capsys.readouterr().out  # on a machine without one
     with pytest.raises(UserError, match="--preset none: expected one of"):
         memory_plan.main(["--config", recipe("pretrain"), "--preset", "none"])
     with pytest.raises(UserError, match="--preset : expected one of"):

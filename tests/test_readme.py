@@ -28,7 +28,7 @@ DOCUMENTS = [
 SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 # A tiny model needs no thirty steps, and its tokens are bytes.
-TINY_ARGUMENTS = {"sft/train.py": ["--max_steps", "2", "--max_length", "512"]}
+TINY_ARGUMENTS = {"sft/train.py": ["--max_steps", "2", "--max_length", "512", "--max_position_embeddings", "512"]}
 
 
 def anchor(heading: str) -> str:
