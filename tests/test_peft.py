@@ -9,7 +9,7 @@ from datasets import Dataset
 from helpers import GEOMETRIES, PROJECTIONS, assert_close, greedy, random_ids, random_model, small_config, take_a_step
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny_sources import tiny_source
-from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from tiny_training import LONG_ROPE, byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from trl import SFTConfig
 
 from command_io import UserError
@@ -164,9 +164,8 @@ def test_prefix_tuning(geometry, tmp_path):
 def tiny(tmp_path_factory) -> str:
     directory = tmp_path_factory.mktemp("tiny")
     tokenizer = byte_tokenizer()
-    random_model(small_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)).save_pretrained(
-        directory
-    )
+    config = small_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, rope_parameters=LONG_ROPE)
+    random_model(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return str(directory)
 

@@ -94,10 +94,9 @@ def test_mixing_weights_have_a_group_of_their_own_that_the_scheduler_scales(tiny
     assert [entry["mixing_learning_rate"] for entry in logged] == pytest.approx([0, 2e-2, 4e-2])
 
 
-@pytest.mark.parametrize("name", ["demo", "openthoughts", "long_context_64k"])
-def test_every_recipe_trains_and_saves_a_checkpoint_that_stands_alone(name, tiny, rows_file, tmp_path):
-    output = tmp_path / name
-    train.main(["--config", recipe(name), *sizes(tiny, rows_file, output)])
+def test_a_recipe_saves_a_checkpoint_that_stands_alone(tiny, rows_file, tmp_path):
+    output = tmp_path / "demo"
+    train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, output)])
 
     losses = json.loads((output / "loss.json").read_text())
     assert [step for step, _ in losses["train"]] == [1, 2, 3, 4]
@@ -115,14 +114,14 @@ def test_every_recipe_trains_and_saves_a_checkpoint_that_stands_alone(name, tiny
     source = IHAForCausalLM.from_pretrained(tiny)
     changed = {key for key, value in trained.state_dict().items() if not torch.equal(value, source.state_dict()[key])}
     assert {key for key in trained.state_dict() if "_mix" in key or "collapse" in key} <= changed
-    inputs = with_template("smollm2.jinja" if name == "demo" else "chatml.jinja").apply_chat_template(
+    inputs = with_template("smollm2.jinja").apply_chat_template(
         prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     here = trained.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
     assert reply["token_ids"] == here[0, inputs["input_ids"].shape[1] :].tolist()
 
     with pytest.raises(UserError, match="has finished"):
-        train.main(["--config", recipe(name), *sizes(tiny, rows_file, output)])
+        train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, output)])
 
 
 @pytest.mark.parametrize("adapters", [[], ["--use_peft", "true"]], ids=["full", "lora"])
