@@ -136,9 +136,15 @@ class IHASuite(
     GenerationTesterMixin,
     TrainingTesterMixin,
     TensorParallelTesterMixin,
-    FSDPTesterMixin,
     unittest.TestCase,
 ):
+    attention_kinds = ["iha", "mha"]
+
+
+@pytest.mark.slow
+class ShardedSuite(CommonTests, FSDPTesterMixin, unittest.TestCase):
+    """Two processes for each test; `make test` has its own in test_distributed.py."""
+
     attention_kinds = ["iha", "mha"]
 
 
