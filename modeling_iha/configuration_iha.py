@@ -119,7 +119,8 @@ class IHAConfig(LlamaConfig):
         "layers.*.mlp.down_proj": "rowwise",
     }
 
-    attention_kinds: str | list[str] = "iha"
+    # A checkpoint may ship without "iha", and Transformers builds a config of nothing but defaults now and then.
+    attention_kinds: str | list[str] = "iha" if "iha" in ATTENTION_CLASSES else next(iter(ATTENTION_CLASSES))
     layer_types: str | list[str] | None = None
     sliding_window: int | None = None
     num_pseudo_heads: int | None = None
