@@ -15,7 +15,7 @@ setup(
         # What the commands of this repository need; they run from a checkout.
         "scripts": ["datasets", "gguf", "huggingface_hub", "matplotlib", "peft", "reasoning-gym", "trl"],
         # What `python -m evaluation.run` needs beside "scripts".
-        "evaluation": ["lm_eval", "math-verify[antlr4_13_2]", "nltk", "scipy", "wonderwords"],
+        "evaluation": ["lm_eval", "math-verify[antlr4-13-2]", "nltk", "scipy", "wonderwords"],
         "dev": [
             *("parameterized", "pytest", "pytest-xdist", "ruff"),
             *("bitsandbytes", "hqq", "torchao", "triton; platform_system == 'Linux'"),
