@@ -1,5 +1,5 @@
 """What every command does the same way: errors as one line, outputs whole or not at all, JSON read with its mistakes
-named."""
+named, one command that runs another."""
 
 import fcntl
 import gzip
@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +18,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from transformers.utils import logging
+
+
+ROOT = Path(__file__).resolve().parent
 
 
 class UserError(Exception):
@@ -50,6 +55,19 @@ def run_cli(main: Callable[[], None]) -> None:
 def one_line(error: Exception) -> str:
     """The message of `error` with its line breaks removed, or its class name when it has none."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def run_module(result: str | os.PathLike, *command: str | os.PathLike) -> None:
+    """Run a module of this repository with its arguments, as a command in a process of its own, unless its `result` is
+    there already. Raises `UserError` when it fails."""
+    if os.path.exists(result):
+        print(f"{result} is there: done before", flush=True)
+        return
+    print(f"$ python -m {' '.join(map(str, command))}", flush=True)
+    start = time.monotonic()
+    if subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT).returncode != 0:
+        raise UserError(f"{result} was not made, see above. Once mended, the same command goes on from here.")
+    print(f"   {time.monotonic() - start:.0f} s", flush=True)
 
 
 @contextmanager
@@ -213,6 +231,12 @@ def _lock(dst: Path, path: Path) -> int:
             os.close(lock)
             raise UserError(f"{dst} cannot be made: {path} cannot be locked: {one_line(error)}") from error
         os.close(lock)
+
+
+def write_json(path: str | os.PathLike, content: dict) -> None:
+    """Write a dictionary of JSON values to `path`, whole or not at all."""
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def read_json(path: str | os.PathLike) -> dict:

@@ -10,12 +10,10 @@ import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from command_io import UserError, run_cli
+from command_io import UserError, run_cli, run_module
 from conversion_scripts.checkpoint_io import load_in_clean_process, smollm2_gguf
 
 
@@ -27,15 +25,8 @@ CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def step(title: str, result: Path, *command: str | Path) -> None:
-    """Runs a module of this repository as a command unless its result is there."""
-    if result.exists():
-        print(f"\n== {title}: done before, see {result}", flush=True)
-        return
-    print(f"\n== {title}\n$ python -m {' '.join(map(str, command))}", flush=True)
-    start = time.monotonic()
-    if subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT).returncode != 0:
-        raise UserError(f"The step '{title}' failed, see above. Once mended, the same command goes on from here.")
-    print(f"   {time.monotonic() - start:.0f} s", flush=True)
+    print(f"\n== {title}", flush=True)
+    run_module(result, *command)
 
 
 def score(title: str, model: Path, result: Path) -> float:

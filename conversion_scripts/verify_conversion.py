@@ -5,7 +5,6 @@ memory; the same thresholds must reject that model.
 """
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import UserError, check_output_file, run_cli, whole_file
+from command_io import UserError, check_output_file, run_cli, write_json
 from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
 from mechanisms import all_mechanisms
 from modeling_iha import IHAForCausalLM
@@ -180,8 +179,7 @@ def main() -> None:
         print(f"{name:12}{result.max_logit_difference:14.2e}{result.mean_kl:14.2e}{greedy:>10}  {verdict}")
     if args.json is not None:
         figures = {name: asdict(result) | {"passed": result.passed} for name, result in results.items()}
-        with whole_file(args.json) as path:
-            path.write_text(json.dumps({"tokens": args.tokens, **figures}, indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, {"tokens": args.tokens, **figures})
 
     if results["control"].passed:
         raise UserError("The control with a broken parameter passed as well: this text cannot tell the models apart.")

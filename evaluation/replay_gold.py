@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import check_output_file, run_cli, whole_file
+from command_io import check_output_file, run_cli, write_json
 from evaluation import data, scores
 
 
@@ -98,9 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}: {json.dumps(results[name])}", flush=True)
     packages = ("lm_eval", "math-verify", "latex2sympy2_extended", "sympy", "antlr4-python3-runtime")
     versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
-    with whole_file(args.output) as path:
-        record = {"benchmarks": results, "versions": versions, "seconds": round(time.monotonic() - started)}
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    record = {"benchmarks": results, "versions": versions, "seconds": round(time.monotonic() - started)}
+    write_json(args.output, record)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import lm_eval
 from lm_eval.api.task import ConfigurableTask
 from transformers import PreTrainedTokenizerBase
 
-from command_io import UserError, read_json, run_cli, whole_file
+from command_io import UserError, read_json, run_cli, whole_file, write_json
 from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
 from evaluation import data, report, ruler, run_code, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
@@ -75,8 +75,7 @@ def claim_output(directory: Path, identity: dict, rank: int) -> None:
     ):
         raise UserError(f"{directory} exists and is no output of this command: choose another --output.")
     if rank == 0:
-        with whole_file(path) as temporary:
-            temporary.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+        write_json(path, identity)
 
 
 def commit() -> str:
@@ -307,8 +306,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     for name, rows in answer["samples"].items():
         write_samples(args.output / f"samples_{name}.jsonl", rows)
     report.write(results, args.output)
-    with whole_file(args.output / "results.json") as path:
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_json(args.output / "results.json", results)
     print((args.output / "report.md").read_text(encoding="utf-8"))
     return results
 

@@ -12,11 +12,9 @@ example: python -m experiments.warm_start --seeds 0 1 2
 """
 
 import argparse
-import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +28,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import UserError, read_json, run_cli, whole_file
+from command_io import read_json, run_cli, run_module, whole_file, write_json
 from conversion_scripts.checkpoint_io import smollm2_gguf
 
 
@@ -45,15 +43,6 @@ TASKS = {
 }
 TEST_ROWS = 50
 PSEUDO_HEADS = {"mha": None, "iha_2": 2, "iha_4": 4}
-
-
-def run_module(result: Path, *command: str | Path) -> None:
-    """Run a module of this repository as a command unless its `result` is there. Raises `UserError`."""
-    if result.exists():
-        return
-    print(f"$ python -m {' '.join(map(str, command))}", flush=True)
-    if subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT).returncode != 0:
-        raise UserError(f"{result} was not made, see above. Once mended, the same command goes on from here.")
 
 
 def make_rows(output: Path) -> Path:
@@ -105,8 +94,7 @@ def fine_tune(variant: str, seed: int, output: Path) -> dict:
         correct = answers(directory / "final", directory, output)
         curves = read_json(directory / "loss.json")
         record = {"variant": variant, "seed": seed, "seconds": round(seconds), "correct": correct, **curves}
-        with whole_file(result) as path:
-            path.write_text(json.dumps(record), encoding="utf-8")
+        write_json(result, record)
     return read_json(result)
 
 
@@ -170,8 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
     machine = {"python": platform.python_version(), **versions, "threads": torch.get_num_threads()}
     table = {**machine, "recipe": RECIPE, "test_rows_per_task": TEST_ROWS, "correct_before": before, "rows": rows}
-    with whole_file(args.results / "warm_start.json") as path:
-        path.write_text(json.dumps({**table, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    write_json(args.results / "warm_start.json", {**table, "runs": runs})
     plot(runs, rows, args.results / "warm_start.png")
     for row in rows:
         low, high = row["accuracy_interval"]

@@ -22,6 +22,8 @@ from sft.data import read_chat_template
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_MIXING_LR_MULTIPLIER = 40.0
+# Two names of one rate: one on the command line wins over either in the file.
+RATES_OF_MIXING = {"mixing_lr_multiplier", "mixing_learning_rate"}
 ATTENTION_FORMS = ("virtual", "base")
 
 
@@ -111,6 +113,7 @@ class RecipeParser(TrlParser):
 
     def parse(self, argv: Sequence[str]) -> tuple[RunArguments, TrainingArguments]:
         """Parse `--config FILE [--key value ...]`. Raises `UserError` for an unknown key or an impossible value."""
+        self._given = argv
         try:
             return self.parse_args_and_config(argv)
         except IndexError:
@@ -119,6 +122,8 @@ class RecipeParser(TrlParser):
             raise UserError(f"invalid configuration: {one_line(error)}") from error
 
     def set_defaults_with_config(self, **config) -> list[str]:
+        if RATES_OF_MIXING & {word.partition("=")[0].removeprefix("--") for word in self._given}:
+            config = {key: value for key, value in config.items() if key not in RATES_OF_MIXING}
         hints = {key: hint for kind in self.dataclass_types for key, hint in get_type_hints(kind).items()}
         # A key that is true by default has a second action, --no_KEY.
         actions = {action.dest: action for action in reversed(self._actions)}

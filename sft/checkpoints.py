@@ -12,11 +12,12 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from command_io import UserError, new_directory, one_line, whole_file
+from command_io import UserError, new_directory, one_line, whole_file, write_json
 from conversion_scripts.checkpoint_io import load_in_clean_process
 from conversion_scripts.push_to_hub import files_to_upload, push
 from model_cards.render import render_card, source_license, source_name
 from sft.arguments import RunArguments
+from sft.distributed import OPTIMIZER_STATES
 from sft.trainer import RecipeTrainer
 
 
@@ -56,7 +57,7 @@ def checkpoint_fault(checkpoint: Path, processes: int = 1) -> str | None:
     for alternatives in (
         [TRAINER_STATE_NAME],
         ["*.safetensors", "pytorch_model_fsdp*", *in_deepspeed],
-        ["optimizer.pt", "optimizer.bin", "optimizer_*", *in_deepspeed],
+        [*OPTIMIZER_STATES],
         ["scheduler.pt", *in_deepspeed],
         *([name] for name in random_states),
     ):
@@ -119,8 +120,8 @@ def write_losses(history: list[dict], output_dir: str | Path) -> None:
     names = [name for panel in PANELS.values() for name in panel]
     curves = {name: [[entry["step"], entry[name]] for entry in history if name in entry] for name in names}
     losses = {"train": curves["loss"], "eval": curves["eval_loss"]}
-    _write_json(losses, output_dir / "loss.json")
-    _write_json(curves, output_dir / "curves.json")
+    write_json(output_dir / "loss.json", losses)
+    write_json(output_dir / "curves.json", curves)
 
     figure = Figure()
     _plot(figure.subplots(), "loss", losses)
@@ -138,11 +139,6 @@ def _plot(axes, title: str, curves: dict[str, list]) -> None:
         axes.plot(steps, values, marker=".", label=name)
     axes.set(xlabel="step", ylabel=title)
     axes.legend()
-
-
-def _write_json(content: dict, path: Path) -> None:
-    with whole_file(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def _write_figure(figure: Figure, path: Path) -> None:

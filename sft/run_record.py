@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from command_io import UserError, one_line, read_json, whole_file
+from command_io import UserError, one_line, read_json, write_json
 from conversion_scripts.checkpoint_io import load_config_dict
 from sft.arguments import RunArguments, chat_template
 from sft.data import local_files
@@ -124,8 +124,7 @@ def note_stop(record: dict[str, dict], reason: str, output_dir: str | Path) -> N
 
 
 def _write(record: dict[str, dict], directory: Path) -> None:
-    with whole_file(directory / RECORD) as path:
-        path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    write_json(directory / RECORD, record)
 
 
 def _short(value: object) -> str:

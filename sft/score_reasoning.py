@@ -1,7 +1,6 @@
 """Answer reasoning rows greedily with a model and score the replies by reasoning-gym's own verifier."""
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import UserError, check_output_file, read_jsonl, run_cli, whole_file
+from command_io import UserError, check_output_file, read_jsonl, run_cli, write_json
 from conversion_scripts.checkpoint_io import load_model, load_tokenizer
 from sft.data import to_messages
 from sft.make_reasoning_data import extract_solution
@@ -158,8 +157,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     tokenizer = load_tokenizer(args.model, model.config.vocab_size)
     result = score(model, tokenizer, rows, args.batch_size, args.max_new_tokens)
     if args.json is not None:
-        with whole_file(args.json) as path:
-            path.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write_json(args.json, result)
     print(f"{result['correct']} of {result['rows']}: {result['accuracy']:.1%}")
     return result
 

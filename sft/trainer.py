@@ -145,11 +145,17 @@ class RecipeTrainer(DistributedTrainer):
             if self.optimizer.param_groups[-1].get("is_mixing"):
                 logs["mixing_learning_rate"] = self._mixing_rate_of_step
                 logs["mixing_distance"] = self._mixing_distance()
-            tokens, seconds = self._total_train_tokens, self.clock.seconds
+            tokens, seconds = self._tokens_of_this_call(), self.clock.seconds
             logs["tokens_per_second"] = (tokens - self._logged_tokens) / (seconds - self._logged_seconds)
             self._logged_tokens, self._logged_seconds = tokens, seconds
             logs["peak_memory_gib"] = peak_memory() / 2**30
         super().log(logs, start_time)
+
+    def _tokens_of_this_call(self) -> int:
+        # GRPO counts the tokens of prompts and answers in the state, which a resumed run takes over; SFT and DPO count
+        # the tokens of their batches since the call began.
+        in_state = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
+        return max(self._total_train_tokens, in_state)
 
     @torch.no_grad()
     def _mixing_distance(self) -> float:

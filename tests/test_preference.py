@@ -137,6 +137,7 @@ def test_a_recipe_trains_every_weight_the_mixing_at_its_own_rate(name, runs, tin
     for entry in steps:
         assert entry["mixing_learning_rate"] == pytest.approx(40 * entry["learning_rate"])
         assert math.isfinite(entry["loss"])
+        assert entry["tokens_per_second"] > 0
     assert {entry["step"] for entry in logged if "eval_loss" in entry} == {2, 4}
     if name == "dpo":
         # Before the first step the model is its reference.

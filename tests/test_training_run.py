@@ -25,7 +25,7 @@ from modeling_iha import IHAForCausalLM
 from sft import arguments as arguments_module
 from sft import callbacks, checkpoints, run_record, train
 from sft import run as sft_run
-from sft.arguments import RecipeParser, RunArguments
+from sft.arguments import RecipeParser, RunArguments, check_values
 from sft.checkpoints import checkpoint_fault, newest_complete_checkpoint
 from sft.run_record import RECORD, keep_record, make_record
 from sft.trainer import MixingTrainer
@@ -146,7 +146,6 @@ def no_deepspeed_left():
         ("mixing_lr_multiplier", "nan", "finite number, 0 or more"),
         ("mixing_learning_rate", "inf", "finite number, 0 or more"),
         ("mixing_learning_rate", -1, "finite number, 0 or more"),
-        ("mixing_learning_rate", 0.1, "mixing_lr_multiplier=40 and mixing_learning_rate=0.1"),
         ("learning_rate", "inf", "finite number, 0 or more"),
         ("learning_rate", "nan", "finite number, 0 or more"),
         ("weight_decay", "inf", "finite number"),
@@ -229,6 +228,19 @@ def test_a_template_that_is_not_text_is_refused(tmp_path, monkeypatch):
 )
 def test_the_mixing_learns_at_the_rate_that_was_given(given, rate):
     assert RunArguments("", "", **given).mixing_rate(1e-3) == pytest.approx(rate)
+
+
+def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path):
+    def parse(*rates) -> RunArguments:
+        run, args = RecipeParser(SFTConfig, "").parse(command("model", "rows", tmp_path, **dict(rates)))
+        check_values(run, args)
+        return run
+
+    assert parse().mixing_rate(1e-3) == pytest.approx(0.04)
+    assert parse(("mixing_learning_rate", 0.02)).mixing_rate(1e-3) == pytest.approx(0.02)
+    assert parse(("mixing_lr_multiplier", 3)).mixing_rate(1e-3) == pytest.approx(0.003)
+    with pytest.raises(UserError, match="mixing_lr_multiplier=3 and mixing_learning_rate=0.02"):
+        parse(("mixing_lr_multiplier", 3), ("mixing_learning_rate", 0.02))
 
 
 # What a run is made of
