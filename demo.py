@@ -13,11 +13,10 @@ import shutil
 import time
 from pathlib import Path
 
-from command_io import UserError, run_cli, run_module
+from command_io import ROOT, UserError, run_cli, run_module
 from conversion_scripts.checkpoint_io import load_in_clean_process, smollm2_gguf
 
 
-ROOT = Path(__file__).parent
 OUTPUT = Path("outputs/demo")
 # Sums of three digits with the running sums as reasoning: SmolLM2 answers few of them before the fine-tuning.
 DATA = ["--generator", "chain_sum", "--options", "min_terms=3", "max_terms=3", "min_digits=1", "max_digits=1"]

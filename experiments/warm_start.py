@@ -28,11 +28,10 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import read_json, run_cli, run_module, whole_file, write_json
+from command_io import ROOT, read_json, run_cli, run_module, whole_file, write_json
 from conversion_scripts.checkpoint_io import smollm2_gguf
 
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 RECIPE = "sft/recipes/warm_start/sft.yaml"
 # generator -> training rows, options of its difficulty
@@ -98,6 +97,12 @@ def fine_tune(variant: str, seed: int, output: Path) -> dict:
     return read_json(result)
 
 
+def versions() -> dict:
+    """What the runs were made with."""
+    libraries = {name: version(name) for name in ("torch", "transformers", "trl")}
+    return {"python": platform.python_version(), **libraries, "threads": torch.get_num_threads()}
+
+
 def wilson(correct: int, rows: int) -> tuple[float, float]:
     """The 95% interval of a proportion (Wilson's score interval)."""
     z, share = 1.96, correct / rows
@@ -155,9 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     before = answers(smollm2_gguf(), args.output / "before", args.output)
     runs = [fine_tune(variant, seed, args.output) for seed in args.seeds for variant in args.variants]
     rows = [summary(name, [run for run in runs if run["variant"] == name]) for name in args.variants]
-    versions = {name: version(name) for name in ("torch", "transformers", "trl")}
-    machine = {"python": platform.python_version(), **versions, "threads": torch.get_num_threads()}
-    table = {**machine, "recipe": RECIPE, "test_rows_per_task": TEST_ROWS, "correct_before": before, "rows": rows}
+    table = {**versions(), "recipe": RECIPE, "test_rows_per_task": TEST_ROWS, "correct_before": before, "rows": rows}
     write_json(args.results / "warm_start.json", {**table, "runs": runs})
     plot(runs, rows, args.results / "warm_start.png")
     for row in rows:

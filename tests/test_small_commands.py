@@ -13,7 +13,7 @@ from tiny_training import with_template
 from transformers import LlamaConfig
 
 from benchmarks import cost
-from command_io import run_cli
+from command_io import UserError, run_cli, run_module
 from conversion_scripts import serve
 from sft import make_reasoning_data, score_reasoning
 
@@ -189,3 +189,14 @@ def test_missing_directories_are_made_for_a_result(monkeypatch, files, tmp_path)
     result = score_reasoning.main(arguments)
     assert json.loads(out.read_text()) == result
     assert [path.name for path in out.parent.iterdir()] == ["figures.json"]
+
+
+def test_a_step_that_is_done_is_not_repeated_and_one_that_fails_names_what_is_missing(files, tmp_path, capfd):
+    rows = tmp_path / "rows.jsonl"
+    run_module(rows, "sft.make_reasoning_data", rows, "--rows", "1")
+    made = rows.read_bytes()
+    run_module(rows, "sft.make_reasoning_data", rows, "--rows", "2")
+    assert rows.read_bytes() == made
+    with pytest.raises(UserError, match="absent.json was not made, see above"):
+        run_module(tmp_path / "absent.json", "sft.score_reasoning", "nowhere", files / "empty.jsonl")
+    assert "Error:" in capfd.readouterr().err

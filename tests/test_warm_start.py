@@ -1,10 +1,11 @@
-"""The warm-start study: its table and plot from the results of runs, and that it goes on where it stopped."""
+"""The studies that fine-tune SmolLM2: their tables and plots from the results of runs, and that they go on where they
+stopped."""
 
 import json
 
 import pytest
 
-from experiments import warm_start
+from experiments import mixing_rate, warm_start
 
 
 CORRECT = {"chain_sum": 5, "gcd": 20, "spell_backward": 0}
@@ -31,7 +32,8 @@ def commands(monkeypatch) -> list[str]:
         else:
             result.mkdir()
 
-    monkeypatch.setattr(warm_start, "run_module", run)
+    for study in (warm_start, mixing_rate):
+        monkeypatch.setattr(study, "run_module", run)
     monkeypatch.setattr(warm_start, "smollm2_gguf", lambda: "smollm2.gguf")
     return called
 
@@ -50,6 +52,17 @@ def test_the_table_holds_means_spread_and_intervals_and_a_second_run_trains_noth
     assert commands.count("sft.train") == 4
     warm_start.main(arguments)
     assert commands.count("sft.train") == 4
+
+
+def test_the_rate_study_trains_each_pair_of_rates_once(commands, tmp_path):
+    arguments = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    mixing_rate.main(arguments)
+    rows = json.loads((tmp_path / "mixing_rate.json").read_text())["rows"]
+    assert len({(row["learning_rate"], row["mixing_learning_rate"]) for row in rows}) == 8
+    assert all(row["multiple"] == row["mixing_learning_rate"] / row["learning_rate"] for row in rows)
+    assert (tmp_path / "mixing_rate.png").read_bytes().startswith(b"\x89PNG")
+    mixing_rate.main(arguments)
+    assert commands.count("sft.train") == 8
 
 
 @pytest.mark.parametrize(
