@@ -195,7 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     names = (
         *("default_form", "layer", "window_layer", "schedule", "training_memory", "decode", "decode_model", "prefill"),
-        "mechanisms",
+        *("mechanisms", "packed_rows", "training_plan"),
     )
     if missing := [name for name in names if not (args.out / f"{name}.json").exists()]:
         parser.error(f"{args.out} lacks {', '.join(missing)}: run these benchmarks first, or `make bench`.")

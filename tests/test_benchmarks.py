@@ -17,10 +17,12 @@ from benchmarks import (
     harness,
     layer,
     mechanisms,
+    packed_rows,
     prefill,
     report,
     schedule,
     training_memory,
+    training_plan,
     window_layer,
 )
 
@@ -32,6 +34,8 @@ COMMANDS = {
     window_layer: ["--window", "16"],
     schedule: [],
     training_memory: [],
+    training_plan: ["--forms", "P = 2"],
+    packed_rows: ["--documents", "8", "32"],
     decode: [],
     decode_model: ["--new-tokens", "2"],
     prefill: ["--window", "16"],
@@ -109,7 +113,7 @@ def test_report_wants_every_file(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         report.main()
     assert (
-        "lacks default_form, layer, window_layer, schedule, training_memory, decode, decode_model, prefill"
+        "lacks default_form, layer, window_layer, schedule, training_memory, decode, decode_model, prefill, mechanisms, packed_rows, training_plan"
         in capsys.readouterr().err
     )
     assert not list(tmp_path.iterdir())

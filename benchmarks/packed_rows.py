@@ -1,0 +1,82 @@
+"""Measure SDPA on a packed row of documents of one length, document by document, against the dense mask that it
+replaces: 8 heads of 64, fp32, one forward and one forward + backward. The time of the mask is included.
+
+example: python -m benchmarks.packed_rows --tokens 512 2048 --documents 16 256
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.harness import arguments, inference, medians, ratios, report, training, write
+from modeling_iha.window_blocks import document_attention
+
+
+PASSES = {"forward": lambda form, states: inference(form, *states), "forward + backward": training}
+
+
+class Heads(torch.nn.Module):
+    """What Transformers' SDPA asks of an attention module."""
+
+    num_key_value_groups = 1
+    is_causal = True
+
+
+def by_document(documents: torch.Tensor) -> Callable[..., torch.Tensor]:
+    return lambda *states: document_attention(sdpa_attention_forward, documents, Heads(), *states, None)[0]
+
+
+def dense_mask(documents: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def attend(*states: torch.Tensor) -> torch.Tensor:
+        mask = (documents[:, :, None] == documents[:, None]).tril_()
+        return sdpa_attention_forward(Heads(), *states, mask[:, None])[0]
+
+    return attend
+
+
+def measure(tokens: int, length: int, repeats: int) -> list[dict]:
+    """One row for the forward and one for forward + backward of documents of `length` tokens."""
+    documents = torch.arange(tokens)[None] // length
+    forms = {"by document": by_document(documents), "dense mask": dense_mask(documents)}
+    states = list(torch.randn(3, 1, 8, tokens, 64))
+    rows = []
+    for name, run in PASSES.items():
+        seconds = medians({form: run(function, states) for form, function in forms.items()}, repeats)
+        setting = {"tokens": tokens, "document_tokens": length, "pass": name}
+        predicted = {"by document / dense mask": length / tokens}
+        rows.append({**setting, "seconds": seconds, "ratios": ratios(seconds, "dense mask"), "predicted": predicted})
+    return rows
+
+
+def main() -> None:
+    parser = arguments(__doc__, [512, 2048, 8192], repeats=7)
+    parser.add_argument("--documents", type=int, nargs="+", default=[4, 32, 256], help="tokens of a document")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = []
+    for tokens in args.tokens:
+        for length in args.documents:
+            for row in measure(tokens, length, args.repeats):
+                rows.append(row)
+                report(row)
+    panels = {
+        f"by document / dense mask, {name}, documents of {length}": lambda row, name=name, length=length: (
+            row["ratios"] if (row["pass"], row["document_tokens"]) == (name, length) else {}
+        )
+        for name in PASSES
+        for length in args.documents
+    }
+    write(
+        args.out, "packed_rows", rows, "tokens", panels, dtype="float32", predicted_by="products of queries and keys"
+    )
+
+
+if __name__ == "__main__":
+    main()
