@@ -27,6 +27,8 @@ help:
 .venv/test-installed: .venv/installed tests/fetch_transformers_tests.py
 	@echo "Installing what the tests need (about two minutes)"
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target .venv/deepspeed \
+		deepspeed hjson msgpack ninja py-cpuinfo
 	$(RUN) tests/fetch_transformers_tests.py
 	@touch $@
 
