@@ -35,7 +35,7 @@ def ruler_means(tasks: dict[str, dict]) -> dict:
     return {"by_length": by_length, "all": figures(names), "tasks": sorted({n.partition("@")[0] for n in names})}
 
 
-def _figure(figure: dict | None, percent: bool) -> str:
+def figure_text(figure: dict | None, percent: bool) -> str:
     if figure is None:
         return "–"
     scale, digits = (100, 1) if percent else (1, 3)
@@ -43,7 +43,7 @@ def _figure(figure: dict | None, percent: bool) -> str:
     return f"{scale * figure['value']:.{digits}f}{error}"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
@@ -55,9 +55,9 @@ def _tasks_table(tasks: dict[str, dict]) -> str:
         about = [str(task["examples"]), str(task["samples_each"]), f"{tokens['min']}–{tokens['max']}"]
         about += [str(task["truncated_prompts"]), str(task["unfinished_replies"])]
         for metric, figure in task["metrics"].items():
-            rows.append([name, metric, _figure(figure, "loss" not in metric), *about])
+            rows.append([name, metric, figure_text(figure, "loss" not in metric), *about])
     header = ["task", "metric", "ours ± s.e.", "examples", "samples each", "prompt tokens", "cut prompts"]
-    return _table([*header, "unfinished replies"], rows)
+    return markdown_table([*header, "unfinished replies"], rows)
 
 
 def _ours(results: dict, task: str, metric: str) -> dict | None:
@@ -68,10 +68,10 @@ def _ours(results: dict, task: str, metric: str) -> dict | None:
 
 def _paper_table(results: dict, table: dict) -> str:
     columns = table["columns"]
-    rows = [["**ours**", *(_figure(_ours(results, c["task"], c["metric"]), True) for c in columns)]]
+    rows = [["**ours**", *(figure_text(_ours(results, c["task"], c["metric"]), True) for c in columns)]]
     for index, model in enumerate(PAPER["models"]):
         rows.append([model, *("–" if c["paper"][index] is None else f"{c['paper'][index]:g}" for c in columns)])
-    return _table(["per cent", *(column["name"] for column in columns)], rows)
+    return markdown_table(["per cent", *(column["name"] for column in columns)], rows)
 
 
 def _plot_paper(results: dict, path: Path) -> bool:
@@ -96,7 +96,7 @@ def _plot_paper(results: dict, path: Path) -> bool:
     axes.set_ylabel("per cent")
     axes.legend(fontsize="small")
     figure.tight_layout()
-    _save(figure, path)
+    save_plot(figure, path)
     return True
 
 
@@ -115,7 +115,7 @@ def _plot_ruler(results: dict, path: Path) -> bool:
     axes.set(xscale="log", xlabel="nominal length, tokens", ylabel="string match, per cent", ylim=(-3, 103))
     axes.legend(fontsize="x-small", ncols=2)
     figure.tight_layout()
-    _save(figure, path)
+    save_plot(figure, path)
     return True
 
 
@@ -131,11 +131,11 @@ def _plot_loss(results: dict, path: Path) -> bool:
     axes.set(xscale="log", xlabel="first position, tokens", ylabel="loss, nats per token")
     axes.legend(fontsize="small")
     figure.tight_layout()
-    _save(figure, path)
+    save_plot(figure, path)
     return True
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_plot(figure: Figure, path: Path) -> None:
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=90, format="png")
 
@@ -164,11 +164,11 @@ def markdown(results: dict, plots: list[str]) -> str:
     lines += ["", _tasks_table(tasks)]
     if results["ruler"]:
         rows = [
-            [length, *(_figure(figures[metric], True) for metric in _RULER_METRICS)]
+            [length, *(figure_text(figures[metric], True) for metric in _RULER_METRICS)]
             for length, figures in [*results["ruler"]["by_length"].items(), ("all", results["ruler"]["all"])]
         ]
         missing = [task for task in ruler.TASKS if task not in results["ruler"]["tasks"]]
-        lines += ["## RULER: mean of the tasks that were run\n", _table(["length", *_RULER_METRICS], rows)]
+        lines += ["## RULER: mean of the tasks that were run\n", markdown_table(["length", *_RULER_METRICS], rows)]
         lines += [f"Not run, and not in the means: {', '.join(missing)}.\n"] if missing else []
     lines += ["## Beside the paper\n", f"{PAPER['source']}.\n"]
     for name in ("table_1", "table_2", "ruler"):

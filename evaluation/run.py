@@ -38,11 +38,12 @@ from conversion_scripts.checkpoint_io import load_config, load_model, load_token
 from evaluation import data, report, ruler, run_code, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
 from evaluation.records import Records
+from model_cards.render import source_name
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
-
-
+# The modules of this directory that decide on a task's figures.
+_DECIDING = ("data", "recorded_model", "ruler", "run", "run_code", "scores", "suites", "task_rows")
 _LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
 
 
@@ -90,11 +91,13 @@ def commit() -> str:
 
 
 def task_hash(name: str) -> str:
-    """Of everything in this repository that decides a task's prompts and scores."""
+    """Of everything in this repository that decides a task's prompts, replies and scores."""
     together = hashlib.sha256()
-    for file in sorted([*suites.TASKS.glob("*.yaml"), *Path(__file__).parent.glob("*.py")]):
-        if file.suffix == ".py" or file.stem == name.partition("@")[0] or file.stem.startswith("_"):
-            together.update(file.read_bytes())
+    settings = [
+        file for file in suites.TASKS.glob("*.yaml") if file.stem[0] == "_" or file.stem == name.partition("@")[0]
+    ]
+    for file in sorted([*settings, *(Path(__file__).with_name(f"{module}.py") for module in _DECIDING)]):
+        together.update(file.read_bytes())
     return together.hexdigest()[:16]
 
 
@@ -283,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         return None
 
     results = {
-        "model": str(args.model),
+        "model": source_name(args.model),
         "parameters": network.num_parameters(),
         "model_dtype": str(network.dtype).removeprefix("torch."),
         **identity,

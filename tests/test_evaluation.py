@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 pytest.importorskip("math_verify", reason='the extra "evaluation" is not installed')
 
 from command_io import UserError, run_cli
-from evaluation import data, recorded_model, replay_gold, report, ruler, run, scores, suites, task_rows
+from evaluation import compare, data, recorded_model, replay_gold, report, ruler, run, scores, suites, task_rows
 from evaluation.recorded_model import RecordedModel, SeededSampling
 from evaluation.records import Records, sample_key
 
@@ -584,6 +585,52 @@ def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch,
     assert again["tasks"] == results["tasks"]
     with pytest.raises(UserError, match="holds samples of another seed"):
         run.main([str(tiny), "--suite", "smoke", "--output", str(output), "--seed", "1"])
+
+
+@pytest.fixture
+def two_runs(tiny, tmp_path) -> list[Path]:
+    """Two evaluations of one model; in the second a right answer to one of two questions is put in by hand."""
+    runs = [tmp_path / "base", tmp_path / "tuned"]
+    run.main([str(tiny), "--suite", "smoke", "--tasks", "niah_single_1", "gsm8k", "--output", str(runs[0])])
+    shutil.copytree(*runs)
+    file = runs[1] / "samples_niah_single_1@512.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[1] |= {"replies": ["7"], "string_match": 1.0}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = json.loads((runs[1] / "results.json").read_text())
+    results["tasks"]["niah_single_1@512"]["metrics"]["string_match"] = {"value": 0.5, "stderr": 0.5}
+    (runs[1] / "results.json").write_text(json.dumps(results))
+    return runs
+
+
+def test_two_evaluations_are_compared_example_by_example(two_runs, tmp_path):
+    compare.main([*map(str, two_runs), "--output", str(tmp_path / "comparison.md")])
+    text = (tmp_path / "comparison.md").read_text()
+    assert "| niah_single_1@512 | string_match | 2 | 0.0 ± 0.0 | 50.0 ± 50.0 | 50.0 ± 50.0 | 1 |" in text
+    assert "| gsm8k | pass@1 | 2 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0 |" in text
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, capsys):
+    def refused(*runs) -> str:
+        with pytest.raises(UserError) as error:
+            compare.main([*map(str, runs), "--output", str(tmp_path / "comparison.md")])
+        assert not (tmp_path / "comparison.md").exists()
+        return str(error.value)
+
+    base, tuned = two_runs
+    assert "two or more directories" in refused(base)
+    assert "two or more directories" in refused(base, base)
+    assert "holds no results.json" in refused(base, tmp_path)
+    results = json.loads((tuned / "results.json").read_text())
+    file = tuned / "samples_gsm8k.jsonl"
+    file.write_text(file.read_text().splitlines()[0] + "\n")
+    assert "gsm8k has other examples in tuned than in base" in refused(base, tuned)
+    results["tasks"]["gsm8k"]["generation"] = {}
+    (tuned / "results.json").write_text(json.dumps(results))
+    assert "gsm8k has another generation in tuned than in base" in refused(base, tuned)
+    (tuned / "results.json").write_text(json.dumps(results | {"tasks": {}}))
+    assert "no task in common" in refused(base, tuned)
 
 
 def test_cut_prompts_are_reported(tmp_path, offline):
