@@ -57,7 +57,7 @@ def check_comparable(runs: dict[str, dict]) -> list[str]:
 
 
 def paired_difference(before: dict[tuple, dict], after: dict[tuple, dict], metric: str) -> dict | None:
-    """Mean of after - before over the examples, {"value", "stderr"}; None unless the metric is a number per example."""
+    """Mean of after - before over the examples, {"value", "stderr"}; None unless it is a number for each example."""
     pairs = [(before[document].get(metric), after[document].get(metric)) for document in before]
     if not all(isinstance(value, (bool, int, float)) for pair in pairs for value in pair):
         return None
