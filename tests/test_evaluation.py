@@ -773,6 +773,20 @@ def test_means_of_ruler_are_over_the_lengths_that_were_run():
     assert report.ruler_means({"gsm8k": {}}) == {}
 
 
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_the_mean_of_some_ruler_tasks_does_not_stand_beside_the_papers(tmp_path, left_out):
+    score = {"metrics": {name: figure(0.5) for name in ("string_match", "answer_first", "lm_eval")}}
+    counts = {"examples": 50, "samples_each": 1, "truncated_prompts": 0, "unfinished_replies": 0}
+    tasks = {f"{name}@512": {**score, **counts, "prompt_tokens": {"min": 1, "max": 2}} for name in ruler.TASKS}
+    tasks = dict(list(tasks.items())[left_out:])
+    about = {"model": "m", "suite": "ruler", "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
+    about |= {"commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu", "versions": {}}
+    report.write({**about, "tasks": tasks, "ruler": report.ruler_means(tasks)}, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == (left_out == 0)
+    assert (tmp_path / "paper.png").exists() == (left_out == 0)
+
+
 def test_every_figure_of_the_paper_belongs_to_a_task_and_metric():
     for table in ("table_1", "table_2"):
         for column in report.PAPER[table]["columns"]:
