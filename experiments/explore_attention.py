@@ -59,8 +59,10 @@ class LayerShape(NamedTuple):
 
 
 def layer_shapes(config: PreTrainedConfig, layers: list[int]) -> list[LayerShape]:
-    """The shapes of `layers` of a model."""
-    heads = config.num_attention_heads
+    """The shapes of `layers` of a model. Raises `UserError`."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise UserError(f"A {config.model_type!r} model has no attention heads to look at: expected one like Llama.")
     groups = getattr(config, "num_key_value_heads", heads)
     is_iha = [kind == "iha" for kind in layer_kinds(config)]
     iha = (config.num_pseudo_heads, config.pseudo_collapse) if any(is_iha) else ()
@@ -147,14 +149,23 @@ def record(source: str, ids: list[int], layers: list[int]) -> Recorded:
     print(f"Reading {source}", flush=True)
     model = load_model(source, torch.float32)
     model.set_attn_implementation("eager")
-    weights = model(torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
-    attentions = [None if weights[layer] is None else weights[layer][0] for layer in layers]
+    try:
+        modules = [model.base_model.layers[layer].self_attn for layer in layers]
+    except AttributeError:
+        raise UserError(
+            f"{source} is a {model.config.model_type!r} model: expected one whose layers have a self_attn, as Llama's."
+        ) from None
+    seen = {}
+    for module in modules:
+        module.register_forward_hook(lambda module, args, output: seen.update({module: output[1]}))
+    # `output_attentions` would leave out the layers without weights, and not say which.
+    model(torch.tensor([ids]), use_cache=False)
+    attentions = [None if seen[module] is None else seen[module][0] for module in modules]
     if all(attention is None for attention in attentions):
         raise UserError(f"{source} returns no attention weights in the chosen layers: there is nothing to show.")
     named = {f"The attention of layer {layer}": a for layer, a in zip(layers, attentions, strict=True)}
     check_finite(((name, a) for name, a in named.items() if a is not None), source)
     shapes = layer_shapes(model.config, layers)
-    modules = [model.base_model.layers[layer].self_attn for layer in layers]
     return Recorded(attentions, [mixing(*pair) for pair in zip(modules, shapes, strict=True)])
 
 
@@ -252,7 +263,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{args.compare} has other layers, heads or pseudo-heads than {args.model}: expected the same shape."
             )
         if encode(args.compare, other, args.prompt)[0] != ids:
-            raise UserError(f"{args.compare} splits the prompt into other tokens than {args.model}: expected the same.")
+            raise UserError(
+                f"{args.compare} splits the prompt into other tokens than {args.model}: expected the same."
+            )
     limit = token_limit(shapes * len(sources))
     if len(ids) > limit:
         raise UserError(
