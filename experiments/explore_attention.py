@@ -235,6 +235,15 @@ def chosen_layers(layers: list[int] | None, count: int) -> list[int]:
     return layers
 
 
+def check_comparable(source: str, config: PreTrainedConfig, layers: list[int], prompt: str, ids: list[int]) -> None:
+    """Raises `UserError` unless the checkpoint `source` has the shape of `config` and splits the prompt into `ids`."""
+    other, shapes = load_config(source), layer_shapes(config, layers)
+    if other.num_hidden_layers != config.num_hidden_layers or layer_shapes(other, layers) != shapes:
+        raise UserError(f"{source} has other layers, heads or pseudo-heads than MODEL: expected the same shape.")
+    if encode(source, other, prompt)[0] != ids:
+        raise UserError(f"{source} splits the prompt into other tokens than MODEL: expected the same tokenizer.")
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="checkpoint: a directory, a Hub id or a GGUF file")
@@ -257,15 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ids, tokens = encode(args.model, config, args.prompt)
     sources = [args.model] if args.compare is None else [args.model, args.compare]
     if args.compare is not None:
-        other = load_config(args.compare)
-        if other.num_hidden_layers != config.num_hidden_layers or layer_shapes(other, layers) != shapes:
-            raise UserError(
-                f"{args.compare} has other layers, heads or pseudo-heads than {args.model}: expected the same shape."
-            )
-        if encode(args.compare, other, args.prompt)[0] != ids:
-            raise UserError(
-                f"{args.compare} splits the prompt into other tokens than {args.model}: expected the same."
-            )
+        check_comparable(args.compare, config, layers, args.prompt, ids)
     limit = token_limit(shapes * len(sources))
     if len(ids) > limit:
         raise UserError(
