@@ -221,6 +221,9 @@ class Opened:
     def __init__(self, browser, path):
         self.problems, self.requests = [], []
         self.tab = browser.new_page()
+        self.tab.set_default_timeout(
+            300_000
+        )  # as long as a machine with other work takes to unpack and compile Plotly
         self.tab.on("pageerror", lambda error: self.problems.append(str(error)))
         self.tab.on("console", lambda message: self.problems.append(message.text))
         self.tab.on("request", lambda request: self.requests.append(request.url))
