@@ -27,6 +27,8 @@ from modeling_iha.absorbed_decode import absorbed_attention
 from modeling_iha.attention_iha import collapse, interleave, mix
 
 
+PSEUDO_CACHES = ("pseudo cache, SDPA", "pseudo cache, eager")
+FORMS = ("absorbed", "remixing", *PSEUDO_CACHES)
 BETTER = "better pseudo cache"
 # Relative to the norm of the output. In bfloat16 each form rounds at other places.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -84,13 +86,9 @@ def layer_forms(
     _, virtual_keys, virtual_values = expand(keys, keys, values)
     pseudo_cache = cache_of(virtual_keys.contiguous(), virtual_values.contiguous())
     base_cache = cache_of(keys, values)
-    steps = {
-        "absorbed": (absorbed.attend(hidden_states, base_cache), base_cache),
-        "remixing": (remixing.attend(hidden_states, base_cache), base_cache),
-        "pseudo cache, SDPA": (pseudo_cache_step(sdpa_attention_forward), pseudo_cache),
-        "pseudo cache, eager": (pseudo_cache_step(eager_attention_forward), pseudo_cache),
-    }
-    return {name: one_token(step, hidden_states, cache) for name, (step, cache) in steps.items()}
+    steps = [(form.attend(hidden_states, base_cache), base_cache) for form in (absorbed, remixing)]
+    steps += [(pseudo_cache_step(core), pseudo_cache) for core in (sdpa_attention_forward, eager_attention_forward)]
+    return {name: one_token(step, hidden_states, cache) for name, (step, cache) in zip(FORMS, steps, strict=True)}
 
 
 @torch.no_grad()
@@ -109,7 +107,7 @@ def agreeing_forms(tokens: int, virtual: int, dtype: torch.dtype, **where) -> di
 def measure_layer(tokens: int, virtual: int, dtype: torch.dtype, repeats: int) -> dict:
     forms = agreeing_forms(tokens, virtual, dtype)
     seconds = medians(forms, repeats)
-    seconds[BETTER] = min(seconds["pseudo cache, SDPA"], seconds["pseudo cache, eager"])
+    seconds[BETTER] = min(seconds[name] for name in PSEUDO_CACHES)
     bytes_read = {"absorbed": 1, BETTER: virtual}
     return {
         "part": "layer",

@@ -31,7 +31,7 @@ class Attention(torch.nn.Module):
     """The attention modules of a model: width 512, 8 heads and one layer, unless `overrides` of the config change
     them. `form` is that of `IHAModel.attention_form`."""
 
-    def __init__(self, form: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
+    def __init__(self, form: Callable | str | None = None, dtype: torch.dtype = torch.float32, **overrides):
         super().__init__()
         sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
         config = IHAConfig.from_preset("tiny", **{**sizes, "num_hidden_layers": 1, **overrides})
@@ -63,6 +63,14 @@ class Attention(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The output [batch, N, 512]; masks and rotary tables are made here."""
         return self.attend(hidden_states)(hidden_states)
+
+    def bare(self, length: int, device: str = "cpu") -> Callable[..., torch.Tensor]:
+        """The core of an "mha" layer by itself, on queries, keys and values [1, heads, length, head_dim]."""
+        layer, positions = self.model.layers[0], torch.arange(length, device=device)[None]
+        states = self.model.embed_tokens.weight.new_empty(1, length, 0)
+        mask = self.model.create_masks(states, None, None, positions)[layer.mask_key]._asdict()
+        options = {"sliding_window": layer.self_attn.sliding_window, "position_ids": positions, **mask}
+        return lambda query, key, value: layer.self_attn.attend(query, key, value, **options)[0]
 
     def from_base(self) -> Callable[..., torch.Tensor]:
         """The layer's collapse-first attention without projections and RoPE: mixing, attention and collapse of

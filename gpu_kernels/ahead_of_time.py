@@ -1,7 +1,7 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels ask of a GPU, without one: every kernel as its launcher launches it, on meta tensors, through
-Triton's compiler and ptxas."""
+"""What the Triton kernels ask of a GPU, without one: every kernel as its launcher launches it, on meta tensors,
+through Triton's compiler and ptxas."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class Compiler:
         source, target = ASTSource(self.kernel, signature, constant), GPUTarget("cuda", self.capability, 32)
         with redirect_stdout(io.StringIO()) as log:
             binary = triton.compile(source, target=target, options={"num_warps": num_warps})
-        registers, spilled = (re.search(rf"(\d+) {what}", log.getvalue()) for what in ("registers", "bytes spill stores"))
+        registers, spilled = (
+            re.search(rf"(\d+) {what}", log.getvalue()) for what in ("registers", "bytes spill stores")
+        )
         self.compiled[self.kernel.__name__] = Compiled(
             binary.asm["ptx"], int(registers[1]), binary.metadata.shared, int(spilled[1])
         )
