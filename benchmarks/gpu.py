@@ -10,12 +10,15 @@ example: python -m benchmarks.gpu layer decode --minutes 8
 
 import argparse
 import importlib.util
+import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -243,6 +246,17 @@ def outcomes(report: Path) -> dict:
     return row
 
 
+def run_until(seconds: float, command: list[str]) -> int:
+    """Runs a command in the checkout and returns its exit code. Raises `subprocess.TimeoutExpired`. However that ends,
+    nothing that the command started goes on."""
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        return process.wait(max(1, seconds))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def run_tests(visit: Visit) -> None:
     """On a CPU the tests of the GPU are skipped: a dry run shows that they are found."""
     cases = [{"pytest": arguments} for arguments in (TESTS[:1] if visit.dry else TESTS)]
@@ -256,7 +270,7 @@ def run_tests(visit: Visit) -> None:
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
             command += ["-n", "8"] if importlib.util.find_spec("xdist") and not visit.dry else []
             try:
-                subprocess.run([*command, *row["pytest"]], cwd=ROOT, timeout=max(1, visit.left()))
+                run_until(visit.left(), [*command, *row["pytest"]])
                 row |= {"commit": visit.commit, **outcomes(report)}
             except (subprocess.TimeoutExpired, OSError, ElementTree.ParseError) as error:
                 row["failed"] = {"all": one_line(error)[:300]}
@@ -282,7 +296,7 @@ def run_study(name: str, visit: Visit) -> None:
             command.append("--help")
         print(f"$ python -m {' '.join(command[2:])}", flush=True)
         try:
-            code = subprocess.run(command, cwd=ROOT, timeout=max(1, visit.left())).returncode
+            code = run_until(visit.left(), command)
         except subprocess.TimeoutExpired:
             print(f"{name}: the time is up; the same command goes on", flush=True)
         else:
