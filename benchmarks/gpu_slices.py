@@ -3,7 +3,6 @@ run interleaved. Everything is in bfloat16. On a CPU the cases are tiny, SDPA is
 attention stands in for the fused kernels: such a run shows that a slice is sound, and its figures mean nothing."""
 
 import gc
-import importlib.util
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
 
 from benchmarks import decode, harness
 from benchmarks.harness import Attention, inference, training
@@ -55,8 +54,7 @@ def missing_cores() -> dict[str, str]:
         missing["flex_attention"] = "it needs a GPU for its backward"
     if not is_flash_attn_2_available():
         missing["flash_attention_2"] = "the flash-attn package is not installed, or there is no GPU"
-    # `find_spec` of a name inside a missing package raises.
-    if DEVICE == "cpu" or not (importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")):
+    if not is_flash_attn_4_available():
         missing["flash_attention_4"] = "the flash-attn-4 package is not installed, or there is no GPU"
     if DEVICE != "cpu" and fused_triton.triton is None:
         missing["fused"] = "triton is not installed"

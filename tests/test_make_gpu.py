@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,11 +232,19 @@ def test_a_study_is_left_out_where_a_package_is_missing(monkeypatch, capsys, tmp
     assert code == 0 and "warm_start: left out, it needs no_such_package" in out
 
 
-def test_a_study_that_outlasts_the_visit_is_stopped_with_all_it_started(monkeypatch, tmp_path):
-    marker = tmp_path / "went on"
-    child = f"import time; time.sleep(2.5); open({str(marker)!r}, 'w')"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+def test_nothing_that_a_command_started_outlasts_it(tmp_path):
+    pid = tmp_path / "pid"
+    child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    parent = (
+        "import os, subprocess, sys, time; "
+        f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        f"while not os.path.exists({str(pid)!r}) or not os.path.getsize({str(pid)!r}): time.sleep(0.05)"
+    )
+    assert gpu.run_until(60, [sys.executable, "-c", parent]) == 0
+    state = Path("/proc") / pid.read_text() / "stat"
+    deadline = time.monotonic() + 10
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     with pytest.raises(subprocess.TimeoutExpired):
-        gpu.run_until(1, [sys.executable, "-c", parent])
-    time.sleep(2)
-    assert not marker.exists()
+        gpu.run_until(1, [sys.executable, "-c", "import time; time.sleep(60)"])
