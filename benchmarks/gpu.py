@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -69,9 +69,10 @@ class Visit(NamedTuple):
         return self.deadline - time.monotonic()
 
 
-def environment() -> dict:
+def environment(visit: Visit) -> dict:
     """What all rows of a table share."""
     return {
+        "dry": visit.dry,
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else harness.processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -89,12 +90,12 @@ def current_commit() -> str:
         return "unknown"
 
 
-def read_rows(path: Path) -> list[dict]:
+def read_rows(path: Path, visit: Visit) -> list[dict]:
     """The rows that are there. Raises `UserError` where another device or version measured them."""
     if not path.exists():
         return []
     table = read_json(path)
-    for name, value in environment().items():
+    for name, value in environment(visit).items():
         if table.get(name) != value:
             raise UserError(
                 f"{path} was measured with {name} {table.get(name)}, and this is {value}: choose another --out, or "
@@ -108,10 +109,10 @@ def go_through(
 ) -> list[dict]:
     """Measures the cases that have no row yet, until the time is up, and writes after each: the table's rows."""
     path = visit.out / f"{name}.json"
-    rows = read_rows(path)
+    rows = read_rows(path, visit)
 
     def save() -> None:
-        write_json(path, {**environment(), "dry": visit.dry, **setting, "rows": rows})
+        write_json(path, {**environment(visit), **setting, "rows": rows})
 
     for index, case in enumerate(cases):
         row = next((row for row in rows if case.items() <= row.items()), None)
@@ -134,37 +135,48 @@ def go_through(
 # Benchmarks
 
 
-def prepare(forms: dict[str, Prepare], failed: dict[str, str], save: Callable) -> dict[str, Callable]:
-    """The forms that run here, each run once. A form that ends the process is found in `failed` by the next one.
-    Raises `UserError` where an error leaves the GPU unusable for this process."""
+@contextmanager
+def attempt(name: str, failed: dict[str, str], save: Callable) -> Iterator[None]:
+    """What a form does here may raise, and is recorded in `failed` then; a form that ends the process is found there
+    by the next one. Raises `UserError` where an error leaves the GPU unusable for this process."""
+    failed[name] = ENDED
+    save()
+    try:
+        yield
+        gpu_slices.synchronize()
+    except KeyboardInterrupt:
+        del failed[name]
+        save()
+        raise
+    except Exception as error:  # of a compiler, a kernel, the allocator: the other forms go on
+        failed[name] = one_line(error)[:300]
+        save()
+    else:
+        del failed[name]
+        return
+    try:
+        gpu_slices.synchronize()
+    except RuntimeError as error:
+        raise UserError(
+            f"{name} left the GPU unusable for this process ({one_line(error)[:100]}); it is recorded, and the same "
+            f"command goes on without it."
+        ) from error
+
+
+def prepare(forms: dict[str, Prepare], failed: dict[str, str], save: Callable) -> dict[str, Callable[[], None]]:
+    """The forms that run here, beside one another."""
     runs = {}
     for name, build in forms.items():
+        if name not in failed:
+            with attempt(name, failed, save):
+                function = build()
+                function()
+                runs[name] = function
+    for name in list(runs):
+        with attempt(name, failed, save):
+            runs[name]()
         if name in failed:
-            continue
-        failed[name] = ENDED
-        save()
-        try:
-            function = build()
-            function()
-            gpu_slices.synchronize()
-        except KeyboardInterrupt:
-            del failed[name]
-            save()
-            raise
-        except Exception as error:  # of a compiler, a kernel, the allocator: the other forms go on
-            failed[name] = one_line(error)[:300]
-            save()
-        else:
-            del failed[name]
-            runs[name] = function
-            continue
-        try:
-            gpu_slices.synchronize()
-        except RuntimeError as error:
-            raise UserError(
-                f"{name} left the GPU unusable for this process ({one_line(error)[:100]}); it is recorded, and the "
-                f"same command goes on without it."
-            ) from error
+            del runs[name]
     return runs
 
 
@@ -175,7 +187,7 @@ def measure_case(benchmark: gpu_slices.Benchmark, commit: str, row: dict, save: 
         runs = prepare(group, row["failed"], save)
         once = sum(map(gpu_slices.seconds_of, runs.values()))
         repeats = max(1, min(MAX_REPEATS, int(TIMED_SECONDS / once))) if runs else 0
-        seconds |= harness.medians(runs, repeats, gpu_slices.seconds_of) if runs else {}
+        seconds |= harness.medians(runs, repeats, gpu_slices.seconds_of)
         for name, function in runs.items() if benchmark.peaks else ():
             # Beside weights and inputs, unless a form has the GPU for itself: then with them.
             held = gpu_slices.held_bytes()
@@ -186,7 +198,7 @@ def measure_case(benchmark: gpu_slices.Benchmark, commit: str, row: dict, save: 
     if benchmark.peaks:
         of_memory = {f"memory: {key}": ratio for key, ratio in ratios_to(benchmark.bases, peaks).items()}
         row |= {"extra_bytes": peaks, "ratios": row["ratios"] | of_memory}
-    if "batch" in row:
+    if "model" in row:
         row["tokens_per_second"] = {name: row["batch"] * row["tokens"] / value for name, value in seconds.items()}
 
 
@@ -223,7 +235,7 @@ def run_benchmark(name: str, visit: Visit) -> None:
     measure = partial(measure_case, benchmark, visit.commit)
     rows = go_through(name, benchmark.cases(visit.dry), is_done, measure, visit, dtype="bfloat16")
     if rows := [row for row in rows if row["seconds"]]:
-        title = f"{name}: {environment()['device']}{', dry' if visit.dry else ''}"
+        title = f"{name}: {environment(visit)['device']}{', dry' if visit.dry else ''}"
         harness.draw(visit.out / f"{name}.png", title, rows, benchmark.x, panels(benchmark, rows))
 
 

@@ -105,6 +105,20 @@ def test_a_form_that_fails_is_recorded_and_the_others_go_on(benchmark, monkeypat
     assert len(built) == 4
 
 
+def test_a_form_that_finds_no_room_beside_the_others_is_left_out(benchmark, monkeypatch, capsys, tmp_path):
+    forms, _ = benchmark
+    calls = []
+
+    def crowded():
+        calls.append(0)
+        if len(calls) % 2 == 0:
+            raise torch.OutOfMemoryError("out of memory")
+
+    forms["fast"] = lambda: crowded
+    *_, rows = run_toy(monkeypatch, capsys, tmp_path)
+    assert [(list(row["seconds"]), row["failed"]) for row in rows] == [(["base"], {"fast": "out of memory"})] * 2
+
+
 def test_a_core_that_came_later_has_its_cases_measured_anew(benchmark, monkeypatch, capsys, tmp_path):
     forms, built = benchmark
     late = forms.pop("fast")
