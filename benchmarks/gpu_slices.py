@@ -234,7 +234,8 @@ def kernel_cases(dry: bool) -> list[dict]:
     pseudo_heads, head_dims, length = ([2], [8], 64) if dry else ([1, 2, 4, 8, 16, 32], [64, 128], 16384)
     heads = 4 if dry else 16
     cases = []
-    for part, groups, windowed in product(PASSES, (heads, heads // 4), (True, False)):
+    # Triton compiles anew for each number of groups, size of a head and P.
+    for groups, part, windowed in product((heads, heads // 4), PASSES, (True, False)):
         for head_dim, virtual in product(head_dims, pseudo_heads):
             tokens = length // virtual
             setting = {"tokens": tokens, "pseudo_heads": virtual, "window": tokens // 16 if windowed else None}
