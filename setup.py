@@ -16,6 +16,10 @@ setup(
         "scripts": ["datasets", "gguf", "huggingface_hub", "matplotlib", "peft", "plotly", "reasoning-gym", "trl"],
         # What `python -m evaluation.run` needs beside "scripts".
         "evaluation": ["lm_eval", "math-verify[antlr4-13-2]", "nltk", "scipy", "wonderwords"],
+        # Attention cores for a GPU: FlashAttention 4 for Hopper and Blackwell, in wheels; FlashAttention 2 for Ampere
+        # and later, which compiles for hours (`pip install --no-build-isolation`).
+        "flash": ["flash-attn-4[cu13]>=4.0.0b36; platform_system == 'Linux'"],
+        "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [
             *("parameterized", "pytest", "pytest-xdist", "ruff"),
             *("bitsandbytes", "hqq", "torchao", "triton; platform_system == 'Linux'"),

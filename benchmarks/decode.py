@@ -23,9 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from benchmarks.cost import attention
 from benchmarks.harness import Attention, arguments, medians, ratios, report, write
+from modeling_iha.absorbed_decode import absorbed_attention
 from modeling_iha.attention_iha import collapse, interleave, mix
 
 
+PSEUDO_CACHES = ("pseudo cache, SDPA", "pseudo cache, eager")
+FORMS = ("absorbed", "remixing", *PSEUDO_CACHES)
 BETTER = "better pseudo cache"
 # Relative to the norm of the output. In bfloat16 each form rounds at other places.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -49,15 +52,18 @@ def one_token(step: Callable, hidden_states: torch.Tensor, cache: Cache) -> Call
     return run
 
 
-def layer_forms(tokens: int, virtual: int, dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
-    """The forms, each a decoding step that returns the layer's output [1, 1, 512]."""
-    absorbed = Attention("base", dtype, num_pseudo_heads=virtual)
-    remixing = Attention("virtual", dtype, num_pseudo_heads=virtual)
+def layer_forms(
+    tokens: int, virtual: int, dtype: torch.dtype, batch: int = 1, device: str = "cpu"
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """The forms, each a decoding step that returns the layer's output [batch, 1, 512]."""
+    # A function, because a GPU has no forms of its own: of one new token, `choose_form` takes this one on any device.
+    absorbed = Attention(absorbed_attention, dtype, num_pseudo_heads=virtual).to(device)
+    remixing = Attention("virtual", dtype, num_pseudo_heads=virtual).to(device)
     remixing.load_state_dict(absorbed.state_dict())
     layer = absorbed.model.layers[0].self_attn
-    keys, values = torch.randn(2, 1, 8, tokens, 64, dtype=dtype)
-    hidden_states = torch.randn(1, 1, 512, dtype=dtype)
-    tables = absorbed.model.rotary_emb.tables(hidden_states, torch.tensor([[tokens]]))
+    keys, values = torch.randn(2, batch, 8, tokens, 64, dtype=dtype, device=device)
+    hidden_states = torch.randn(batch, 1, 512, dtype=dtype, device=device)
+    tables = absorbed.model.rotary_emb.tables(hidden_states, torch.tensor([[tokens]], device=device))
 
     def expand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rotation = tables["pseudo_head"]
@@ -65,40 +71,43 @@ def layer_forms(tokens: int, virtual: int, dtype: torch.dtype) -> dict[str, Call
         key = layer.rotate_pseudo_heads(mix(key, layer.k_mix.weight), rotation)
         return tuple(interleave(states) for states in (query, key, mix(value, layer.v_mix.weight)))
 
-    hidden = torch.full((virtual, virtual), -torch.inf, dtype=dtype).triu(1)
-    mask = torch.cat((torch.zeros(virtual, tokens * virtual, dtype=dtype), hidden), dim=1)[None, None]
+    hidden = torch.full((virtual, virtual), -torch.inf, dtype=dtype, device=device).triu(1)
+    mask = torch.cat((hidden.new_zeros(virtual, tokens * virtual), hidden), dim=1)[None, None]
 
     def pseudo_cache_step(core: Callable) -> Callable:
         def step(hidden_states: torch.Tensor) -> torch.Tensor:
             query, key, value = expand(*layer.project(hidden_states, tables, None))
             key, value = pseudo_cache.update(key, value, 0)
             output, _ = core(layer, query, key, value, mask, scaling=layer.scaling)
-            return layer.o_proj(collapse(output, layer.collapse.weight, virtual).reshape(1, 1, -1))
+            return layer.o_proj(collapse(output, layer.collapse.weight, virtual).reshape(batch, 1, -1))
 
         return step
 
     _, virtual_keys, virtual_values = expand(keys, keys, values)
     pseudo_cache = cache_of(virtual_keys.contiguous(), virtual_values.contiguous())
     base_cache = cache_of(keys, values)
-    steps = {
-        "absorbed": (absorbed.attend(hidden_states, base_cache), base_cache),
-        "remixing": (remixing.attend(hidden_states, base_cache), base_cache),
-        "pseudo cache, SDPA": (pseudo_cache_step(sdpa_attention_forward), pseudo_cache),
-        "pseudo cache, eager": (pseudo_cache_step(eager_attention_forward), pseudo_cache),
-    }
-    return {name: one_token(step, hidden_states, cache) for name, (step, cache) in steps.items()}
+    steps = [(form.attend(hidden_states, base_cache), base_cache) for form in (absorbed, remixing)]
+    steps += [(pseudo_cache_step(core), pseudo_cache) for core in (sdpa_attention_forward, eager_attention_forward)]
+    return {name: one_token(step, hidden_states, cache) for name, (step, cache) in zip(FORMS, steps, strict=True)}
 
 
 @torch.no_grad()
-def measure_layer(tokens: int, virtual: int, dtype: torch.dtype, repeats: int) -> dict:
-    forms = layer_forms(tokens, virtual, dtype)
+def agreeing_forms(tokens: int, virtual: int, dtype: torch.dtype, **where) -> dict[str, Callable[[], torch.Tensor]]:
+    """`layer_forms`. Raises a RuntimeError where two outputs differ."""
+    forms = layer_forms(tokens, virtual, dtype, **where)
     outputs = {name: step().float() for name, step in forms.items()}
     for name, output in outputs.items():
         difference = ((output - outputs["absorbed"]).norm() / outputs["absorbed"].norm()).item()
         if not difference <= TOLERANCE[dtype]:
             raise RuntimeError(f"{name} and absorbed differ by {difference:.1%} at {tokens} tokens: a form is wrong.")
+    return forms
+
+
+@torch.no_grad()
+def measure_layer(tokens: int, virtual: int, dtype: torch.dtype, repeats: int) -> dict:
+    forms = agreeing_forms(tokens, virtual, dtype)
     seconds = medians(forms, repeats)
-    seconds[BETTER] = min(seconds["pseudo cache, SDPA"], seconds["pseudo cache, eager"])
+    seconds[BETTER] = min(seconds[name] for name in PSEUDO_CACHES)
     bytes_read = {"absorbed": 1, BETTER: virtual}
     return {
         "part": "layer",

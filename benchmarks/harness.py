@@ -2,7 +2,6 @@
 plot."""
 
 import argparse
-import json
 import multiprocessing
 import os
 import platform
@@ -18,7 +17,7 @@ import transformers
 from matplotlib.figure import Figure
 from transformers.cache_utils import Cache
 
-from command_io import whole_file
+from command_io import whole_file, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
 from modeling_iha.collapse_first import IHAWeights, collapse_first_attention
 
@@ -32,7 +31,7 @@ class Attention(torch.nn.Module):
     """The attention modules of a model: width 512, 8 heads and one layer, unless `overrides` of the config change
     them. `form` is that of `IHAModel.attention_form`."""
 
-    def __init__(self, form: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
+    def __init__(self, form: Callable | str | None = None, dtype: torch.dtype = torch.float32, **overrides):
         super().__init__()
         sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
         config = IHAConfig.from_preset("tiny", **{**sizes, "num_hidden_layers": 1, **overrides})
@@ -48,7 +47,7 @@ class Attention(torch.nn.Module):
         """A function that applies the attention of every layer, one after the other, to hidden states [batch, N, 512]
         of the shape of `states`; it makes masks and rotary tables beforehand."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        positions = torch.arange(past, past + states.shape[1])[None]
+        positions = torch.arange(past, past + states.shape[1], device=states.device)[None]
         masks = self.model.create_masks(states, None, past_key_values, positions)
         tables = self.model.rotary_emb.tables(states, positions)
 
@@ -64,6 +63,14 @@ class Attention(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The output [batch, N, 512]; masks and rotary tables are made here."""
         return self.attend(hidden_states)(hidden_states)
+
+    def bare(self, length: int, device: str = "cpu") -> Callable[..., torch.Tensor]:
+        """The core of an "mha" layer by itself, on queries, keys and values [1, heads, length, head_dim]."""
+        layer, positions = self.model.layers[0], torch.arange(length, device=device)[None]
+        states = self.model.embed_tokens.weight.new_empty(1, length, 0)
+        mask = self.model.create_masks(states, None, None, positions)[layer.mask_key]._asdict()
+        options = {"sliding_window": layer.self_attn.sliding_window, "position_ids": positions, **mask}
+        return lambda query, key, value: layer.self_attn.attend(query, key, value, **options)[0]
 
     def from_base(self) -> Callable[..., torch.Tensor]:
         """The layer's collapse-first attention without projections and RoPE: mixing, attention and collapse of
@@ -110,16 +117,23 @@ def training(
     return run
 
 
-def medians(forms: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Seconds that each function takes: the median of `repeats` interleaved runs after one that warms up. A single run
-    has no warm-up."""
+def wall_seconds(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def medians(
+    forms: dict[str, Callable[[], None]], repeats: int, timer: Callable[[Callable], float] = wall_seconds
+) -> dict[str, float]:
+    """Seconds that each function takes by `timer`: the median of `repeats` interleaved runs after one that warms up. A
+    single run has no warm-up."""
     seconds = {name: [] for name in forms}
     for repeat in range(repeats + (repeats > 1)):
         for name, function in forms.items():
-            start = time.perf_counter()
-            function()
+            elapsed = timer(function)
             if repeat or repeats == 1:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(elapsed)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
@@ -128,14 +142,23 @@ def _memory(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def resident_bytes() -> int:
+    """Bytes that this process holds, whose peak starts here."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    return _memory("VmHWM")
+
+
 def _extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
     torch.set_num_threads(1)
     prepare(*small)()
     function = prepare(*sizes)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _memory("VmRSS")
+    before = resident_bytes()
     function()
-    return max(0, _memory("VmHWM") - before)
+    return max(0, peak_resident_bytes() - before)
 
 
 def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
@@ -202,6 +225,14 @@ def write(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    threads = setting.get("threads", torch.get_num_threads())
+    draw(out / f"{name}.png", f"{name}: {processor()}, threads: {threads}", rows, x, panels)
+    write_json(out / f"{name}.json", {**environment, **setting, "rows": rows})
+    print(f"Wrote {out / name}.json and .png", flush=True)
+
+
+def draw(path: Path, title: str, rows: list[dict], x: str, panels: dict[str, Callable[[dict], dict]]) -> None:
+    """Writes the plot of `write` to `path`."""
     columns, panel_rows = min(3, len(panels)), -(-len(panels) // 3)
     figure = Figure(figsize=(6 * columns, 4.5 * panel_rows))
     for axes, (label, values) in zip(figure.subplots(panel_rows, columns, squeeze=False).flat, panels.items()):
@@ -213,11 +244,7 @@ def write(
             axes.loglog(*zip(*sorted(points)), marker="o", label=line)
         axes.set(xlabel=x.replace("_", " "), ylabel=label)
         axes.legend(fontsize="small")
-    threads = setting.get("threads", torch.get_num_threads())
-    figure.suptitle(f"{name}: {processor()}, threads: {threads}", fontsize="small")
+    figure.suptitle(title, fontsize="small")
     figure.tight_layout()
-    with whole_file(out / f"{name}.png") as path:
-        figure.savefig(path, dpi=100, format="png")
-    with whole_file(out / f"{name}.json") as path:
-        path.write_text(json.dumps({**environment, **setting, "rows": rows}, indent=1) + "\n")
-    print(f"Wrote {out / name}.json and .png", flush=True)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=100, format="png")

@@ -1,4 +1,5 @@
-"""The Triton kernels: triton_checks.py on a GPU or in Triton's interpreter, and compilation for a GPU without one."""
+"""The Triton kernels: triton_checks.py on a GPU or in Triton's interpreter, compilation for a GPU without one, and the
+stock form where they do not fit."""
 
 import importlib.util
 import os
@@ -8,17 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_close, random_ids, random_model, small_config
+from transformers.utils import logging
 
 from gpu_kernels import fused_triton as triton_kernels
-from modeling_iha.collapse_first import IHAWeights
+from gpu_kernels.ahead_of_time import Shape, compile_kernels
+from gpu_kernels.attention import attention, obstacle, stock_attention
+from modeling_iha.collapse_first import IHAWeights, collapse_first_attention
 
 
 ROOT = Path(__file__).parents[1]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the triton package is not installed"
 )
-# A block on Hopper may use this much shared memory.
-SHARED_MEMORY = 227 * 1024
+# What a block may use at most on an A100, H100 and B200.
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 def run(*arguments, **environment):
@@ -57,67 +62,91 @@ def test_cpu_tensors_are_refused():
 
 @needs_triton
 @pytest.mark.parametrize(
-    "dtype,pseudo,head_dim,length,options",
+    "shape,capability",
     [
-        (torch.bfloat16, 4, 128, 50, {"window": 7, "rotation": True, "documents": True}),
-        (torch.float32, 3, 20, 50, {}),
+        (Shape(torch.bfloat16, 4, 128, window=7, documents=True), 90),
+        (Shape(torch.float32, 3, 20, rotated=False), 80),
         # Triton makes constants of arguments that are 1.
-        (torch.float16, 1, 8, 1, {"window": 1}),
+        (Shape(torch.float16, 1, 8, length=1, window=1, rotated=False), 100),
     ],
     ids=str,
 )
-def test_kernels_compile_for_hopper(dtype, pseudo, head_dim, length, options, monkeypatch, tmp_path):
+def test_kernels_compile_for_a_gpu(shape, capability, monkeypatch, tmp_path):
     """Every kernel, as it is launched, through Triton's compiler and ptxas."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = {}
-    names = [name for name in vars(triton_kernels) if name.endswith(("_forward", "_backward", "_queries", "_keys"))]
-    names.remove("_virtual_backward")
-    for name in names:
-        monkeypatch.setattr(triton_kernels, name, Compiler(getattr(triton_kernels, name), compiled))
-
-    def meta(*shape, dtype=torch.float32):
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
-
-    q = meta(2, 8, length, head_dim, dtype=dtype)
-    k, v = meta(2, 4, length, head_dim, dtype=dtype), meta(2, 4, length, head_dim, dtype=dtype)
-    mixing = meta(8, 8, pseudo), meta(4, 4, pseudo), meta(4, 4, pseudo), meta(8, pseudo)
-    table = meta(pseudo, head_dim // 2)
-    rotation = (table, table) if "rotation" in options else None
-    documents = meta(2, length, dtype=torch.int32) if "documents" in options else None
-    triton_kernels.mix_rotate(q, mixing[0], rotation).sum().backward()
-    triton_kernels.fused_attention(
-        q, k, v, IHAWeights(*mixing, rotation), 0.1, options.get("window"), documents
-    ).sum().backward()
-
-    assert sorted(compiled) == sorted(names)
+    compiled = compile_kernels(shape, capability)
+    assert len(compiled) == 5
     for name, kernel in compiled.items():
-        assert kernel.asm["cubin"] and kernel.metadata.shared <= SHARED_MEMORY, name
-        on_tensor_cores = "mma" in kernel.asm["ptx"]
-        assert on_tensor_cores == ("attention" in name and dtype != torch.float32), name
+        assert 0 < kernel.registers <= 255 and kernel.shared_bytes <= SHARED_MEMORY[capability], name
+        on_tensor_cores = "mma" in kernel.ptx
+        assert on_tensor_cores == ("attention" in name and shape.dtype != torch.float32), name
 
 
-class Compiler:
-    """Stands in for a kernel: compiles it for sm_90 instead of launching it."""
+def kernel_inputs(num_pseudo_heads=3, head_dim=8, dtype=torch.float32, device=None):
+    """Two rows of 19 tokens, 4 heads in 2 groups: queries, keys and values, and the weights."""
 
-    def __init__(self, kernel, compiled):
-        self.kernel, self.compiled = kernel, compiled
+    def draw(*shape):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
 
-    def __getitem__(self, grid):
-        return self.compile
+    states = [draw(2, heads, 19, head_dim) for heads in (4, 2, 2)]
+    mixing = [draw(heads, heads, num_pseudo_heads) for heads in (4, 2, 2)]
+    angles = draw(num_pseudo_heads, head_dim // 2).float()
+    return states, IHAWeights(*mixing, draw(4, num_pseudo_heads), (angles.cos(), angles.sin()))
 
-    def compile(self, *arguments, num_warps, **constants):
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-        from triton.runtime.jit import mangle_type
 
-        values = dict(zip(self.kernel.arg_names, arguments)) | constants
-        constant = {
-            name: x for name, x in values.items() if name in constants or x is None or type(x) is int and x == 1
-        }
-        signature = {
-            name: "constexpr" if name in constant else mangle_type(values[name]) for name in self.kernel.arg_names
-        }
-        source = ASTSource(self.kernel, signature, constant)
-        target = GPUTarget("cuda", 90, 32)
-        self.compiled[self.kernel.__name__] = triton.compile(source, target=target, options={"num_warps": num_warps})
+PACKED_AND_PADDED = torch.tensor([[0] * 5 + [1] * 14, [-1] * 3 + [0] * 16], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("documents", [None, PACKED_AND_PADDED], ids=["whole", "documents"])
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+def test_the_stock_form(window, documents):
+    states, weights = kernel_inputs()
+    expected = collapse_first_attention(*states, weights, 0.3, window, documents)
+    assert_close(stock_attention(*states, weights, 0.3, window, documents), expected)
+
+
+def test_the_stock_form_without_rotation_and_of_one_token():
+    states, weights = kernel_inputs()
+    one = [x[:, :, :1] for x in states]
+    for inputs, changed in ((states, weights._replace(rotation=None)), (one, weights)):
+        expected = collapse_first_attention(*inputs, changed, 0.3)
+        assert_close(stock_attention(*inputs, changed, 0.3), expected)
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What was warned of."""
+    messages = []
+    monkeypatch.setattr(logging.get_logger("gpu_kernels.attention"), "warning", lambda text, *_: messages.append(text))
+    logging.warning_once.cache_clear()
+    return messages
+
+
+def test_a_model_falls_back_to_the_stock_form_and_says_so_once(warnings):
+    model = random_model(small_config(num_pseudo_heads=3))
+    expected = [model(random_ids(2, n), use_cache=False).logits for n in (9, 12)]
+    model.model.attention_form = attention
+    for n, logits in zip((9, 12), expected):
+        assert_close(model(random_ids(2, n), use_cache=False).logits, logits)
+    (message,) = warnings
+    assert "the stock form is: " in message
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "changes,reason",
+    [
+        ({}, None),
+        ({"num_pseudo_heads": 32, "head_dim": 128}, None),
+        ({"dtype": torch.float64}, "the dtype is torch.float64"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"head_dim": 256}, "head_dim is 256"),
+        ({"num_pseudo_heads": 33}, "there are 33 pseudo-heads"),
+        ({"device": "cpu"}, "the tensors are on the CPU"),
+    ],
+    ids=str,
+)
+def test_obstacles(changes, reason):
+    states, weights = kernel_inputs(**{"device": "meta", **changes})
+    found = obstacle(states[2], weights)
+    assert found is None if reason is None else reason in found

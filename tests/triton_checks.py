@@ -176,6 +176,19 @@ def test_attention(small_tiles, sizes):
     compare_attention(**sizes)
 
 
+@pytest.mark.parametrize("pseudo,head_dim", [(1, 64), (2, 128), (8, 64), (16, 128), (20, 64), (32, 128)])
+def test_attention_of_a_real_model(pseudo, head_dim):
+    """Its numbers of pseudo-heads and its heads, two to a group: packed documents, and left padding."""
+    documents = torch.tensor([[0, 0, 1, 1, 1], [-1, -1, 0, 0, 0]], dtype=torch.int32)
+    sizes = {"batch": 2, "heads": 2, "groups": 1, "length": 5}
+    compare_attention(pseudo=pseudo, head_dim=head_dim, documents=documents, **sizes)
+
+
+@pytest.mark.parametrize("pseudo,head_dim", [(2, 64), (32, 128)])
+def test_one_token(pseudo, head_dim):
+    compare_attention(pseudo=pseudo, head_dim=head_dim, length=1, heads=2, groups=1)
+
+
 def test_attention_in_the_tiles_of_a_gpu():
     compare_attention(heads=1, groups=1, length=40, head_dim=64)
 

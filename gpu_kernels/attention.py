@@ -1,0 +1,92 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The fused kernels for whatever input: `model.base_model.attention_form = attention` takes them where they fit, and
+the stock form elsewhere, which it says once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import logging
+
+from gpu_kernels import fused_triton
+from modeling_iha.attention_iha import collapse, interleave, mix
+from modeling_iha.collapse_first import IHAWeights, rotate
+from modeling_iha.window_blocks import window_attention
+
+
+logger = logging.get_logger(__name__)
+
+# Larger ones compile to tiles that spill most of their registers.
+MAX_PSEUDO_HEADS, MAX_HEAD_DIM = 32, 128
+
+
+def obstacle(value: torch.Tensor, weights: IHAWeights) -> str | None:
+    """Why the kernels cannot take values [batch, G, N, head_dim] and the weights; `None` where they can."""
+    num_pseudo_heads, head_dim = weights.collapse.shape[1], value.shape[-1]
+    if fused_triton.triton is None:
+        return "Triton is not installed"
+    if value.device.type == "cpu" and not fused_triton.triton.knobs.runtime.interpret:
+        return "the tensors are on the CPU"
+    if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the dtype is {value.dtype}"
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {head_dim}, where it must be even and at most {MAX_HEAD_DIM}"
+    if num_pseudo_heads > MAX_PSEUDO_HEADS:
+        return f"there are {num_pseudo_heads} pseudo-heads, where at most {MAX_PSEUDO_HEADS} fit"
+    return None
+
+
+def stock_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: IHAWeights,
+    scaling: float,
+    window: int | None = None,
+    document_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """IHA, Algorithm 1, steps 2 to 5, as written, on SDPA: arguments and result of `fused_attention`. Documents
+    without a window take a dense mask."""
+    num_pseudo_heads = weights.collapse.shape[1]
+    states = [mix(base, alpha) for base, alpha in zip((query, key, value), weights)]
+    if weights.rotation is not None:
+        cos, sin = (table.to(query.dtype).unsqueeze(1) for table in weights.rotation)
+        states[:2] = [rotate(virtual, cos, sin) for virtual in states[:2]]
+    states = [interleave(virtual).to(value.dtype) for virtual in states]
+    length = states[0].shape[2]
+    if document_ids is not None:
+        document_ids = document_ids.repeat_interleave(num_pseudo_heads, dim=1)
+    layer = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
+    if window is not None and window * num_pseudo_heads < length:
+        if document_ids is None:
+            document_ids = torch.zeros(1, length, dtype=torch.int, device=query.device)
+        options = {"sliding_window": window * num_pseudo_heads, "scaling": scaling}
+        output, _ = window_attention(sdpa_attention_forward, document_ids, layer, *states, None, **options)
+    else:
+        mask = None
+        if document_ids is not None:
+            mask = (document_ids[:, :, None] == document_ids[:, None, :]).tril_().unsqueeze(1)
+        output, _ = sdpa_attention_forward(layer, *states, mask, scaling=scaling)
+    return collapse(output, weights.collapse, num_pseudo_heads)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: IHAWeights,
+    scaling: float,
+    window: int | None = None,
+    document_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fused_attention` where there is no `obstacle`, and otherwise `stock_attention` with one warning."""
+    reason = obstacle(value, weights)
+    if reason is None:
+        form = fused_triton.fused_attention
+    else:
+        logger.warning_once(f"The fused kernels of gpu_kernels are not used, the stock form is: {reason}.")
+        form = stock_attention
+    return form(query, key, value, weights, scaling, window, document_ids)
