@@ -2,7 +2,7 @@
 
 Every finished step is kept in outputs/checkpoints and not repeated: the command can be stopped and started again. All
 runs on one CPU thread, because the number of threads changes the last bits of a sum. Weights agree bit for bit, or, on
-a processor that rounds otherwise, the held-out loss of a trained model agrees to within TOLERANCE.
+a processor that rounds otherwise, the losses that were measured agree to within TOLERANCE.
 
 The fine-tuned SmolLM2 beside its MHA twin takes hours and comes from a run directory of experiments/warm_start.py;
 without --warm-start it is left out.
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -36,20 +37,16 @@ from benchmarks.harness import processor
 from command_io import ROOT, UserError, new_directory, read_json, run_cli, whole_file, write_json
 from conversion_scripts.checkpoint_io import fingerprint, load_config, load_config_dict, smollm2_gguf
 from evaluation.run import commit
-from model_cards.render import figure_text, markdown_table, read_results, update
+from model_cards.render import figure_text, markdown_table, read_results, source_name, update
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 INDEX = Path(__file__).parent
 OUTPUT = Path("outputs/checkpoints")
-# Nats per token, of the held-out loss.
+# Nats a token, of each loss in results.json.
 TOLERANCE = 0.05
-LIBRARIES = ("torch", "transformers", "trl", "safetensors", "tokenizers", "gguf", "reasoning-gym")
-# What stands for the place of SmolLM2's weights in the commands.
-SMOLLM2 = '"$SMOLLM2"'
-FIND_SMOLLM2 = "from conversion_scripts.checkpoint_io import smollm2_gguf; print(smollm2_gguf())"
-SUMS = ("--options", "min_terms=2", "max_terms=3", "min_digits=1", "max_digits=1")
+LIBRARIES = ("torch", "transformers", "trl", "safetensors", "tokenizers", "gguf", "lm_eval", "reasoning-gym")
 CURVES = "![Curves of the run](curves.png)"
 
 
@@ -90,50 +87,42 @@ class Made:
         finally:
             sys.argv = before
 
+    def evaluate(self, directory: Path, length: int, *tasks: str) -> None:
+        """Measure the loss on another text by position, and further `tasks` of RULER."""
+        names = ("--suite", "ruler", "--tasks", *tasks, "perplexity_by_position", "--lengths", str(length))
+        how = ("--limit", "8", "--data", "evaluation/smoke_data", "--output", directory)
+        self.step(directory / "results.json", "evaluation.run", self.checkpoint, *names, *how)
+        self.results = read_results(directory)
+
 
 # Recipes
 
 
 def convert(pseudo_heads: int, output: Path, name: str) -> Made:
     """SmolLM2-135M-Instruct converted to IHA with P pseudo-heads, verified against its source and evaluated."""
-    made, source = Made(output / name / "checkpoint"), smollm2_gguf()
-    made.step(
-        made.checkpoint,
-        *("conversion_scripts.convert_llama_to_iha", source, made.checkpoint, "--num-pseudo-heads", str(pseudo_heads)),
-    )
-    verified, evaluated = output / name / "verify.json", output / name / "evaluation"
-    made.step(
-        verified,
-        "conversion_scripts.verify_conversion",
-        source,
-        made.checkpoint,
-        "--tokens",
-        "128",
-        "--json",
-        verified,
-    )
-    tasks = ("--tasks", "niah_single_1", "niah_multikey_1", "--lengths", "512", "--limit", "8")
-    where = ("--data", "evaluation/smoke_data", "--max-new-tokens", "32", "--output", evaluated)
-    made.step(evaluated / "results.json", "evaluation.run", made.checkpoint, "--suite", "ruler", *tasks, *where)
-    made.results, made.checks = read_results(evaluated), {"verified": read_json(verified)}
+    made, source, verified = Made(output / name / "checkpoint"), smollm2_gguf(), output / name / "verify.json"
+    command = ("conversion_scripts.convert_llama_to_iha", source, made.checkpoint)
+    made.step(made.checkpoint, *command, "--num-pseudo-heads", str(pseudo_heads))
+    made.step(verified, "conversion_scripts.verify_conversion", source, made.checkpoint, "--json", verified)
+    made.checks = {"verified": read_json(verified)}
+    made.evaluate(output / name / "evaluation", 512, "niah_single_1", "niah_multikey_1")
     return made
 
 
 def train_tiny(kind: str, output: Path, name: str) -> Made:
-    """A tiny model of one mechanism, trained from scratch on sums and scored on sums it has not seen."""
-    run = output / name / "run"
+    """A tiny model of one mechanism, trained from scratch on the bytes of a story."""
+    untrained, run = output / name / "untrained", output / name / "run"
     made = Made(run / "final", run=run)
-    train, test, scores = output / "sums.jsonl", output / "test-sums.jsonl", output / name / "chain_sum.json"
-    made.step(train, "sft.make_reasoning_data", train, "--rows", "900", *SUMS)
-    held_out = ("--rows", "100", "--seed", "1", "--exclude", train)
-    made.step(test, "sft.make_reasoning_data", test, *held_out, *SUMS)
-    made.step(output / name / "untrained", "model_cards.untrained", kind, output / name / "untrained")
-    what = ("--model_name_or_path", output / name / "untrained", "--dataset_name", train, "--output_dir", run)
+    made.step(untrained, "model_cards.untrained", kind, untrained)
+    what = ("--model_name_or_path", untrained, "--dataset_name", story(), "--output_dir", run)
     made.step(made.checkpoint, "sft.train", "--config", "model_cards/tiny.yaml", *what)
-    settings = ("--batch-size", "100", "--max-new-tokens", "48", "--json", scores)
-    made.step(scores, "sft.score_reasoning", made.checkpoint, test, *settings)
-    made.results = reasoning_results(made.checkpoint, run, [scores])
+    made.evaluate(output / name / "evaluation", 256)
     return made
+
+
+def story() -> Path:
+    """In the Year 2889, a short story by Jules Verne of which reasoning-gym holds a copy."""
+    return Path(find_spec("reasoning_gym").origin).parent / "data" / "in_the_year_2889.txt"
 
 
 def fine_tuned(variant: str, warm_start: Path | None, output: Path, name: str) -> Made | None:
@@ -162,7 +151,7 @@ def tasks(run: Path) -> list[Path]:
 
 def reasoning_results(checkpoint: Path, run: Path, scores: list[Path]) -> dict:
     """The results of sft/score_reasoning.py and the held-out loss of a run, in the form of a results.json."""
-    record, loss = read_json(run / "run.json"), held_out_loss(run)
+    record, loss = read_json(run / "run.json"), read_json(run / "loss.json")["eval"][-1][1]
     about = {"samples_each": 1, "truncated_prompts": 0, "unfinished_replies": 0}
     measured = {
         "held-out rows": {
@@ -188,10 +177,6 @@ def reasoning_results(checkpoint: Path, run: Path, scores: list[Path]) -> dict:
     }
 
 
-def held_out_loss(run: Path) -> float:
-    return read_json(run / "loss.json")["eval"][-1][1]
-
-
 # The index
 
 
@@ -204,19 +189,36 @@ def weights_sha256(checkpoint: Path) -> dict[str, str]:
     return hashes
 
 
-def compare(name: str, made: Made, recorded: dict) -> str:
-    """How what was made agrees with its record. Raises `UserError` when it does not."""
-    found = weights_sha256(made.checkpoint)
-    if found == recorded["weights_sha256"]:
+def losses(results: dict) -> dict[tuple[str, str], float]:
+    """Each loss in a results.json, by task and metric."""
+    return {
+        (name, metric): figure["value"]
+        for name, task in results["tasks"].items()
+        for metric, figure in task["metrics"].items()
+        if "loss" in metric
+    }
+
+
+def compare(name: str, made: Made, folder: Path) -> str:
+    """How what was made agrees with its record in `folder`. Raises `UserError` when it does not."""
+    if weights_sha256(made.checkpoint) == read_json(folder / "record.json")["weights_sha256"]:
         return "the recorded weights, bit for bit"
-    loss, then = made.run and held_out_loss(made.run), recorded.get("held_out_loss")
-    if loss is not None and then is not None and abs(loss - then) <= TOLERANCE:
-        return f"other bits than recorded; held-out loss {loss:.4f}, recorded {then:.4f}, within {TOLERANCE}"
-    figures = "" if then is None else f" and held-out loss {loss:.4f} instead of {then:.4f}"
+    found, recorded = losses(made.results), losses(read_json(folder / "results.json"))
+    apart = max((abs(found.get(key, math.inf) - loss) for key, loss in recorded.items()), default=math.inf)
+    if apart <= TOLERANCE:
+        return f"other bits than recorded; the losses differ by up to {apart:.4f} nats, within {TOLERANCE}"
     raise UserError(
-        f"{name} has other weights than recorded{figures}. Compare machine and versions with those of its record.json; "
-        f"remove its folder in model_cards/ to record it anew."
+        f"{name} has other weights than recorded, and losses that differ by up to {apart:.4f} nats: expected at most "
+        f"{TOLERANCE}. Compare machine and versions with those of {folder / 'record.json'}; remove that folder to record it anew."
     )
+
+
+def training(run: Path) -> dict:
+    """What a run was made of, with no path of this machine, and its losses."""
+    made_of = read_json(run / "run.json")
+    for section in ("data", "base_model"):
+        made_of[section]["name"] = source_name(made_of[section]["name"])
+    return {"losses": read_json(run / "loss.json"), **made_of}
 
 
 def record(name: str, made: Made, index: Path) -> None:
@@ -234,22 +236,26 @@ def record(name: str, made: Made, index: Path) -> None:
             "machine": processor(),
             "versions": {library: version(library) for library in LIBRARIES},
         }
-        if made.run:
-            found |= {"held_out_loss": held_out_loss(made.run), "tolerance": TOLERANCE}
-            found |= {"losses": read_json(made.run / "loss.json"), "run": read_json(made.run / "run.json")}
-        write_json(folder / "record.json", found | made.checks)
+        write_json(
+            folder / "record.json", found | ({"training": training(made.run)} if made.run else {}) | made.checks
+        )
         (folder / "commands.sh").write_text(script(made.commands), encoding="utf-8")
 
 
 def script(commands: list[list[str]]) -> str:
     """The commands as a shell script, with no path of this machine."""
     lines = ["# In the root of a checkout, after `make .venv/test-installed`.", "export OMP_NUM_THREADS=1"]
-    source = str(smollm2_gguf())
-    if any(source in command for command in commands):
-        lines.append(f"SMOLLM2=$(python -c {shlex.quote(FIND_SMOLLM2)})")
+    places = {
+        "SMOLLM2": (smollm2_gguf, "from conversion_scripts.checkpoint_io import smollm2_gguf as place"),
+        "STORY": (story, "from model_cards.make_checkpoints import story as place"),
+    }
+    variables = {}
+    for variable, (place, program) in places.items():
+        if any(str(place()) in command for command in commands):
+            variables[str(place())] = f'"${variable}"'
+            lines.append(f"{variable}=$(python -c {shlex.quote(f'{program}; print(place())')})")
     for command in commands:
-        words = [SMOLLM2 if word == source else shlex.quote(word) for word in command]
-        lines.append(f"python -m {' '.join(words)}")
+        lines.append(f"python -m {' '.join(variables.get(word, shlex.quote(word)) for word in command)}")
     return "\n".join(lines) + "\n"
 
 
@@ -309,12 +315,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if made is None:
             continue
         update(made.checkpoint, name, made.results, made.twin)
-        if (path := args.index / name / "record.json").is_file():
-            print(f"{name}: {compare(name, made, read_json(path))}", flush=True)
+        if (folder := args.index / name).is_dir():
+            print(f"{name}: {compare(name, made, folder)}", flush=True)
         else:
             record(name, made, args.index)
             write_index(args.index)
-            print(f"{name}: recorded in {args.index / name}", flush=True)
+            print(f"{name}: recorded in {folder}", flush=True)
 
 
 if __name__ == "__main__":

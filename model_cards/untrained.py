@@ -23,23 +23,20 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
-# Those of sft/chat_templates, and the markers of OpenThoughts' answers.
+# Those of sft/chat_templates.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MARKERS = ("<|begin_of_thought|>", "<|end_of_thought|>", "<|begin_of_solution|>", "<|end_of_solution|>")
 
 DETAILS = "## Training\n\nNone: the weights are random (`python -m model_cards.untrained`)."
 
 
-def byte_tokenizer(special: Sequence[str] = SPECIAL, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """One token for each byte, each special token and each of `words`. The first special token pads, the last one ends
-    a text."""
+def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
+    """One token for each byte and each special token, of which the first pads and the last ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: index for index, piece in enumerate([*special, *alphabet, *words])}
+    vocabulary = {piece: index for index, piece in enumerate([*special, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[-1])
 
 
@@ -49,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("kind", choices=ATTENTION_CLASSES, help="attention mechanism")
     parser.add_argument("dst", type=Path, help="new directory")
     args = parser.parse_args(argv)
-    tokenizer, form = byte_tokenizer(words=MARKERS), next(iter(mechanism_of(args.kind).forms.values()))
+    tokenizer, form = byte_tokenizer(), next(iter(mechanism_of(args.kind).forms.values()))
     fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     fields |= {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True, "attention_kinds": args.kind}
     torch.manual_seed(0)
