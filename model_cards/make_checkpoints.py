@@ -267,9 +267,9 @@ def index_table(index: Path) -> str:
         config = IHAConfig(**found["config"])
         kinds = ", ".join(dict.fromkeys(config.attention_kinds))
         figures = [
-            f"{task} {metric} {figure_text(figure, 'loss' not in metric)} (n = {entry['examples']})"
+            f"{task} (n = {entry['examples']}): "
+            + ", ".join(f"{name} {figure_text(each, 'loss' not in name)}" for name, each in entry["metrics"].items())
             for task, entry in results["tasks"].items()
-            for metric, figure in entry["metrics"].items()
         ]
         weights = ", ".join(sha[:12] for sha in found["weights_sha256"].values())
         heads = str(config.num_pseudo_heads) if "iha" in config.attention_kinds else "–"
@@ -319,8 +319,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name}: {compare(name, made, folder)}", flush=True)
         else:
             record(name, made, args.index)
-            write_index(args.index)
             print(f"{name}: recorded in {folder}", flush=True)
+    # Last: a changed file of the repository would stand in the later records.
+    write_index(args.index)
 
 
 if __name__ == "__main__":

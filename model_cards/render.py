@@ -8,6 +8,7 @@ example: python -m model_cards.render smollm2-iha --name me/smollm2-iha --result
 
 import argparse
 import json
+import math
 import re
 import shlex
 import sys
@@ -164,13 +165,12 @@ def _cost(config: IHAConfig) -> str:
         return f"The cost model does not know {', '.join(map(repr, unknown))}."
     tokens = config.max_position_embeddings
     ours, mha = (cost_of_model(each, tokens) for each in (config, with_mha(config, "full_attention")))
-    titles = ("FLOPs of a forward", "FLOPs of a training step", "FLOPs of one more token")
-    # Two FLOPs for each multiply-add.
-    units = {"Parameters": (1, ""), **dict.fromkeys(titles, (2e-9, "G"))}
-    units |= dict.fromkeys(("Values in the KV cache", "Values kept for the backward"), (1, ""))
+    titles = ("Parameters", "FLOPs of a forward", "FLOPs of a training step", "FLOPs of one more token")
+    titles += ("Values in the KV cache", "Values kept for the backward")
     rows = [
-        [title, *(f"{scale * cost:,.{3 if unit else 0}f} {unit}".rstrip() for cost in (a, b)), f"{a / b:.3f}"]
-        for (title, (scale, unit)), a, b in zip(units.items(), astuple(ours), astuple(mha))
+        # Two FLOPs for each multiply-add.
+        [title, *(_short(2 * cost) if "FLOPs" in title else f"{cost:,}" for cost in (a, b)), f"{a / b:.3f}"]
+        for title, a, b in zip(titles, astuple(ours), astuple(mha))
     ]
     about = (
         f"Predicted by the cost model (`python -m benchmarks.cost`) for one sequence of {tokens:,} tokens, beside the same model with "
@@ -178,6 +178,12 @@ def _cost(config: IHAConfig) -> str:
         "not. These are no measurements of time."
     )
     return f"{about}\n\n{markdown_table(['', 'this model', 'mha', 'ratio'], rows)}".rstrip()
+
+
+def _short(number: float) -> str:
+    """A large number in four digits, such as "45.38 T"."""
+    thousands = max(0, int(math.log10(number)) // 3)
+    return f"{number / 1000**thousands:.4g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[thousands]}".rstrip()
 
 
 def _architecture(config: IHAConfig) -> str:
