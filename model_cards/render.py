@@ -45,13 +45,13 @@ HUB_BENCHMARKS = {
 # Text for cards
 
 
-def one_printable_line(text: str) -> str:
+def one_printable_line(text: object) -> str:
     """`text` without line breaks and runs of blanks; U+FFFD stands for what does not print or is no Unicode."""
     line = " ".join(str(text).split())
     return "".join(character if character.isprintable() else "\ufffd" for character in line)
 
 
-def markdown(text: str) -> str:
+def markdown(text: object) -> str:
     """`text` on one line, to be read as it stands wherever a Markdown document has words."""
     # An underscore between letters is no markup.
     return re.sub(r"[\\`*\[\]<>|#~$&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", one_printable_line(text))

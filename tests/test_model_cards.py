@@ -8,22 +8,28 @@ import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from helpers import command, last_line, random_model, small_config
 from huggingface_hub import ModelCard
+from tiny_sources import save_tiny_source
 from tiny_training import byte_tokenizer
+from transformers import TrainingArguments
 
 from benchmarks.cost import model as cost_of_model
 from command_io import UserError, read_json
+from conversion_scripts import convert_diffllama_to_iha, convert_llama_to_iha
 from conversion_scripts.checkpoint_io import fingerprint
 from evaluation.data import MANIFEST
 from mechanisms import Mechanism
 from model_cards import make_checkpoints, render
 from model_cards.render import markdown, render_card, schedule, source_name, with_name, with_results
 from modeling_iha import IHAConfig
+from sft import checkpoints
+from sft.arguments import RunArguments
 
 
 # Characters that end a line, a cell, a heading, a code span or a string, that open markup, or that are no UTF-8.
@@ -114,6 +120,38 @@ def test_names_are_read_as_they_stand():
     assert re.sub(r"\\([\\`*\[\]<>|#~$&_])", r"\1", escaped) == line
     assert not re.search(r"(?<!\\)[`*\[\]<>|#~$&]", escaped.replace("\\\\", ""))
     assert markdown("SmolLM2.Q4_K_M.gguf") == "SmolLM2.Q4_K_M.gguf"
+
+
+@pytest.mark.parametrize(
+    "module", [convert_llama_to_iha, convert_diffllama_to_iha], ids=lambda module: module.__name__
+)
+def test_a_source_with_an_odd_name_is_converted(module, tmp_path, monkeypatch, capsys):
+    """Every Markdown table and heading of its card is that of a plain name."""
+    kind = "diffllama" if "diffllama" in module.__name__ else "llama"
+    options = [] if kind == "diffllama" else ["--num-pseudo-heads", "2"]
+    cards = []
+    for name in ("plain", "x\n# y|`z\x1b"):
+        source, target = tmp_path / name, tmp_path / "made" / name
+        save_tiny_source(source, kind)
+        code, _, err = command(monkeypatch, capsys, module, source, target, *options)
+        assert code == 0, err
+        cards.append((target / "README.md").read_text(encoding="utf-8"))
+    headings = [re.findall("^#+ .*$", card, re.MULTILINE) for card in cards]
+    assert headings[0][1:] == headings[1][1:] and headings[1][0] == "# x \\# y\\|\\`z\ufffd"
+    assert "Converted from x \\# y\\|\\`z\ufffd (" in cards[1]
+
+
+def test_a_run_on_files_with_odd_names_keeps_its_table(tmp_path):
+    run = RunArguments(model_name_or_path="a|b\n# c", dataset_name="d|e\n# f")
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    trainer = SimpleNamespace(state=SimpleNamespace(log_history=[], global_step=1), args=args, _name="SFT")
+    record = {"code": {"commit": None, "sha256": "0"}, "recipe": {"seed": "1|2\n3"}, "processes": {"number": 1}}
+    record |= {"base_model": {"sha256": "0"}, "data": {"sha256": "0"}, "versions": {}}
+    lines = checkpoints._card_details(trainer, run, record).splitlines()
+    assert [line for line in lines if line.startswith("#")] == ["## Fine-tuning"]
+    rows = lines[lines.index("|---|---|") + 1 :]
+    assert rows[:2] == [r"| Base model | a\|b \# c, SHA-256 0 |", r"| Data | d\|e \# f, SHA-256 0 |"]
+    assert rows[-1] == r"| `seed` | 1\|2 3 |"
 
 
 def test_the_example_of_a_card_runs_as_it_stands(checkpoint, tmp_path):
