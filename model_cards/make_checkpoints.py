@@ -156,7 +156,7 @@ def reasoning_results(checkpoint: Path, run: Path, scores: list[Path]) -> dict:
     measured = {
         "held-out rows": {
             "metrics": {"loss": {"value": loss, "stderr": None}},
-            "examples": record["recipe"]["eval_size"],
+            "examples": int(record["recipe"]["eval_size"]),
         }
     }
     for path in scores:
@@ -298,7 +298,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Make the checkpoints that the command line names, all by default. Raises `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="checkpoints to make (default: all)")
-    parser.add_argument("--warm-start", type=Path, help="output directory of experiments/warm_start.py")
+    parser.add_argument(
+        "--warm-start", type=Path, help="output directory of experiments/warm_start.py; its card gets the results"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, help=f"where they are made (default: {OUTPUT})")
     parser.add_argument("--index", type=Path, default=INDEX, help="where the records are (default: model_cards)")
     args = parser.parse_args(argv)
