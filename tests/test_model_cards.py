@@ -2,6 +2,7 @@
 model_cards/, one of which is made again."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -336,9 +337,10 @@ def test_what_differs_from_its_record_is_named(made, tmp_path, index, monkeypatc
 def test_the_commands_name_no_place_of_this_machine(made):
     script = make_checkpoints.script(made.commands)
     assert script.endswith("python -m module 'an argument' \"$STORY\"\n") and "SMOLLM2" not in script
-    program = re.search(r"python -c '(.*)'\)", script)[1]
-    found = subprocess.run([sys.executable, "-c", program], cwd=make_checkpoints.ROOT, capture_output=True, text=True)
-    assert found.stdout.strip() == str(make_checkpoints.story()), found.stderr
+    assignment = next(line for line in script.splitlines() if line.startswith("STORY="))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shown = subprocess.run(["sh", "-c", f'PATH="{path}"; {assignment}; echo "$STORY"'], capture_output=True, text=True)
+    assert shown.stdout.strip() == str(make_checkpoints.story()), shown.stderr
 
 
 def test_what_is_missing_is_left_out_or_named(tmp_path, index, capsys):
