@@ -93,6 +93,9 @@ class Made:
         how = ("--limit", "8", "--data", "evaluation/smoke_data", "--output", directory)
         self.step(directory / "results.json", "evaluation.run", self.checkpoint, *names, *how)
         self.results = read_results(directory)
+        # What `main` does for every recipe.
+        render = ("model_cards.render", self.checkpoint, "--name", directory.parent.name, "--results", directory)
+        self.commands.append(list(map(str, render)))
 
 
 # Recipes

@@ -111,6 +111,9 @@ def test_no_name_breaks_a_card(name):
     different = [pair for pair in zip(lines, expected, strict=True) if pair[0] != pair[1]]
     assert len(different) == (4 if name == NASTY else 0)
     assert all(line.startswith(("# ", "name = ", "name=", "The code in")) for line, _ in different)
+    read = {}
+    exec(next(line for line in lines if line.startswith("name = ")), read)
+    assert read["name"] == render.one_printable_line(name)
     assert cards[0].data.to_dict().keys() == cards[1].data.to_dict().keys()
     str(cards[0]).encode()
 
