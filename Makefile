@@ -3,7 +3,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 OLDEST := .venv-oldest/bin/python
 
-.PHONY: help demo test test-full test-oldest bench gpu lint clean
+.PHONY: help demo test test-full test-oldest bench gpu checkpoints lint clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (2 minutes)"
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=decode for one)"
+	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make lint   ruff only"
 	@echo "make clean  remove .venv, .venv-oldest and outputs"
 
@@ -67,6 +68,9 @@ bench: .venv/installed
 # The environment of a GPU is taken as it is.
 gpu:
 	$(PYTHON) -m benchmarks.gpu $(SLICE)
+
+checkpoints: .venv/test-installed
+	OMP_NUM_THREADS=1 $(RUN) -m model_cards.make_checkpoints
 
 clean:
 	rm -rf .venv .venv-oldest outputs

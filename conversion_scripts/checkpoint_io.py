@@ -4,6 +4,7 @@ A checkpoint that does not load completely is refused. A saved directory can be 
 package, which proves that it is complete.
 """
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -43,6 +44,9 @@ from transformers.utils.hub import get_checkpoint_shard_files
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 from command_io import UserError, one_line, read_json
 
+
+# The files of a checkpoint's directory that decide what is loaded.
+_LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
 
 # A word in the advice of other libraries that no command here can follow -> the text that replaces the advice.
 _ADVICE = {
@@ -243,6 +247,20 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
             f"has {vocab_size} rows."
         )
     return tokenizer
+
+
+def fingerprint(source: str | os.PathLike) -> str:
+    """What tells one checkpoint from another: the SHA-256 of a GGUF file or of what a directory is loaded from, or the
+    commit of a Hub id."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        return f"{source}@{load_config(source)._commit_hash}"
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in _LOADED)
+    together = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as content:
+            together.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+    return together.hexdigest()
 
 
 def smollm2_gguf() -> Path:

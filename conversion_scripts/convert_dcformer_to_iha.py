@@ -26,7 +26,7 @@ from conversion_scripts.checkpoint_io import (
     load_weights,
 )
 from conversion_scripts.convert_llama_to_iha import check_sizes, new_config, write_checkpoint
-from model_cards.render import source_name
+from model_cards.render import markdown, source_name
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -292,7 +292,7 @@ def main() -> None:
         print(f"Converting {model.num_parameters():,} parameters, {model.dtype}", flush=True)
 
         details = (
-            f"## Conversion\n\nConverted from {source_name(args.src)} (dcformer). The model computes what its source does, "
+            f"## Conversion\n\nConverted from {markdown(source_name(args.src))} (dcformer). The model computes what its source does, "
             "up to rounding."
         )
         write_checkpoint(directory, model, tokenizer, args.src, args.dst, details)

@@ -23,7 +23,7 @@ from conversion_scripts.convert_llama_to_iha import (
     new_config,
     write_checkpoint,
 )
-from model_cards.render import source_name
+from model_cards.render import markdown, source_name
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -76,7 +76,7 @@ def main() -> None:
         tokenizer = load_tokenizer(args.src, source.config.vocab_size)
         model = convert(source)
         details = (
-            f"## Conversion\n\nConverted from {source_name(args.src)} (diffllama). Before any further training the model computes what "
+            f"## Conversion\n\nConverted from {markdown(source_name(args.src))} (diffllama). Before any further training the model computes what "
             "its source does, up to rounding, for sequences of any length."
         )
         write_checkpoint(directory, model, tokenizer, args.src, args.dst, details)

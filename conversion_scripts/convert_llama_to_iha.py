@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from command_io import UserError, new_directory, one_line, run_cli
 from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
 from mechanisms import all_mechanisms, mechanism_of
-from model_cards.render import render_card, source_license, source_name
+from model_cards.render import markdown, render_card, source_license, source_name
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -333,7 +333,7 @@ def describe(source: str, source_config: PreTrainedConfig, config: IHAConfig, sc
     if "iha" in config.attention_kinds:
         how = f"with {config.num_pseudo_heads} pseudo-heads and the {schedule} schedule"
     return (
-        f"## Conversion\n\nConverted from {source_name(source)} ({source_config.model_type}) {how}. Before any further training "
+        f"## Conversion\n\nConverted from {markdown(source_name(source))} ({source_config.model_type}) {how}. Before any further training "
         f"the model computes what its source does, up to rounding, for {lengths}."
     )
 

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from command_io import read_json, whole_file
 from evaluation import ruler
+from model_cards.render import figure_text, markdown_table
 
 
 PAPER = read_json(Path(__file__).with_name("paper.json"))
@@ -33,19 +34,6 @@ def ruler_means(tasks: dict[str, dict]) -> dict:
     lengths = sorted({int(name.partition("@")[2]) for name in names})
     by_length = {str(length): figures([n for n in names if n.endswith(f"@{length}")]) for length in lengths}
     return {"by_length": by_length, "all": figures(names), "tasks": sorted({n.partition("@")[0] for n in names})}
-
-
-def figure_text(figure: dict | None, percent: bool) -> str:
-    if figure is None:
-        return "–"
-    scale, digits = (100, 1) if percent else (1, 3)
-    error = "" if figure["stderr"] is None else f" ± {scale * figure['stderr']:.{digits}f}"
-    return f"{scale * figure['value']:.{digits}f}{error}"
-
-
-def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
 def _tasks_table(tasks: dict[str, dict]) -> str:

@@ -34,7 +34,7 @@ from lm_eval.api.task import ConfigurableTask
 from transformers import PreTrainedTokenizerBase
 
 from command_io import UserError, read_json, run_cli, whole_file, write_json
-from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
+from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer
 from evaluation import data, report, ruler, run_code, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
 from evaluation.records import Records
@@ -44,20 +44,6 @@ from model_cards.render import source_name
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
 # The modules of this directory that decide on a task's figures.
 _DECIDING = ("data", "recorded_model", "ruler", "run", "run_code", "scores", "suites", "task_rows")
-_LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
-
-
-def fingerprint(source: str) -> str:
-    """What tells one checkpoint from another: the SHA-256 of a GGUF file or of what a directory is loaded from, or the
-    commit of a Hub id."""
-    path = Path(source).expanduser()
-    if not path.exists():
-        return f"{source}@{load_config(source)._commit_hash}"
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in _LOADED)
-    together = hashlib.sha256()
-    for file in files:
-        together.update(f"{file.name} {data.file_sha256(file)}\n".encode())
-    return together.hexdigest()
 
 
 def claim_output(directory: Path, identity: dict, rank: int) -> None:

@@ -26,6 +26,7 @@ class Mechanism:
     Attributes:
         card: what a layer does, for the reader of a model card; `{config.field}` is a field of its config. The default
             is the first sentence of the class's docstring.
+        paper: where the mechanism was published, in Markdown.
         cost: a function of (config, tokens, window in tokens or `None`, form as in `score_products`) that returns the
             cost of the attention between the projections.
         start: a function of (config, generator, value offsets "balanced" or "none") that returns parameters of the
@@ -40,6 +41,7 @@ class Mechanism:
     """
 
     card: str | None = None
+    paper: str | None = None
     cost: Callable[[IHAConfig, int, int | None, str], Cost] | None = None
     start: Callable[[IHAConfig, torch.Generator, str], dict[str, torch.Tensor]] | None = None
     deviations: Callable[[torch.nn.Module, IHAConfig], dict[str, torch.Tensor]] | None = None

@@ -15,6 +15,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
 
 MECHANISM = Mechanism(
     card="differential attention as in DiffLlama: the difference of two softmaxes over the same values.",
+    paper="Ye et al., 2024, [Differential Transformer](https://arxiv.org/abs/2410.05258)",
     cost=cost,
     control="lambda_q1",
 )

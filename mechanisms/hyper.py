@@ -19,6 +19,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
 
 MECHANISM = Mechanism(
     card="HyperAttention: every token attends to tuples of tokens.",
+    paper="A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions: "
+    "Representation, Training, Generalization",
     cost=cost,
     forms={
         "hyper, windows of 32": {"layer_types": "sliding_attention", "sliding_window": 32},

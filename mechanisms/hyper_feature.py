@@ -17,6 +17,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
 
 MECHANISM = Mechanism(
     card="HyperFeatureAttention: a head's scores are products of several features' scores.",
+    paper="A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions: "
+    "Representation, Training, Generalization",
     cost=cost,
     forms={"hyper_feature, order 4": {"attention_options": {"hyper_feature": {"orders": 4}}}},
 )

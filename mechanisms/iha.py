@@ -109,6 +109,8 @@ MECHANISM = Mechanism(
     card="Interleaved Head Attention: every head is a learned combination of all heads, and every token takes part in attention as "
     "{config.num_pseudo_heads} interleaved pseudo-tokens. The KV cache holds base keys and values only, so it is as large as that of "
     "the same model with ordinary attention.",
+    paper="Duvvuri, Ekbote, Bansal, Tiwari, Khatri, Brandfonbrener, Liang, Dhillon and Zaheer, "
+    "Interleaved Head Attention",
     cost=cost,
     start=start,
     deviations=deviations,

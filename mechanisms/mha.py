@@ -23,6 +23,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
 
 MECHANISM = Mechanism(
     card="ordinary multi-head attention.",
+    paper="Vaswani et al., 2017, [Attention Is All You Need](https://arxiv.org/abs/1706.03762)",
     cost=cost,
     deviations=lambda attention, config: {},
 )

@@ -14,6 +14,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
 
 MECHANISM = Mechanism(
     card="2-simplicial attention: every token attends to pairs of tokens.",
+    paper="Roy et al., 2025, Fast and Simplex: 2-Simplicial Attention in Triton",
     cost=cost,
     forms={"simplicial, windows of 32": {"layer_types": "sliding_attention", "sliding_window": 32}},
 )

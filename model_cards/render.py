@@ -1,24 +1,76 @@
-"""Writes the model card of a checkpoint from `template.md`."""
+"""Model cards: one template, filled from a model's config, from how it was made and from its evaluation.
 
+The converters and trainers write the card of a checkpoint. This command gives it the name under which it is published,
+or the results of `python -m evaluation.run`.
+
+example: python -m model_cards.render smollm2-iha --name me/smollm2-iha --results outputs/evaluation/smollm2-iha
+"""
+
+import argparse
+import json
+import math
+import re
+import shlex
+import sys
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 
+import yaml
 from gguf import GGUFReader
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from transformers.utils import cached_file
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import model as cost_of_model
+from benchmarks.cost import with_mha
+from command_io import ROOT, UserError, read_json, run_cli, whole_file
+from conversion_scripts.checkpoint_io import fingerprint
 from mechanisms import mechanism_of
 from modeling_iha import IHAConfig
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
+NOT_EVALUATED = "Not evaluated."
+# Tasks of evaluation/ whose benchmark has a leaderboard on the Hub: dataset, its task, our metric, and the test rows.
+HUB_BENCHMARKS = {
+    "gsm8k": ("openai/gsm8k", "gsm8k", "pass@1", "gsm8k/test.jsonl"),
+    "gsm8k_5shot": ("openai/gsm8k", "gsm8k", "exact_match", "gsm8k/test.jsonl"),
+}
 
-USAGE = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
-inputs = tokenizer("The capital of France is", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"""
+
+# Text for cards
+
+
+def one_printable_line(text: object) -> str:
+    """`text` without line breaks and runs of blanks; U+FFFD stands for what does not print or is no Unicode."""
+    line = " ".join(str(text).split())
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)
+
+
+def markdown(text: object) -> str:
+    """`text` on one line, to be read as it stands wherever a Markdown document has words."""
+    # An underscore between letters is no markup.
+    return re.sub(r"[\\`*\[\]<>|#~$&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", one_printable_line(text))
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def figure_text(figure: dict | None, percent: bool) -> str:
+    if figure is None:
+        return "–"
+    scale, digits = (100, 1) if percent else (1, 3)
+    error = "" if figure["stderr"] is None else f" ± {scale * figure['stderr']:.{digits}f}"
+    return f"{scale * figure['value']:.{digits}f}{error}"
+
+
+# What the converters and trainers write
 
 
 def render_card(
@@ -39,6 +91,7 @@ def render_card(
         datasets (`list[str]`, *optional*): Hub ids of the training data.
         details (`str`, *optional*): Markdown sections on how the checkpoint was made and what holds for it.
     """
+    name = one_printable_line(name)
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -47,18 +100,24 @@ def render_card(
         license=license,
         datasets=datasets,
     )
+    kinds = {kind: mechanism_of(kind) for kind in dict.fromkeys(config.attention_kinds)}
+    weights = f"The weights are under {markdown(license)}." if license else "No licence of the weights is known."
     return str(
         ModelCard.from_template(
             metadata,
             template_path=str(TEMPLATE),
-            name=name,
-            mechanisms="\n".join(
-                f'- "{kind}": {mechanism_of(kind).card.format(config=config)}'
-                for kind in dict.fromkeys(config.attention_kinds)
-            ),
-            usage=USAGE.format(name=name),
+            title=markdown(name),
+            python_name=json.dumps(name, ensure_ascii=False),
+            shell_name=shlex.quote(name),
+            mechanisms="\n".join(f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()),
+            schedule=schedule(config),
             details=details.strip(),
+            evaluation=NOT_EVALUATED,
+            cost=_cost(config),
             architecture=_architecture(config),
+            limits=_limits(config),
+            weights_licence=weights,
+            papers="\n".join(dict.fromkeys(f"- {known.paper}" for known in kinds.values() if known.paper)),
         )
     )
 
@@ -80,25 +139,228 @@ def source_license(source: str) -> str | None:
             license = ModelCard.load(card, ignore_metadata_errors=True).data.license if card else None
     except Exception:
         return None
-    return license if isinstance(license, str) else None
+    return one_printable_line(license) if isinstance(license, str) else None
 
 
 def source_name(source: str) -> str:
-    """What to call the source in public: a Hub id whole, of a local path only its last part."""
-    return Path(source).name if Path(source).exists() else source
+    """What to call the source in public, on one line: a Hub id whole, of a local path only its last part."""
+    return one_printable_line(Path(source).name if Path(source).exists() else source)
+
+
+def schedule(config: IHAConfig) -> str:
+    """A picture of the layers in text: a row for each kind of layer, a column for each layer."""
+    layers = list(zip(config.attention_kinds, config.layer_types))
+    reach = {"full_attention": "all tokens", "sliding_attention": f"window of {config.sliding_window} tokens"}
+    rows = {layer: f"{layer[0]}, {reach[layer[1]]}" for layer in dict.fromkeys(layers)}
+    width = max(map(len, rows.values()))
+    lines = [f"{'layer':<{width}}  {''.join(f'{number:<5}' for number in range(0, len(layers), 5))}".rstrip()]
+    for row, label in rows.items():
+        lines.append(f"{label:<{width}}  {''.join('█' if layer == row else '·' for layer in layers)}")
+    return "\n".join(lines)
+
+
+def _cost(config: IHAConfig) -> str:
+    """The table of predicted costs beside the same model with "mha" over all tokens in every layer."""
+    if unknown := [kind for kind in dict.fromkeys(config.attention_kinds) if mechanism_of(kind).cost is None]:
+        return f"The cost model does not know {', '.join(map(repr, unknown))}."
+    tokens = config.max_position_embeddings
+    ours, mha = (cost_of_model(each, tokens) for each in (config, with_mha(config, "full_attention")))
+    titles = ("Parameters", "FLOPs of a forward", "FLOPs of a training step", "FLOPs of one more token")
+    titles += ("Values in the KV cache", "Values kept for the backward")
+    rows = [
+        # Two FLOPs for each multiply-add.
+        [title, *(_short(2 * cost) if "FLOPs" in title else f"{cost:,}" for cost in (a, b)), f"{a / b:.3f}"]
+        for title, a, b in zip(titles, astuple(ours), astuple(mha))
+    ]
+    about = (
+        f"Predicted by the cost model (`python -m benchmarks.cost`) for one sequence of {tokens:,} tokens, beside the same model with "
+        'ordinary attention ("mha") over all tokens in every layer. Products of matrices are counted; norms, rotations and softmax are '
+        "not. These are no measurements of time."
+    )
+    return f"{about}\n\n{markdown_table(['', 'this model', 'mha', 'ratio'], rows)}".rstrip()
+
+
+def _short(number: float) -> str:
+    """A large number in four digits, such as "45.38 T"."""
+    thousands = max(0, int(math.log10(number)) // 3)
+    return f"{number / 1000**thousands:.4g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[thousands]}".rstrip()
 
 
 def _architecture(config: IHAConfig) -> str:
-    """The rows of the card's table."""
+    """The table of the config's figures."""
     layers = Counter(zip(config.attention_kinds, config.layer_types))
     rows = [
-        ("Attention layers", ", ".join(f"{count} {kind} ({geometry})" for (kind, geometry), count in layers.items())),
-        ("Heads, key/value heads", f"{config.num_attention_heads}, {config.num_key_value_heads}"),
-        ("Hidden size", config.hidden_size),
-        ("Context length", config.max_position_embeddings),
+        ["Attention layers", ", ".join(f"{count} {kind} ({geometry})" for (kind, geometry), count in layers.items())],
+        ["Heads, key/value heads", f"{config.num_attention_heads}, {config.num_key_value_heads}"],
+        ["Hidden size", str(config.hidden_size)],
+        ["Context length", str(config.max_position_embeddings)],
     ]
     if config.sliding_window is not None:
-        rows.insert(1, ("Sliding window", f"{config.sliding_window} tokens"))
+        rows.insert(1, ["Sliding window", f"{config.sliding_window} tokens"])
     if "iha" in config.attention_kinds:
-        rows += [("Pseudo-heads (P)", config.num_pseudo_heads), ("Pseudo-head positions", config.pseudo_positions)]
-    return "\n".join(f"| {name} | {value} |" for name, value in rows)
+        rows.append(["Pseudo-heads (P)", str(config.num_pseudo_heads)])
+        rows.append(["Pseudo-head positions", config.pseudo_positions])
+    return markdown_table(["", ""], rows).rstrip()
+
+
+def _limits(config: IHAConfig) -> str:
+    """What a user has to know before relying on the model, as a list."""
+    limits = [
+        f"The context is {config.max_position_embeddings:,} tokens; nothing is known of longer texts.",
+        "What the table under Evaluation does not show has not been measured: safety, bias and truth of the text among it. A model "
+        "made from another one has that model's limits too.",
+        'Attention runs on `"sdpa"` and `"eager"`; which mechanisms take FlashAttention and FlexAttention is in docs/SUPPORT.md of the '
+        "code. Servers with an attention of their own (vLLM, SGLang, llama.cpp) do not run it.",
+    ]
+    if ("iha", "full_attention") in zip(config.attention_kinds, config.layer_types):
+        limits.append(
+            f'An "iha" layer over all tokens attends to {config.num_pseudo_heads**2} times the pairs of an "mha" layer: long contexts '
+            "cost more time, though no more cache."
+        )
+    return "\n".join(f"- {limit}" for limit in limits)
+
+
+# What an evaluation and a publication change
+
+
+def with_name(card: str, name: str) -> str:
+    """The `card` of `render_card` with another name in its title, its examples and its metadata, such as the Hub id
+    under which the checkpoint is published. A card that somebody else wrote stays as it is."""
+    name, card = one_printable_line(name), ModelCard(card)
+    lines = {
+        r"^name = .*$": f"name = {json.dumps(name, ensure_ascii=False)}",
+        r"^name=.*$": f"name={shlex.quote(name)}",
+    }
+    if all(re.search(pattern, card.text, re.MULTILINE) for pattern in lines):
+        for pattern, line in {**lines, r"^# .*$": f"# {markdown(name)}"}.items():
+            card.text = re.sub(pattern, lambda _, line=line: line, card.text, count=1, flags=re.MULTILINE)
+        if card.data.eval_results:
+            card.data.model_name = name
+    return str(card)
+
+
+def with_results(card: str, name: str, results: dict, twin: tuple[str, dict] | None = None) -> str:
+    """The `card` with `results` of `python -m evaluation.run` as its section on evaluation, and in its metadata what
+    is no leaderboard's of the Hub (see `hub_entries`). `twin` is the title and the results of a model to set
+    beside."""
+    card = ModelCard(card)
+    section = f"## Evaluation\n\n{_evaluation(results, twin)}\n\n"
+    card.text, replaced = re.subn(
+        r"^## Evaluation\n.*?(?=^## |\Z)", lambda _: section, card.text, count=1, flags=re.MULTILINE | re.DOTALL
+    )
+    if not replaced:
+        card.text = f"{card.text.rstrip()}\n\n{section}"
+    card.data.eval_results = _model_index(results) or None
+    card.data.model_name = one_printable_line(name) if card.data.eval_results else None
+    return str(card)
+
+
+def _evaluation(results: dict, twin: tuple[str, dict] | None) -> str:
+    """A row for each metric, and what the figures were measured with."""
+    rows, (other, beside) = [], twin or (None, {"tasks": {}})
+    for name, task in results["tasks"].items():
+        remarks = [task["note"]] if "note" in task else []
+        for key, what in (("truncated_prompts", "prompts cut to fit"), ("unfinished_replies", "replies unfinished")):
+            remarks += [f"{task[key]} {what}"] if task.get(key) else []
+        counts = [str(task["examples"]), str(task["samples_each"]), markdown("; ".join(remarks))]
+        for metric, figure in task["metrics"].items():
+            figures = [figure, *([beside["tasks"].get(name, {}).get("metrics", {}).get(metric)] if twin else [])]
+            cells = [figure_text(each, "loss" not in metric) for each in figures]
+            rows.append([markdown(name), markdown(metric), *cells, *counts])
+    header = ["task", "metric", "this model ± s.e.", *([markdown(other)] if twin else [])]
+    versions = ", ".join(f"{library} {number}" for library, number in results["versions"].items())
+    about = (
+        f"± is the standard error over the examples; figures are percentages, losses are in nats. Suite {results['suite']}, seed "
+        f"{results['seed']}, {results['model_dtype']} on {results['device']}, code of commit {results['commit'][:12]}; {versions}."
+    )
+    return f"{markdown_table([*header, 'examples', 'samples each', 'remarks'], rows)}\n{markdown(about)}"
+
+
+def _is_whole_benchmark(name: str, task: dict, results: dict) -> bool:
+    """Whether a task was run on all rows of its published test set, with no prompt cut."""
+    file = HUB_BENCHMARKS[name][3]
+    published = read_json(ROOT / "evaluation" / "data_manifest.json")[file]
+    # Rows from the Hub, which evaluation.run counts, have no hash.
+    its_rows = results["data_sha256"].get(file, published["sha256"]) == published["sha256"]
+    return its_rows and task["examples"] == published["rows"] and not task["truncated_prompts"]
+
+
+def hub_entries(results: dict) -> dict[str, list[dict]]:
+    """What the Hub shows on its leaderboards: the content of each file of `.eval_results/`, by name. Only whole
+    benchmarks are entered."""
+    files = {}
+    for name, (dataset, task_id, metric, _) in HUB_BENCHMARKS.items():
+        task = results["tasks"].get(name)
+        if task and metric in task["metrics"] and _is_whole_benchmark(name, task, results):
+            value = round(100 * task["metrics"][metric]["value"], 2)
+            notes = f"{task['shots']}-shot, {task['samples_each']} sample(s) a question, {metric}"
+            entry = EvalResultEntry(dataset_id=dataset, task_id=task_id, value=value, notes=notes)
+            files[f"{name}.yaml"] = eval_result_entries_to_yaml([entry])
+    return files
+
+
+def _model_index(results: dict) -> list[EvalResult]:
+    """The figures for the card's metadata: neither those of the smoke suite, which say nothing of a model, nor those
+    of leaderboards or that are not comparable with published ones."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=name.partition("@")[0],
+            dataset_name=name,
+            metric_type=metric,
+            metric_value=figure["value"],
+            metric_args={"examples": task["examples"], "standard_error": figure["stderr"]},
+        )
+        for name, task in results["tasks"].items()
+        for metric, figure in task["metrics"].items()
+        if results["suite"] != "smoke" and name not in HUB_BENCHMARKS and "note" not in task
+    ]
+
+
+def update(directory: Path, name: str | None = None, results: dict | None = None, twin=None) -> None:
+    """Write the card of the checkpoint `directory` with another name, or with results and the files of
+    `.eval_results/`. Raises `UserError` for results of another checkpoint."""
+    path = directory / "README.md"
+    if not path.is_file():
+        raise UserError(f"{path} is missing: expected a checkpoint with its card, as the converters and sft/ write.")
+    card = path.read_text(encoding="utf-8")
+    if name is not None:
+        card = with_name(card, name)
+    if results is not None:
+        if results["checkpoint"] != fingerprint(directory):
+            raise UserError(f"The results are of another checkpoint than {directory}: evaluate this one.")
+        card = with_results(card, name or directory.name, results, twin)
+        for file, entries in hub_entries(results).items():
+            with whole_file(directory / ".eval_results" / file) as temporary:
+                temporary.write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
+    with whole_file(path) as temporary:
+        temporary.write_text(card, encoding="utf-8")
+
+
+def read_results(path: Path) -> dict:
+    """The results.json of `python -m evaluation.run`, given itself or by its directory. Raises `UserError`."""
+    path = path / "results.json" if path.is_dir() else path
+    results = read_json(path)
+    needed = ("checkpoint", "tasks", "suite", "seed", "model_dtype", "device", "commit", "versions", "data_sha256")
+    if missing := [key for key in needed if key not in results]:
+        raise UserError(f"{path} holds no {', '.join(missing)}: expected a results.json of python -m evaluation.run.")
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Update the card that the command line names. Raises `UserError`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir", type=Path, help="checkpoint with its card, README.md")
+    parser.add_argument("--name", help="what the card is called and its examples load, such as me/smollm2-iha")
+    parser.add_argument(
+        "--results", type=Path, help="output directory of python -m evaluation.run, or its results.json"
+    )
+    args = parser.parse_args(argv)
+    if args.name is None and args.results is None:
+        raise UserError("Nothing to do: give --name, --results or both.")
+    update(args.dir, args.name, None if args.results is None else read_results(args.results))
+    print(f"Wrote {args.dir / 'README.md'}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

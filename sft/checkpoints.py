@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from command_io import UserError, new_directory, one_line, whole_file, write_json
 from conversion_scripts.checkpoint_io import load_in_clean_process
 from conversion_scripts.push_to_hub import files_to_upload, push
-from model_cards.render import render_card, source_license, source_name
+from model_cards.render import markdown, render_card, source_license, source_name
 from sft.arguments import RunArguments
 from sft.distributed import OPTIMIZER_STATES
 from sft.trainer import RecipeTrainer
@@ -179,13 +179,14 @@ def _card_details(trainer: RecipeTrainer, run: RunArguments, record: dict[str, d
     """The card's section on the run, in Markdown."""
     history, args = trainer.state.log_history, trainer.args
     code, recipe = record["code"], record["recipe"]
+    source, data = source_name(run.model_name_or_path), source_name(run.dataset_name)
     commit = f"commit {code['commit']}{'' if code['clean'] else ' with changes'}, " if code["commit"] else ""
     defaults = {
         key: declared.default for kind in (run, args) for key, declared in type(kind).__dataclass_fields__.items()
     }
     facts = {
-        "Base model": f"{source_name(run.model_name_or_path)}, {_identity(record['base_model'])}",
-        "Data": f"{source_name(run.dataset_name)}, {_identity(record['data'])}",
+        "Base model": f"{source}, {_identity(record['base_model'])}",
+        "Data": f"{data}, {_identity(record['data'])}",
         "Steps": trainer.state.global_step,
     }
     for title, name in (("Training loss", "loss"), ("Held-out loss", "eval_loss")):
@@ -204,7 +205,7 @@ def _card_details(trainer: RecipeTrainer, run: RunArguments, record: dict[str, d
         [
             "## Fine-tuning",
             "",
-            f"Fine-tuned from {source_name(run.model_name_or_path)} on {source_name(run.dataset_name)} for "
+            f"Fine-tuned from {markdown(source)} on {markdown(data)} for "
             f"{trainer.state.global_step} steps with TRL's {trainer._name}Trainer: learning rate {args.learning_rate:g}, mixing and "
             f"collapse weights {rate:g}{f', LoRA adapters of rank {run.lora_r}, merged' if run.use_peft else ''}.",
             "",
@@ -212,7 +213,7 @@ def _card_details(trainer: RecipeTrainer, run: RunArguments, record: dict[str, d
             "",
             "| | |",
             "|---|---|",
-            *(f"| {name} | {value} |" for name, value in facts.items()),
+            *(f"| {name} | {markdown(value)} |" for name, value in facts.items()),
         ]
     )
 

@@ -375,7 +375,8 @@ def test_model_card(converted):
         "library_name: transformers",
         "license: mit",
         "- custom_code",
-        'model = AutoModelForCausalLM.from_pretrained("iha", trust_remote_code=True)',
+        'name = "iha"',
+        "iha, window of 7 tokens  ···███",
         "| Attention layers | 3 iha (full_attention), 3 iha (sliding_attention) |",
         "| Sliding window | 7 tokens |",
     ):

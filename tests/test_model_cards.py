@@ -1,0 +1,392 @@
+"""Model cards: what they hold, that no name breaks them, that their example runs as it stands; and the checkpoints of
+model_cards/, one of which is made again."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from helpers import command, last_line, random_model, small_config
+from huggingface_hub import ModelCard
+from loopback_hub import LoopbackHub
+from tiny_sources import save_tiny_source
+from tiny_training import byte_tokenizer
+from transformers import TrainingArguments
+
+from benchmarks.cost import model as cost_of_model
+from command_io import UserError, read_json
+from conversion_scripts import convert_diffllama_to_iha, convert_llama_to_iha
+from conversion_scripts.checkpoint_io import fingerprint
+from evaluation.data import MANIFEST
+from mechanisms import Mechanism
+from model_cards import make_checkpoints, render
+from model_cards.render import markdown, render_card, schedule, source_name, with_name, with_results
+from modeling_iha import IHAConfig
+from sft import checkpoints
+from sft.arguments import RunArguments
+
+
+# Characters that end a line, a cell, a heading, a code span or a string, that open markup, or that are no UTF-8.
+NASTY = 'x\n# y\r\n---\n|`$`"\\*_<b>[a](b)\u2028\x1b\udcff'
+ALL_OF_GSM8K = MANIFEST["gsm8k/test.jsonl"]["rows"]
+TASK = {"samples_each": 16, "shots": 0, "truncated_prompts": 0, "unfinished_replies": 0}
+RESULTS = {
+    "checkpoint": "",
+    "suite": "reasoning",
+    "seed": 0,
+    "model_dtype": "float32",
+    "device": "cpu",
+    "commit": "0" * 40,
+    "versions": {"torch": "2.13.0"},
+    "data_sha256": {"gsm8k/test.jsonl": MANIFEST["gsm8k/test.jsonl"]["sha256"]},
+    "tasks": {
+        "gsm8k": {**TASK, "examples": ALL_OF_GSM8K, "metrics": {"pass@1": {"value": 0.54231, "stderr": 0.0137}}},
+        "vt@512": {**TASK, "examples": 50, "metrics": {"string_match": {"value": 0.25, "stderr": None}}},
+        "niah@512": {
+            **TASK,
+            "examples": 8,
+            "unfinished_replies": 3,
+            "note": "not comparable",
+            "metrics": {"loss": {"value": 1.5, "stderr": 0.5}},
+        },
+    },
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A saved model with its card, in a directory whose name is no plain word."""
+    directory = tmp_path / "it's a model"
+    tokenizer = byte_tokenizer()
+    random_model(small_config(vocab_size=len(tokenizer))).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "README.md").write_text(render_card(small_config(), directory.name), encoding="utf-8")
+    return directory
+
+
+# The card
+
+
+def test_the_schedule_is_drawn_layer_by_layer():
+    assert schedule(IHAConfig.from_preset("paper-2.4b-iha")).splitlines() == [
+        "layer                     0    5    10   15   20   25",
+        "iha, window of 10 tokens  ████·████·████·████·████·█",
+        "mha, all tokens           ····█····█····█····█····█·",
+    ]
+    assert schedule(small_config(num_hidden_layers=1)).splitlines()[1:] == ["iha, all tokens  █"]
+
+
+def test_a_card_says_what_the_model_costs_and_what_is_not_known():
+    config = IHAConfig.from_preset("paper-2.4b-iha")
+    card = render_card(config, "name", license="mit")
+    assert f"| Parameters | {cost_of_model(config, 8192).parameters:,} |" in card
+    assert "| FLOPs of one more token | 15.15 G | 6.927 G | 2.187 |" in card
+    assert "The weights are under mit." in card and "under Apache-2.0" in card
+    assert "Not evaluated." in card and "- Duvvuri" in card and "- Vaswani" in card
+    assert "No licence of the weights is known." in render_card(config, "name")
+
+
+def test_a_kind_without_a_cost_is_said(monkeypatch):
+    monkeypatch.setattr(render, "mechanism_of", lambda kind: Mechanism(card="A kind."))
+    card = render_card(small_config(), "name")
+    assert "The cost model does not know 'iha'." in card and "| ratio |" not in card
+
+
+@pytest.mark.parametrize("name", [NASTY, "plain"])
+def test_no_name_breaks_a_card(name):
+    """Every line of the card of a plain name is there, but for those that hold the name, and no other."""
+    cards = [
+        ModelCard(render_card(small_config(), each, license=render.one_printable_line(each)))
+        for each in (name, "plain")
+    ]
+    lines, expected = (card.text.splitlines() for card in cards)
+    different = [pair for pair in zip(lines, expected, strict=True) if pair[0] != pair[1]]
+    assert len(different) == (4 if name == NASTY else 0)
+    assert all(line.startswith(("# ", "name = ", "name=", "The code in")) for line, _ in different)
+    read = {}
+    exec(next(line for line in lines if line.startswith("name = ")), read)
+    assert read["name"] == render.one_printable_line(name)
+    assert cards[0].data.to_dict().keys() == cards[1].data.to_dict().keys()
+    str(cards[0]).encode()
+
+
+def test_names_are_read_as_they_stand():
+    line = source_name(NASTY)
+    assert "\n" not in line and "\u2028" not in line and line.endswith("\ufffd\ufffd")
+    escaped = markdown(NASTY)
+    assert re.sub(r"\\([\\`*\[\]<>|#~$&_])", r"\1", escaped) == line
+    assert not re.search(r"(?<!\\)[`*\[\]<>|#~$&]", escaped.replace("\\\\", ""))
+    assert markdown("SmolLM2.Q4_K_M.gguf") == "SmolLM2.Q4_K_M.gguf"
+
+
+@pytest.mark.parametrize(
+    "module", [convert_llama_to_iha, convert_diffllama_to_iha], ids=lambda module: module.__name__
+)
+def test_a_source_with_an_odd_name_is_converted(module, tmp_path, monkeypatch, capsys):
+    """Every Markdown table and heading of its card is that of a plain name."""
+    kind = "diffllama" if "diffllama" in module.__name__ else "llama"
+    options = [] if kind == "diffllama" else ["--num-pseudo-heads", "2"]
+    cards = []
+    for name in ("plain", "x\n# y|`z\x1b"):
+        source, target = tmp_path / name, tmp_path / "made" / name
+        save_tiny_source(source, kind)
+        code, _, err = command(monkeypatch, capsys, module, source, target, *options)
+        assert code == 0, err
+        cards.append((target / "README.md").read_text(encoding="utf-8"))
+    headings = [re.findall("^#+ .*$", card, re.MULTILINE) for card in cards]
+    assert headings[0][1:] == headings[1][1:] and headings[1][0] == "# x \\# y\\|\\`z\ufffd"
+    assert "Converted from x \\# y\\|\\`z\ufffd (" in cards[1]
+
+
+def test_a_run_on_files_with_odd_names_keeps_its_table(tmp_path):
+    run = RunArguments(model_name_or_path="a|b\n# c", dataset_name="d|e\n# f")
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    trainer = SimpleNamespace(state=SimpleNamespace(log_history=[], global_step=1), args=args, _name="SFT")
+    record = {"code": {"commit": None, "sha256": "0"}, "recipe": {"seed": "1|2\n3"}, "processes": {"number": 1}}
+    record |= {"base_model": {"sha256": "0"}, "data": {"sha256": "0"}, "versions": {}}
+    lines = checkpoints._card_details(trainer, run, record).splitlines()
+    assert [line for line in lines if line.startswith("#")] == ["## Fine-tuning"]
+    rows = lines[lines.index("|---|---|") + 1 :]
+    assert rows[:2] == [r"| Base model | a\|b \# c, SHA-256 0 |", r"| Data | d\|e \# f, SHA-256 0 |"]
+    assert rows[-1] == r"| `seed` | 1\|2 3 |"
+
+
+def test_the_example_of_a_card_runs_as_it_stands(checkpoint, tmp_path):
+    """From its directory and, renamed, from the Hub, in a process without this package: no question, no warning,
+    nothing on stderr."""
+    checkpoint = checkpoint.rename(tmp_path / "tiny-iha.1")  # Transformers warns of a name with blanks or quotes
+    card = (checkpoint / "README.md").read_text(encoding="utf-8")
+    local, published = (with_name(card, name) for name in (checkpoint.name, "me/iha"))
+    examples = [re.search(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)[1] for card in (local, published)]
+    # Where torchao's binaries do not fit torch, its import says so.
+    blocked = "import sys; sys.modules |= dict.fromkeys(('modeling_iha', 'torchao'))"
+    with LoopbackHub() as hub:
+        hub.add("me/iha", checkpoint)
+        quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
+        process = subprocess.run(
+            [sys.executable, "-I", "-c", "\n".join([blocked, *examples])],
+            cwd=checkpoint.parent,
+            env=hub.environment(tmp_path / "home") | quiet,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert process.returncode == 0 and process.stderr == "", process.stderr
+    replies = re.findall("^The capital of France is", process.stdout, re.MULTILINE)
+    assert len(replies) == 2 and any("me/iha" in path for _, path in hub.calls)
+
+
+def test_the_shell_reads_the_name_of_a_card(checkpoint):
+    card = (checkpoint / "README.md").read_text(encoding="utf-8")
+    assignment = re.search(r"^```sh\n(.*?)\n", card, re.DOTALL | re.MULTILINE)[1]
+    shown = subprocess.run(["sh", "-c", f'{assignment}\nprintf %s "$name"'], capture_output=True, text=True)
+    assert shown.stdout == checkpoint.name
+
+
+# Its evaluation and its name
+
+
+def test_results_stand_in_the_table_and_in_the_metadata():
+    card = with_results(render_card(small_config(), "name"), "name", RESULTS)
+    assert "Not evaluated." not in card and card.count("## Evaluation") == 1 and "## Cost" in card
+    assert f"| gsm8k | pass@1 | 54.2 ± 1.4 | {ALL_OF_GSM8K} | 16 |  |" in card
+    assert "| niah@512 | loss | 1.500 ± 0.500 | 8 | 16 | not comparable; 3 replies unfinished |" in card
+    (entry,) = ModelCard(card).data.eval_results  # neither what a leaderboard shows nor what is not comparable
+    assert (entry.dataset_name, entry.metric_type, entry.metric_value) == ("vt@512", "string_match", 0.25)
+    assert entry.metric_args == {"examples": 50}
+    again = with_results(card, "name", RESULTS)
+    assert again == card
+    smoke = with_results(card, "name", RESULTS | {"suite": "smoke"})
+    assert ModelCard(smoke).data.eval_results is None and "54.2 ± 1.4" in smoke
+
+
+def test_a_twin_stands_beside():
+    twin = deepcopy(RESULTS)
+    twin["tasks"]["gsm8k"]["metrics"]["pass@1"] = {"value": 0.5, "stderr": 0.01}
+    del twin["tasks"]["vt@512"]
+    card = with_results(render_card(small_config(), "name"), "name", RESULTS, ("its | twin", twin))
+    assert "| this model ± s.e. | its \\| twin |" in card
+    assert "| pass@1 | 54.2 ± 1.4 | 50.0 ± 1.0 |" in card and "| string_match | 25.0 | – |" in card
+
+
+def test_only_a_whole_benchmark_is_a_leaderboards():
+    entries = render.hub_entries(RESULTS)
+    assert entries == {
+        "gsm8k.yaml": [
+            {
+                "dataset": {"id": "openai/gsm8k", "task_id": "gsm8k"},
+                "value": 54.23,
+                "notes": "0-shot, 16 sample(s) a question, pass@1",
+            }
+        ]
+    }
+    assert render.hub_entries(RESULTS | {"data_sha256": {}}) == entries  # rows from the Hub
+    assert render.hub_entries(RESULTS | {"data_sha256": {"gsm8k/test.jsonl": "another"}}) == {}
+    for key, value in {"examples": 50, "truncated_prompts": 1}.items():
+        part = deepcopy(RESULTS)
+        part["tasks"]["gsm8k"][key] = value
+        assert render.hub_entries(part) == {}
+
+
+def test_the_command_adds_results_and_renames(checkpoint, tmp_path, monkeypatch, capsys):
+    results = RESULTS | {"checkpoint": fingerprint(checkpoint)}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    code, _, _ = command(monkeypatch, capsys, render, checkpoint, "--name", "me/iha", "--results", tmp_path)
+    card = (checkpoint / "README.md").read_text(encoding="utf-8")
+    assert code == 0 and "54.2 ± 1.4" in card and "\n# me/iha\n" in card
+    assert '\nname = "me/iha"\n' in card and "\nname=me/iha\n" in card and checkpoint.name not in card
+    assert ModelCard(card).data.model_name == "me/iha"
+    assert yaml.safe_load((checkpoint / ".eval_results" / "gsm8k.yaml").read_text())[0]["value"] == 54.23
+    code, _, _ = command(monkeypatch, capsys, render, checkpoint, "--name", "me/other")
+    assert code == 0 and (checkpoint / "README.md").read_text(encoding="utf-8") == card.replace("me/iha", "me/other")
+
+
+def test_a_card_of_somebody_else_keeps_its_words():
+    card = "---\nlicense: mit\n---\n# Mine\n\nname = 3\n"
+    assert with_name(card, "me/iha") == card
+    assert with_results(card, "name", RESULTS).startswith("---\nlicense: mit\nmodel-index:")
+    assert "# Mine\n\nname = 3\n\n## Evaluation\n" in with_results(card, "name", RESULTS)
+
+
+def test_mistakes_get_one_line_and_change_nothing(checkpoint, tmp_path, monkeypatch, capsys):
+    (tmp_path / "results.json").write_text(json.dumps(RESULTS))
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    before = (checkpoint / "README.md").read_bytes()
+    for arguments, message in (
+        ([checkpoint], "Nothing to do: give --name, --results or both."),
+        ([checkpoint, "--results", tmp_path], "The results are of another checkpoint than"),
+        ([checkpoint, "--results", tmp_path / "other.json"], "other.json holds no checkpoint, tasks, suite"),
+        ([checkpoint, "--results", tmp_path / "none.json"], "none.json cannot be read as JSON"),
+        ([tmp_path / "empty", "--name", "a"], "README.md is missing: expected a checkpoint with its card"),
+    ):
+        code, _, err = command(monkeypatch, capsys, render, *arguments)
+        assert code == 1 and message in last_line(err)
+    assert (checkpoint / "README.md").read_bytes() == before and not (checkpoint / ".eval_results").exists()
+
+
+# The checkpoints of model_cards/
+
+NAME = "tiny-iha"
+
+
+@pytest.fixture
+def index(tmp_path):
+    """A copy of the index."""
+    return shutil.copytree(make_checkpoints.INDEX, tmp_path / "index", ignore=shutil.ignore_patterns("*.py", "__*"))
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A checkpoint and its results in place of the recipes, which take time."""
+    checkpoint = tmp_path / "made"
+    random_model(small_config()).save_pretrained(checkpoint)
+    (checkpoint / "README.md").write_text(render_card(small_config(), "made"), encoding="utf-8")
+    results = RESULTS | {"checkpoint": fingerprint(checkpoint)}
+    made = make_checkpoints.Made(
+        checkpoint, results, commands=[["module", "an argument", str(make_checkpoints.story())]]
+    )
+    monkeypatch.setattr(make_checkpoints, "recipes", lambda warm_start: {"a": lambda output, name: made})
+    return made
+
+
+def test_a_checkpoint_is_made_again_as_recorded(index, tmp_path, capsys):
+    """The whole recipe, twice: the second time nothing is done again."""
+    arguments = [NAME, "--output", str(tmp_path / "made"), "--index", str(index)]
+    before = {path: path.read_bytes() for path in index.rglob("*") if path.is_file()}
+    make_checkpoints.main(arguments)
+    first = capsys.readouterr().out
+    assert re.search(f"^{NAME}: (the recorded weights, bit for bit|other bits than recorded; .*, within)", first, re.M)
+    weights = tmp_path / "made" / NAME / "run" / "final" / "model.safetensors"
+    stamp = weights.stat().st_mtime_ns
+    make_checkpoints.main(arguments)
+    assert capsys.readouterr().out.count("done before") == 3 and weights.stat().st_mtime_ns == stamp
+    assert {path: path.read_bytes() for path in index.rglob("*") if path.is_file()} == before
+
+
+def test_what_differs_from_its_record_is_named(made, tmp_path, index, monkeypatch, capsys):
+    arguments = ["--index", str(index)]
+    make_checkpoints.main(arguments)
+    assert "a: recorded in" in capsys.readouterr().out
+    table = (index / "README.md").read_text(encoding="utf-8")
+    assert "| [a](a/README.md) | iha | " in table and "niah@512 (n = 8): loss 1.500 ± 0.500" in table
+    assert table.count("## The checkpoints") == table.count("## The card of a checkpoint") == 1
+    make_checkpoints.main(arguments)
+    assert "a: the recorded weights, bit for bit" in capsys.readouterr().out
+    with torch.no_grad():
+        other = random_model(small_config(), seed=1)
+    other.save_pretrained(made.checkpoint)
+    made.results = deepcopy(made.results) | {"checkpoint": fingerprint(made.checkpoint)}
+    loss = made.results["tasks"]["niah@512"]["metrics"]["loss"]
+    loss["value"] += make_checkpoints.TOLERANCE / 2
+    make_checkpoints.main(arguments)
+    assert "a: other bits than recorded; the losses differ by up to 0.0250 nats" in capsys.readouterr().out
+    loss["value"] += make_checkpoints.TOLERANCE
+    with pytest.raises(UserError, match=r"a has other weights than recorded, and losses that differ by up to 0\.0750"):
+        make_checkpoints.main(arguments)
+    del made.results["tasks"]["niah@512"]
+    with pytest.raises(UserError, match="losses that differ by up to inf nats"):
+        make_checkpoints.main(arguments)
+
+
+def test_the_commands_name_no_place_of_this_machine(made):
+    script = make_checkpoints.script(made.commands)
+    assert script.endswith("python -m module 'an argument' \"$STORY\"\n") and "SMOLLM2" not in script
+    assignment = next(line for line in script.splitlines() if line.startswith("STORY="))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shown = subprocess.run(["sh", "-c", f'PATH="{path}"; {assignment}; echo "$STORY"'], capture_output=True, text=True)
+    assert shown.stdout.strip() == str(make_checkpoints.story()), shown.stderr
+
+
+def test_what_is_missing_is_left_out_or_named(tmp_path, index, capsys):
+    name = "smollm2-135m-iha-p2-sft"
+    make_checkpoints.main([name, "--index", str(index)])
+    assert f"{name}: left out" in capsys.readouterr().out and not (index / name).exists()
+    with pytest.raises(UserError, match="result.json is missing: python -m experiments.warm_start"):
+        make_checkpoints.main([name, "--index", str(index), "--warm-start", str(tmp_path)])
+    with pytest.raises(UserError, match="chess: no checkpoint of this repository; expected one of tiny-mha, "):
+        make_checkpoints.main(["chess"])
+
+
+def test_a_fine_tuned_model_stands_beside_its_twin(tmp_path, index):
+    """From a run directory as experiments/warm_start.py leaves it."""
+    for variant, correct in {"iha_2": 20, "mha": 10}.items():
+        run = tmp_path / "runs" / f"{variant}-0"
+        random_model(small_config()).save_pretrained(run / "final")
+        (run / "final" / "README.md").write_text(render_card(small_config(), "final"), encoding="utf-8")
+        record = {"recipe": {"eval_size": 48.0, "seed": 0, "use_cpu": True}, "versions": {"torch": "2.13.0"}}
+        record |= {section: {"name": f"{tmp_path}/here"} for section in ("data", "base_model")}
+        contents = {"result": {"correct": {"gcd": correct}}, "run": record, "loss": {"eval": [[0, 2.0], [100, 0.125]]}}
+        contents["gcd"] = {"rows": 50, "accuracy": correct / 50, "correct": correct, "replies": []}
+        for file, content in contents.items():
+            (run / f"{file}.json").write_text(json.dumps(content))
+    (tmp_path / "here").touch()
+    name = "smollm2-135m-iha-p2-sft"
+    make_checkpoints.main([name, "--index", str(index), "--warm-start", str(tmp_path)])
+    card = (index / name / "README.md").read_text(encoding="utf-8")
+    assert "| gcd | accuracy | 40.0 ± 7.0 | 20.0 ± 5.7 | 50 | 1 |  |" in card
+    assert "| held-out rows | loss | 0.125 | 0.125 | 48 | 1 |  |" in card
+    record = read_json(index / name / "record.json")
+    assert record["training"]["data"]["name"] == record["twin"]["data"]["name"] == "here"
+    assert record["twin"]["weights_sha256"] == record["weights_sha256"]
+    assert "--variants mha iha_2 --seeds 0" in (index / name / "commands.sh").read_text()
+
+
+def test_every_folder_of_the_index_is_whole():
+    folders = [path for path in make_checkpoints.INDEX.iterdir() if (path / "record.json").is_file()]
+    assert {path.name for path in folders} <= make_checkpoints.recipes(None).keys()
+    table = (make_checkpoints.INDEX / "README.md").read_text(encoding="utf-8")
+    assert make_checkpoints.index_table(make_checkpoints.INDEX) in table
+    for folder in folders:
+        assert "Not evaluated." not in (folder / "README.md").read_text(encoding="utf-8")
+        texts = [path.read_text(encoding="utf-8") for path in folder.iterdir()]
+        assert not any(str(Path.home()) in text or "site-packages" in text for text in texts)
