@@ -328,8 +328,8 @@ def run_in_clean_process(
     token and, if `offline`, no Hub. The code reads the variable `request` and assigns its answer, which must be
     serialisable as JSON, to the variable `result`.
 
-    This keeps secrets of the environment from the code; it is no sandbox. If the process fails, raises `UserError` with
-    the last line that the process wrote.
+    This keeps secrets of the environment from the code; it is no sandbox. If the process fails, raises `UserError`
+    with the last line that the process wrote.
     """
     with tempfile.TemporaryDirectory(prefix="clean-process-") as empty:
         isolated = {

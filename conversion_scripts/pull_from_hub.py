@@ -42,8 +42,8 @@ def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool
 
 
 def _copy_whole(api: HfApi, repo_id: str, commit: str, directory: Path) -> None:
-    """Copies the files of a commit from the Hub's cache, where they are downloaded to, and compares them with the Hub's
-    checksums. Files that were damaged in the cache are downloaded once more. Raises `UserError`."""
+    """Copies the files of a commit from the Hub's cache, where they are downloaded to, and compares them with the
+    Hub's checksums. Files that were damaged in the cache are downloaded once more. Raises `UserError`."""
     damaged = []
     for _ in range(2):
         shutil.copytree(download(api, repo_id, commit, damaged), directory, dirs_exist_ok=True)

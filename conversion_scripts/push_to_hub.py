@@ -1,4 +1,4 @@
-"""Publish a saved model directory on the Hugging Face Hub: the files of the checkpoint and no others, in one commit."""
+"""Publish a saved model directory on the Hugging Face Hub: the files of the checkpoint and no others, in a commit."""
 
 import argparse
 import re
@@ -65,8 +65,8 @@ def publish(
     trust_code: bool = False,
     dry_run: bool = False,
 ) -> str | None:
-    """Checks a saved model, commits it to the model repository `repo_id`, made if necessary, and loads it back; returns
-    the web address of the commit or pull request.
+    """Checks a saved model, commits it to the model repository `repo_id`, made if necessary, and loads it back;
+    returns the web address of the commit or pull request.
 
     Raises `UserError`, before anything is uploaded where that is possible. Whatever stops it, the repository holds the
     old checkpoint or the new one, and the same call goes on from there.

@@ -21,6 +21,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
 from command_io import UserError, run_cli, sole_writer
+from conversion_scripts.checkpoint_checks import checkpoint_files
 from modeling_iha import IHAForCausalLM
 from sft import arguments as arguments_module
 from sft import callbacks, run_record, train
