@@ -38,7 +38,7 @@ LOADED_NAMES = {
     "tokenizer_config.json",
     "vocab.json",
 }
-READ_BY_PEOPLE = {"LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png", "schedule.png"}
+READ_BY_PEOPLE = {"LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png"}
 EVAL_RESULTS = ".eval_results"  # the Hub's folder of results, one YAML file for each source
 PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
@@ -67,7 +67,7 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
         raise UserError(f"{directory} holds no {CONFIG_NAME}: expected a saved model directory.")
     entries = sorted(directory.iterdir())
     refuse_pickles(directory, [path.name for path in entries])
-    belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | _weight_files(directory)
+    belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | weight_files(directory)
     results = sorted((directory / EVAL_RESULTS).glob("*.yaml"))
     names = [path.name for path in entries if path.is_file() and path.name in belongs]
     others = [path.name + "/" * path.is_dir() for path in entries if path.name not in names]
@@ -120,7 +120,8 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def _weight_files(directory: Path) -> set[str]:
+def weight_files(directory: Path) -> set[str]:
+    """Names of the safetensors that a load reads, and of their index. Raises `UserError`."""
     weight_map = _weight_map(directory)
     return {SAFE_WEIGHTS_NAME} if weight_map is None else {SAFE_WEIGHTS_INDEX_NAME, *weight_map.values()}
 

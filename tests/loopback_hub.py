@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import prod
 from threading import RLock, Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -191,7 +192,13 @@ class LoopbackHub:
 
     def models(self, author: str) -> list[dict]:
         ids = [repo_id for repo_id in self.repositories if repo_id.startswith(f"{author}/")]
-        return [self.info(repo_id, self.repositories[repo_id], "main") for repo_id in ids]
+        models = [self.info(repo_id, self.repositories[repo_id], "main") for repo_id in ids]
+        for model in models:
+            file = self.head(model["id"]).get("model.safetensors")
+            header = json.loads(file.content[8 : 8 + int.from_bytes(file.content[:8], "little")]) if file else {}
+            total = sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+            model["safetensors"] = {"parameters": {"F32": total}, "total": total}
+        return models
 
     def collection(self, slug: str, item: str | None) -> dict:
         if slug not in self.collections:
