@@ -25,8 +25,8 @@ UNKNOWN = "-"
 
 
 def local_rows(directory: Path) -> list[list[str]]:
-    """A row for each checkpoint of this package in `directory`: itself, its folders and theirs. One that cannot be read
-    is passed over with a line on stderr."""
+    """A row for each checkpoint of this package in `directory`: itself, its folders and theirs. One that cannot be
+    read is passed over with a line on stderr."""
     rows = []
     for config in sorted(path for depth in ("", "*/", "*/*/") for path in directory.glob(f"{depth}config.json")):
         path = config.parent
@@ -77,7 +77,7 @@ def _card(directory: Path) -> ModelCard | None:
     """The model card, unless there is none or its metadata cannot be read: a table is no place to refuse it."""
     try:
         return ModelCard((directory / "README.md").read_text(encoding="utf-8"), ignore_metadata_errors=True)
-    except (OSError, ValueError):
+    except (OSError, ValueError, yaml.YAMLError):
         return None
 
 

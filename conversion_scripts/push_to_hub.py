@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
 
 
@@ -110,7 +111,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else render_card(load_config(directory), repo_id)
         card = ModelCard(text, ignore_metadata_errors=False)
-    except ValueError as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} has metadata that cannot be read: {one_line(error)}") from error
     added = False
     for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):

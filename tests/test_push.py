@@ -373,7 +373,7 @@ def test_somebody_else_at_work(directory, hub, push):
 
     hub.before_commit = note("README.md", 1)
     assert "Somebody has changed the same files" in push() and hub.head("me/iha")["README.md"].content == b"1"
-    hub.before_commit = note("note.txt", 3)
+    hub.before_commit = note("note.txt", 4)
     assert "somebody committed meanwhile: run the command again" in push()
     assert hub.head("me/iha")["README.md"].content == b"1" and times == ["README.md", "note.txt", "note.txt"]
     assert "trying once more" in push()
