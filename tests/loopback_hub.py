@@ -156,6 +156,7 @@ class LoopbackHub:
     def use(self, monkeypatch, home) -> None:
         """Leads the commands here while they run in this process, with caches below `home`; retries do not wait."""
         monkeypatch.setattr(hub_client, "HfApi", partial(HfApi, endpoint=self.endpoint, token=TOKEN))
+        monkeypatch.setattr(constants, "ENDPOINT", self.endpoint)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
         monkeypatch.setattr(time, "sleep", lambda seconds: None)

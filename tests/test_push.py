@@ -384,8 +384,8 @@ def test_somebody_else_at_work(directory, hub, push):
 CARD_REFUSED = HubError(400, "Invalid", errors=[{"message": "license: no such licence"}])
 FULL = HubError(403, "Private repository storage limit reached")
 DROPPED = {
-    "wrong token": (Fault("POST", "/repos/create", 401), "log in with `hf auth login`"),
-    "read-only token": (Fault("POST", "/repos/create", 403), "a token that may write"),
+    "wrong token": (Fault("POST", "", 401), "log in with `hf auth login`"),
+    "read-only token": (Fault("POST", "", 403), "a token that may write"),
     "login page": (Fault("POST", "/repos/create", "html"), "a login page of the network"),
     "nobody there": (Fault("POST", "/repos/create", "drop"), "run the command again"),
     "no such collection": (Fault("GET", "/collections", 404), "check the name"),
@@ -413,11 +413,16 @@ def test_what_stops_a_push_is_one_line_and_the_next_finishes(name, directory, hu
     hub.collections["me/iha-0123"] = []
     old = hub.head("me/iha")
     change_weights("lm_head.weight", torch.ones(61, 32))(directory)
+    append("README.md", "More.\n")(directory)
     fault, message = DROPPED[name]
     hub.faults.append(fault)
     error = push("--tag", "v1", "--collection", "me/iha-0123")
     assert error.startswith("Error: Publishing me/iha failed: ") and message in error
-    new = {**old, "model.safetensors": File((directory / "model.safetensors").read_bytes(), True)}
+    new = {
+        **old,
+        "README.md": File((directory / "README.md").read_bytes(), False),
+        "model.safetensors": File((directory / "model.safetensors").read_bytes(), True),
+    }
     after_the_commit = name in ("tag failed", "download dropped", "collection failed")
     assert hub.head("me/iha") == (new if after_the_commit else old)
 
