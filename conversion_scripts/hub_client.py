@@ -1,5 +1,6 @@
 """How commands speak to the Hub: with time-outs, one line for every refusal, and downloads that a load by id finds."""
 
+import glob
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,12 +76,12 @@ def check_repo_id(repo_id: str) -> None:
         raise UserError(f"{repo_id!r} is no repository id: {one_line(error)}") from error
 
 
-def download(api: HfApi, repo_id: str, revision: str, damaged: list[str] | None = None) -> Path:
-    """The folder of the Hub's cache with the files of a repository at a commit, downloaded as far as they are not
-    there, and those that are `damaged` anew."""
-    for path in damaged or []:
-        api.hf_hub_download(repo_id, path, revision=revision, cache_dir=constants.HF_HUB_CACHE, force_download=True)
-    return Path(api.snapshot_download(repo_id, revision=revision, cache_dir=constants.HF_HUB_CACHE))
+def download(api: HfApi, repo_id: str, revision: str, names: list[str] | None = None) -> Path:
+    """The folder of the Hub's cache with the files of a repository at a commit, all or those of these `names`,
+    downloaded as far as they are not there."""
+    patterns = None if names is None else [glob.escape(name) for name in names]
+    cache = constants.HF_HUB_CACHE
+    return Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=patterns, cache_dir=cache))
 
 
 def snippet(repo_id: str, revision: str) -> str:

@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
@@ -44,9 +44,11 @@ def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool
 def _copy_whole(api: HfApi, repo_id: str, commit: str, directory: Path) -> None:
     """Copies the files of a commit from the Hub's cache, where they are downloaded to, and compares them with the
     Hub's checksums. Files that were damaged in the cache are downloaded once more. Raises `UserError`."""
-    damaged = []
+    cache, damaged = constants.HF_HUB_CACHE, []
     for _ in range(2):
-        shutil.copytree(download(api, repo_id, commit, damaged), directory, dirs_exist_ok=True)
+        for path in damaged:
+            api.hf_hub_download(repo_id, path, revision=commit, cache_dir=cache, force_download=True)
+        shutil.copytree(download(api, repo_id, commit), directory, dirs_exist_ok=True)
         found = api.verify_repo_checksums(repo_id, revision=commit, local_dir=directory)
         damaged = [mismatch["path"] for mismatch in found.mismatches] + found.missing_paths
         if not damaged:

@@ -115,7 +115,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
         raise UserError(f"{path} has metadata that cannot be read: {one_line(error)}") from error
     added = False
     for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):
-        stated = card.data.get(name)
+        stated = card.data.get(name) or None
         if stated is None and value is None:
             none = " (none: trained from scratch)" if name == "base_model" else ""
             raise UserError(
@@ -163,7 +163,7 @@ def _push(stage: Path, repo_id: str, private: bool, tag: str | None, create_pr: 
         raise UserError(
             f"{repo_id} at {revision} holds other content than was sent for {', '.join(left)}: push again."
         )
-    download(api, repo_id, revision)
+    download(api, repo_id, revision, names=[path.relative_to(stage).as_posix() for path in stage.rglob("*")])
     print(f"Loading {repo_id} at {revision} in a clean process", flush=True)
     load_cached_in_clean_process(repo_id, revision, constants.HF_HUB_CACHE)
     if tag is not None and _target(api, repo_id, tag) is None:

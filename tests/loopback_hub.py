@@ -156,6 +156,8 @@ class LoopbackHub:
     def use(self, monkeypatch, home) -> None:
         """Leads the commands here while they run in this process, with caches below `home`; retries do not wait."""
         monkeypatch.setattr(hub_client, "HfApi", partial(HfApi, endpoint=self.endpoint, token=TOKEN))
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, self.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", self.endpoint)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))

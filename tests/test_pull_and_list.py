@@ -166,9 +166,8 @@ def rows_of(text):
 
 def test_list_shows_a_directory(saved, tmp_path, monkeypatch, capsys):
     shutil.copytree(saved, tmp_path / "a" / "final")
-    config = small_config(attention_kinds=["iha", "mha"], layer_types=["sliding_attention", "full_attention"])
-    config.sliding_window = 8
-    model = random_model(config)
+    layers = {"attention_kinds": ["iha", "mha"], "layer_types": ["sliding_attention", "full_attention"]}
+    model = random_model(small_config(**layers, sliding_window=8))
     model.save_pretrained(tmp_path / "b", max_shard_size="20KB")
     (tmp_path / "b" / ".eval_results").mkdir()
     (tmp_path / "b" / ".eval_results" / "x.yaml").write_text(
