@@ -117,7 +117,7 @@ def change_json(name, **fields):
     return change
 
 
-def change_weights(name=None, value=None, metadata={"format": "pt"}):  # noqa: B006
+def change_weights(name=None, value=None, metadata={"format": "pt"}):
     def change(directory):
         tensors = load_file(directory / "model.safetensors")
         if name is not None:
