@@ -24,7 +24,7 @@ from sft import train
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "1+1?"
 
-# Several pushes in one process. That directory and repository load alone is checked at each; here once is enough.
+# Several pushes in one process. That directory and repository load alone is what tests/test_pull_and_list.py checks.
 PUSHES = """
 import json, sys
 from conversion_scripts import push_to_hub
@@ -166,13 +166,15 @@ def second(trained, tmp_path_factory):
 @pytest.fixture(scope="module")
 def commits(hub, trained, second, tmp_path_factory):
     """The commits of "me/iha": "first", tagged v1, and "second", pushed over it, and to the private "me/secret"."""
-    push = ROOT / "conversion_scripts" / "push_to_hub.py"
-    home = tmp_path_factory.mktemp("home")
-    stated = ("--base-model", "me/llama")
-    out = run(hub.environment(home), push, trained / "final", "me/iha", "--tag", "v1", *stated).stdout
-    first = hub.repositories["me/iha"].references["main"]
+    out = pushes(
+        hub.environment(tmp_path_factory.mktemp("home")),
+        [trained / "final", "me/iha", "--tag", "v1"],
+        [second, "me/iha"],
+        [second, "me/secret", "--private"],
+    )
+    assert "Refused" not in out
+    first = hub.repositories["me/iha"].references["v1"]
     assert f"{hub.endpoint}/me/iha/commit/{first}" in out
-    pushes(hub.environment(home), [second, "me/iha"], [second, "me/secret", "--private"])
     return {"first": first, "second": hub.repositories["me/iha"].references["main"]}
 
 
@@ -214,7 +216,7 @@ def test_pull_requests_tags_and_conflicts(hub, commits, second, tmp_path):
         [second, "me/iha"],
     )
     hub.before_commit = None
-    pull_request, tag, conflict = out.split("Loading")[1:]
+    pull_request, tag, conflict = out.split("Checking")[1:]
     assert f"Published: {hub.endpoint}/me/iha/discussions/1" in pull_request
     assert "LICENSE" in repository.commits[repository.references["refs/pr/1"]]
     assert "Refused: me/iha already has a tag or branch 'v1'" in tag
