@@ -141,7 +141,7 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
         raise UserError(f"{source} has no usable {GENERATION_CONFIG_NAME}: {_reason(error)}") from error
 
 
-def _check_index(location: str) -> None:
+def check_index(location: str) -> None:
     """Raises `UserError` if an index of weight files is damaged or names a file outside its directory."""
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         if (file := _optional_file(location, name)) is None:
@@ -160,7 +160,7 @@ def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
     none, PyTorch's pickles, from which only tensors are read. Raises `UserError`."""
     location, _ = _locate(source)
     try:
-        _check_index(location)
+        check_index(location)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
             file = _optional_file(location, name)
             if file is not None:
@@ -203,7 +203,7 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
         load_generation_config(source)
     try:
         if not arguments:
-            _check_index(location)
+            check_index(location)
         with _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 location,
@@ -301,12 +301,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, info = AutoModelForCausalLM.from_pretrained(
-    request["directory"], trust_remote_code=True, dtype="auto", output_loading_info=True
+    request["source"], revision=request["revision"], trust_remote_code=True, dtype="auto", output_loading_info=True
 )
 for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
     if info[kind]:
         raise SystemExit(f"{kind}: {sorted(map(str, info[kind]))[:3]}")
-tokenizer = AutoTokenizer.from_pretrained(request["directory"], trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(request["source"], revision=request["revision"], trust_remote_code=True)
 result = {
     "model_class": type(model).__name__,
     "module": type(model).__module__,
@@ -329,27 +329,42 @@ if prompt is not None:
 """
 
 
-def run_in_clean_process(program: str, request: dict, offline: bool = True) -> dict:
-    """Runs Python code in a new isolated process that cannot import `modeling_iha`, with empty Hugging Face caches, no
+# All that a clean process sees of the user's environment, which may hold tokens and keys: where programs and libraries
+# lie, the language, the devices and, for a process that may use it, the network.
+_ENVIRONMENT = (
+    *("PATH", "LD_LIBRARY_PATH", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "ROCR_VISIBLE_DEVICES"),
+)
+_NETWORK = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "SSL_CERT_FILE")
+
+
+def run_in_clean_process(
+    program: str, request: dict, offline: bool = True, hub_cache: str | os.PathLike | None = None
+) -> dict:
+    """Runs Python code in a new isolated process that cannot import `modeling_iha`, with an empty home, Hugging Face
+    caches that are empty but for a `hub_cache`, none of the user's environment but what has been found harmless, no
     token and, if `offline`, no Hub. The code reads the variable `request` and assigns its answer, which must be
     serialisable as JSON, to the variable `result`.
 
-    If the process fails, raises `UserError` with the last line that the process wrote.
+    This keeps secrets of the environment from the code; it is no sandbox. If the process fails, raises `UserError`
+    with the last line that the process wrote.
     """
     with tempfile.TemporaryDirectory(prefix="clean-process-") as empty:
         isolated = {
+            "HOME": empty,
             "HF_HOME": empty,
+            "HF_HUB_CACHE": os.path.abspath(hub_cache or os.path.join(empty, "hub")),
             "HF_MODULES_CACHE": os.path.join(empty, "modules"),
             "HF_HUB_OFFLINE": str(int(offline)),
         }
-        caches = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "HF_TOKEN")
+        names = _ENVIRONMENT if offline else _ENVIRONMENT + _NETWORK
         process = subprocess.run(
             [sys.executable, "-I", "-c", f"{_BLOCK_PACKAGE}{program}\nprint()\nprint(json.dumps(result))"],
             input=json.dumps(request),
             capture_output=True,
             text=True,
             cwd=empty,
-            env={key: value for key, value in os.environ.items() if key not in caches} | isolated,
+            env={name: os.environ[name] for name in names if name in os.environ} | isolated,
         )
     if process.returncode != 0:
         raise UserError((process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].strip())
@@ -371,8 +386,17 @@ def load_in_clean_process(
     directory = Path(directory).resolve()
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory} holds no config.json: expected a saved model directory.")
-    request = {"directory": str(directory), "prompt": prompt, "max_new_tokens": max_new_tokens}
+    return _load(str(directory), "main", prompt, max_new_tokens)
+
+
+def load_cached_in_clean_process(repo_id: str, revision: str, hub_cache: str | os.PathLike) -> dict:
+    """As `load_in_clean_process`, of a repository by its id, at a commit that the Hub's cache `hub_cache` holds."""
+    return _load(repo_id, revision, None, 0, hub_cache)
+
+
+def _load(source: str, revision: str, prompt, max_new_tokens: int, hub_cache: str | os.PathLike | None = None) -> dict:
+    request = {"source": source, "revision": revision, "prompt": prompt, "max_new_tokens": max_new_tokens}
     try:
-        return run_in_clean_process(_LOAD_AND_GENERATE, request)
+        return run_in_clean_process(_LOAD_AND_GENERATE, request, hub_cache=hub_cache)
     except UserError as error:
-        raise UserError(f"{directory} does not load in a clean process: {error}") from None
+        raise UserError(f"{source} does not load in a clean process: {error}") from None

@@ -1,144 +1,276 @@
-"""Publish a saved model directory on the Hugging Face Hub: the files of the checkpoint and no others."""
+"""Publish a saved model directory on the Hugging Face Hub: the files of the checkpoint and no others, in a commit."""
 
 import argparse
-import json
+import re
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError  # of the HTTP client of this version of the library
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers.dynamic_module_utils import get_relative_import_files
+import yaml
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, one_line, run_cli
-from conversion_scripts.check_remote_code import check_remote_code
-from conversion_scripts.checkpoint_io import load_in_clean_process
+from conversion_scripts.checkpoint_checks import (
+    EVAL_RESULTS,
+    LOADED_NAMES,
+    PACKAGE,
+    check_checkpoint,
+    check_links,
+    check_secrets,
+    checkpoint_files,
+    shown,
+)
+from conversion_scripts.checkpoint_io import load_cached_in_clean_process, load_config, load_in_clean_process
+from conversion_scripts.hub_client import (
+    check_repo_id,
+    download,
+    hub_api,
+    hub_errors,
+    snippet,
+    status_of,
+)
+from model_cards.render import render_card
 
 
-# `files_to_upload` finds weights and code by itself; every other file must be on this list.
-ALLOWED_NAMES = {
-    "LICENSE",
-    "LICENSE.txt",
-    "NOTICE",
-    "README.md",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "config.json",
-    "curves.png",
-    "generation_config.json",
-    "merges.txt",
-    "model.safetensors.index.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-}
-PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
+# Weights by the names under which Transformers looks for them, in one file or several, of any variant.
+WEIGHTS = re.compile(r"(pytorch_)?model([.-][\w.-]+)?\.(safetensors|bin)(\.index(\.\w+)?\.json)?")
+# What git refuses in the name of a tag (git check-ref-format).
+NO_TAG = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|^[-./]|[./]$|^@?$")
 
 
-def files_to_upload(directory: Path) -> tuple[list[str], list[str]]:
-    """The names in `directory` that make up the checkpoint, and the names that are not uploaded (folders end in "/").
+@dataclass(frozen=True)
+class Difference:
+    """What has to change at a commit of a repository for it to hold the checkpoint: files to upload, with the checksum
+    that the Hub has for them, if any, and files that are superseded."""
 
-    The checkpoint consists of its safetensors, the Python files that the config's `auto_map` leads to, and
-    `ALLOWED_NAMES`. Raises `UserError` if `directory` is not a saved model, or holds a pickle, which could run any
-    code when it is loaded.
-    """
-    if not (directory / "config.json").is_file():
-        raise UserError(f"{directory} holds no config.json: expected a saved model directory.")
-    entries = sorted(directory.iterdir())
-    pickles = [path.name for path in entries if path.suffix.lower() in PICKLE_SUFFIXES]
-    if pickles:
-        raise UserError(
-            f"{directory} holds {', '.join(pickles)}: pickles are not published, only safetensors. Remove or convert them."
-        )
-    code = _code_files(directory)
-    upload, stay = [], []
-    for path in entries:
-        allowed = path.is_file() and (path.name in ALLOWED_NAMES | code or path.suffix == ".safetensors")
-        (upload if allowed else stay).append(path.name + "/" * path.is_dir())
-    return upload, stay
+    changed: dict[str, str | None]
+    superseded: list[str]
 
 
-def _code_files(directory: Path) -> set[str]:
-    """Names of the modules in the config's `auto_map` and of all modules of the directory that they import. Raises
-    `UserError` for code that would not work from the Hub."""
-    if problems := check_remote_code(directory):
-        raise UserError(f"{directory} holds code that breaks once it is published: {' '.join(problems)}")
-    auto_map = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("auto_map", {})
-    modules = {directory / f"{reference.split('.')[0]}.py" for reference in auto_map.values()}
-    helpers = {Path(helper) for module in modules for helper in get_relative_import_files(module)}
-    return {path.name for path in modules | helpers}
-
-
-def push(
+def publish(
     directory: Path,
-    names: list[str],
     repo_id: str,
+    *,
     private: bool = False,
     tag: str | None = None,
     create_pr: bool = False,
-) -> str:
-    """Uploads the files `names` of `directory` to the model repository `repo_id`, creates it if necessary, and returns
-    the web address of the commit or pull request. Raises `UserError` if the Hub refuses or cannot be reached, if
-    somebody else commits during the upload, and, before the upload, if `tag` exists."""
-    api = HfApi()
+    collection: str | None = None,
+    license: str | None = None,
+    base_model: str | None = None,
+    trust_code: bool = False,
+    dry_run: bool = False,
+) -> str | None:
+    """Checks a saved model, commits it to the model repository `repo_id`, made if necessary, and loads it back;
+    returns the web address of the commit or pull request.
+
+    Raises `UserError`, before anything is uploaded where that is possible. Whatever stops it, the repository holds the
+    old checkpoint or the new one, and the same call goes on from there.
+    """
+    _check_options(repo_id, tag, create_pr)
+    names, others = checkpoint_files(directory)
+    check_links(directory, names)
+    card = completed_card(directory, repo_id, license, base_model)
+    with _staged(directory, names, card) as stage:
+        names = sorted({*names, "README.md"})
+        check_secrets(stage, names)
+        check_checkpoint(stage, names, trust_code)
+        print(f"Loading {directory} in a clean process", flush=True)
+        load_in_clean_process(stage)
+        print(f"{'Would upload' if dry_run else 'Publishing'} to {repo_id}:")
+        for name in names:
+            print(f"  {shown(name)}  {(stage / name).stat().st_size:,} bytes")
+        if others:
+            print(f"Not part of a checkpoint, not uploaded: {', '.join(map(shown, others))}", flush=True)
+        if dry_run:
+            return None
+        with hub_errors(f"Publishing {repo_id}"):
+            return _push(stage, repo_id, private, tag, create_pr, collection)
+
+
+def _check_options(repo_id: str, tag: str | None, create_pr: bool) -> None:
+    check_repo_id(repo_id)
+    if tag is not None and NO_TAG.search(tag):
+        raise UserError(f"{tag!r} is no name that git allows for a tag: choose another, such as v1.")
+    if tag is not None and create_pr:
+        raise UserError("A tag names a revision of the repository: give --tag once the pull request is merged.")
+
+
+def completed_card(directory: Path, repo_id: str, license: str | None, base_model: str | None) -> str:
+    """The text of the model card in `directory`, or of a new one, with the licence and base model that it lacks.
+
+    A `base_model` of "none" says that there is none. Raises `UserError` if the card cannot be read, states neither, or
+    states something else.
+    """
+    path = directory / "README.md"
     try:
-        # With None the Hub applies the account's default, which may be private.
-        api.create_repo(repo_id, private=private or None, exist_ok=True)
-        if tag is not None and any(ref.name == tag for ref in api.list_repo_refs(repo_id).tags):
-            raise UserError(f"{repo_id} already has a tag {tag!r}: choose another, or delete it first.")
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=directory,
-            allow_patterns=names,
-            parent_commit=api.repo_info(repo_id).sha,
-            create_pr=create_pr,
-            commit_message="Upload Interleaved Head Attention model",
+        text = path.read_text(encoding="utf-8") if path.is_file() else render_card(load_config(directory), repo_id)
+        card = ModelCard(text, ignore_metadata_errors=False)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path} has metadata that cannot be read: {one_line(error)}") from error
+    added = False
+    for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):
+        stated = card.data.get(name) or None
+        if stated is None and value is None:
+            none = " (none: trained from scratch)" if name == "base_model" else ""
+            raise UserError(
+                f"The model card of {directory} does not state its {name}: add it, or give {option}{none}."
+            )
+        if stated is not None and value is not None and stated != value:
+            raise UserError(f"{path} states {name} {stated!r}, and {option} says {value!r}: correct one of them.")
+        if stated is None and value != "none":
+            setattr(card.data, name, value)
+            added = True
+    return str(card) if added else text
+
+
+@contextmanager
+def _staged(directory: Path, names: list[str], card: str) -> Iterator[Path]:
+    """Yields a directory of links to the files `names`, and the model card: just what is published, so that what is
+    checked is just that."""
+    with tempfile.TemporaryDirectory(prefix="push-") as temporary:
+        stage = Path(temporary)
+        for name in names:
+            (stage / name).parent.mkdir(exist_ok=True)
+            (stage / name).symlink_to((directory / name).resolve())
+        (stage / "README.md").unlink(missing_ok=True)
+        (stage / "README.md").write_text(card, encoding="utf-8")
+        try:
+            yield stage
+        except UserError as error:  # names the directory that the user knows
+            raise UserError(str(error).replace(temporary, str(directory))) from error
+
+
+def _push(stage: Path, repo_id: str, private: bool, tag: str | None, create_pr: bool, collection: str | None) -> str:
+    api = hub_api()
+    if collection is not None:
+        api.get_collection(collection)
+    # With None the Hub applies the account's default, which may be private.
+    api.create_repo(repo_id, private=private or None, exist_ok=True)
+    if private and not api.repo_info(repo_id).private:
+        raise UserError(f"{repo_id} exists and is public: choose another, or make it private on the Hub first.")
+    head = api.repo_info(repo_id).sha
+    difference = _difference(api, stage, repo_id, head)
+    if tag is not None:
+        _check_tag(api, repo_id, tag, head if difference == Difference({}, []) else None)
+    url, revision = _commit(api, stage, repo_id, head, difference, create_pr)
+    if left := _difference(api, stage, repo_id, revision).changed:
+        raise UserError(
+            f"{repo_id} at {revision} holds other content than was sent for {', '.join(left)}: push again."
         )
-        if tag is not None:
-            api.create_tag(repo_id, tag=tag, revision=commit.oid)
-    except HTTPError as error:
-        raise UserError(f"Publishing {repo_id} failed: {one_line(error)}") from error
-    return commit.pr_url or commit.commit_url
+    download(api, repo_id, revision, names=[path.relative_to(stage).as_posix() for path in stage.rglob("*")])
+    print(f"Loading {repo_id} at {revision} in a clean process", flush=True)
+    load_cached_in_clean_process(repo_id, revision, constants.HF_HUB_CACHE)
+    if tag is not None and _target(api, repo_id, tag) is None:
+        api.create_tag(repo_id, tag=tag, revision=revision)
+    if collection is not None:
+        api.add_collection_item(collection, repo_id, "model", exists_ok=True)
+    print(f"Published: {url}\nRevision: {revision}\n\n{snippet(repo_id, revision)}")
+    return url
+
+
+def _difference(api: HfApi, stage: Path, repo_id: str, revision: str) -> Difference:
+    """What of the directory `stage` a commit of the repository lacks, by checksums, and what supersedes it."""
+    found = api.verify_repo_checksums(repo_id, revision=revision, local_dir=stage)
+    changed = {mismatch["path"]: mismatch["expected"] for mismatch in found.mismatches}
+    changed |= dict.fromkeys(found.extra_paths)
+    new_weights = any(WEIGHTS.fullmatch(path) for path in changed)
+    code = {path.name for path in PACKAGE.glob("*.py")}
+    superseded = [
+        path
+        for path in found.missing_paths
+        if path in LOADED_NAMES | code
+        or WEIGHTS.fullmatch(path)
+        or (new_weights and path.startswith(f"{EVAL_RESULTS}/"))  # of the weights that were there before
+    ]
+    return Difference(changed, superseded)
+
+
+def _commit(
+    api: HfApi, stage: Path, repo_id: str, head: str, difference: Difference, create_pr: bool
+) -> tuple[str, str]:
+    """Commits the difference to `head`, all of it or nothing; returns web address and id of the commit.
+
+    If somebody has committed since, tries once more, unless that changed the same files. Raises `UserError`.
+    """
+    if difference == Difference({}, []):
+        print(f"{repo_id} holds these files already", flush=True)
+        return f"{api.endpoint}/{repo_id}/commit/{head}", head
+    for path in difference.superseded:
+        print(f"Removing what is superseded: {path}", flush=True)
+    try:
+        commit = _create_commit(api, stage, repo_id, head, difference, create_pr)
+    except Exception as error:
+        if status_of(error) != 412:
+            raise
+        print("Somebody has committed meanwhile: trying once more", flush=True)
+        head = api.repo_info(repo_id).sha
+        if _difference(api, stage, repo_id, head) != difference:
+            raise UserError(
+                f"Somebody has changed the same files of {repo_id} meanwhile: see what is there now, then push again."
+            ) from error
+        commit = _create_commit(api, stage, repo_id, head, difference, create_pr)
+    return commit.pr_url or commit.commit_url, commit.oid
+
+
+def _create_commit(
+    api: HfApi, stage: Path, repo_id: str, head: str, difference: Difference, create_pr: bool
+) -> CommitInfo:
+    additions = [CommitOperationAdd(path, str(stage / path)) for path in difference.changed]
+    deletions = [CommitOperationDelete(path, is_folder=False) for path in difference.superseded]
+    return api.create_commit(
+        repo_id,
+        additions + deletions,
+        parent_commit=head,
+        create_pr=create_pr,
+        commit_message="Upload Interleaved Head Attention model",
+    )
+
+
+def _check_tag(api: HfApi, repo_id: str, tag: str, head: str | None) -> None:
+    """Raises `UserError` if there is a tag or branch of this name, unless it is a tag of the commit `head`."""
+    refs = api.list_repo_refs(repo_id)
+    taken = any(ref.name == tag and ref.target_commit != head for ref in refs.tags)
+    if taken or any(ref.name == tag for ref in refs.branches):
+        raise UserError(f"{repo_id} already has a tag or branch {tag!r}: choose another, or delete it first.")
+
+
+def _target(api: HfApi, repo_id: str, tag: str) -> str | None:
+    """The commit that a tag names; `None` if there is no such tag."""
+    tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).tags}
+    return tags.get(tag)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Publish a saved model directory on the Hugging Face Hub after a check that it loads in a process without this "
-        "package. Log in first: hf auth login.",
+        description="Publish a saved model directory on the Hugging Face Hub, after checks of its weights, code and card "
+        "and a load in a process without this package. Log in first: hf auth login.",
         epilog="example: python -m conversion_scripts.push_to_hub smollm2-iha me/smollm2-iha --private --dry-run",
     )
-    parser.add_argument("dir", type=Path, help="saved model directory")
+    parser.add_argument("directory", metavar="dir", type=Path, help="saved model directory")
     parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--tag", help="name the uploaded revision, such as v1")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    parser.add_argument(
+        "--collection", help="add the model to this collection, such as me/iha-0123456789abcdef01234567"
+    )
+    parser.add_argument("--license", help="of the weights, if the model card does not state it, such as apache-2.0")
+    parser.add_argument(
+        "--base-model", help="Hub id of the model it was made from, if the card does not state it; none: from scratch"
+    )
+    parser.add_argument("--trust-code", action="store_true", help="run and publish code that is not this package's")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be uploaded, without network")
     return parser.parse_args()
 
 
 def main() -> None:
-    args = parse_arguments()
-    try:
-        validate_repo_id(args.repo_id)
-    except HFValidationError as error:
-        raise UserError(f"{args.repo_id!r} is no repository id: {one_line(error)}") from error
-    upload, stay = files_to_upload(args.dir)
-
-    print(f"Loading {args.dir} in a clean process", flush=True)
-    load_in_clean_process(args.dir)
-
-    print(f"{'Would upload' if args.dry_run else 'Uploading'} to {args.repo_id}:")
-    for name in upload:
-        print(f"  {name}  {(args.dir / name).stat().st_size:,} bytes")
-    if stay:
-        print(f"Not part of a checkpoint, not uploaded: {', '.join(stay)}")
-    if not args.dry_run:
-        print(f"Published: {push(args.dir, upload, args.repo_id, args.private, args.tag, args.create_pr)}")
+    publish(**vars(parse_arguments()))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from command_io import UserError, new_directory, one_line, whole_file, write_json
-from conversion_scripts.checkpoint_io import load_in_clean_process
-from conversion_scripts.push_to_hub import files_to_upload, push
 from model_cards.render import markdown, render_card, source_license, source_name
 from sft.arguments import RunArguments
 from sft.distributed import OPTIMIZER_STATES
@@ -222,10 +220,3 @@ def _identity(section: dict[str, str | None]) -> str:
     """The hash or commit in a section of the record."""
     kind = next(name for name in ("sha256", "commit", "revision") if name in section)
     return f"{'SHA-256' if kind == 'sha256' else kind} {section[kind]}"
-
-
-def publish(directory: Path, repo_id: str) -> str:
-    """Publish the final model as `push_to_hub.py` does; returns the web address. Raises `UserError`."""
-    names, _ = files_to_upload(directory)
-    load_in_clean_process(directory)
-    return push(directory, names, repo_id)

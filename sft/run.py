@@ -8,8 +8,9 @@ from pathlib import Path
 from transformers import Trainer, TrainingArguments
 
 from command_io import UserError, sole_writer
+from conversion_scripts.push_to_hub import publish
 from sft.arguments import RecipeParser, RunArguments, check_values
-from sft.checkpoints import checkpoint_to_resume, newest_complete_checkpoint, publish, save_final, write_losses
+from sft.checkpoints import checkpoint_to_resume, newest_complete_checkpoint, save_final, write_losses
 from sft.distributed import check_launch, whole_model
 from sft.run_record import check_record, keep_record, make_record, note_stop
 from sft.trainer import NotFiniteError
@@ -66,7 +67,7 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
         save_final(trainer, model, run, record, final)
         print(f"Final model: {final}\nCurves:      loss.json, loss.png, curves.json and curves.png beside it")
         if run.push_repo_id is not None:
-            print(f"Published:   {publish(final, run.push_repo_id)}")
+            publish(final, run.push_repo_id)
     # DDP's reducer must go before the process group. The last one to hold the group destroys it and joins its threads;
     # the reducer would do so with the GIL held, while such a thread may still need the GIL to release a tensor, for
     # ever.

@@ -3,19 +3,28 @@
 It is not the Hub: it answers the calls that the real `huggingface_hub` client makes to create a model repository, push
 to it and load from it, over real HTTP, with revisions as commits and large files through LFS, as the client's code
 expects them. It has no web pages, no Xet storage, no redirects to a content network and no rate limits, and one token
-that may do everything.
+that may do everything. `faults` go wrong as the Hub and the network may.
 
 The client reads its endpoint when `huggingface_hub` is imported: clients run in subprocesses, with
-    `LoopbackHub.environment`.
+`LoopbackHub.environment`, or in this process where `LoopbackHub.use` has led the commands here.
 """
 
 import base64
 import hashlib
 import json
+import socket
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import prod
 from threading import RLock, Thread
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from huggingface_hub import HfApi, constants
+
+from conversion_scripts import hub_client
 
 
 TOKEN = "hf_loopback"
@@ -30,6 +39,25 @@ class HubError(Exception):
         self.answer = {"error": message, **answer}
         headers = {"X-Error-Code": code, "X-Error-Message": message, "X-Repo-Commit": commit}
         self.status, self.headers = status, {name: value for name, value in headers.items() if value}
+
+
+@dataclass
+class Fault:
+    """What happens, instead of an answer, to the next `times` requests of `method` whose path contains `path`.
+
+    `what` is an error or its HTTP status, "html" (a page with status 200), "drop" (half of the request is read, then
+    the connection closes), or a function that is called before the answer.
+    """
+
+    method: str
+    path: str
+    what: "int | str | HubError | Callable"
+    times: float = float("inf")
+
+    def takes(self, method: str, path: str) -> bool:
+        hit = self.times > 0 and method == self.method and self.path in path
+        self.times -= hit
+        return hit
 
 
 @dataclass(frozen=True)
@@ -90,6 +118,8 @@ class LoopbackHub:
         endpoint (`str`): its address.
         repositories (`dict[str, Repository]`): by id, such as "me/model".
         calls (`list[tuple[str, str]]`): method and path of every request so far.
+        faults (`list[Fault]`): what goes wrong; of those that a request meets, the first happens.
+        collections (`dict[str, list[str]]`): ids of the models of each collection, by slug.
         before_commit (`Callable` or `None`): called with the repository right before each commit, as if somebody
             else were at work.
     """
@@ -98,6 +128,8 @@ class LoopbackHub:
         self.repositories: dict[str, Repository] = {}
         self.lfs: dict[str, bytes] = {}
         self.calls: list[tuple[str, str]] = []
+        self.faults: list[Fault] = []
+        self.collections: dict[str, list[str]] = {}
         self.before_commit = None
         self.lock = RLock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
@@ -121,12 +153,27 @@ class LoopbackHub:
             "HF_MODULES_CACHE": str(home / "modules"),
         }
 
+    def use(self, monkeypatch, home) -> None:
+        """Leads the commands here while they run in this process, with caches below `home`; retries do not wait."""
+        monkeypatch.setattr(hub_client, "HfApi", partial(HfApi, endpoint=self.endpoint, token=TOKEN))
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, self.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", self.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
     def add(self, repo_id: str, directory) -> str:
         """Puts the files of `directory` into a new public repository, without HTTP; returns the commit."""
         paths = (path for path in directory.iterdir() if path.is_file())
         files = {path.name: File(path.read_bytes(), path.name.endswith(LFS_SUFFIXES)) for path in paths}
         repository = self.repositories[repo_id] = Repository(private=False)
         return repository.commit("main", files)
+
+    def head(self, repo_id: str) -> dict[str, File]:
+        """The files at the newest commit of a repository's main branch."""
+        repository = self.repositories[repo_id]
+        return repository.commits[repository.references["main"]]
 
     # What follows answers one kind of request each, with (headers, body).
 
@@ -145,6 +192,24 @@ class LoopbackHub:
         sha = repository.resolve(revision)
         siblings = [{"rfilename": path} for path in sorted(repository.commits[sha])]
         return {"id": repo_id, "sha": sha, "private": repository.private, "tags": [], "siblings": siblings}
+
+    def models(self, author: str) -> list[dict]:
+        ids = [repo_id for repo_id in self.repositories if repo_id.startswith(f"{author}/")]
+        models = [self.info(repo_id, self.repositories[repo_id], "main") for repo_id in ids]
+        for model in models:
+            file = self.head(model["id"]).get("model.safetensors")
+            header = json.loads(file.content[8 : 8 + int.from_bytes(file.content[:8], "little")]) if file else {}
+            total = sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+            model["safetensors"] = {"parameters": {"F32": total}, "total": total}
+        return models
+
+    def collection(self, slug: str, item: str | None) -> dict:
+        if slug not in self.collections:
+            raise HubError(404, "Collection not found")
+        if item is not None:
+            self.collections[slug].append(item)
+        described = {"slug": slug, "title": "", "owner": {}, "lastUpdated": "2026-01-01T00:00:00.000Z", "items": []}
+        return {**described, "position": 0, "private": False, "theme": "blue", "upvotes": 0}
 
     def tree(self, repository: Repository, revision: str, folder: str) -> list[dict]:
         """The files below `folder`; the stand-in holds no folders, so every listing is a recursive one."""
@@ -246,11 +311,26 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_request(self) -> None:
         url = urlsplit(self.path)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = int(self.headers.get("Content-Length", 0))
+        fault = next((fault.what for fault in self.hub.faults if fault.takes(self.command, url.path)), None)
+        if fault == "drop":
+            self.rfile.read(length // 2)
+            self.close_connection = True
+            return self.connection.shutdown(socket.SHUT_RDWR)
+        body = self.rfile.read(length)
+        if callable(fault):
+            fault()
         try:
-            with self.hub.lock:
-                self.hub.calls.append((self.command, url.path))
-                headers, content = self.route(parts, parse_qs(url.query), body)
+            if isinstance(fault, int):
+                raise HubError(fault, f"Status {fault}, for a test")
+            if isinstance(fault, HubError):
+                raise fault
+            if fault == "html":
+                headers, content = {"Content-Type": "text/html"}, b"<html>Log in to the network</html>"
+            else:
+                with self.hub.lock:
+                    self.hub.calls.append((self.command, url.path))
+                    headers, content = self.route(parts, parse_qs(url.query), body)
             status = 200
         except HubError as error:
             status, headers, content = error.status, error.headers, json.dumps(error.answer).encode()
@@ -274,6 +354,10 @@ class _Handler(BaseHTTPRequestHandler):
             return _json(hub.create(json.loads(body)))
         if parts == ["api", "validate-yaml"]:
             return _json({"errors": [], "warnings": []})
+        if parts == ["api", "models"]:
+            return _json(hub.models(query["author"][0]))
+        if parts[:2] == ["api", "collections"]:
+            return _json(hub.collection("/".join(parts[2:4]), json.loads(body)["item"]["id"] if body else None))
         if parts[2:] and parts[1].endswith(".git"):
             repo_id = "/".join(parts[:2]).removesuffix(".git")
             return _json(

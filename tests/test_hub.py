@@ -24,12 +24,13 @@ from sft import train
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "1+1?"
 
-# Several pushes in one process. That a directory loads alone is checked before each; here once is enough.
+# Several pushes in one process. That directory and repository load alone is what tests/test_pull_and_list.py checks.
 PUSHES = """
 import json, sys
 from conversion_scripts import push_to_hub
 from conversion_scripts.checkpoint_io import UserError
 push_to_hub.load_in_clean_process = lambda directory: None
+push_to_hub.load_cached_in_clean_process = lambda repo_id, revision, cache: None
 for arguments in json.load(sys.stdin):
     sys.argv = ["push_to_hub.py", *arguments]
     try:
@@ -100,9 +101,8 @@ def run(environment, *arguments, **kwargs):
 
 def pushes(environment, *commands):
     """Runs push_to_hub.py with each of the lists of arguments; returns what it printed."""
-    return run(
-        environment, "-c", PUSHES, input=json.dumps([[str(word) for word in words] for words in commands])
-    ).stdout
+    commands = [[str(word) for word in (*words, "--base-model", "me/llama", "--trust-code")] for words in commands]
+    return run(environment, "-c", PUSHES, input=json.dumps(commands)).stdout
 
 
 def test_the_code_of_a_checkpoint_is_short_enough_to_read(tmp_path):
@@ -166,12 +166,15 @@ def second(trained, tmp_path_factory):
 @pytest.fixture(scope="module")
 def commits(hub, trained, second, tmp_path_factory):
     """The commits of "me/iha": "first", tagged v1, and "second", pushed over it, and to the private "me/secret"."""
-    push = ROOT / "conversion_scripts" / "push_to_hub.py"
-    home = tmp_path_factory.mktemp("home")
-    out = run(hub.environment(home), push, trained / "final", "me/iha", "--tag", "v1").stdout
-    first = hub.repositories["me/iha"].references["main"]
+    out = pushes(
+        hub.environment(tmp_path_factory.mktemp("home")),
+        [trained / "final", "me/iha", "--tag", "v1"],
+        [second, "me/iha"],
+        [second, "me/secret", "--private"],
+    )
+    assert "Refused" not in out
+    first = hub.repositories["me/iha"].references["v1"]
     assert f"{hub.endpoint}/me/iha/commit/{first}" in out
-    pushes(hub.environment(home), [second, "me/iha"], [second, "me/secret", "--private"])
     return {"first": first, "second": hub.repositories["me/iha"].references["main"]}
 
 
@@ -188,7 +191,8 @@ def test_what_a_push_stores(hub, commits, trained):
     files = repository.commits[commits["first"]]
     assert {name for name in files if name.endswith(".py")} == IHA_CODE
     assert {name for name, file in files.items() if file.lfs} == {"model.safetensors"}
-    for name in files.keys() - {".gitattributes"}:
+    assert b"base_model: me/llama" in files["README.md"].content
+    for name in files.keys() - {".gitattributes", "README.md"}:
         assert files[name].content == (trained / "final" / name).read_bytes()
     newer = repository.commits[commits["second"]]
     changed = {name for name in files.keys() | newer.keys() if files.get(name) != newer.get(name)}
@@ -212,14 +216,12 @@ def test_pull_requests_tags_and_conflicts(hub, commits, second, tmp_path):
         [second, "me/iha"],
     )
     hub.before_commit = None
-    pull_request, tag, conflict = out.split("Loading")[1:]
+    pull_request, tag, conflict = out.split("Checking")[1:]
     assert f"Published: {hub.endpoint}/me/iha/discussions/1" in pull_request
     assert "LICENSE" in repository.commits[repository.references["refs/pr/1"]]
-    assert "Refused: me/iha already has a tag 'v1'" in tag
-    assert "Refused: Publishing me/iha failed" in conflict and "412" in conflict
-    assert repository.commits[repository.references["main"]].keys() - repository.commits[commits["second"]].keys() == {
-        "note.txt"
-    }
+    assert "Refused: me/iha already has a tag or branch 'v1'" in tag
+    assert "Refused: Publishing me/iha failed" in conflict and "somebody committed meanwhile" in conflict
+    assert hub.head("me/iha").keys() - repository.commits[commits["second"]].keys() == {"note.txt"}
     repository.references["main"] = commits["second"]
 
 

@@ -1,17 +1,22 @@
-"""What is published, what is refused, and which calls the Hub gets."""
+"""What is published, what is refused, and what a repository holds whatever goes wrong: the real client, in this
+process, against a stand-in for the Hub."""
 
 import json
-from types import SimpleNamespace
+import shutil
+from threading import Event
 
 import pytest
 import torch
 from helpers import IHA_CODE, command, last_line, random_model, small_config
-from huggingface_hub.errors import HTTPError
+from huggingface_hub import constants
+from loopback_hub import TOKEN, Fault, File, HubError, LoopbackHub
+from safetensors.torch import load_file, save_file
 from tiny_sources import tiny_tokenizer
 
 from command_io import UserError
-from conversion_scripts import push_to_hub
-from conversion_scripts.push_to_hub import files_to_upload
+from conversion_scripts import hub_client, push_to_hub
+from conversion_scripts.checkpoint_checks import checkpoint_files
+from conversion_scripts.checkpoint_io import run_in_clean_process
 
 
 CHECKPOINT = IHA_CODE | {
@@ -19,138 +24,439 @@ CHECKPOINT = IHA_CODE | {
     *("tokenizer.json", "tokenizer_config.json"),
 }
 STRAY = {".env", "notes.txt", "secret.py", "token", "train.log", "trainer_state.json", "wandb-key.json"}
+CARD = "---\nlicense: mit\nbase_model: me/base\n---\nA model.\n"
+SECRET = "hf_" + "a1B2" * 9
 
 
-@pytest.fixture
-def directory(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
     """A saved model among files that do not belong to it."""
-    path = tmp_path / "iha"
+    path = tmp_path_factory.mktemp("saved") / "iha"
     random_model(small_config()).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
-    (path / "README.md").write_text("A model.")
+    (path / "README.md").write_text(CARD)
     for name in STRAY:
-        (path / name).write_text("hf_secret")
+        (path / name).write_text(SECRET)
     (path / "checkpoint-5").mkdir()
     (path / "checkpoint-5" / "model.safetensors").write_text("")
     return path
 
 
-class FakeHub:
-    """Records the calls of `HfApi`."""
-
-    def __init__(self):
-        self.calls = []
-
-    def create_repo(self, repo_id, **kwargs):
-        self.calls.append(("create_repo", repo_id, kwargs))
-
-    def list_repo_refs(self, repo_id):
-        return SimpleNamespace(tags=[SimpleNamespace(name="v0")])
-
-    def repo_info(self, repo_id):
-        return SimpleNamespace(sha="parent0")
-
-    def upload_folder(self, **kwargs):
-        self.calls.append(("upload_folder", kwargs))
-        pr_url = "https://hub/discussions/1" if kwargs["create_pr"] else None
-        return SimpleNamespace(oid="abc123", pr_url=pr_url, commit_url="https://hub/commit/abc123")
-
-    def create_tag(self, repo_id, **kwargs):
-        self.calls.append(("create_tag", repo_id, kwargs))
+@pytest.fixture
+def directory(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "iha")
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """A hub that records, and a clean process that is taken for granted."""
-    hub = FakeHub()
-    monkeypatch.setattr(push_to_hub, "HfApi", lambda: hub)
+def hub(tmp_path, monkeypatch):
+    """The stand-in; that a directory and a repository load alone is taken for granted."""
     monkeypatch.setattr(push_to_hub, "load_in_clean_process", lambda directory: {})
-    return hub
+    monkeypatch.setattr(push_to_hub, "load_cached_in_clean_process", lambda repo_id, revision, cache: {})
+    with LoopbackHub() as hub:
+        hub.use(monkeypatch, tmp_path / "home")
+        yield hub
+
+
+@pytest.fixture
+def push(directory, hub, monkeypatch, capsys):
+    """Pushes the directory with more arguments: returns what it prints, or the line of its error."""
+
+    def push(*arguments):
+        code, out, err = command(monkeypatch, capsys, push_to_hub, directory, "me/iha", *arguments)
+        return out if code == 0 else last_line(err)
+
+    return push
+
+
+def shard(directory):
+    """Saves the model again, in several files and with other weights."""
+    (directory / "model.safetensors").unlink()
+    random_model(small_config(), seed=1).save_pretrained(directory, max_shard_size="20KB")
+    return set(json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"].values())
+
+
+# Which files
 
 
 def test_only_the_checkpoint_is_listed(directory):
-    upload, stay = files_to_upload(directory)
-    assert set(upload) == CHECKPOINT
-    assert set(stay) == STRAY | {"checkpoint-5/"}
+    (directory / ".eval_results").mkdir()
+    (directory / ".eval_results" / "gsm8k.yaml").write_text("- value: 1\n")
+    names, others = checkpoint_files(directory)
+    assert set(names) == CHECKPOINT | {".eval_results/gsm8k.yaml"}
+    assert set(others) == STRAY | {"checkpoint-5/"}
 
 
-def test_sharded_weights_and_their_index_are_listed(tmp_path):
-    random_model(small_config()).save_pretrained(tmp_path, max_shard_size="20KB")
-    upload, _ = files_to_upload(tmp_path)
-    shards = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert len(set(shards.values())) > 1 and {*shards.values(), "model.safetensors.index.json"} <= set(upload)
+def test_only_the_weights_that_are_loaded_are_listed(directory):
+    """A name is a name, not a pattern."""
+    for name in ("adapter_model.safetensors", "model[1].safetensors", "*.safetensors", "line\nbreak.safetensors"):
+        shutil.copy(directory / "model.safetensors", directory / name)
+    assert set(checkpoint_files(directory)[0]) == CHECKPOINT
+    shards = shard(directory)
+    assert len(shards) > 1
+    assert set(checkpoint_files(directory)[0]) == CHECKPOINT - {"model.safetensors"} | shards | {
+        "model.safetensors.index.json"
+    }
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "training_args.bin", "optimizer.pt", "state.PKL"])
-def test_pickles_are_refused(directory, name, hub, monkeypatch, capsys):
-    torch.save({}, directory / name)
-    code, _, err = command(monkeypatch, capsys, push_to_hub, directory, "me/iha")
-    assert code == 1 and name in last_line(err) and "pickles" in last_line(err) and hub.calls == []
-
-
-@pytest.mark.parametrize("repo_id", ["me/iha/x", "me/../iha", "-"])
-def test_bad_repository_id_is_refused(directory, repo_id, hub, monkeypatch, capsys):
-    code, _, err = command(monkeypatch, capsys, push_to_hub, "--dry-run", directory, "--", repo_id)
-    assert code == 1 and "is no repository id" in last_line(err) and hub.calls == []
-
-
-def test_no_model_directory_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no config.json"):
-        files_to_upload(tmp_path)
-
-
-def test_dry_run_prints_the_upload_and_stays_off_the_network(directory, hub, monkeypatch, capsys):
-    code, out, _ = command(monkeypatch, capsys, push_to_hub, directory, "me/iha", "--tag", "v1", "--dry-run")
-    assert code == 0 and hub.calls == []
-    listed = {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
-    assert listed == CHECKPOINT
+def test_dry_run_prints_the_upload_and_stays_off_the_network(hub, push):
+    out = push("--tag", "v1", "--dry-run")
+    assert hub.calls == []
+    assert {line.split()[0] for line in out.splitlines() if line.startswith("  ")} == CHECKPOINT
     stay = out.splitlines()[-1]
     assert stay.startswith("Not part of a checkpoint") and all(name in stay for name in STRAY)
 
 
-def test_push_makes_the_hubs_own_calls(directory, hub, monkeypatch, capsys):
-    code, out, _ = command(monkeypatch, capsys, push_to_hub, directory, "me/iha", "--private", "--tag", "v1")
-    assert code == 0 and "https://hub/commit/abc123" in out
-    create, upload, tag = hub.calls
-    assert create == ("create_repo", "me/iha", {"private": True, "exist_ok": True})
-    assert (upload[1]["repo_id"], upload[1]["folder_path"], upload[1]["create_pr"]) == ("me/iha", directory, False)
-    assert set(upload[1]["allow_patterns"]) == CHECKPOINT and upload[1]["parent_commit"] == "parent0"
-    assert tag == ("create_tag", "me/iha", {"tag": "v1", "revision": "abc123"})
+# What is refused before anything is uploaded
 
 
-def test_push_as_pull_request(directory, hub, monkeypatch, capsys):
-    code, out, _ = command(monkeypatch, capsys, push_to_hub, directory, "me/iha", "--create-pr")
-    assert code == 0 and "https://hub/discussions/1" in out
-    assert [call[0] for call in hub.calls] == ["create_repo", "upload_folder"]
-    assert hub.calls[0][2]["private"] is None and hub.calls[1][1]["create_pr"] is True
+def change_json(name, **fields):
+    def change(directory):
+        content = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps({**content, **fields}))
+
+    return change
 
 
-def test_a_taken_tag_is_refused_before_the_upload(directory, hub, monkeypatch, capsys):
-    code, _, err = command(monkeypatch, capsys, push_to_hub, directory, "me/iha", "--tag", "v0")
-    assert code == 1 and "already has a tag 'v0'" in last_line(err)
-    assert [call[0] for call in hub.calls] == ["create_repo"]
+def change_weights(name=None, value=None, metadata={"format": "pt"}):
+    def change(directory):
+        tensors = load_file(directory / "model.safetensors")
+        if name is not None:
+            tensors[name] = value
+        save_file(tensors, directory / "model.safetensors", metadata=metadata)
+
+    return change
 
 
-def test_code_that_would_break_is_refused(directory, hub, monkeypatch, capsys):
-    with open(directory / "virtual_sequence.py", "a") as file:
-        file.write("import triton\n")
-    code, _, err = command(monkeypatch, capsys, push_to_hub, directory, "me/iha")
-    assert code == 1 and "triton may not be installed" in last_line(err) and hub.calls == []
+def append(name, text):
+    def change(directory):
+        with open(directory / name, "a") as file:
+            file.write(text)
+
+    return change
 
 
-def test_a_hub_that_fails_is_one_line(directory, hub, monkeypatch, capsys):
-    def unreachable(*args, **kwargs):
-        raise HTTPError("[Errno 111] Connection refused")
-
-    hub.upload_folder = unreachable
-    code, _, err = command(monkeypatch, capsys, push_to_hub, directory, "me/iha")
-    assert code == 1 and "Publishing me/iha failed: [Errno 111] Connection refused" in last_line(err)
+def link_out(directory):
+    (directory.parent / "secret").write_text("a secret")
+    (directory / "NOTICE").symlink_to(directory.parent / "secret")
 
 
-def test_directory_that_does_not_load_alone_is_refused(directory, monkeypatch, capsys):
-    hub = FakeHub()
-    monkeypatch.setattr(push_to_hub, "HfApi", lambda: hub)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "attention_kinds": "iha"}))
-    code, _, err = command(monkeypatch, capsys, push_to_hub, directory, "me/iha")
-    assert code == 1 and "does not load in a clean process" in last_line(err) and hub.calls == []
+def shards_and(change):
+    def do(directory):
+        shards = shard(directory)
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        change(directory, sorted(shards)[0], index)
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return do
+
+
+FAULTS = {
+    "a pickle": (lambda directory: torch.save({}, directory / "state.PKL"), "pickles are refused"),
+    "training arguments": (lambda directory: torch.save({}, directory / "training_args.bin"), "pickles are refused"),
+    "no config": (lambda directory: (directory / "config.json").unlink(), "no config.json"),
+    "no generation config": (
+        lambda directory: (directory / "generation_config.json").unlink(),
+        "holds no generation_config.json",
+    ),
+    "no tokenizer": (lambda directory: (directory / "tokenizer.json").unlink(), "no usable tokenizer"),
+    "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "holds no weights"),
+    "cut weights": (
+        lambda directory: (directory / "model.safetensors").write_bytes(
+            (directory / "model.safetensors").read_bytes()[:-100]
+        ),
+        "no whole safetensors file",
+    ),
+    "NaN": (change_weights("lm_head.weight", torch.full((61, 32), torch.nan)), "holds NaN or infinity"),
+    "other format": (change_weights(metadata={"format": "tf"}), "expected 'pt'"),
+    "tied in name only": (change_json("config.json", tie_word_embeddings=True), "differs from model.embed_tokens"),
+    "one file and an index": (
+        lambda directory: (
+            (shutil.copy(directory / "model.safetensors", directory / "whole"), shard(directory))
+            and (directory / "whole").rename(directory / "model.safetensors")
+        ),
+        "Remove the older",
+    ),
+    "a lost shard": (shards_and(lambda directory, first, index: (directory / first).unlink()), "which model.safe"),
+    "a wrong index": (
+        shards_and(lambda directory, first, index: index["weight_map"].update({"model.norm.weight": first})),
+        "disagree on model.norm.weight",
+    ),
+    "an index that leads away": (
+        shards_and(lambda directory, first, index: index["weight_map"].update({"model.norm.weight": "../x"})),
+        "expected a file of the same directory",
+    ),
+    "a wrong size": (
+        shards_and(lambda directory, first, index: index["metadata"].update(total_size=1)),
+        "states 1 bytes",
+    ),
+    "other code": (append("modeling_iha.py", "\nprint('hello')\n"), "differs from this package's code"),
+    "code that would break": (append("virtual_sequence.py", "import triton\n"), "triton may not be installed"),
+    "a link": (link_out, "NOTICE is a link to"),
+    "a token": (append("README.md", SECRET), "README.md, line 6, holds what looks like a Hugging Face token"),
+    "a private key": (
+        append("chat_template.jinja", "\n-----BEGIN RSA PRIVATE KEY-----\n"),
+        "chat_template.jinja, line 2, holds what looks like a private key",
+    ),
+    "a token in the weights' metadata": (
+        change_weights(metadata={"format": "pt", "key": SECRET}),
+        "model.safetensors, line 1, holds what looks like a Hugging Face token",
+    ),
+    "the token in use": (append("README.md", TOKEN), "the Hugging Face token in use"),
+    "no licence": (
+        lambda directory: (directory / "README.md").write_text("---\nbase_model: me/base\n---\n"),
+        "does not state its license: add it, or give --license",
+    ),
+    "no base model": (
+        lambda directory: (directory / "README.md").write_text("---\nlicense: mit\n---\n"),
+        "does not state its base_model: add it, or give --base-model (none",
+    ),
+    "a card without metadata": (lambda directory: (directory / "README.md").write_text("A model."), "its license"),
+    "a damaged card": (lambda directory: (directory / "README.md").write_text("---\na: [\n---\n"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_no_whole_checkpoint_is_refused(name, directory, hub, push, monkeypatch):
+    change, message = FAULTS[name]
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    change(directory)
+    error = push()
+    assert message in error and SECRET not in error and "push-" not in error and hub.calls == []
+
+
+@pytest.mark.parametrize("repo_id", ["me/iha/x", "me/../iha", "-", "me/iha\n", "me/ iha"])
+def test_bad_repository_id_is_refused(saved, repo_id, hub, monkeypatch, capsys):
+    code, _, err = command(monkeypatch, capsys, push_to_hub, "--dry-run", saved, "--", repo_id)
+    assert code == 1 and "is no repository id" in last_line(err)
+
+
+def test_a_tag_that_git_does_not_allow_is_refused_before_all(saved, hub):
+    tags = ("", "v 1", "v1\n", "v..1", ".v1", "-v1", "v1.lock", "v1/", "a//b", "v~1", "v^", "v:1", "v?", "v[1]", "@")
+    for tag in (*tags, "v1.", "a/.b", "a\\b", "v@{1}", "/v", "a.lock/b", "\x7f"):
+        with pytest.raises(UserError, match="no name that git allows"):
+            push_to_hub.publish(saved, "me/iha", tag=tag)
+    for tag in ("v1", "v1.0-rc_2", "release/v1", "é", "a@b", "HEAD.1"):
+        push_to_hub.publish(saved, "me/iha", tag=tag, dry_run=True)
+    with pytest.raises(UserError, match="once the pull request is merged"):
+        push_to_hub.publish(saved, "me/iha", tag="v1", create_pr=True)
+    assert hub.calls == []
+
+
+def test_directory_that_does_not_load_alone_is_refused(directory, hub, push, monkeypatch):
+    def refuse(stage):
+        assert {path.name for path in stage.iterdir()} == CHECKPOINT  # just what would be published
+        raise UserError(f"{stage} does not load in a clean process: reasons")
+
+    monkeypatch.setattr(push_to_hub, "load_in_clean_process", refuse)
+    assert f"{directory} does not load in a clean process: reasons" in push() and hub.calls == []
+
+
+def test_code_that_runs_sees_no_secrets(monkeypatch, tmp_path):
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, SECRET)
+    program = "import os, pathlib; result = [dict(os.environ), str(pathlib.Path.home())]"
+    environment, home = run_in_clean_process(program, {})
+    assert SECRET not in environment.values() and home == environment["HF_HOME"]
+
+
+# What is published
+
+
+def test_what_a_push_stores(directory, hub, push, monkeypatch):
+    """Byte for byte, by name, tagged, and loaded back by id from what was uploaded."""
+    loaded = []
+    monkeypatch.setattr(push_to_hub, "load_cached_in_clean_process", lambda *arguments: loaded.append(arguments))
+    hub.collections["me/iha-0123"] = []
+    out = push("--private", "--tag", "v1", "--collection", "me/iha-0123")
+    repository, files = hub.repositories["me/iha"], hub.head("me/iha")
+    sha = repository.references["main"]
+    assert repository.private and repository.references["v1"] == sha and len(repository.commits) == 2
+    assert set(files) == CHECKPOINT | {".gitattributes"}
+    assert all(files[name].content == (directory / name).read_bytes() for name in CHECKPOINT)
+    assert f"Published: {hub.endpoint}/me/iha/commit/{sha}" in out and f'"me/iha", revision="{sha}"' in out
+    assert hub.collections == {"me/iha-0123": ["me/iha"]}
+    assert loaded == [("me/iha", sha, constants.HF_HUB_CACHE)]
+
+    again = push("--private", "--tag", "v1", "--collection", "me/iha-0123")
+    assert "holds these files already" in again and f"revision={json.dumps(sha)}" in again
+    assert len(repository.commits) == 2
+    append("README.md", "More.\n")(directory)
+    assert "already has a tag or branch 'v1'" in push("--tag", "v1")
+    assert "already has a tag or branch 'main'" in push("--tag", "main") and len(repository.commits) == 2
+
+
+def test_what_is_superseded_goes_in_the_same_commit(directory, hub, push):
+    """The old file would be served, not the new shards; a card or licence that somebody added stays."""
+    (directory / "old").mkdir()
+    push()
+    repository = hub.repositories["me/iha"]
+    added = {
+        name: File(b"x", False) for name in ("LICENSE", ".eval_results/a.yaml", "vocab.json", "attention_diff.py")
+    }
+    weights = {name: File(b"x", True) for name in ("model.fp16.safetensors", "pytorch_model.bin", "other.safetensors")}
+    repository.commit("main", {**hub.head("me/iha"), **added, **weights})
+    (directory / "chat_template.jinja").unlink()
+    out = push()
+    kept = {"LICENSE", ".eval_results/a.yaml", "other.safetensors", ".gitattributes"}
+    assert set(hub.head("me/iha")) == CHECKPOINT - {"chat_template.jinja"} | kept
+    before = len(repository.commits)
+    shards = shard(directory)
+    out = push()
+    assert "Removing what is superseded: model.safetensors\n" in out and len(repository.commits) == before + 1
+    expected = CHECKPOINT - {"chat_template.jinja", "model.safetensors"} | shards | {"model.safetensors.index.json"}
+    assert set(hub.head("me/iha")) == expected | kept - {".eval_results/a.yaml"}  # results of the weights before
+
+
+def test_links_into_the_cache_of_the_hub_are_files(directory, hub, push, tmp_path):
+    blob = tmp_path / "home" / "hub" / "models--me--base" / "blobs" / "0123"
+    blob.parent.mkdir(parents=True)
+    (directory / "model.safetensors").rename(blob)
+    (directory / "model.safetensors").symlink_to(blob)
+    push()
+    assert hub.head("me/iha")["model.safetensors"].content == blob.read_bytes()
+
+
+def test_other_code_after_an_explicit_yes(directory, hub, push):
+    append("modeling_iha.py", "\nIHAForCausalLM.revision = 2\n")(directory)
+    push("--trust-code")
+    assert hub.head("me/iha")["modeling_iha.py"].content == (directory / "modeling_iha.py").read_bytes()
+
+
+def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, hub, push):
+    (directory / "README.md").unlink()
+    assert "does not state its license" in push() and hub.calls == []
+    push("--license", "mit", "--base-model", "none")
+    card = hub.head("me/iha")["README.md"].content.decode()
+    assert "license: mit" in card and "base_model" not in card and 'from_pretrained("me/iha"' in card
+    assert not (directory / "README.md").exists()
+    (directory / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
+    push("--base-model", "me/base")
+    card = hub.head("me/iha")["README.md"].content.decode()
+    assert "license: mit" in card and "base_model: me/base" in card and "Mine." in card
+    assert "correct one of them" in push("--license", "apache-2.0", "--base-model", "me/base")
+
+
+def test_a_pull_request_leaves_the_branch_alone(directory, hub, push):
+    push()
+    repository = hub.repositories["me/iha"]
+    main = repository.references["main"]
+    append("README.md", "More.\n")(directory)
+    out = push("--create-pr")
+    assert f"Published: {hub.endpoint}/me/iha/discussions/1" in out and repository.references["main"] == main
+    proposed = repository.commits[repository.references["refs/pr/1"]]
+    assert proposed["README.md"].content.endswith(b"More.\n")
+
+
+def test_a_public_repository_does_not_take_what_is_to_be_private(hub, push):
+    push()
+    before = hub.head("me/iha")
+    assert "exists and is public" in push("--private") and hub.head("me/iha") == before
+
+
+# What goes wrong
+
+
+def test_somebody_else_at_work(directory, hub, push):
+    """One more try when the other changed something else, and nobody's work is overwritten."""
+    push()
+    append("README.md", "More.\n")(directory)
+    repository, times = hub.repositories["me/iha"], []
+
+    def note(path, at_most):
+        def commit(repository):
+            if len(times) < at_most:
+                times.append(path)
+                files = repository.commits[repository.references["main"]]
+                repository.commit("main", {**files, path: File(b"%d" % len(times), False)})
+
+        return commit
+
+    hub.before_commit = note("README.md", 1)
+    assert "Somebody has changed the same files" in push() and hub.head("me/iha")["README.md"].content == b"1"
+    hub.before_commit = note("note.txt", 4)
+    assert "somebody committed meanwhile: run the command again" in push()
+    assert hub.head("me/iha")["README.md"].content == b"1" and times == ["README.md", "note.txt", "note.txt"]
+    assert "trying once more" in push()
+    assert hub.head("me/iha")["README.md"].content == (directory / "README.md").read_bytes()
+    assert hub.head("me/iha")["note.txt"].content == b"4" and len(repository.references) == 1
+
+
+CARD_REFUSED = HubError(400, "Invalid", errors=[{"message": "license: no such licence"}])
+FULL = HubError(403, "Private repository storage limit reached")
+DROPPED = {
+    "wrong token": (Fault("POST", "", 401), "log in with `hf auth login`"),
+    "read-only token": (Fault("POST", "", 403), "a token that may write"),
+    "login page": (Fault("POST", "/repos/create", "html"), "a login page of the network"),
+    "nobody there": (Fault("POST", "/repos/create", "drop"), "run the command again"),
+    "no such collection": (Fault("GET", "/collections", 404), "check the name"),
+    "card refused": (Fault("POST", "/validate-yaml", CARD_REFUSED), "license: no such licence"),
+    "too many requests": (Fault("POST", "/preupload", 429), "wait some minutes"),
+    "login page later": (Fault("POST", "/preupload", "html"), "a login page of the network"),
+    "full quota": (Fault("POST", "/objects/batch", FULL), "storage limit reached"),
+    "upload forbidden": (Fault("PUT", "/lfs/", 403), "'model.safetensors'"),
+    "upload unavailable": (Fault("PUT", "/lfs/", 503), "run the command again"),
+    "upload dropped": (Fault("PUT", "/lfs/", "drop"), "run the command again"),
+    "upload not found": (Fault("POST", "/objects/verify", 404), "'model.safetensors'"),
+    "commit failed": (Fault("POST", "/commit/", 500), "run the command again"),
+    "commit dropped": (Fault("POST", "/commit/", "drop"), "run the command again"),
+    "tag failed": (Fault("POST", "/tag/", 409), "run the command again"),
+    "listing failed": (Fault("GET", "/tree/", 503), "run the command again"),
+    "download dropped": (Fault("GET", "/resolve/", "drop"), "run the command again"),
+    "collection failed": (Fault("POST", "/collections/", 500), "run the command again"),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_what_stops_a_push_is_one_line_and_the_next_finishes(name, directory, hub, push):
+    """The repository holds the old checkpoint or the new one; what was transferred is not transferred again."""
+    push()
+    hub.collections["me/iha-0123"] = []
+    old = hub.head("me/iha")
+    change_weights("lm_head.weight", torch.ones(61, 32))(directory)
+    append("README.md", "More.\n")(directory)
+    fault, message = DROPPED[name]
+    hub.faults.append(fault)
+    error = push("--tag", "v1", "--collection", "me/iha-0123")
+    assert error.startswith("Error: Publishing me/iha failed: ") and message in error
+    new = {
+        **old,
+        "README.md": File((directory / "README.md").read_bytes(), False),
+        "model.safetensors": File((directory / "model.safetensors").read_bytes(), True),
+    }
+    after_the_commit = name in ("tag failed", "download dropped", "collection failed")
+    assert hub.head("me/iha") == (new if after_the_commit else old)
+
+    hub.faults.clear()
+    hub.calls.clear()
+    stored = set(hub.lfs)
+    assert "Published: " in push("--tag", "v1", "--collection", "me/iha-0123")
+    repository = hub.repositories["me/iha"]
+    assert hub.head("me/iha") == new and repository.references["v1"] == repository.references["main"]
+    assert len(repository.commits) == 3 and hub.collections["me/iha-0123"] == ["me/iha"]
+    assert sum(call[0] == "PUT" for call in hub.calls) == len(set(hub.lfs) - stored) <= 1
+
+
+def test_what_passes_by_itself_is_waited_for(hub, push):
+    for method, path in (("PUT", "/lfs/"), ("POST", "/preupload"), ("POST", "/objects/batch")):
+        hub.faults += [Fault(method, path, what, times=1) for what in (503, "drop", 429)]
+    assert "Published: " in push() and all(fault.times == 0 for fault in hub.faults)
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for(hub, push, monkeypatch):
+    monkeypatch.setattr(hub_client, "TIMEOUT", 0.2)
+    answer = Event()
+    hub.faults.append(Fault("POST", "/repos/create", lambda: answer.wait(30)))
+    error = push()
+    answer.set()
+    assert "timed out: run the command again" in error
+
+
+def test_what_the_hub_holds_is_compared_after_the_upload(directory, hub, push):
+    """A server that stores something else than it was sent, and says that all is well."""
+
+    def swap():
+        hub.lfs = dict.fromkeys(hub.lfs, b"something else")
+
+    hub.faults.append(Fault("POST", "/commit/", swap, times=1))
+    assert "holds other content than was sent for model.safetensors: push again" in push("--tag", "v1")
+    assert "v1" not in hub.repositories["me/iha"].references

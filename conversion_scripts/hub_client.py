@@ -1,0 +1,94 @@
+"""How commands speak to the Hub: with time-outs, one line for every refusal, and downloads that a load by id finds."""
+
+import glob
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, set_client_factory
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.utils._http import default_client_factory
+
+from command_io import UserError, one_line
+
+
+TIMEOUT = 120  # seconds without a byte; by itself the client waits for ever
+AGAIN = "run the command again, what was transferred is kept"
+# What somebody can do about an answer of the Hub.
+ADVICE = {
+    401: "log in with `hf auth login`, or set HF_TOKEN to a valid token; a private repository needs one to be seen",
+    403: "use a token that may write to this account, and see whether the account has storage left",
+    404: "check the name and the revision; a private repository needs a token that may read it",
+    409: "somebody made the same thing meanwhile: run the command again",
+    412: "somebody committed meanwhile: run the command again",
+    429: f"too many requests: wait some minutes, then {AGAIN}",
+}
+
+
+def hub_api() -> HfApi:
+    """The Hub's client, with time-outs."""
+    set_client_factory(_client_with_timeouts)
+    return HfApi()
+
+
+def _client_with_timeouts():
+    client = default_client_factory()
+    client.timeout = TIMEOUT
+    return client
+
+
+@contextmanager
+def hub_errors(doing: str) -> Iterator[None]:
+    """Turns whatever the client raises while `doing` into a `UserError` that says what to do. Its types are many: of
+    HTTP, of the network, of uploads in threads, and of answers that are not what they should be."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{doing} failed: {_explanation(error)}") from error
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status behind an error of the client, or `None`."""
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _explanation(error: BaseException) -> str:
+    """What happened and what to do, from an error and what it was raised from."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"the answer is no JSON: a login page of the network, or not the Hub? Check the connection and {AGAIN}"
+    text, status = one_line(error), status_of(error)
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:  # an upload in a thread says only which file
+        return f"{text} {_explanation(error.__cause__)}"
+    if isinstance(error, ValueError) and status is None:
+        return text
+    advice = ADVICE.get(status) or (AGAIN if status is None or status >= 500 else None)
+    return f"{text.rstrip('.')}: {advice}" if advice else text
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Raises `UserError` unless this could be a repository's id."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"{repo_id!r} is no repository id: {one_line(error)}") from error
+
+
+def download(api: HfApi, repo_id: str, revision: str, names: list[str] | None = None) -> Path:
+    """The folder of the Hub's cache with the files of a repository at a commit, all or those of these `names`,
+    downloaded as far as they are not there."""
+    patterns = None if names is None else [glob.escape(name) for name in names]
+    cache = constants.HF_HUB_CACHE
+    return Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=patterns, cache_dir=cache))
+
+
+def snippet(repo_id: str, revision: str) -> str:
+    """Python code that loads a checkpoint at a commit."""
+    pinned = f'"{repo_id}", revision="{revision}", trust_remote_code=True'
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"model = AutoModelForCausalLM.from_pretrained({pinned})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({pinned})"
+    )

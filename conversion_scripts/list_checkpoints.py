@@ -1,0 +1,135 @@
+"""Show the checkpoints in a local directory or of a Hub account as a table: what each is, and how good."""
+
+import argparse
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+
+import yaml
+from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
+from safetensors import SafetensorError, safe_open
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import UserError, one_line, read_json, run_cli
+from conversion_scripts.checkpoint_checks import EVAL_RESULTS, shown, weight_files
+from conversion_scripts.checkpoint_io import load_config
+from conversion_scripts.hub_client import check_repo_id, hub_api, hub_errors
+from modeling_iha import IHAConfig
+
+
+HEADER = ["checkpoint", "mechanism", "P", "schedule", "parameters", "base model", "evaluation", "revision"]
+UNKNOWN = "-"
+
+
+def local_rows(directory: Path) -> list[list[str]]:
+    """A row for each checkpoint of this package in `directory`: itself, its folders and theirs. One that cannot be
+    read is passed over with a line on stderr."""
+    rows = []
+    for config in sorted(path for depth in ("", "*/", "*/*/") for path in directory.glob(f"{depth}config.json")):
+        path = config.parent
+        try:
+            if read_json(config).get("model_type") == IHAConfig.model_type:
+                name = path.name if path == directory else str(path.relative_to(directory))
+                rows.append(row(path, name, _parameters(path), UNKNOWN))
+        except (UserError, OSError, SafetensorError) as error:
+            print(f"Passed over {shown(str(path))}: {one_line(error)}", file=sys.stderr)
+    return rows
+
+
+def hub_rows(author: str) -> list[list[str]]:
+    """A row for each model of this package in a Hub account. Raises `UserError`."""
+    check_repo_id(author)
+    with hub_errors(f"Listing the models of {author}"):
+        api = hub_api()
+        models = api.list_models(author=author, filter=IHAConfig.model_type, expand=["sha", "safetensors"])
+        return [_hub_row(api, model) for model in sorted(models, key=lambda model: model.id)]
+
+
+def _hub_row(api: HfApi, model) -> list[str]:
+    described = ["config.json", "README.md", f"{EVAL_RESULTS}/*.yaml"]
+    path = Path(api.snapshot_download(model.id, revision=model.sha, allow_patterns=described))
+    return row(path, model.id, model.safetensors and model.safetensors.total, model.sha[:12])
+
+
+def row(directory: Path, name: str, parameters: int | None, revision: str) -> list[str]:
+    """The cells of a checkpoint whose config, card and results lie in `directory`. Raises `UserError`."""
+    config = load_config(directory)
+    layers = Counter(layer_type.removesuffix("_attention") for layer_type in config.layer_types)
+    window = f" of {config.sliding_window}" if config.sliding_window else ""
+    card = _card(directory)
+    cells = [
+        name,
+        ", ".join(dict.fromkeys(config.attention_kinds)),
+        str(config.num_pseudo_heads) if "iha" in config.attention_kinds else UNKNOWN,
+        " + ".join(f"{count} {kind}{window if kind == 'sliding' else ''}" for kind, count in layers.items()),
+        f"{parameters:,}" if parameters else UNKNOWN,
+        str(card.data.get("base_model") or UNKNOWN) if card else UNKNOWN,
+        "; ".join(_results(directory, card)) or UNKNOWN,
+        revision,
+    ]
+    return [" ".join(cell.split()) for cell in cells]
+
+
+def _card(directory: Path) -> ModelCard | None:
+    """The model card, unless there is none or its metadata cannot be read: a table is no place to refuse it."""
+    try:
+        return ModelCard((directory / "README.md").read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+
+
+def _results(directory: Path, card: ModelCard | None) -> list[str]:
+    """Evaluations, as "task metric value": the Hub's entries, then those of the card's model-index."""
+    results = []
+    for path in sorted((directory / EVAL_RESULTS).glob("*.yaml")):
+        try:
+            entries = parse_eval_result_entries(yaml.safe_load(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+            continue  # somebody else's file
+        results += [f"{entry.task_id} {entry.value}" for entry in entries]
+    for result in (card and card.data.eval_results) or []:
+        value = f"{result.metric_value:.4g}" if isinstance(result.metric_value, float) else result.metric_value
+        results.append(f"{result.dataset_name} {result.metric_type} {value}")
+    return results
+
+
+def _parameters(directory: Path) -> int | None:
+    """The number of values in the weights that a load reads, from their headers; `None` if they are not all there."""
+    try:
+        files = [directory / file for file in weight_files(directory) if file.endswith(".safetensors")]
+    except UserError:
+        return None
+    if not all(path.is_file() for path in files):
+        return None
+    total = 0
+    for path in files:
+        with safe_open(path, "pt") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
+    return total
+
+
+def table(rows: list[list[str]]) -> str:
+    """The rows below `HEADER`, in columns."""
+    rows = [HEADER, *rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Show the checkpoints in a local directory, or of a user or organisation on the Hugging Face Hub, as a table.",
+        epilog="example: python -m conversion_scripts.list_checkpoints outputs",
+    )
+    parser.add_argument("source", help="a directory that holds checkpoints, or a name on the Hub")
+    source = parser.parse_args().source
+    rows = local_rows(Path(source)) if Path(source).is_dir() else hub_rows(source)
+    if not rows:
+        raise UserError(f"{source} holds no checkpoints of this package: expected a directory or a name on the Hub.")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,77 @@
+"""Fetch a checkpoint from the Hugging Face Hub into a new directory, and check it as if it were to be published."""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import UserError, new_directory, run_cli
+from conversion_scripts.checkpoint_checks import check_checkpoint, checkpoint_files, refuse_pickles
+from conversion_scripts.checkpoint_io import load_in_clean_process
+from conversion_scripts.hub_client import check_repo_id, download, hub_api, hub_errors, snippet
+
+
+def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool = False) -> str:
+    """Fetches the repository `repo_id` at a commit, tag or branch into the new `directory`; returns the commit.
+
+    What was downloaded stays in the Hub's cache, so a call that was stopped goes on from there. Raises `UserError` if
+    the Hub refuses, a file differs from the Hub's checksum, or the checkpoint does not pass `check_checkpoint`.
+    """
+    check_repo_id(repo_id)
+    with new_directory(directory) as temporary:
+        with hub_errors(f"Fetching {repo_id}"):
+            api = hub_api()
+            commit = api.repo_info(repo_id, revision=revision).sha
+            refuse_pickles(repo_id, api.list_repo_files(repo_id, revision=commit))
+            print(f"Fetching {repo_id} at {commit}", flush=True)
+            _copy_whole(api, repo_id, commit, temporary)
+        names, _ = checkpoint_files(temporary)
+        check_checkpoint(temporary, names, trust_code)
+        print(f"Loading {repo_id} at {commit} in a clean process", flush=True)
+        loaded = load_in_clean_process(temporary)
+    print(
+        f"{directory}: {loaded['model_class']}, {loaded['parameters']:,} parameters; every file is as the Hub has it"
+    )
+    print(f"Revision: {commit}\n\n{snippet(repo_id, commit)}")
+    return commit
+
+
+def _copy_whole(api: HfApi, repo_id: str, commit: str, directory: Path) -> None:
+    """Copies the files of a commit from the Hub's cache, where they are downloaded to, and compares them with the
+    Hub's checksums. Files that were damaged in the cache are downloaded once more. Raises `UserError`."""
+    cache, damaged = constants.HF_HUB_CACHE, []
+    for _ in range(2):
+        for path in damaged:
+            api.hf_hub_download(repo_id, path, revision=commit, cache_dir=cache, force_download=True)
+        shutil.copytree(download(api, repo_id, commit), directory, dirs_exist_ok=True)
+        found = api.verify_repo_checksums(repo_id, revision=commit, local_dir=directory)
+        damaged = [mismatch["path"] for mismatch in found.mismatches] + found.missing_paths
+        if not damaged:
+            return
+    raise UserError(f"{', '.join(damaged)} of {repo_id} at {commit} cannot be fetched whole: try again later.")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Fetch a checkpoint from the Hugging Face Hub into a new directory: every file compared with the Hub's checksum, "
+        "the weights checked, and the model loaded in a process without this package.",
+        epilog="example: python -m conversion_scripts.pull_from_hub me/smollm2-iha smollm2-iha --revision v1",
+    )
+    parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
+    parser.add_argument("directory", metavar="dir", type=Path, help="new directory")
+    parser.add_argument("--revision", default="main", help="commit, tag or branch, main by default")
+    parser.add_argument("--trust-code", action="store_true", help="run code that is not this package's")
+    return parser.parse_args()
+
+
+def main() -> None:
+    pull(**vars(parse_arguments()))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,259 @@
+"""A checkpoint fetched from the stand-in for the Hub is whole or not there, and checkpoints are listed as they are; a
+stranger's whole path, from a Llama to a fetched model that generates."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import IHA_CODE, command, last_line, random_model, small_config
+from huggingface_hub import constants
+from loopback_hub import Fault, File, HubError, LoopbackHub
+from tiny_sources import tiny_source, tiny_tokenizer
+
+from conversion_scripts import (
+    convert_llama_to_iha,
+    list_checkpoints,
+    pull_from_hub,
+    push_to_hub,
+    verify_conversion,
+)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+CARD = """---
+license: mit
+base_model: me/base
+tags: [iha]
+model-index:
+- name: a model
+  results:
+  - task: {type: text-generation}
+    dataset: {name: sums, type: sums}
+    metrics:
+    - {type: accuracy, value: 0.123456}
+---
+A model.
+"""
+# A push in a process of its own, which is killed before the load that it takes for granted would matter.
+PUSH = """
+from conversion_scripts import push_to_hub
+push_to_hub.load_in_clean_process = lambda directory: None
+push_to_hub.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "iha"
+    random_model(small_config()).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    (path / "README.md").write_text(CARD)
+    return path
+
+
+@pytest.fixture
+def hub(saved, tmp_path, monkeypatch):
+    """The stand-in with the model "me/iha"; that a directory loads alone is taken for granted."""
+    loaded = {"model_class": "IHAForCausalLM", "parameters": 1234}
+    monkeypatch.setattr(pull_from_hub, "load_in_clean_process", lambda directory: loaded)
+    with LoopbackHub() as hub:
+        hub.use(monkeypatch, tmp_path / "home")
+        hub.add("me/iha", saved)
+        yield hub
+
+
+@pytest.fixture
+def pull(hub, tmp_path, monkeypatch, capsys):
+    """Pulls "me/iha" to a new directory: returns what it prints, or the line of its error."""
+
+    def pull(*arguments):
+        code, out, err = command(monkeypatch, capsys, pull_from_hub, "me/iha", tmp_path / "pulled", *arguments)
+        assert code == 0 or not (tmp_path / "pulled").exists()
+        return out if code == 0 else last_line(err)
+
+    return pull
+
+
+def test_pull_fetches_every_file(hub, pull, saved, tmp_path):
+    first = hub.repositories["me/iha"].references["main"]
+    hub.repositories["me/iha"].commit("main", {**hub.head("me/iha"), "README.md": File(b"---\n---\nnewer\n", False)})
+    out = pull("--revision", first)
+    pulled = tmp_path / "pulled"
+    assert {path.name for path in pulled.iterdir()} == {path.name for path in saved.iterdir()}
+    assert all((pulled / path.name).read_bytes() == path.read_bytes() for path in saved.iterdir())
+    assert not any(path.is_symlink() for path in pulled.iterdir())
+    assert "IHAForCausalLM, 1,234 parameters" in out and f'"me/iha", revision="{first}"' in out
+    shutil.rmtree(pulled)
+    pull()
+    assert (pulled / "README.md").read_text().endswith("newer\n")
+
+
+def test_pull_does_not_believe_a_damaged_cache(pull, saved, tmp_path):
+    """What was damaged is fetched again: the cache takes a file that is there for whole."""
+    pull()
+    shutil.rmtree(tmp_path / "pulled")
+    weights = next(Path(constants.HF_HUB_CACHE).rglob("model.safetensors")).resolve()
+    weights.chmod(0o644)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    pull()
+    assert (tmp_path / "pulled" / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+
+
+def damage(hub):
+    file = hub.head("me/iha")["model.safetensors"]
+    bad = SimpleNamespace(content=b"x" * len(file.content), lfs=True, etag=file.etag, oid=file.oid, sha256=file.sha256)
+    hub.head("me/iha")["model.safetensors"] = bad
+
+
+REFUSED = {
+    "no such revision": (lambda hub: None, ["--revision", "v9"], "check the name and the revision"),
+    "private": (lambda hub: hub.faults.append(Fault("GET", "/api/", 401)), [], "log in with `hf auth login`"),
+    "dropped": (lambda hub: hub.faults.append(Fault("GET", "/resolve/", "drop")), [], "run the command again"),
+    "unavailable": (lambda hub: hub.faults.append(Fault("GET", "/tree/", 503)), [], "run the command again"),
+    "login page": (lambda hub: hub.faults.append(Fault("GET", "/api/", "html")), [], "a login page of the network"),
+    "a pickle": (
+        lambda hub: hub.head("me/iha").update({"pytorch_model.bin": File(b"x", True)}),
+        [],
+        "me/iha holds pytorch_model.bin: pickles are refused",
+    ),
+    "other code": (
+        lambda hub: hub.head("me/iha").update({"modeling_iha.py": File(b"class IHAForCausalLM: pass\n", False)}),
+        [],
+        "expects the class",
+    ),
+    "other content": (damage, [], "cannot be fetched whole"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull, tmp_path):
+    change, arguments, message = REFUSED[name]
+    change(hub)
+    assert message in pull(*arguments)
+    if hub.faults:
+        hub.faults.clear()
+        assert "Revision: " in pull()
+    if name == "a pickle":
+        assert not any("resolve" in path for _, path in hub.calls)
+
+
+def test_pull_runs_known_code_only(hub, pull):
+    code = hub.head("me/iha")["modeling_iha.py"].content + b"\nIHAForCausalLM.revision = 2\n"
+    hub.head("me/iha")["modeling_iha.py"] = File(code, False)
+    assert "modeling_iha.py of" in (error := pull()) and "--trust-code" in error
+    assert "Revision: " in pull("--trust-code")
+
+
+def test_pull_leaves_what_is_there(hub, pull, tmp_path, monkeypatch, capsys):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine").write_text("")
+    code, _, err = command(monkeypatch, capsys, pull_from_hub, "me/iha", tmp_path / "taken")
+    assert code == 1 and "already exists" in last_line(err) and hub.calls == []
+
+
+# Tables
+
+
+def rows_of(text):
+    return {line.split()[0]: line for line in text.splitlines()}
+
+
+def test_list_shows_a_directory(saved, tmp_path, monkeypatch, capsys):
+    shutil.copytree(saved, tmp_path / "a" / "final")
+    layers = {"attention_kinds": ["iha", "mha"], "layer_types": ["sliding_attention", "full_attention"]}
+    model = random_model(small_config(**layers, sliding_window=8))
+    model.save_pretrained(tmp_path / "b", max_shard_size="20KB")
+    (tmp_path / "b" / ".eval_results").mkdir()
+    (tmp_path / "b" / ".eval_results" / "x.yaml").write_text(
+        "- dataset: {id: openai/gsm8k, task_id: gsm8k}\n  value: 12.5\n"
+    )
+    (tmp_path / "b" / ".eval_results" / "y.yaml").write_text("a: [")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text("{")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "config.json").write_text('{"model_type": "llama"}')
+    code, out, err = command(monkeypatch, capsys, list_checkpoints, tmp_path)
+    rows = rows_of(out)
+    assert code == 0 and set(rows) == {"checkpoint", "a/final", "b"} and err.startswith(f"Passed over {tmp_path}/c:")
+    parameters = random_model(small_config()).num_parameters()
+    cells = ["a/final", "iha", "2", "2 full", f"{parameters:,}", "me/base", "sums accuracy 0.1235", "-"]
+    assert rows["a/final"].split() == " ".join(cells).split()
+    cells = ["b", "iha, mha", "2", "1 sliding of 8 + 1 full", f"{model.num_parameters():,}", "-", "gsm8k 12.5", "-"]
+    assert rows["b"].split() == " ".join(cells).split()
+    code, out, _ = command(monkeypatch, capsys, list_checkpoints, tmp_path / "a" / "final")
+    assert code == 0 and set(rows_of(out)) == {"checkpoint", "final"}
+
+
+def test_list_shows_an_account(hub, saved, monkeypatch, capsys):
+    hub.add("other/iha", saved)
+    code, out, _ = command(monkeypatch, capsys, list_checkpoints, "me")
+    cells = rows_of(out)["me/iha"]
+    assert code == 0 and "other/iha" not in out and "me/base" in cells and "sums accuracy 0.1235" in cells
+    assert f"{random_model(small_config()).num_parameters():,}" in cells
+    assert cells.endswith(hub.repositories["me/iha"].references["main"][:12])
+    assert not any("model.safetensors" in path for _, path in hub.calls)
+    for source, message in (("nobody", "holds no checkpoints"), ("me/iha/x", "is no repository id")):
+        code, _, err = command(monkeypatch, capsys, list_checkpoints, source)
+        assert code == 1 and message in last_line(err)
+    hub.faults.append(Fault("GET", "/api/models", HubError(429, "Slow down")))
+    code, _, err = command(monkeypatch, capsys, list_checkpoints, "me")
+    assert code == 1 and "wait some minutes" in last_line(err)
+
+
+@pytest.mark.parametrize("module", [pull_from_hub, list_checkpoints])
+def test_help_has_an_example(module, monkeypatch, capsys):
+    code, out, _ = command(monkeypatch, capsys, module, "--help")
+    assert code == 0 and f"example: python -m {module.__name__} " in " ".join(out.split())
+
+
+# A stranger's path
+
+
+def test_from_a_llama_to_a_fetched_model(hub, tmp_path, monkeypatch, capsys):
+    """Convert, publish from a process that is killed in the middle of its upload, publish again, fetch in an empty
+    home, compare with the Llama, generate: with nothing but the commands."""
+    monkeypatch.undo()  # Nothing is taken for granted here.
+    torch.manual_seed(0)
+    llama, iha, pulled = (tmp_path / name for name in ("llama", "iha", "pulled"))
+    tiny_source("llama").save_pretrained(llama)
+    tiny_tokenizer().save_pretrained(llama)
+    assert command(monkeypatch, capsys, convert_llama_to_iha, llama, iha, "--num-pseudo-heads", 2)[0] == 0
+
+    push = [iha, "me/new", "--tag", "v1", "--license", "apache-2.0", "--base-model", "me/llama"]
+    environment = os.environ | hub.environment(tmp_path / "home") | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PUSH, *push],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    hub.faults.append(Fault("PUT", "/lfs/", process.kill))
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL, out
+    assert set(hub.head("me/new")) == {".gitattributes"} and hub.repositories["me/new"].references.keys() == {"main"}
+    hub.faults.clear()
+
+    hub.use(monkeypatch, tmp_path / "home")
+    hub.faults += [Fault("PUT", "/lfs/", "drop", times=1), Fault("POST", "/commit/", 412, times=1)]
+    code, out, err = command(monkeypatch, capsys, push_to_hub, *push)
+    assert code == 0, err
+    repository = hub.repositories["me/new"]
+    assert repository.references["v1"] == repository.references["main"] and len(repository.commits) == 2
+    assert f"Loading me/new at {repository.references['v1']} in a clean process" in out
+
+    hub.use(monkeypatch, tmp_path / "empty home")
+    hub.faults.append(Fault("GET", "/resolve/", "drop", times=2))
+    code, _, err = command(monkeypatch, capsys, pull_from_hub, "me/new", pulled, "--revision", "v1")
+    assert code == 0 and IHA_CODE < {path.name for path in pulled.iterdir()}, err
+    code, out, err = command(
+        monkeypatch, capsys, verify_conversion, llama, pulled, "--tokens", 40, "--max-new-tokens", 8
+    )
+    assert code == 0 and "8/8" in out, err
