@@ -1,0 +1,59 @@
+"""What the studies of the papers' theorems share: options, runs that are not repeated, the spread over seeds, and
+results as JSON and a plot."""
+
+import argparse
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from matplotlib.figure import Figure
+
+from benchmarks.harness import processor
+from command_io import read_json, whole_file, write_json
+
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def arguments(doc: str, seeds: int) -> argparse.ArgumentParser:
+    """A parser with the options of all studies. `doc` ends with an example."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where table and plot are written")
+    torch.set_num_threads(1)
+    return parser
+
+
+def run_once(path: Path, compute: Callable[..., dict], *values) -> dict:
+    """What `compute(*values)` returned: a run whose result is in `path` is not repeated. The name of `path` says all
+    that the result depends on."""
+    if not path.exists():
+        write_json(path, compute(*values))
+        print(f"{path.stem} done", flush=True)
+    return read_json(path)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The mean over the runs, and the lowest and the highest."""
+    return {"mean": statistics.fmean(values), "min": min(values), "max": max(values), "runs": len(values)}
+
+
+def write(results: Path, name: str, figure: Figure, **content) -> None:
+    """Writes {name}.json and {name}.png to the directory `results`, with the command, the machine and the versions."""
+    environment = {
+        "command": " ".join(["python -m", f"experiments.{name}", *sys.argv[1:]]),
+        "machine": processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    write_json(results / f"{name}.json", {**environment, **content})
+    figure.tight_layout()
+    with whole_file(results / f"{name}.png") as path:
+        figure.savefig(path, format="png", dpi=100)
+    print(f"Wrote {results / name}.json and .png", flush=True)
