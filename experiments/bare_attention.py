@@ -27,7 +27,7 @@ AttentionInterface.register("hard", hard_core)
 
 
 class BareAttention(nn.Module):
-    """A layer of one kind, in whose heads the queries, keys and values are `head_dim` wide.
+    """A layer of one kind, in whose heads the queries, keys and values are `head_dim` wide, or one more to be even.
 
     Args:
         kind: of the package, such as "mha".
@@ -45,7 +45,7 @@ class BareAttention(nn.Module):
             "hidden_size": width,
             "num_attention_heads": num_heads,
             "num_key_value_heads": num_heads,
-            "head_dim": head_dim,
+            "head_dim": head_dim + head_dim % 2,  # RoPE rotates pairs
             "num_pseudo_heads": num_heads,
             "pseudo_positions": "shared",
             "pseudo_collapse": "all_heads",

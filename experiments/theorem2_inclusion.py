@@ -1,14 +1,14 @@
-"""Theorem 2 (Theorem 5 in Appendix B.1) of "Interleaved Head Attention": a layer of multi-head attention is an IHA layer
-of any number P of pseudo-heads with 4 H^2 P more parameters, and for P >= 2 not every IHA layer is one of multi-head
-attention.
+"""Theorem 2 (Theorem 5 in Appendix B.1) of "Interleaved Head Attention": a layer of multi-head attention is an IHA
+layer of any number P of pseudo-heads with 4 H^2 P more parameters, and for P >= 2 not every IHA layer is one of
+multi-head attention.
 
 Inclusion: with the proof's mixing every pseudo-head is a copy of its head, and the collapse selects one of them. The
 proof has no mask. Here random layers of the package, with the proof's weights, are compared with multi-head attention
 without a mask, under the causal mask of the interleaved sequence, and with RoPE at the positions n and n P + p.
 
 Strictness: on repeated tokens 1 x^T multi-head attention is linear in x. The IHA of Appendix B.1 has the queries and
-keys [Q; -Q] and [K; -K] and the values [V; V]; Section 4.1 asks for a difference of softmax terms, for which the values
-are [V; -V] and the output is V tanh(<q, k> / sqrt(d)). Both are measured by f(2 x) - 2 f(x).
+keys [Q; -Q] and [K; -K] and the values [V; V]; Section 4.1 asks for a difference of softmax terms, for which the
+values are [V; -V] and the output is V tanh(<q, k> / sqrt(d)). Both are measured by f(2 x) - 2 f(x).
 
 Writes theorem2_inclusion.json and .png to experiments/results in seconds.
 
@@ -79,7 +79,9 @@ def inclusion_error(setting: str, num_pseudo_heads: int, pseudo_head: int, seed:
     overrides = {"num_pseudo_heads": num_pseudo_heads, "pseudo_positions": positions or "shared"}
     iha = select(attention("iha", seed, **overrides), pseudo_head)
     expected = attention("mha", seed)(x, mask(causal, 1), position_ids)
-    return ((iha(x, mask(causal, num_pseudo_heads), position_ids) - expected).abs().max() / expected.abs().max()).item()
+    return (
+        (iha(x, mask(causal, num_pseudo_heads), position_ids) - expected).abs().max() / expected.abs().max()
+    ).item()
 
 
 def strict_layers(seed: int) -> dict[str, BareAttention]:
@@ -156,7 +158,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for virtual in PSEUDO_HEADS
     ]
     sizes = {"width": WIDTH, "heads": HEADS, "head_dim": HEAD_DIM, "length": LENGTH, "dtype": "float64"}
-    tables = {"inclusion": inclusion, "nonlinearity_on_repeated_tokens": strictness, "more_parameters_than_mha": counts}
+    tables = {
+        "inclusion": inclusion,
+        "nonlinearity_on_repeated_tokens": strictness,
+        "more_parameters_than_mha": counts,
+    }
     write(args.results, "theorem2_inclusion", plot(inclusion, args.seeds[0]), **sizes, seeds=args.seeds, **tables)
     for row in inclusion:
         print(f"{row['setting']}, P = {row['pseudo_heads']}, {row['selected']}: {row['error']['max']:.1e}")
