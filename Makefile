@@ -3,7 +3,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 OLDEST := .venv-oldest/bin/python
 
-.PHONY: help demo test test-full test-oldest bench lint clean
+.PHONY: help demo test test-full test-oldest bench experiments lint clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-full  the same with the slow tests; writes tests/full_result.json"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (2 minutes)"
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
+	@echo "make experiments  run the studies that need no checkpoint; writes experiments/results; run again after an interruption, it goes on"
 	@echo "make lint   ruff only"
 	@echo "make clean  remove .venv, .venv-oldest and outputs"
 
@@ -61,6 +62,14 @@ test-oldest: .venv-oldest/installed
 bench: .venv/installed
 	@set -e; for name in default_form decode_model decode window_layer layer prefill schedule packed_rows training_memory training_plan report; do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m benchmarks.$$name; \
+	done
+
+# Every study that is there, from the cheapest to the dearest. Those that fine-tune SmolLM2 for hours run by name only.
+STUDIES := theorem2_inclusion colliding_agents hyper_attention cpm3 polynomial_filters relation_composition language_models
+experiments: .venv/installed
+	@set -e; for name in $(STUDIES); do \
+		[ -e experiments/$$name.py ] || continue; \
+		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m experiments.$$name; \
 	done
 
 clean:

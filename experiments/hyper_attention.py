@@ -77,10 +77,10 @@ def unexplained(features: torch.Tensor, target: torch.Tensor) -> float:
     """The share of the variance of `target` [rows] that the best linear map of `features` [rows, any] leaves, fitted
     on one half of the rows and measured on the other."""
     half = len(target) // 2
-    ones = features.new_ones(len(target), 1)
-    features = torch.cat((features, ones), dim=1)
-    # More columns than rank: some one-hot columns add up to one.
-    fit = torch.linalg.lstsq(features[:half], target[:half, None], driver="gelsd").solution[:, 0]
+    features = torch.cat((features, features.new_ones(len(target), 1)), dim=1)
+    # The columns are not independent: those of a one-hot form add up to one.
+    inverse = torch.linalg.pinv(features[:half].T @ features[:half], hermitian=True)
+    fit = inverse @ (features[:half].T @ target[:half])
     return ((features[half:] @ fit - target[half:]).square().mean() / target[half:].var()).item()
 
 
@@ -150,7 +150,7 @@ def feature_row(values: int) -> dict:
 def features_unexplained() -> float:
     """What one layer of SA with any number of heads, on features side by side, leaves: its output at token i is a sum
     over the features of i of any function of the feature and of all tokens' combinations."""
-    x, target = draw_features(6000, AGENTS)
+    x, target = draw_features(60000, AGENTS)
     counts = combinations(x).sum(dim=1)
     return unexplained(torch.einsum("bu,bv->buv", x[:, 0], counts).flatten(1), target[:, 0, 0])
 
@@ -196,7 +196,7 @@ def synergy_errors() -> dict[int, float]:
 
 def synergy_unexplained() -> float:
     """What one layer of linear SA with any number of heads leaves: pairwise interactions of any form."""
-    x, gain = draw_synergy(6000, AGENTS)
+    x, gain = draw_synergy(60000, AGENTS)
     return unexplained(torch.einsum("ba,bc->bac", x[:, 0], x.sum(dim=1)).flatten(1), gain[:, 0, 0])
 
 

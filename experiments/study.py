@@ -4,7 +4,6 @@ at once, the spread over seeds, and results as JSON and a plot."""
 import argparse
 import platform
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -86,9 +85,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def write(results: Path, name: str, figure: Figure, **content) -> None:
-    """Writes {name}.json and {name}.png to the directory `results`, with the command, the machine and the versions."""
+    """Writes {name}.json and {name}.png to the directory `results`, with the command, the machine and the versions;
+    `content` holds the options that matter."""
     environment = {
-        "command": " ".join(["python -m", f"experiments.{name}", *sys.argv[1:]]),
+        "command": f"python -m experiments.{name}",
         "machine": processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
