@@ -11,7 +11,7 @@ multiplies integers exactly. As in the theorem, the vocabulary is of the order o
 Learned: one layer of either kind and an MLP, trained on random sequences for the counts, by number of heads.
 
 Writes cpm3.json and .png to experiments/results. A finished run is not repeated, so the study can be stopped and
-started again; it takes about 2 minutes of one core.
+started again; it takes a few minutes of one core.
 
 example: python -m experiments.cpm3
 """

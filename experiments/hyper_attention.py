@@ -18,7 +18,7 @@ in mind, keep ... at bay). SA and HA with softmax are trained as one layer witho
 of completions that belong to the source with another last token.
 
 The three tasks are also learned by training. Writes hyper_attention.json and .png to experiments/results. A finished
-run is not repeated, so the study can be stopped and started again; it takes about 2 minutes of one core.
+run is not repeated, so the study can be stopped and started again; it takes a few minutes of one core.
 
 example: python -m experiments.hyper_attention
 """
@@ -283,7 +283,7 @@ def plot(rows: list[dict], features: list[dict]) -> Figure:
         errors.bar(index, error["mean"], yerr=low_high, color=f"C{row['layer'][0] == 'H':d}")
     labels = [f"{row['task']}\n{row['layer']}" for row in rows]
     errors.set_xticks(range(len(rows)), labels, rotation=45, ha="right", fontsize="small")
-    errors.set(title="learned: variance left, or probability of wrong completions", ylabel="error")
+    errors.set(title="learned: variance left, or probability of wrong completions", ylabel="error", yscale="log")
     return figure
 
 

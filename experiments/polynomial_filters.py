@@ -10,7 +10,7 @@ directed cycle, and tested on new X. The powers of a cycle are orthogonal: H att
 X, one per head, leave 1 - H / k of the filter bank unexplained at best.
 
 Writes polynomial_filters.json and .png to experiments/results. A finished run is not repeated, so the study can be
-stopped and started again; it takes about 3 minutes of one core.
+stopped and started again; it takes a few minutes of one core.
 
 example: python -m experiments.polynomial_filters
 """
