@@ -130,7 +130,7 @@ def plot(runs: list[dict]) -> Figure:
         axes[3].set(title="test error", xlabel="agents")
         for panel, title in zip(axes[1:3], "CT"):
             matrix = torch.tensor(chosen[0][title])
-            panel.imshow(matrix)
+            panel.imshow(matrix.numpy())
             panel.set_title(f"learned {title}: {matrix.min():.2g} to {matrix.max():.2g}")
     return figure
 
