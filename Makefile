@@ -3,7 +3,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 OLDEST := .venv-oldest/bin/python
 
-.PHONY: help demo test test-full test-oldest bench gpu checkpoints lint clean
+.PHONY: help demo test test-full test-oldest bench gpu checkpoints experiments lint clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
@@ -13,6 +13,7 @@ help:
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=decode for one)"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
+	@echo "make experiments  run the studies that need no checkpoint; writes experiments/results; run again after an interruption, it goes on"
 	@echo "make lint   ruff only"
 	@echo "make clean  remove .venv, .venv-oldest and outputs"
 
@@ -71,6 +72,13 @@ gpu:
 
 checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m model_cards.make_checkpoints
+
+# From the cheapest to the dearest. Studies that fine-tune SmolLM2 for hours run by name only.
+STUDIES := theorem2_inclusion colliding_agents hyper_attention cpm3 polynomial_filters relation_composition language_models
+experiments: .venv/installed
+	@set -e; for name in $(STUDIES); do \
+		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m experiments.$$name; \
+	done
 
 clean:
 	rm -rf .venv .venv-oldest outputs

@@ -13,7 +13,10 @@ setup(
     install_requires=["torch>=2.11", "transformers>=5.17,<6", "accelerate", "safetensors"],
     extras_require={
         # What the commands of this repository need; they run from a checkout.
-        "scripts": ["datasets", "gguf", "huggingface_hub", "matplotlib", "peft", "plotly", "reasoning-gym", "trl"],
+        "scripts": [
+            *("datasets", "gguf", "huggingface_hub", "matplotlib", "networkx", "peft"),
+            *("plotly", "reasoning-gym", "trl"),
+        ],
         # What `python -m evaluation.run` needs beside "scripts".
         "evaluation": ["lm_eval", "math-verify[antlr4-13-2]", "nltk", "scipy", "wonderwords"],
         # Attention cores for a GPU: FlashAttention 4 for Hopper and Blackwell, in wheels; FlashAttention 2 for Ampere

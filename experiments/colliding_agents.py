@@ -15,10 +15,9 @@ example: python -m experiments.colliding_agents --cells 20 --radius 1 --agents 1
 """
 
 import argparse
-import json
 import math
-import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,10 +26,9 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from command_io import UserError, run_cli
 from experiments.linear_self_attention import LinearSelfAttention
-
-
-RESULTS = Path(__file__).parent / "results"
+from experiments.study import arguments, run_once, write
 
 
 def interactions(cells: int, radius: int) -> torch.Tensor:
@@ -82,9 +80,9 @@ def error(
     return (layer(embedding[positions]) - rewards).square().mean().item()
 
 
-def study(name: str, args: argparse.Namespace) -> dict:
-    """Trains a layer on one embedding; its row of the table, and what is plotted."""
-    generator = torch.Generator().manual_seed(args.seed)
+def run(name: str, seed: int, args: argparse.Namespace) -> dict:
+    """Trains a layer on one embedding and one draw of examples: its row of the table, and what is plotted."""
+    generator = torch.Generator().manual_seed(seed)
     table, embedding = interactions(args.cells, args.radius), EMBEDDINGS[name](args.cells)
     positions, rewards = examples(args.examples, args.agents, table, generator)
     layer = LinearSelfAttention(torch.zeros_like(embedding), torch.full_like(embedding[:, :1], 1 / args.cells))
@@ -94,83 +92,85 @@ def study(name: str, args: argparse.Namespace) -> dict:
         if step % (args.steps // 50) == 0:
             curve.append((step, loss.item()))
             if step % (args.steps // 5) == 0:
-                print(f"{name}: step {step}, training error {loss.item():.2e}", flush=True)
+                print(f"{name}, seed {seed}: step {step}, training error {loss.item():.2e}", flush=True)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
     goal = constructed(embedding, args.radius)
     with torch.no_grad():
+        learned = layer.function(embedding)
         apart = {
             "C": (layer.interaction - goal.interaction).square().mean().item(),
             "w": (layer.value - goal.value).square().mean().item(),
-            "T": (layer.function(embedding) - goal.function(embedding)).square().mean().item(),
+            "T": (learned - goal.function(embedding)).square().mean().item(),
         }
-        learned = layer.function(embedding)
     lengths = sorted({2, args.agents // 2, args.agents, 2 * args.agents, 5 * args.agents})
-    tests = {n: error(layer, embedding, *examples(1000, n, table, generator)) for n in lengths}
     row = {
         "embedding": name,
+        "seed": seed,
         "training_error": curve[-1][1],
-        "test_error_by_agents": tests,
+        "test_error_by_agents": {n: error(layer, embedding, *examples(1000, n, table, generator)) for n in lengths},
         "constructed_training_error": error(goal, embedding, positions, rewards),
         "mean_squared_difference_from_constructed": apart,
     }
-    return {"row": row, "curve": curve, "matrices": {"learned C": layer.interaction.detach(), "learned T": learned}}
+    return {"row": row, "curve": curve, "C": layer.interaction.tolist(), "T": learned.tolist()}
 
 
-def plot(studies: list[dict], path: Path) -> None:
+def plot(runs: list[dict]) -> Figure:
+    """One row of panels for each embedding; the matrices are those of the first seed."""
     figure = Figure(figsize=(13, 6.5))
-    for row, result in zip(figure.subplots(len(studies), 4), studies):
-        name, tests = result["row"]["embedding"], result["row"]["test_error_by_agents"]
-        row[0].semilogy(*zip(*result["curve"]))
-        row[0].set(title=f"{name}: training error", xlabel="step")
-        for axes, (title, matrix) in zip(row[1:3], result["matrices"].items()):
-            axes.imshow(matrix)
-            axes.set_title(f"{title}: {matrix.min():.2g} to {matrix.max():.2g}")
-        row[3].semilogy(list(tests), list(tests.values()), marker="o")
-        row[3].set(title="test error", xlabel="agents")
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
+    for axes, name in zip(figure.subplots(len(EMBEDDINGS), 4), EMBEDDINGS):
+        chosen = [result for result in runs if result["row"]["embedding"] == name]
+        for result in chosen:
+            axes[0].semilogy(*zip(*result["curve"]))
+            tests = result["row"]["test_error_by_agents"]
+            axes[3].semilogy(list(map(int, tests)), list(tests.values()), marker="o")
+        axes[0].set(title=f"{name}: training error", xlabel="step")
+        axes[3].set(title="test error", xlabel="agents")
+        for panel, title in zip(axes[1:3], "CT"):
+            matrix = torch.tensor(chosen[0][title])
+            panel.imshow(matrix.numpy())
+            panel.set_title(f"learned {title}: {matrix.min():.2g} to {matrix.max():.2g}")
+    return figure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results. Raises `UserError`."""
+    parser = arguments(__doc__, seeds=3)
     parser.add_argument("--cells", type=int, default=20, help="N, of the ring")
     parser.add_argument("--radius", type=int, default=1, help="R, of an agent")
     parser.add_argument("--agents", type=int, default=12, help="L, in training")
     parser.add_argument("--examples", type=int, default=1000, help="in training")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    parser.add_argument("--output", type=Path, default=Path("outputs/colliding_agents"), help="where runs are kept")
+    args = parser.parse_args(argv)
     if args.cells < 4 * args.radius + 2 or args.radius < 0:
-        parser.error(
-            f"--cells {args.cells} --radius {args.radius}: on fewer than 4 R + 2 cells all agents are in each other's way"
+        raise UserError(
+            f"--cells {args.cells} --radius {args.radius}: on fewer than 4 R + 2 cells all agents are in each other's way."
         )
     if args.agents < 2 or args.examples < 1 or args.steps < 50:
-        parser.error("there must be at least 2 agents, 1 example and 50 steps")
-    torch.set_num_threads(1)
+        raise UserError("There must be at least 2 agents, 1 example and 50 steps.")
 
-    studies = [study(name, args) for name in EMBEDDINGS]
-    setting = {name: getattr(args, name) for name in ("cells", "radius", "agents", "examples", "steps", "lr", "seed")}
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "dtype": "float64"}
-    args.output.mkdir(parents=True, exist_ok=True)
-    rows = [result["row"] for result in studies]
-    (args.output / "colliding_agents.json").write_text(
-        json.dumps({**setting, **versions, "rows": rows}, indent=1) + "\n"
-    )
-    plot(studies, args.output / "colliding_agents.png")
-    for row in rows:
-        tests = ", ".join(f"{n}: {value:.1e}" for n, value in row["test_error_by_agents"].items())
-        apart = ", ".join(
-            f"{name} {value:.1e}" for name, value in row["mean_squared_difference_from_constructed"].items()
-        )
-        print(
-            f"{row['embedding']}: training error {row['training_error']:.1e}; test error by agents {tests}; from constructed: {apart}"
-        )
+    setting = {name: getattr(args, name) for name in ("cells", "radius", "agents", "examples", "steps", "lr")}
+    directory = args.output / "-".join(f"{name}_{value}" for name, value in setting.items())
+    runs = [
+        run_once(directory / f"{name}-{seed}.json", run, name, seed, args)
+        for name in EMBEDDINGS
+        for seed in args.seeds
+    ]
+    rows = [result["row"] for result in runs]
+    write(args.results, "colliding_agents", plot(runs), **setting, seeds=args.seeds, dtype="float64", rows=rows)
+    for name in EMBEDDINGS:
+        chosen = [row for row in rows if row["embedding"] == name]
+        print(f"{name}: training error {max(row['training_error'] for row in chosen):.1e} at most")
+        for agents in chosen[0]["test_error_by_agents"]:
+            print(f"   {agents} agents: {max(row['test_error_by_agents'][agents] for row in chosen):.1e} at most")
+        for part in ("C", "w", "T"):
+            apart = max(row["mean_squared_difference_from_constructed"][part] for row in chosen)
+            print(f"   {part} from the constructed one: {apart:.1e} at most")
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

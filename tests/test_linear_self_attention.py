@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import command
 
+from experiments import colliding_agents
 from experiments.colliding_agents import EMBEDDINGS, constructed, examples, interactions
 from experiments.linear_self_attention import LinearSelfAttention
 
@@ -43,11 +45,13 @@ def test_the_construction_is_exact_for_any_number_of_agents(name, cells):
         assert torch.allclose(layer(embedding[positions]), rewards, atol=1e-10)
 
 
-def test_study(tmp_path):
+def test_study(tmp_path, monkeypatch, capsys):
     """In small: what is learned is the constructed function, in other parameters."""
-    sizes = {"cells": 7, "agents": 6, "examples": 300, "steps": 600, "output": tmp_path}
-    options = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
-    subprocess.run([sys.executable, EXPERIMENTS / "colliding_agents.py", *options], check=True, timeout=120)
+    sizes = {"cells": 7, "agents": 6, "examples": 300, "steps": 600, "seeds": 0}
+    sizes |= {"output": tmp_path / "runs", "results": tmp_path}
+    options = [text for name, value in sizes.items() for text in (f"--{name}", value)]
+    code, _, errors = command(monkeypatch, capsys, colliding_agents, *options)
+    assert code == 0, errors
     assert (tmp_path / "colliding_agents.png").stat().st_size > 0
     rows = json.loads((tmp_path / "colliding_agents.json").read_text())["rows"]
     assert [row["embedding"] for row in rows] == list(EMBEDDINGS)
@@ -61,4 +65,4 @@ def test_study(tmp_path):
 def test_a_ring_too_small_is_refused():
     command = [sys.executable, EXPERIMENTS / "colliding_agents.py", "--cells", "5"]
     refusal = subprocess.run(command, capture_output=True, text=True)
-    assert refusal.returncode == 2 and "--cells 5 --radius 1" in refusal.stderr.splitlines()[-1]
+    assert refusal.returncode == 1 and "--cells 5 --radius 1" in refusal.stderr.splitlines()[-1]

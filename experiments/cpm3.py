@@ -1,0 +1,313 @@
+"""Theorem 4 (Sections 4.3 and B.3) of "Interleaved Head Attention": one layer with ceil(sqrt(N)) interleaved heads can
+count the ordered pairs (j1, j2) with x_i + G x_j1 + x_j2 = 0 modulo M for every token i of N (CPM-3), where the known
+constructions of multi-head attention need N heads.
+
+Constructed: the proof's weights in the package's own layer with the softmax at temperature 0 collect all N tokens at
+every token, and the proof's MLP counts; both against loops over all pairs. The paper's example and its counts of
+parameters are checked too. Then a construction with 2 heads of multi-head attention for every N: the count depends on
+x_i and on how many tokens have each residue modulo M, which one head of equal weights averages, and a ReLU MLP
+multiplies integers exactly. As in the theorem, the vocabulary is of the order of N.
+
+Learned: one layer of either kind and an MLP, trained on random sequences for the counts, by number of heads.
+
+Writes cpm3.json and .png to experiments/results. A finished run is not repeated, so the study can be stopped and
+started again; it takes a few minutes of one core.
+
+example: python -m experiments.cpm3
+"""
+
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import run_cli
+from experiments.bare_attention import BareAttention
+from experiments.polynomial_filters import constructed, filter_bank, root
+from experiments.study import arguments, run_once, spread, train, write
+
+
+LENGTHS = (4, 9, 16, 25)  # N
+SEQUENCES = 20  # for each length and seed
+# The learned layers: N, M and G, and the width of a head
+TOKENS, MODULUS, FACTOR, HEAD_DIM = 9, 3, 8, 8
+LEARNED_HEADS = {"mha": (1, 2, 3, 9), "iha": (2, 3)}
+BATCH = 64
+
+
+def brute_force(x: list[int], factor: int, modulus: int) -> list[int]:
+    """CPM-3 of every token, by loops over all pairs."""
+    return [sum((own + factor * a + b) % modulus == 0 for a, b in product(x, x)) for own in x]
+
+
+def collector(kind: str, length: int) -> BareAttention:
+    """The proof's layer: that of the polynomial filters with the cyclic permutation, (P x)[i] = x[i + 1], for A, and
+    with the softmax at temperature 0."""
+    layer = constructed(kind, np.eye(length, dtype=int)[:, range(-1, length - 1)], 1, length, core="hard")
+    if kind == "iha":
+        with torch.no_grad():
+            layer.layer.v_proj.weight.mul_(root(length))  # the H keys of highest score share the weight
+    return layer
+
+
+def collect(layer: BareAttention, x: list[int], length: int) -> torch.Tensor:
+    """x[i + t] at token i, [tokens, N], by a layer for N tokens."""
+    return filter_bank(layer, torch.tensor(x, dtype=torch.float64)[:, None], length)[..., 0].T
+
+
+def count_pairs(collected: torch.Tensor, factor: int, modulus: int) -> torch.Tensor:
+    """The proof's MLP: a hidden unit for each of the N^2 pairs, with the activation ReLU(1 - (. mod M)), and their
+    sum."""
+    pairs = collected[:, :1, None] + factor * collected[:, :, None] + collected[:, None]
+    return torch.relu(1 - pairs.remainder(modulus)).sum(dim=(1, 2))
+
+
+def histogram_layer(length: int, modulus: int) -> BareAttention:
+    """Multi-head attention with 2 heads on [one-hot x mod M, I]: the first averages all tokens, the second leaves the
+    token itself."""
+    layer = BareAttention("mha", modulus + length, 2, max(length, modulus), core="hard").double()
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.zero_()
+        query, key, value = (
+            getattr(layer.layer, name).weight.unflatten(0, (2, -1)) for name in ("q_proj", "k_proj", "v_proj")
+        )
+        query[1, :length, modulus:] = key[1, :length, modulus:] = torch.eye(length)
+        value[0, :modulus, :modulus] = length * torch.eye(modulus)
+        value[1, :modulus, :modulus] = torch.eye(modulus)
+    return layer
+
+
+@torch.no_grad()
+def histogram_count(x: list[int], factor: int, modulus: int) -> torch.Tensor:
+    """CPM-3 by `histogram_layer` and one hidden layer of ReLUs. If a tokens have the residue r1 and b tokens r2, then
+    the pairs are a b = ((a + b)^2 - a^2 - b^2) / 2; the square of a whole number s is ReLU(s) + 2 sum_t ReLU(s - t);
+    and a large negative term switches these units off but at tokens with x + G r1 + r2 = 0."""
+    length = len(x)
+    residues = torch.eye(modulus, dtype=torch.float64)[torch.tensor(x) % modulus]
+    inputs = torch.cat((residues, torch.eye(length, dtype=torch.float64)), dim=1)
+    numbers, own = histogram_layer(length, modulus)(inputs[None])[0].chunk(2, dim=-1)
+    below = torch.arange(2 * length, dtype=torch.float64)
+    slopes = torch.where(below == 0, 1.0, 2.0).double()
+
+    def gated_square(s: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return (torch.relu(s[:, None] - below - 2 * length * (1 - gate[:, None])) * slopes).sum(dim=1)
+
+    total = torch.zeros(length, dtype=torch.float64)
+    for first, second in product(range(modulus), repeat=2):
+        a, b, gate = numbers[:, first], numbers[:, second], own[:, (-factor * first - second) % modulus]
+        total += (gated_square(a + b, gate) - gated_square(a, gate) - gated_square(b, gate)) / 2
+    return total
+
+
+CONSTRUCTIONS = {
+    "IHA, ceil(sqrt(N)) heads": lambda x, factor, modulus: count_pairs(
+        collect(collector("iha", len(x)), x, len(x)), factor, modulus
+    ),
+    "MHA, N heads": lambda x, factor, modulus: count_pairs(
+        collect(collector("mha", len(x)), x, len(x)), factor, modulus
+    ),
+    "MHA, 2 heads": histogram_count,
+}
+
+
+def sequences(length: int, seed: int) -> list[tuple[list[int], int, int]]:
+    """Random x with entries from 1 to N, G and M with 2 M < G."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integer(low: int, high: int, count: int = 1) -> list[int]:
+        return torch.randint(low, high + 1, (count,), generator=generator).tolist()
+
+    drawn = []
+    for _ in range(SEQUENCES):
+        (modulus,) = integer(2, length)
+        drawn.append((integer(1, length, length), integer(2 * modulus + 1, 4 * modulus)[0], modulus))
+    return drawn
+
+
+def construction_error(name: str, length: int, seed: int) -> float:
+    """The largest difference from the brute force over random sequences."""
+    return max(
+        (CONSTRUCTIONS[name](*drawn) - torch.tensor(brute_force(*drawn))).abs().max().item()
+        for drawn in sequences(length, seed)
+    )
+
+
+def shorter_error(length: int, seed: int) -> float:
+    """The same for the proof's layer for N tokens and its MLP, given N - 1 tokens, which the theorem includes; a place
+    that no token fills counts as 0 in every pair."""
+    layer = collector("iha", length)
+    return max(
+        (
+            count_pairs(collect(layer, x[:-1], length), factor, modulus)
+            - torch.tensor(brute_force(x[:-1], factor, modulus))
+        )
+        .abs()
+        .max()
+        .item()
+        for x, factor, modulus in sequences(length, seed)
+    )
+
+
+def paper_example() -> dict:
+    """The paper's x = (1, 2, 3) and G = 10, with all M that G > 2 M allows, and whether exchanging x_j1 and x_j2 ever
+    changes the predicate."""
+    x, factor = [1, 2, 3], 10
+    moduli = range(1, (factor + 1) // 2)
+    return {
+        "counts_by_modulus": {modulus: brute_force(x, factor, modulus) for modulus in moduli},
+        "order_matters_by_modulus": {
+            modulus: any(
+                ((own + factor * a + b) % modulus == 0) != ((own + factor * b + a) % modulus == 0)
+                for own, a, b in product(x, repeat=3)
+            )
+            for modulus in moduli
+        },
+    }
+
+
+def attention_parameters(kind: str, length: int) -> int:
+    """Parameters of the proof's attention: of the constructed layer, without the channels that fill its heads up to
+    one width."""
+    if kind == "mha":
+        return length * (2 * length + 1) * (length + 1)
+    heads = root(length)
+    return heads * (2 * length + heads) * (length + 1) + 4 * heads**3
+
+
+def first_length_with_fewer_parameters() -> int:
+    """The lowest N at which the theorem's upper bound for IHA is below its lower bound for multi-head attention."""
+    return next(length for length in range(1, 1000) if 37 * length**2.5 < 3 * length**3)
+
+
+class CountingLayer(nn.Module):
+    """One-hot tokens and positions, a bare layer beside its input, and an MLP."""
+
+    def __init__(self, kind: str, heads: int):
+        super().__init__()
+        width = MODULUS + TOKENS
+        # The eager core without a mask is not causal.
+        self.attention = BareAttention(kind, width, heads, HEAD_DIM, core="eager")
+        self.mlp = nn.Sequential(nn.Linear(width + heads * HEAD_DIM, 128), nn.ReLU(), nn.Linear(128, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Counts [batch, N], in standard deviations, of one-hot tokens [batch, N, M]."""
+        x = torch.cat((x, torch.eye(TOKENS).expand(len(x), -1, -1)), dim=-1)
+        return self.mlp(torch.cat((x, self.attention(x)), dim=-1)).squeeze(-1)
+
+
+def cpm3(x: torch.Tensor) -> torch.Tensor:
+    """The counts [..., N] of one-hot tokens [..., N, M], from the numbers of tokens with each residue."""
+    numbers = x.sum(dim=-2)
+    residue = torch.arange(MODULUS)
+    other = (-FACTOR * residue - residue[:, None]) % MODULUS  # [x_i, x_j1]: the x_j2 that completes them
+    by_own = (numbers[..., None, :] * numbers[..., other]).sum(dim=-1)
+    return torch.einsum("...nr,...r->...n", x, by_own)
+
+
+def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
+    """Layers trained for the counts: the shares of new tokens whose count, rounded, is right."""
+    models = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models.append(CountingLayer(kind, heads))
+
+    def draw(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.eye(MODULUS)[torch.randint(MODULUS, (len(seeds), rows, TOKENS))]
+        return x, (cpm3(x) - mean) / deviation
+
+    mean, deviation = 0.0, 1.0
+    counts = draw(4096)[1]
+    mean, deviation = counts.mean().item(), counts.std().item()
+    trained = train(models, draw, nn.functional.mse_loss, steps, rate=3e-3)
+    x, target = draw(1024)
+    outputs = trained(x)
+    right = ((outputs - target).abs() * deviation < 0.5).float().flatten(1).mean(dim=1).tolist()
+    unexplained = (outputs - target).square().flatten(1).mean(dim=1).tolist()
+    parameters = sum(weight.numel() for weight in models[0].attention.parameters())
+    return {"right": right, "unexplained": unexplained, "attention_parameters": parameters}
+
+
+def plot(rows: list[dict], counts: list[dict]) -> Figure:
+    figure = Figure(figsize=(15, 4.5))
+    heads, parameters, right = figure.subplots(1, 3)
+    lengths = [row["length"] for row in counts if row["kind"] == "mha"]
+    heads.plot(lengths, lengths, "o-", label="mha, the paper's")
+    heads.plot(lengths, [root(length) for length in lengths], "s-", label="iha, the paper's")
+    heads.plot(lengths, [2] * len(lengths), "^:", label="mha, by residues")
+    for kind, style in (("mha", "o-"), ("iha", "s-")):
+        chosen = [row["attention_parameters"] for row in counts if row["kind"] == kind]
+        parameters.plot(lengths, chosen, style, label=kind)
+        chosen = [row for row in rows if row["kind"] == kind]
+        means = [row["right"]["mean"] for row in chosen]
+        low_high = [[abs(row["right"][end] - row["right"]["mean"]) for row in chosen] for end in ("min", "max")]
+        right.errorbar([row["heads"] for row in chosen], means, yerr=low_high, fmt=style, label=kind)
+    heads.set(title="constructed: heads", xlabel="N", ylabel="heads")
+    parameters.set(title="constructed: parameters of attention, the paper's", xlabel="N", ylabel="parameters")
+    right.set(title=f"learned: N = {TOKENS}, M = {MODULUS}", xlabel="heads", ylabel="right counts", ylim=(0, 1.02))
+    for axes in (heads, parameters, right):
+        axes.legend(fontsize="small")
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results."""
+    parser = arguments(__doc__, seeds=3)
+    parser.add_argument("--steps", type=int, default=600, help="of training (600)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/cpm3"), help="where runs are kept")
+    args = parser.parse_args(argv)
+    exactness = [
+        {
+            "length": length,
+            "construction": name,
+            "largest_difference": max(construction_error(name, length, seed) for seed in args.seeds),
+        }
+        for length in LENGTHS
+        for name in CONSTRUCTIONS
+    ]
+    shorter = {length: max(shorter_error(length, seed) for seed in args.seeds) for length in LENGTHS}
+    counts = [
+        {"kind": kind, "length": length, "attention_parameters": attention_parameters(kind, length)}
+        for kind in ("mha", "iha")
+        for length in LENGTHS
+    ]
+    rows = []
+    for kind, numbers in LEARNED_HEADS.items():
+        for heads in numbers:
+            seeds = "_".join(map(str, args.seeds))
+            path = args.output / f"{kind}-{heads}-{args.steps}-seeds_{seeds}.json"
+            run = run_once(path, learned, kind, heads, args.steps, args.seeds)
+            spreads = {name: spread(run[name]) for name in ("right", "unexplained")}
+            row = {"kind": kind, "heads": heads, "attention_parameters": run["attention_parameters"], **spreads}
+            rows.append(row)
+    setting = {"sequences_per_length": SEQUENCES * len(args.seeds), "seeds": args.seeds, "steps": args.steps}
+    tables = {
+        "paper_example": paper_example(),
+        "exactness": exactness,
+        "largest_difference_with_a_token_less": shorter,
+        "counts": counts,
+        "first_length_with_fewer_parameters_by_the_bounds": first_length_with_fewer_parameters(),
+        "learned": rows,
+    }
+    write(args.results, "cpm3", plot(rows, counts), **setting, **tables)
+    print(f"x = (1, 2, 3), G = 10: {tables['paper_example']}")
+    for row in exactness:
+        print(f"N = {row['length']}, {row['construction']}: differs by {row['largest_difference']:.1e}")
+    print(f"one token less than N: differs by {shorter}")
+    for row in rows:
+        right = row["right"]
+        print(
+            f"learned, {row['kind']}, {row['heads']} heads: {right['mean']:.1%} right ({right['min']:.1%} to {right['max']:.1%})"
+        )
+
+
+if __name__ == "__main__":
+    run_cli(main)

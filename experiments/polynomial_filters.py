@@ -1,0 +1,260 @@
+"""Theorems 1 and 3 (Sections 3.1, 4.2 and B.2) of "Interleaved Head Attention": one layer of linear attention needs k
+heads to compute the filter bank [X, A X, ..., A^(k-1) X] of a graph, and ceil(sqrt(k)) heads with interleaving.
+
+Constructed: the weights of the proof in the package's own layer, without softmax, on Zachary's karate club, a grid and
+a random regular graph, against powers in exact integers; and the parameters that heads and pseudo-heads take as k
+grows.
+
+Learned: layers of both kinds, with 1 to k heads of one width and a linear readout, are trained on random X on a
+directed cycle, and tested on new X. The powers of a cycle are orthogonal: H attention matrices that do not depend on
+X, one per head, leave 1 - H / k of the filter bank unexplained at best.
+
+Writes polynomial_filters.json and .png to experiments/results. A finished run is not repeated, so the study can be
+stopped and started again; it takes a few minutes of one core.
+
+example: python -m experiments.polynomial_filters
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import networkx
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import run_cli
+from experiments.bare_attention import BareAttention
+from experiments.study import arguments, run_once, spread, train, write
+
+
+GRAPHS = {
+    "karate club": networkx.karate_club_graph(),
+    "6 x 6 grid": networkx.grid_2d_graph(6, 6),
+    "random 4-regular": networkx.random_regular_graph(4, 32, seed=0),
+}
+FILTERS = (4, 9, 16, 25)  # k
+FEATURES = 3  # d, of the constructed layers
+# The learned layers
+CYCLE = networkx.cycle_graph(12, create_using=networkx.DiGraph)
+LEARNED_FILTERS = 9
+LEARNED_HEADS = {"mha": (1, 3, 5, 7, 8, 9), "iha": (1, 2, 3, 4)}
+BATCH = 16
+
+
+def adjacency(graph: networkx.Graph) -> np.ndarray:
+    """0 or 1 for each pair of nodes, [N, N]; weights of edges do not count."""
+    return networkx.to_numpy_array(graph, weight=None, dtype=np.int64)
+
+
+def powers(matrix: np.ndarray, count: int) -> list[np.ndarray]:
+    """[I, A, ..., A^(count - 1)] in Python's integers, which have no largest one."""
+    matrix, result = matrix.astype(object), [np.eye(len(matrix), dtype=int).astype(object)]
+    while len(result) < count:
+        result.append(result[-1] @ matrix)
+    return result
+
+
+def embed(x: torch.Tensor, nodes: int) -> torch.Tensor:
+    """[X, I], [batch, rows, d + N], of features of the first rows of N nodes, [batch, rows, d]."""
+    return torch.cat((x, torch.eye(nodes, dtype=x.dtype)[: x.shape[1]].expand(len(x), -1, -1)), dim=-1)
+
+
+def root(k: int) -> int:
+    """ceil(sqrt(k))."""
+    return math.isqrt(k - 1) + 1
+
+
+def constructed(kind: str, matrix: np.ndarray, features: int, k: int, core: str = "linear") -> BareAttention:
+    """The layer of Theorem 1 ("mha", k heads) or of Theorem 3 ("iha", H = P = ceil(sqrt(k))). Head h of "mha" holds
+    A^h X in its first d channels; head h of "iha" [A^(h H) X, ..., A^(h H + H - 1) X] in its first d H."""
+    nodes = len(matrix)
+    heads, blocks = (root(k), root(k)) if kind == "iha" else (k, 1)
+    layer = BareAttention(kind, features + nodes, heads, max(nodes, features * blocks), core).double()
+    module = layer.layer
+    steps = [torch.from_numpy(power.astype(np.float64)) for power in powers(matrix, heads * blocks)]
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.zero_()
+        # [heads, head_dim, width], the transposed weights of each head
+        query, key, value = (
+            getattr(module, name).weight.unflatten(0, (heads, -1)) for name in ("q_proj", "k_proj", "v_proj")
+        )
+        for head in range(heads):
+            block = head % blocks
+            query[head, :nodes, features:] = steps[head * blocks].T
+            key[head, :nodes, features:] = steps[block]
+            value[head, features * block : features * (block + 1), :features] = torch.eye(features)
+        if kind == "iha":
+            identity = torch.eye(heads, dtype=torch.float64)
+            module.q_mix.weight[:, :, 0] = identity  # 1[m = h] 1[p = 1]
+            for mixing in (module.k_mix, module.v_mix):
+                mixing.weight.copy_(identity.unsqueeze(1).expand(-1, heads, -1))  # 1[m = p]
+            module.collapse.weight[range(heads), range(0, heads * heads, heads)] = 1  # p = 1 of the head itself
+    return layer
+
+
+@torch.no_grad()
+def filter_bank(layer: BareAttention, x: torch.Tensor, k: int) -> torch.Tensor:
+    """[k, rows, d], the first k blocks of the heads of a constructed layer, of X [rows, d]."""
+    module, features = layer.layer, x.shape[1]
+    heads, nodes = module.config.num_attention_heads, module.q_proj.in_features - features
+    blocks = heads if module.kind == "iha" else 1
+    output = layer(embed(x[None], nodes))[0].unflatten(-1, (heads, -1))[..., : features * blocks]
+    return output.reshape(len(x), heads * blocks, features).transpose(0, 1)[:k]
+
+
+def construction_error(kind: str, matrix: np.ndarray, k: int, seed: int) -> float:
+    """The largest error of a block A^i X, over the largest entry of the block, against exact integers."""
+    x = np.random.default_rng(seed).integers(-9, 10, (len(matrix), FEATURES))
+    layer = constructed(kind, matrix, FEATURES, k)
+    errors = []
+    for block, power in zip(filter_bank(layer, torch.from_numpy(x).double(), k), powers(matrix, k)):
+        exact = (power @ x.astype(object)).astype(np.float64)
+        errors.append(np.abs(block.numpy() - exact).max() / np.abs(exact).max())
+    return max(errors)
+
+
+def theorem_parameters(kind: str, nodes: int, features: int, k: int) -> int:
+    """What Theorem 3 counts: queries, keys and values, and for "iha" the mixing and the collapse over all heads."""
+    if kind == "mha":
+        return 2 * nodes * (nodes + features) * k + features * (nodes + features) * k
+    heads = root(k)
+    return 2 * nodes * (nodes + features) * heads + features * (nodes + features) * heads**2 + 4 * heads**3
+
+
+def used_parameters(kind: str, nodes: int, features: int, k: int) -> int:
+    """The same, counted in the constructed layer without the channels that fill its heads up to one width."""
+    layer = constructed(kind, np.eye(nodes, dtype=int), features, k).layer
+    heads = layer.config.num_attention_heads
+    query_and_key = 2 * heads * nodes * layer.q_proj.in_features
+    value = heads * features * (heads if kind == "iha" else 1) * layer.v_proj.in_features
+    mixing = sum(weight.numel() for name, weight in layer.named_parameters() if "proj" not in name)
+    return query_and_key + value + mixing
+
+
+def unexplained(matrix: np.ndarray, k: int) -> list[float]:
+    """What the best H attention matrices leave unexplained of k powers of one norm, for H = 0 to k: the mean of the
+    last k - H squared singular values (Eckart and Young)."""
+    stack = np.stack([power.astype(np.float64).ravel() for power in powers(matrix, k)])
+    values = np.linalg.svd(stack / np.linalg.norm(stack, axis=1, keepdims=True), compute_uv=False) ** 2 / k
+    return [float(values[heads:].sum()) for heads in range(k + 1)]
+
+
+class FilterLayer(nn.Module):
+    """A bare layer on [X, I] and a linear readout."""
+
+    def __init__(self, kind: str, heads: int, nodes: int):
+        super().__init__()
+        self.attention = BareAttention(kind, 1 + nodes, heads, nodes, core="linear", initializer_range=0.1)
+        self.readout = nn.Linear(heads * nodes, LEARNED_FILTERS, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, N, k] of features [batch, N, 1]."""
+        return self.readout(self.attention(embed(x, x.shape[1])))
+
+
+def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
+    """Layers trained on random X on the directed cycle: their mean squared errors on new X. Every block of the target
+    has a mean square of 1."""
+    filters = torch.tensor(np.stack([power.astype(np.float32) for power in powers(adjacency(CYCLE), LEARNED_FILTERS)]))
+    models = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models.append(FilterLayer(kind, heads, len(CYCLE)))
+
+    def draw(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(len(seeds), rows, len(CYCLE), 1)
+        return x, torch.einsum("kij,sbjd->sbik", filters, x)
+
+    trained = train(models, draw, nn.functional.mse_loss, steps, rate=1e-2)
+    x, target = draw(1024)
+    errors = (trained(x) - target).square().flatten(1).mean(dim=1).tolist()
+    return {"errors": errors, "parameters": sum(weight.numel() for weight in models[0].parameters())}
+
+
+def plot(rows: list[dict], counts: list[dict], bound: list[float]) -> Figure:
+    figure = Figure(figsize=(15, 4.5))
+    heads, parameters, error = figure.subplots(1, 3)
+    for kind, style in (("mha", "o-"), ("iha", "s-")):
+        chosen = [row for row in counts if row["kind"] == kind]
+        heads.plot([row["k"] for row in chosen], [row["heads"] for row in chosen], style, label=kind)
+        parameters.plot([row["k"] for row in chosen], [row["parameters"] for row in chosen], style, label=kind)
+        chosen = [row for row in rows if row["kind"] == kind]
+        means, x = [row["error"]["mean"] for row in chosen], [row["heads"] for row in chosen]
+        low_high = [[abs(row["error"][end] - row["error"]["mean"]) for row in chosen] for end in ("min", "max")]
+        error.errorbar(x, means, yerr=low_high, fmt=style, label=kind)
+    heads.set(title="constructed: heads", xlabel="k", ylabel="heads")
+    parameters.set(title="constructed: parameters, karate club", xlabel="k", ylabel="parameters")
+    error.plot(range(LEARNED_FILTERS), bound[:-1], "k:", label="best fixed attention matrices, one per head")
+    error.set(title=f"learned: directed cycle, k = {LEARNED_FILTERS}", xlabel="heads", ylabel="error", yscale="log")
+    for axes in (heads, parameters, error):
+        axes.legend(fontsize="small")
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results."""
+    parser = arguments(__doc__, seeds=3)
+    parser.add_argument("--steps", type=int, default=1500, help="of training (1500)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/polynomial_filters"), help="where runs are kept")
+    args = parser.parse_args(argv)
+    exactness = [
+        {
+            "graph": name,
+            "nodes": len(graph),
+            "distinct_eigenvalues": len(np.unique(np.linalg.eigvalsh(adjacency(graph).astype(float)).round(8))),
+            "k": k,
+            "largest_relative_error": {
+                kind: max(construction_error(kind, adjacency(graph), k, seed) for seed in args.seeds)
+                for kind in ("mha", "iha")
+            },
+        }
+        for name, graph in GRAPHS.items()
+        for k in FILTERS
+    ]
+    nodes = len(GRAPHS["karate club"])
+    counts = [
+        {
+            "kind": kind,
+            "k": k,
+            "heads": k if kind == "mha" else root(k),
+            "parameters": used_parameters(kind, nodes, FEATURES, k),
+            "theorem": theorem_parameters(kind, nodes, FEATURES, k),
+        }
+        for kind in ("mha", "iha")
+        for k in FILTERS
+    ]
+    rows = []
+    for kind, numbers in LEARNED_HEADS.items():
+        for heads in numbers:
+            seeds = "_".join(map(str, args.seeds))
+            path = args.output / f"{kind}-{heads}-{args.steps}-seeds_{seeds}.json"
+            run = run_once(path, learned, kind, heads, args.steps, args.seeds)
+            rows.append(
+                {"kind": kind, "heads": heads, "parameters": run["parameters"], "error": spread(run["errors"])}
+            )
+    bound = unexplained(adjacency(CYCLE), LEARNED_FILTERS)
+    setting = {"features": FEATURES, "dtype_of_constructions": "float64", "seeds": args.seeds, "steps": args.steps}
+    tables = {"exactness": exactness, "counts": counts, "learned": rows, "fixed_attention_matrices_bound": bound}
+    write(args.results, "polynomial_filters", plot(rows, counts, bound), **setting, **tables)
+    for row in exactness:
+        errors = ", ".join(f"{kind} {value:.1e}" for kind, value in row["largest_relative_error"].items())
+        print(f"{row['graph']}, k = {row['k']}: relative error {errors}")
+    for row in counts:
+        print(f"{row['kind']}, k = {row['k']}: {row['heads']} heads, {row['parameters']} parameters")
+    for row in rows:
+        error = row["error"]
+        print(
+            f"learned, {row['kind']}, {row['heads']} heads: error {error['mean']:.2g} ({error['min']:.2g} to {error['max']:.2g})"
+        )
+
+
+if __name__ == "__main__":
+    run_cli(main)

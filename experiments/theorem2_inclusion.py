@@ -1,0 +1,176 @@
+"""Theorem 2 (Theorem 5 in Appendix B.1) of "Interleaved Head Attention": a layer of multi-head attention is an IHA
+layer of any number P of pseudo-heads with 4 H^2 P more parameters, and for P >= 2 not every IHA layer is one of
+multi-head attention.
+
+Inclusion: with the proof's mixing every pseudo-head is a copy of its head, and the collapse selects one of them. The
+proof has no mask. Here random layers of the package, with the proof's weights, are compared with multi-head attention
+without a mask, under the causal mask of the interleaved sequence, and with RoPE at the positions n and n P + p.
+
+Strictness: on repeated tokens 1 x^T multi-head attention is linear in x. The IHA of Appendix B.1 has the queries and
+keys [Q; -Q] and [K; -K] and the values [V; V]; Section 4.1 asks for a difference of softmax terms, for which the
+values are [V; -V] and the output is V tanh(<q, k> / sqrt(d)). Both are measured by f(2 x) - 2 f(x).
+
+Writes theorem2_inclusion.json and .png to experiments/results in seconds.
+
+example: python -m experiments.theorem2_inclusion
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import run_cli
+from experiments.bare_attention import BareAttention
+from experiments.study import arguments, spread, write
+
+
+WIDTH, HEADS, HEAD_DIM, LENGTH = 32, 4, 8, 12
+PSEUDO_HEADS = (1, 2, 3, 4, 8)
+# The masks and RoPE positions that the inclusion is measured with: is it causal, and `pseudo_positions`, if any.
+SETTINGS = {
+    "no mask": (False, None),
+    "causal": (True, None),
+    "causal, RoPE at n": (True, "shared"),
+    "causal, RoPE at n P + p": (True, "interleaved"),
+}
+
+
+def attention(kind: str, seed: int, **overrides) -> BareAttention:
+    """A layer with projections drawn by `seed`: equal ones for both kinds."""
+    layer = BareAttention(kind, WIDTH, HEADS, HEAD_DIM, **overrides).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(layer.layer, name).weight
+            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype) / WIDTH**0.5)
+    return layer
+
+
+def select(layer: BareAttention, pseudo_head: int) -> BareAttention:
+    """`layer` with the proof's weights: all pseudo-heads are copies of their head, and the collapse picks one."""
+    module, virtual = layer.layer, layer.layer.num_pseudo_heads
+    with torch.no_grad():
+        for mixing in (module.q_mix, module.k_mix, module.v_mix):
+            mixing.weight.copy_(torch.eye(HEADS).unsqueeze(-1))
+        module.collapse.weight.zero_()
+        module.collapse.weight[range(HEADS), [head * virtual + pseudo_head for head in range(HEADS)]] = 1
+    return layer
+
+
+def mask(causal: bool, num_pseudo_heads: int) -> torch.Tensor:
+    """Bool [1, 1, N P, N P]: which virtual keys a virtual query sees."""
+    ones = torch.ones(1, 1, *[LENGTH * num_pseudo_heads] * 2, dtype=torch.bool)
+    return ones.tril() if causal else ones
+
+
+@torch.no_grad()
+def inclusion_error(setting: str, num_pseudo_heads: int, pseudo_head: int, seed: int) -> float:
+    """Largest difference between multi-head attention and the proof's IHA, over the largest output."""
+    causal, positions = SETTINGS[setting]
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    position_ids = None if positions is None else torch.arange(LENGTH)[None]
+    overrides = {"num_pseudo_heads": num_pseudo_heads, "pseudo_positions": positions or "shared"}
+    iha = select(attention("iha", seed, **overrides), pseudo_head)
+    expected = attention("mha", seed)(x, mask(causal, 1), position_ids)
+    return (
+        (iha(x, mask(causal, num_pseudo_heads), position_ids) - expected).abs().max() / expected.abs().max()
+    ).item()
+
+
+def strict_layers(seed: int) -> dict[str, BareAttention]:
+    """Multi-head attention, and the IHA layers with P = 2 of the two places of the proof."""
+    layers = {"MHA": attention("mha", seed)}
+    for name, value_sign in {"IHA, Appendix B.1": 1, "IHA, Section 4.1": -1}.items():
+        layer = select(attention("iha", seed, num_pseudo_heads=2), 0)
+        with torch.no_grad():
+            for mixing, sign in ((layer.layer.q_mix, -1), (layer.layer.k_mix, -1), (layer.layer.v_mix, value_sign)):
+                mixing.weight[..., 1] *= sign
+        layers[name] = layer
+    return layers
+
+
+@torch.no_grad()
+def repeated(layer: BareAttention, x: torch.Tensor) -> torch.Tensor:
+    """The outputs at one token of the repeated tokens 1 x^T, for directions [rows, width]."""
+    return layer(x[:, None].expand(-1, LENGTH, -1), mask(False, layer.layer.num_pseudo_heads))[:, 0]
+
+
+def nonlinearity(layer: BareAttention, seed: int) -> float:
+    """|f(2 x) - 2 f(x)| / |f(2 x)| on repeated tokens."""
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    doubled = repeated(layer, 2 * x)
+    return ((doubled - 2 * repeated(layer, x)).norm() / doubled.norm()).item()
+
+
+def parameters(kind: str, **overrides) -> int:
+    return sum(weight.numel() for weight in attention(kind, 0, **overrides).layer.parameters())
+
+
+def plot(inclusion: list[dict], seed: int) -> Figure:
+    figure = Figure(figsize=(12, 4.5))
+    errors, curves = figure.subplots(1, 2)
+    for (setting, selected), line in zip(
+        [(setting, selected) for setting in SETTINGS for selected in ("first", "last")], "os^vDdPX"
+    ):
+        rows = [row for row in inclusion if row["setting"] == setting and row["selected"] == selected]
+        points = [(row["pseudo_heads"], max(row["error"]["max"], 1e-17)) for row in rows]
+        errors.semilogy(*zip(*points), marker=line, label=f"{setting}, {selected}")
+    errors.set(title="inclusion: difference from MHA", xlabel="pseudo-heads P", ylabel="relative error, worst seed")
+    errors.legend(fontsize="x-small", title="pseudo-head selected", title_fontsize="x-small")
+    scale = torch.linspace(-3, 3, 61, dtype=torch.float64)
+    direction = torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for (name, layer), style in zip(strict_layers(seed).items(), ("-", ":", "-")):
+        curves.plot(scale, repeated(layer, scale[:, None] * direction)[:, 0], style, linewidth=2, label=name)
+    curves.set(title="strictness: repeated tokens t x", xlabel="t", ylabel="one coordinate of the output")
+    curves.legend()
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results."""
+    args: argparse.Namespace = arguments(__doc__, seeds=5).parse_args(argv)
+    inclusion = []
+    for setting in SETTINGS:
+        for virtual in PSEUDO_HEADS:
+            for selected, pseudo_head in {"first": 0, "last": virtual - 1}.items():
+                errors = [inclusion_error(setting, virtual, pseudo_head, seed) for seed in args.seeds]
+                row = {"setting": setting, "pseudo_heads": virtual, "selected": selected, "error": spread(errors)}
+                inclusion.append(row)
+    strictness = {
+        name: spread([nonlinearity(strict_layers(seed)[name], seed) for seed in args.seeds])
+        for name in strict_layers(0)
+    }
+    mha = parameters("mha")
+    counts = [
+        {
+            "pseudo_heads": virtual,
+            "all_heads": parameters("iha", num_pseudo_heads=virtual) - mha,
+            "per_head": parameters("iha", num_pseudo_heads=virtual, pseudo_collapse="per_head") - mha,
+            "theorem": 4 * HEADS**2 * virtual,
+        }
+        for virtual in PSEUDO_HEADS
+    ]
+    sizes = {"width": WIDTH, "heads": HEADS, "head_dim": HEAD_DIM, "length": LENGTH, "dtype": "float64"}
+    tables = {
+        "inclusion": inclusion,
+        "nonlinearity_on_repeated_tokens": strictness,
+        "more_parameters_than_mha": counts,
+    }
+    write(args.results, "theorem2_inclusion", plot(inclusion, args.seeds[0]), **sizes, seeds=args.seeds, **tables)
+    for row in inclusion:
+        print(f"{row['setting']}, P = {row['pseudo_heads']}, {row['selected']}: {row['error']['max']:.1e}")
+    for name, value in strictness.items():
+        print(f"{name}: f(2x) - 2 f(x) is {value['mean']:.1e} of f(2x)")
+    for row in counts:
+        print(f"P = {row['pseudo_heads']}: {row['all_heads']} more parameters; 4 H^2 P = {row['theorem']}")
+
+
+if __name__ == "__main__":
+    run_cli(main)
