@@ -40,7 +40,7 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 SMALL = {
     "fields": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "tokens": 64,
+    "tokens": 32,
     "batch": 16,
     "steps": 600,
     "rate": 2e-3,
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             path = args.output / f"{kind}-memory.json"
             extra[kind] = finished_run(path, setting, lambda: memory(kind, size, args.device))["extra_bytes"]
     rows = [summary(kind, size, runs, extra[kind]) for kind in args.kinds]
-    write_json(table, {**environment("language_models", args.device), **setting, "seeds": args.seeds, "rows": rows})
+    write_json(table, {**environment(args.device), **setting, "seeds": args.seeds, "rows": rows})
     plot(rows, runs, picture)
     for row in rows:
         against = f", minus mha {shown(row['loss_minus_mha'])}" if "loss_minus_mha" in row else ""

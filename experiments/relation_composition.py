@@ -49,11 +49,11 @@ FULL = {
 }
 SMALL = {
     # The probabilities balance the labels, as the paper's do.
-    "tasks": {"binary": (2, 3, 4, 0.42), "ternary": (3, 3, 4, 0.37)},
+    "tasks": {"binary": (2, 4, 5, 0.4), "ternary": (3, 4, 5, 0.34)},
     "heads": 2,
     "head_dim": 8,
-    "train": 3000,
-    "test": 1000,
+    "train": 2500,
+    "test": 500,
     "epochs": 30,
     "rates": [4e-3],
 }
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_json(
         table,
         {
-            **environment("relation_composition", args.device),
+            **environment(args.device),
             **size,
             "batch": BATCH,
             "patience": PATIENCE,

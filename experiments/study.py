@@ -4,7 +4,6 @@ says of the machine that made it."""
 import argparse
 import math
 import platform
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, stdev
@@ -77,15 +76,13 @@ def begin(args: argparse.Namespace, study: str) -> tuple[Path, Path]:
     return paths
 
 
-def environment(study: str, device: str) -> dict:
-    """Command, machine and versions."""
-    where = torch.cuda.get_device_name() if device == "cuda" else processor()
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+def environment(device: str) -> dict:
+    """Machine and versions."""
     return {
-        "command": " ".join(["python -m", f"experiments.{study}", *sys.argv[1:]]),
-        "machine": where,
+        "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "threads": torch.get_num_threads(),
-        **versions,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
 

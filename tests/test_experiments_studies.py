@@ -1,15 +1,18 @@
 """The studies that train from scratch: their data against a count by hand, exactness of what they are built on, their
 tables, and that they go on where they stopped."""
 
+import itertools
 import json
 from statistics import mean
 
 import pytest
 import torch
+from helpers import random_model, small_config
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.cost import model as cost_of
 from command_io import UserError
-from experiments import language_models, relation_composition, study
+from experiments import head_diversity, language_models, relation_composition, study
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
@@ -182,3 +185,81 @@ def test_a_gpu_is_asked_for_where_there_is_none(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="finds no GPU here; use --device cpu"):
         relation_composition.main(["--device", "cuda", "--results", str(tmp_path)])
+
+
+@pytest.mark.parametrize("geometry", ["mha", "iha", "iha, all heads"])
+def test_head_diversity_is_that_of_every_circuit_written_out(geometry):
+    """Each circuit as a matrix [width, width], for all pairs of pseudo-heads."""
+    collapse = "all_heads" if "all" in geometry else "per_head"
+    groups = 2 if geometry == "iha" else 4
+    config = small_config(
+        attention_kinds=geometry.split(",")[0],
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=groups,
+        num_pseudo_heads=3,
+        pseudo_collapse=collapse,
+    )
+    attention = random_model(config).model.layers[0].self_attn
+    size, per_group = config.head_dim, 4 // groups
+
+    def heads(projection, count):
+        return [projection.weight[size * m : size * (m + 1)] for m in range(count)]
+
+    query, key, value = (
+        heads(attention.q_proj, 4),
+        heads(attention.k_proj, groups),
+        heads(attention.v_proj, groups),
+    )
+    output = [attention.o_proj.weight[:, size * h : size * (h + 1)] for h in range(4)]
+    if geometry == "mha":
+        looks = [query[h].T @ key[h] for h in range(4)]
+        moves = [output[h] @ value[h] for h in range(4)]
+    else:
+
+        def pseudo(sources, mixing, h, p):
+            return sum(mixing.weight[m, h, p] * source for m, source in enumerate(sources))
+
+        pairs = list(itertools.product(range(4), range(3), range(3)))
+        looks = [
+            pseudo(query, attention.q_mix, h, p).T @ pseudo(key, attention.k_mix, h // per_group, q)
+            for h, p, q in pairs
+        ]
+        weight = attention.collapse.weight
+        moves = []
+        for h, p, q in pairs:
+            moved = pseudo(value, attention.v_mix, h // per_group, q)
+            if collapse == "per_head":
+                moves.append(weight[h, p] * output[h] @ moved)
+            else:
+                moves += [weight[g, 3 * h + p] * output[g] @ moved for g in range(4)]
+    measured = head_diversity.Heads(attention, 4, groups).grams()
+    for name, circuits in (("QK", looks), ("OV", moves)):
+        variance = torch.linalg.svdvals(torch.cat(circuits).double()).square()
+        expected = variance.cumsum(0) / variance.sum()
+        torch.testing.assert_close(head_diversity.captured(measured[name]), expected, atol=1e-5, rtol=0)
+
+
+def test_equal_heads_are_less_diverse(tmp_path, capsys):
+    model = random_model(small_config(attention_kinds="mha", num_attention_heads=4, num_key_value_heads=4))
+    model.save_pretrained(tmp_path / "diverse")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for name in ("q_proj", "k_proj"):
+                weight = getattr(layer.self_attn, name).weight
+                weight.copy_(weight[: len(weight) // 4].repeat(4, 1))
+    model.save_pretrained(tmp_path / "equal")
+    head_diversity.main([str(tmp_path / "diverse"), str(tmp_path / "equal"), "--results", str(tmp_path)])
+    diverse, equal = results(tmp_path, "head_diversity")["rows"]
+    assert (diverse["model"], equal["model"]) == ("diverse", "equal")
+    assert equal["QK"]["mean"] > diverse["QK"]["mean"] and equal["OV"] == diverse["OV"]
+    assert equal["QK"]["for_90_percent"] <= 0.25 < diverse["QK"]["for_90_percent"]
+
+
+def test_models_without_circuits_are_refused(tmp_path):
+    random_model(small_config(attention_kinds="simplicial")).save_pretrained(tmp_path / "simplicial")
+    with pytest.raises(UserError, match="layer 0 has several keys for each token"):
+        head_diversity.main([str(tmp_path / "simplicial"), "--results", str(tmp_path)])
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match="is a 'gpt2' model: expected Llama's projections"):
+        head_diversity.main([str(tmp_path / "gpt2"), "--results", str(tmp_path)])
