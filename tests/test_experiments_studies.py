@@ -3,12 +3,12 @@ tables, and that they go on where they stopped."""
 
 import itertools
 import json
-from statistics import mean
+from statistics import mean, stdev
 
 import pytest
 import torch
 from helpers import random_model, small_config
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from benchmarks.cost import model as cost_of
 from command_io import UserError
@@ -178,6 +178,10 @@ def test_the_held_out_text_is_never_trained_on(monkeypatch):
 def test_intervals_over_seeds():
     """Student's t for the mean of 1, 2, 3, 4, 5: 3 ± 2.776 * sqrt(2.5 / 5)."""
     assert study.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == {"mean": 3.0, "half_width": pytest.approx(1.96293, abs=1e-4)}
+    # 2.2010 and 2.0860, for 11 and 20 degrees of freedom.
+    for quantile, count in ((2.2010, 12), (2.0860, 21)):
+        values = [(-1.0) ** index for index in range(count)]
+        assert study.interval(values)["half_width"] == pytest.approx(quantile * stdev(values) / count**0.5, rel=2e-3)
     assert study.interval([7.0]) == {"mean": 7.0, "half_width": None}
 
 
@@ -253,13 +257,20 @@ def test_equal_heads_are_less_diverse(tmp_path, capsys):
     diverse, equal = results(tmp_path, "head_diversity")["rows"]
     assert (diverse["model"], equal["model"]) == ("diverse", "equal")
     assert equal["QK"]["mean"] > diverse["QK"]["mean"] and equal["OV"] == diverse["OV"]
-    assert equal["QK"]["for_90_percent"] <= 0.25 < diverse["QK"]["for_90_percent"]
+    curve = {"QK": torch.tensor([0.5, 0.89, 0.91, 1.0])}
+    assert head_diversity.summary("org/name", curve) == {
+        "model": "org/name",
+        "QK": {"mean": pytest.approx(0.825), "for_90_percent": 0.75},
+    }
 
 
 def test_models_without_circuits_are_refused(tmp_path):
     random_model(small_config(attention_kinds="simplicial")).save_pretrained(tmp_path / "simplicial")
     with pytest.raises(UserError, match="layer 0 has several keys for each token"):
         head_diversity.main([str(tmp_path / "simplicial"), "--results", str(tmp_path)])
-    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11)).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(UserError, match="is a 'gpt2' model: expected Llama's projections"):
-        head_diversity.main([str(tmp_path / "gpt2"), "--results", str(tmp_path)])
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=8)).save_pretrained(tmp_path / "gpt_neox")
+    for name in ("gpt2", "gpt_neox"):
+        with pytest.raises(UserError, match=f"is a '{name}' model: expected Llama's projections"):
+            head_diversity.main([str(tmp_path / name), "--results", str(tmp_path)])
