@@ -112,6 +112,14 @@ def training_step(kind: str, size: dict, device: str = "cpu") -> Callable[[], No
     return step
 
 
+def clock(device: str) -> float:
+    """Seconds of this process on the CPU, which others on the machine do not lengthen; of the clock on a GPU."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.monotonic()
+
+
 def train(kind: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:
     """One run: the held-out loss as it falls, and tokens a second."""
     held_out, generator = len(text) // 10, torch.Generator().manual_seed(seed)
@@ -122,16 +130,17 @@ def train(kind: str, seed: int, size: dict, text: torch.Tensor, device: str) -> 
     model = IHAForCausalLM(config_of(kind, size)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
-    clock = time.process_time if device == "cpu" else time.monotonic
-    curve, seconds, start = [], 0.0, clock()
+    curve, seconds, start = [], 0.0, clock(device)
     for step in range(steps + 1):
         if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
+            seconds += clock(device) - start
             with torch.no_grad():
                 loss = sum(loss_of(model, rows).item() for rows in validation.chunk(8)) / 8
-            seconds += clock() - start if step else 0.0
             curve.append([step, loss])
             print(f"{kind}, seed {seed}: step {step} of {steps}, held-out loss {loss:.4f}", flush=True)
-            start = clock()
+            start = clock(device)
+        if step == steps:
+            break
         chosen = torch.randint(len(text) - held_out - tokens, (size["batch"],), generator=generator)
         loss = loss_of(model, rows_of(text, chosen.to(device), tokens))
         optimizer.zero_grad()

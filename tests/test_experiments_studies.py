@@ -175,6 +175,20 @@ def test_the_held_out_text_is_never_trained_on(monkeypatch):
     assert seen == {True: {0}, False: {1}}
 
 
+def test_evaluations_do_not_count_as_training_time(monkeypatch):
+    """A step takes a second here, and a batch of an evaluation a hundred."""
+    now, loss_of = [0], language_models.loss_of
+
+    def slow(model, rows):
+        now[0] += 1 if torch.is_grad_enabled() else 100
+        return loss_of(model, rows)
+
+    monkeypatch.setattr(language_models, "loss_of", slow)
+    monkeypatch.setattr(language_models, "clock", lambda device: now[0])
+    run = language_models.train("mha", 0, TINY_TEXT, torch.arange(200) % 7, "cpu")
+    assert run["tokens_per_second"] == TINY_TEXT["batch"] * TINY_TEXT["tokens"]
+
+
 def test_intervals_over_seeds():
     """Student's t for the mean of 1, 2, 3, 4, 5: 3 ± 2.776 * sqrt(2.5 / 5)."""
     assert study.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == {"mean": 3.0, "half_width": pytest.approx(1.96293, abs=1e-4)}
