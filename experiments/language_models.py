@@ -65,7 +65,7 @@ def read_text(path: Path | None) -> torch.Tensor:
             content = path.read_bytes()
         except OSError as error:
             raise UserError(f"--text {path} cannot be read: {one_line(error)}") from error
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+    return torch.tensor(list(content), dtype=torch.long)
 
 
 def config_of(kind: str, size: dict) -> IHAConfig:

@@ -147,9 +147,10 @@ def test_language_models_compare_and_go_on_where_they_stopped(tmp_path, monkeypa
     other.write_text("To be, or not to be, that is the question. " * 10)
     with pytest.raises(UserError, match="another setting"):
         language_models.main([*where, "--seeds", "0", "--text", str(other)])
-    other.write_text("short")
-    with pytest.raises(UserError, match="has 5 bytes: expected at least 160"):
-        language_models.main([*where, "--text", str(other)])
+    for content in ("short", ""):
+        other.write_text(content)
+        with pytest.raises(UserError, match=f"has {len(content)} bytes: expected at least 160"):
+            language_models.main([*where, "--text", str(other)])
     with pytest.raises(UserError, match="cannot be read"):
         language_models.main([*where, "--text", str(tmp_path / "missing")])
 
