@@ -222,7 +222,10 @@ def plot(rows: list[dict], runs: list[dict], path: Path) -> None:
                 epochs, *accuracies = zip(*run["curves"])
                 for style, accuracy in zip((":", "--", "-"), accuracies):
                     axes.plot(epochs, accuracy, style, color=color, linewidth=0.7)
-            axes.set(title=f"{task}, rate {rate:g}: training (dotted), validation (dashed), test", xlabel="epoch")
+            axes.set(
+                title=f"{task}, rate {rate:g}: accuracy",
+                xlabel="epoch (training dotted, validation dashed, test solid)",
+            )
     save_plot(figure, path)
 
 
