@@ -1,5 +1,5 @@
-"""What the studies of the papers' theorems share: options, runs that are not repeated, models of several seeds trained
-at once, the spread over seeds, and results as JSON and a plot."""
+"""What the studies share: options, runs that are not repeated, models of several seeds trained at once, the spread
+over seeds, and results as JSON and a plot. Comparisons of attention kinds share more: comparison.py."""
 
 import argparse
 import platform
@@ -84,19 +84,26 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "min": min(values), "max": max(values), "runs": len(values)}
 
 
-def write(results: Path, name: str, figure: Figure, **content) -> None:
-    """Writes {name}.json and {name}.png to the directory `results`, with the command, the machine and the versions;
-    `content` holds the options that matter."""
-    environment = {
-        "command": f"python -m experiments.{name}",
-        "machine": processor(),
+def environment(device: str) -> dict:
+    """Machine and versions."""
+    return {
+        "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    write_json(results / f"{name}.json", {**environment, **content})
+
+
+def save_plot(figure: Figure, path: Path) -> None:
     figure.tight_layout()
-    with whole_file(results / f"{name}.png") as path:
-        figure.savefig(path, format="png", dpi=100)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=100)
+
+
+def write(results: Path, name: str, figure: Figure, **content) -> None:
+    """Writes {name}.json and {name}.png to the directory `results`, with the command, the machine and the versions;
+    `content` holds the options that matter."""
+    write_json(results / f"{name}.json", {"command": f"python -m experiments.{name}", **environment("cpu"), **content})
+    save_plot(figure, results / f"{name}.png")
     print(f"Wrote {results / name}.json and .png", flush=True)

@@ -1,0 +1,74 @@
+"""What the comparisons of attention kinds trained from scratch share: options, runs that are not repeated, and intervals
+over seeds."""
+
+import argparse
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+
+from command_io import ROOT, UserError, check_output_file, read_json, write_json
+from experiments.study import RESULTS
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
+
+
+# Student's t: the 97.5% quantile for 1, 2, ... 9 degrees of freedom.
+T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
+
+
+def finished_run(path: Path, setting: dict, run: Callable[[], dict]) -> dict:
+    """The result of `run`, from `path` when it was run before, else written there with its setting. Raises `UserError`
+    when the file comes from another setting."""
+    if not path.exists():
+        write_json(path, {"setting": setting, **run()})
+    record = read_json(path)
+    if record.get("setting") != setting:
+        raise UserError(f"{path} comes from a run of another setting: remove it, or choose another --output.")
+    return record
+
+
+def interval(values: list[float]) -> dict:
+    """Mean of the seeds' values, and half the width of its 95% interval by Student's t; `None` for a single seed."""
+    if len(values) < 2:
+        return {"mean": values[0], "half_width": None}
+    freedom = len(values) - 1
+    # Beyond the table Fisher's expansion at the normal quantile is right to three digits.
+    quantile = T[freedom - 1] if freedom <= len(T) else 1.96 + 2.372 / freedom + 2.823 / freedom**2
+    return {"mean": mean(values), "half_width": quantile * stdev(values) / math.sqrt(len(values))}
+
+
+def shown(value: dict, digits: int = 4) -> str:
+    """`interval` as text."""
+    spread = "" if value["half_width"] is None else f" ± {value['half_width']:.{digits}f}"
+    return f"{value['mean']:.{digits}f}{spread}"
+
+
+def arguments(doc: str, study: str, kinds: Iterable[str], seeds: list[int]) -> argparse.ArgumentParser:
+    """A parser with the options of these studies."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--kinds", nargs="+", choices=ATTENTION_CLASSES, default=list(kinds))
+    parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
+    parser.add_argument(
+        "--output", type=Path, help=f"where runs are kept (default: outputs/{study}, outputs/{study}_full)"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the table and the plot are written")
+    return parser
+
+
+def begin(args: argparse.Namespace, study: str) -> tuple[Path, Path]:
+    """Checks and completes the options; where the table and the plot go. Raises `UserError`."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch finds no GPU here; use --device cpu.")
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    name = f"{study}_full" if args.full else study
+    args.kinds, args.seeds = list(dict.fromkeys(args.kinds)), list(dict.fromkeys(args.seeds))
+    args.output = args.output or ROOT / "outputs" / name
+    paths = (args.results / f"{name}.json", args.results / f"{name}.png")
+    for path in paths:
+        check_output_file(path, replace=True)
+    return paths

@@ -1,0 +1,154 @@
+"""Head diversity: how many directions do the heads of a layer use between them?
+
+DCMHA, Section 4.3 and Figure 5 (after Cordonnier et al., 2020): the heads' circuits W_Q W_K^T (where a head looks) and
+W_O W_V (what it moves) are each concatenated over a layer, and the variance that their first principal components
+capture is averaged over the layers. A lower curve means more diverse heads. The paper finds DCPythia's below Pythia's,
+clearly for QK and moderately for OV.
+
+Reads any number of checkpoints: of this repository, or of any model with Llama's projections (a directory, a Hub id or
+a GGUF file). An "iha" layer has the circuits of all pairs of its pseudo-heads. The paper does not say how it
+concatenates: here the circuits, [width, width] each, stand below one another, are not centred, and leave out biases,
+norms and RoPE. Kinds that compose heads dynamically, such as "dcmha", are measured by their projections alone, as in
+the paper.
+
+Writes head_diversity.json and head_diversity.png to the directory --results.
+
+example: python -m experiments.head_diversity HuggingFaceTB/SmolLM2-135M-Instruct outputs/my_iha_model
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import UserError, check_output_file, run_cli, write_json
+from conversion_scripts.checkpoint_io import load_model
+from experiments.study import environment, save_plot
+
+
+CIRCUITS = ("QK", "OV")
+
+
+class Heads:
+    """The projections of a layer by head and pseudo-head; P is 1 for all kinds but "iha".
+
+    Attributes:
+        query, key, value: float32 [H, P, head_dim, width].
+        output: [H, width, head_dim].
+        share: [H, H], how much of head g's circuit is in the output of head h, as a sum of squares.
+    """
+
+    def __init__(self, attention: nn.Module, num_heads: int, num_groups: int):
+        def by_head(name: str, count: int) -> torch.Tensor:
+            return getattr(attention, name).weight.detach().float().unflatten(0, (count, -1))
+
+        self.query = by_head("q_proj", num_heads).unsqueeze(1)
+        self.key, self.value = (by_head(name, num_groups).unsqueeze(1) for name in ("k_proj", "v_proj"))
+        self.output = attention.o_proj.weight.detach().float().unflatten(1, (num_heads, -1)).transpose(0, 1)
+        self.share = torch.eye(num_heads)
+        if hasattr(attention, "q_mix"):
+            parts = ((self.query, "q_mix"), (self.key, "k_mix"), (self.value, "v_mix"))
+            self.query, self.key, self.value = (
+                torch.einsum("mhp,mdi->hpdi", getattr(attention, name).weight.detach().float(), states.squeeze(1))
+                for states, name in parts
+            )
+            squares = attention.collapse.weight.detach().float().square()
+            by_source = squares.unflatten(1, (-1, self.query.shape[1])).sum(dim=-1)
+            self.share = by_source if by_source.shape[1] > 1 else by_source * self.share
+        repeats = num_heads // num_groups
+        self.key, self.value = (states.repeat_interleave(repeats, dim=0) for states in (self.key, self.value))
+
+    def grams(self) -> dict[str, torch.Tensor]:
+        """C^T C of each concatenation C of circuits, [width, width]."""
+        queries = torch.einsum("hpdi,hpei->hde", self.query, self.query)
+        outputs = torch.einsum("hg,hde->gde", self.share, torch.einsum("hid,hie->hde", self.output, self.output))
+        return {
+            name: torch.einsum("hpdi,hpdj->ij", states, torch.einsum("hde,hpei->hpdi", inner, states))
+            for name, states, inner in (("QK", self.key, queries), ("OV", self.value, outputs))
+        }
+
+
+def captured(gram: torch.Tensor) -> torch.Tensor:
+    """The share of the variance in the first 1, 2, ... principal components, [width]."""
+    variance = torch.linalg.eigvalsh(gram.double()).flip(0).clamp_min(0)
+    return variance.cumsum(0) / variance.sum()
+
+
+def curves_of(source: str) -> dict[str, torch.Tensor]:
+    """Mean over the layers of what the components capture, [width] for each circuit. Raises `UserError`."""
+    model = load_model(source)
+    config, layers = model.config, getattr(model.base_model, "layers", [])
+    if not layers or not hasattr(getattr(layers[0], "self_attn", None), "q_proj"):
+        raise UserError(f"{source} is a {config.model_type!r} model: expected Llama's projections, q_proj to o_proj.")
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    per_layer = {name: [] for name in CIRCUITS}
+    for index, layer in enumerate(layers):
+        attention = layer.self_attn
+        if len(attention.k_proj.weight) * heads != len(attention.q_proj.weight) * groups:
+            raise UserError(
+                f"{source}: layer {index} has several keys for each token; expected heads with one query and one key."
+            )
+        for name, gram in Heads(attention, heads, groups).grams().items():
+            per_layer[name].append(captured(gram))
+        print(f"{source}: layer {index + 1} of {len(layers)}", flush=True)
+    return {name: torch.stack(curves).mean(dim=0) for name, curves in per_layer.items()}
+
+
+def shown_name(source: str) -> str:
+    """A Hub id, or the name of a directory or file: results name no path of a machine."""
+    return Path(source).name if Path(source).exists() else source
+
+
+def summary(source: str, curves: dict[str, torch.Tensor]) -> dict:
+    """The mean of each curve, and the share of the width whose components capture 90%."""
+    row = {"model": shown_name(source)}
+    for name, curve in curves.items():
+        row[name] = {"mean": curve.mean().item(), "for_90_percent": int((curve < 0.9).sum() + 1) / len(curve)}
+    return row
+
+
+def plot(curves: dict[str, dict[str, torch.Tensor]], path: Path) -> None:
+    figure = Figure(figsize=(11, 4.5))
+    for axes, name in zip(figure.subplots(1, 2, sharey=True), CIRCUITS):
+        for source, of_model in curves.items():
+            curve = of_model[name]
+            axes.plot(
+                [(index + 1) / len(curve) for index in range(len(curve))], curve.tolist(), label=shown_name(source)
+            )
+        axes.set(title=f"{name} circuits", xlabel="principal components / width", ylabel="captured variance")
+        axes.legend()
+    save_plot(figure, path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the models and write the results. Raises `UserError`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a directory, a Hub id or a GGUF file")
+    parser.add_argument(
+        "--results", type=Path, default=Path("outputs/head_diversity"), help="directory of the results"
+    )
+    args = parser.parse_args(argv)
+    table, picture = args.results / "head_diversity.json", args.results / "head_diversity.png"
+    for path in (table, picture):
+        check_output_file(path, replace=True)
+    curves = {source: curves_of(source) for source in dict.fromkeys(args.models)}
+    rows = [summary(source, of_model) for source, of_model in curves.items()]
+    write_json(table, {**environment("cpu"), "rows": rows})
+    plot(curves, picture)
+    for row in rows:
+        shares = "; ".join(
+            f"{name}: {row[name]['mean']:.3f} captured on average, {row[name]['for_90_percent']:.0%} of the components for 90%"
+            for name in CIRCUITS
+        )
+        print(f"{row['model']}: {shares}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,261 @@
+"""Language models from scratch: does any attention kind learn real text better than multi-head attention does?
+
+DCMHA claims a lower validation loss and perplexity than Llama's attention (its Figure 4 and Table 4), HyperAttention a
+lower perplexity at GPT3-small's size (Section 7.2); "Interleaved Head Attention" compares 2.4B models by benchmarks
+(Tables 1 and 2) and gives no perplexity. Here every kind is trained on the bytes of one text, with the same number of
+parameters (a kind with more of them has a narrower FFN), the same rows in the same order for each seed, and AdamW with
+a constant rate after 50 steps of warm-up. The rate being constant, one run gives the loss after equal steps and at
+equal FLOPs, those that "mha" spends in all steps (multiply-adds by benchmarks/cost.py; IHA on the virtual sequence).
+
+The default is a tiny size for a CPU, on a text that every Python carries: its language reference (pydoc_data.topics).
+`--text` takes another one, `--full` a larger size, for a GPU. The last tenth of the text is held out. Speed is in
+tokens for a second of the process's own CPU time, or of the clock on a GPU. Memory is what a training step adds to its
+process at the peak. A finished run is not repeated. Writes language_models.json and language_models.png.
+
+example: python -m experiments.language_models --text state_union.txt --seeds 0 1 2
+"""
+
+import hashlib
+import itertools
+import math
+import pydoc_data.topics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import model as cost_of
+from benchmarks.harness import extra_bytes
+from command_io import UserError, one_line, run_cli, sole_writer, write_json
+from experiments.comparison import arguments, begin, finished_run, interval, shown
+from experiments.study import environment, save_plot
+from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
+
+
+SMALL = {
+    "fields": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "tokens": 32,
+    "batch": 16,
+    "steps": 600,
+    "rate": 2e-3,
+}
+FULL = {
+    "fields": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8},
+    "tokens": 256,
+    "batch": 64,
+    "steps": 10000,
+    "rate": 6e-4,
+}
+WARM_UP, EVALUATIONS, HELD_OUT_ROWS = 50, 12, 128
+
+
+def read_text(path: Path | None) -> torch.Tensor:
+    """The bytes of a file, or of Python's language reference, as int64. Raises `UserError`."""
+    if path is None:
+        topics = pydoc_data.topics.topics
+        content = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    else:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"--text {path} cannot be read: {one_line(error)}") from error
+    return torch.tensor(list(content), dtype=torch.long)
+
+
+def config_of(kind: str, size: dict) -> IHAConfig:
+    """The model of a kind; its FFN is as wide as the parameters of "mha" allow."""
+
+    def build(name: str, inner: int) -> IHAConfig:
+        fields = {**size["fields"], "intermediate_size": inner}
+        heads = {
+            "num_key_value_heads": fields["num_attention_heads"],
+            "num_pseudo_heads": fields["num_attention_heads"],
+        }
+        special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
+        return IHAConfig(attention_kinds=name, max_position_embeddings=size["tokens"], **fields, **heads, **special)
+
+    inner = size["fields"]["intermediate_size"]
+    more = cost_of(build(kind, inner), 1).parameters - cost_of(build("mha", inner), 1).parameters
+    per_channel = 3 * size["fields"]["hidden_size"] * size["fields"]["num_hidden_layers"]
+    return build(kind, inner - round(more / per_channel))
+
+
+def rows_of(text: torch.Tensor, starts: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Rows of `tokens` and the one after them, [rows, tokens + 1]."""
+    return text[starts[:, None] + torch.arange(tokens + 1, device=text.device)]
+
+
+def loss_of(model: IHAForCausalLM, rows: torch.Tensor) -> torch.Tensor:
+    """Nats per byte."""
+    logits = model(rows[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+
+
+def training_step(kind: str, size: dict, device: str = "cpu") -> Callable[[], None]:
+    """A training step of a new model on random bytes, after one that has made the optimiser's state."""
+    model = IHAForCausalLM(config_of(kind, size)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
+    rows = torch.randint(256, (size["batch"], size["tokens"] + 1), device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+
+    step()
+    return step
+
+
+def clock(device: str) -> float:
+    """Seconds of this process on the CPU, which others on the machine do not lengthen; of the clock on a GPU."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.monotonic()
+
+
+def train(kind: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:
+    """One run: the held-out loss as it falls, and tokens a second."""
+    held_out, generator = len(text) // 10, torch.Generator().manual_seed(seed)
+    text, tokens, steps = text.to(device), size["tokens"], size["steps"]
+    starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS, device=device).long()
+    validation = rows_of(text, starts, tokens)
+    torch.manual_seed(seed)
+    model = IHAForCausalLM(config_of(kind, size)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    curve, seconds, start = [], 0.0, clock(device)
+    for step in range(steps + 1):
+        if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
+            seconds += clock(device) - start
+            with torch.no_grad():
+                loss = sum(loss_of(model, rows).item() for rows in validation.chunk(8)) / 8
+            curve.append([step, loss])
+            print(f"{kind}, seed {seed}: step {step} of {steps}, held-out loss {loss:.4f}", flush=True)
+            start = clock(device)
+        if step == steps:
+            break
+        chosen = torch.randint(len(text) - held_out - tokens, (size["batch"],), generator=generator)
+        loss = loss_of(model, rows_of(text, chosen.to(device), tokens))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warm_up.step()
+    return {"curve": curve, "tokens_per_second": round(steps * size["batch"] * tokens / seconds)}
+
+
+def memory(kind: str, size: dict, device: str) -> dict:
+    """Bytes that a training step takes at its peak beyond weights, gradients and the optimiser's state."""
+    if device == "cpu":
+        return {"extra_bytes": extra_bytes(training_step, (kind, size), (kind, {**size, "batch": 1}))}
+    step = training_step(kind, size, device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return {"extra_bytes": torch.cuda.max_memory_allocated() - before}
+
+
+def loss_at(curve: list, step: float) -> float:
+    """The held-out loss at a step, on a line between the evaluations around it."""
+    for (before, high), (after, low) in zip(curve, curve[1:]):
+        if step <= after:
+            return high + (low - high) * (step - before) / (after - before)
+    return curve[-1][1]
+
+
+def summary(kind: str, size: dict, runs: dict[str, list[dict]], extra: int) -> dict:
+    """One row of the table."""
+    config, base = config_of(kind, size), config_of("mha", size)
+    cost, base_cost = (cost_of(each, size["tokens"], "sdpa") for each in (config, base))
+    affordable = size["steps"] * min(1.0, base_cost.training / cost.training)
+    losses = [run["curve"][-1][1] for run in runs[kind]]
+    row = {
+        "kind": kind,
+        "parameters": cost.parameters,
+        "intermediate_size": config.intermediate_size,
+        "flops": cost.training / base_cost.training,
+        "loss": interval(losses),
+        "perplexity": math.exp(interval(losses)["mean"]),
+        "loss_at_equal_flops": interval([loss_at(run["curve"], affordable) for run in runs[kind]]),
+        "tokens_per_second": round(interval([run["tokens_per_second"] for run in runs[kind]])["mean"]),
+        "extra_bytes": extra,
+    }
+    if "mha" in runs and kind != "mha":
+        ends = [run["curve"][-1][1] for run in runs["mha"]]
+        row["loss_minus_mha"] = interval([loss - end for loss, end in zip(losses, ends)])
+        row["loss_minus_mha_at_equal_flops"] = interval(
+            [loss_at(run["curve"], affordable) - end for run, end in zip(runs[kind], ends)]
+        )
+    return row
+
+
+def plot(rows: list[dict], runs: dict[str, list[dict]], path: Path) -> None:
+    """The loss by steps and by FLOPs, the mean of the seeds and each of them; and its distance from that of "mha"."""
+    figure = Figure(figsize=(16, 4.5))
+    by_step, by_flops, apart = figure.subplots(1, 3)
+    for index, row in enumerate(rows):
+        for run in runs[row["kind"]]:
+            steps, losses = zip(*run["curve"][1:])
+            label = row["kind"] if run is runs[row["kind"]][0] else None
+            by_step.plot(steps, losses, color=f"C{index}", linewidth=0.8, label=label)
+            by_flops.plot([step * row["flops"] for step in steps], losses, color=f"C{index}", linewidth=0.8)
+    by_step.set(xlabel="step", ylabel="held-out loss (nats per byte)", xscale="log")
+    by_flops.set(xlabel='FLOPs, in steps of "mha"', xscale="log")
+    by_step.legend(fontsize="small")
+    compared = [row for row in rows if "loss_minus_mha" in row]
+    for offset, (name, label) in enumerate(
+        {"loss_minus_mha": "equal steps", "loss_minus_mha_at_equal_flops": "equal FLOPs"}.items()
+    ):
+        places = [index + 0.4 * offset for index in range(len(compared))]
+        spread = [row[name]["half_width"] or 0 for row in compared]
+        apart.bar(places, [row[name]["mean"] for row in compared], 0.4, yerr=spread, label=label)
+    apart.axhline(0, color="black", linewidth=0.5)
+    apart.set_xticks(range(len(compared)), [row["kind"] for row in compared], rotation=30, ha="right")
+    apart.set(ylabel='loss minus that of "mha", 95% interval')
+    apart.legend()
+    save_plot(figure, path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results. Raises `UserError`."""
+    parser = arguments(__doc__, "language_models", ATTENTION_CLASSES, [0, 1, 2])
+    parser.add_argument("--text", type=Path, help="a file to learn (default: Python's language reference)")
+    args = parser.parse_args(argv)
+    table, picture = begin(args, "language_models")
+    size, text = FULL if args.full else SMALL, read_text(args.text)
+    if len(text) < (shortest := 20 * size["tokens"]):
+        raise UserError(
+            f"--text {args.text} has {len(text)} bytes: expected at least {shortest}; choose a longer one."
+        )
+    hashed = hashlib.sha256(text.to(torch.uint8).numpy().tobytes()).hexdigest()
+    setting = {**size, "text_sha256": hashed, "device": args.device}
+
+    runs, extra = {kind: [] for kind in args.kinds}, {}
+    with sole_writer(args.output):
+        for seed, kind in itertools.product(args.seeds, args.kinds):
+            path = args.output / f"{kind}-{seed}.json"
+            runs[kind].append(finished_run(path, setting, lambda: train(kind, seed, size, text, args.device)))
+        for kind in args.kinds:
+            path = args.output / f"{kind}-memory.json"
+            extra[kind] = finished_run(path, setting, lambda: memory(kind, size, args.device))["extra_bytes"]
+    rows = [summary(kind, size, runs, extra[kind]) for kind in args.kinds]
+    write_json(table, {**environment(args.device), **setting, "seeds": args.seeds, "rows": rows})
+    plot(rows, runs, picture)
+    for row in rows:
+        against = f", minus mha {shown(row['loss_minus_mha'])}" if "loss_minus_mha" in row else ""
+        print(
+            f"{row['kind']}: loss {shown(row['loss'])}{against}, at equal FLOPs {shown(row['loss_at_equal_flops'])}; "
+            f"{row['tokens_per_second']} tokens/s, {row['extra_bytes'] / 2**20:.1f} MiB"
+        )
+
+
+if __name__ == "__main__":
+    run_cli(main)
