@@ -1,5 +1,5 @@
-"""What the comparisons of attention kinds trained from scratch share: options, runs that are not repeated, and intervals
-over seeds."""
+"""What the comparisons of attention kinds trained from scratch share: options, runs that are not repeated, and
+intervals over seeds."""
 
 import argparse
 import math

@@ -192,11 +192,16 @@ def test_evaluations_do_not_count_as_training_time(monkeypatch):
 
 def test_intervals_over_seeds():
     """Student's t for the mean of 1, 2, 3, 4, 5: 3 ± 2.776 * sqrt(2.5 / 5)."""
-    assert comparison.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == {"mean": 3.0, "half_width": pytest.approx(1.96293, abs=1e-4)}
+    assert comparison.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == {
+        "mean": 3.0,
+        "half_width": pytest.approx(1.96293, abs=1e-4),
+    }
     # 2.2010 and 2.0860, for 11 and 20 degrees of freedom.
     for quantile, count in ((2.2010, 12), (2.0860, 21)):
         values = [(-1.0) ** index for index in range(count)]
-        assert comparison.interval(values)["half_width"] == pytest.approx(quantile * stdev(values) / count**0.5, rel=2e-3)
+        assert comparison.interval(values)["half_width"] == pytest.approx(
+            quantile * stdev(values) / count**0.5, rel=2e-3
+        )
     assert comparison.interval([7.0]) == {"mean": 7.0, "half_width": None}
 
 

@@ -13,6 +13,12 @@ from experiments import cpm3, hyper_attention, polynomial_filters, theorem2_incl
 from experiments.study import run_once, train
 
 
+@pytest.fixture(autouse=True)
+def draws():
+    """The same for a test whatever ran before it."""
+    torch.manual_seed(0)
+
+
 # Theorem 2
 
 
