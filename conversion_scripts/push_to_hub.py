@@ -35,7 +35,7 @@ from conversion_scripts.hub_client import (
     snippet,
     status_of,
 )
-from model_cards.render import render_card
+from model_cards.render import render_card, with_name
 
 
 # Weights by the names under which Transformers looks for them, in one file or several, of any variant.
@@ -102,7 +102,8 @@ def _check_options(repo_id: str, tag: str | None, create_pr: bool) -> None:
 
 
 def completed_card(directory: Path, repo_id: str, license: str | None, base_model: str | None) -> str:
-    """The text of the model card in `directory`, or of a new one, with the licence and base model that it lacks.
+    """The text of the model card in `directory`, or of a new one, with the licence and base model that it lacks and,
+    where it is this package's, the name `repo_id`.
 
     A `base_model` of "none" says that there is none. Raises `UserError` if the card cannot be read, states neither, or
     states something else.
@@ -126,7 +127,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
         if stated is None and value != "none":
             setattr(card.data, name, value)
             added = True
-    return str(card) if added else text
+    return with_name(str(card) if added else text, repo_id)
 
 
 @contextmanager

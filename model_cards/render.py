@@ -125,21 +125,34 @@ def render_card(
 def source_license(source: str) -> str | None:
     """The license that a checkpoint names in its model card or GGUF header; `None` when it names none, or cannot be
     read: a card that somebody else wrote is no reason to fail."""
+    if not source.endswith(".gguf"):
+        return _stated(source, "license")
     try:
-        if source.endswith(".gguf"):
-            field = GGUFReader(source).get_field("general.license")
-            license = field.contents() if field else None
-        else:
-            card = cached_file(
-                source,
-                "README.md",
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-            )
-            license = ModelCard.load(card, ignore_metadata_errors=True).data.license if card else None
+        field = GGUFReader(source).get_field("general.license")
+        return one_printable_line(field.contents()) if field else None
     except Exception:
         return None
-    return one_printable_line(license) if isinstance(license, str) else None
+
+
+def source_base_model(source: str) -> str | None:
+    """Hub id of what a checkpoint comes from: its own, or the base model that the card of a local directory names;
+    `None` when it names none, or cannot be read."""
+    return _stated(source, "base_model") if Path(source).exists() else source
+
+
+def _stated(source: str, name: str) -> str | None:
+    """A word of the metadata of a checkpoint's card."""
+    try:
+        card = cached_file(
+            source,
+            "README.md",
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        value = ModelCard.load(card, ignore_metadata_errors=True).data.get(name) if card else None
+    except Exception:
+        return None
+    return one_printable_line(value) if isinstance(value, str) else None
 
 
 def source_name(source: str) -> str:

@@ -17,6 +17,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import TrlParser
 
 from command_io import UserError, one_line
+from model_cards.render import source_base_model, source_license
 from sft.data import read_chat_template
 
 
@@ -215,6 +216,12 @@ def check_values(run: RunArguments, args: TrainingArguments) -> None:
             validate_repo_id(run.push_repo_id)
         except HFValidationError as error:
             raise UserError(f"push_repo_id {run.push_repo_id!r} is no repository id: {one_line(error)}") from error
+        source = run.model_name_or_path
+        if source_license(source) is None or source_base_model(source) is None:
+            raise UserError(
+                f"push_repo_id publishes a model card with license and base_model, which that of {source} does not state: "
+                "add them to its README.md, or publish final/ by push_to_hub."
+            )
     if args.push_to_hub:
         raise UserError("push_to_hub would publish pickles and checkpoints: set push_repo_id to publish final/ alone.")
     _check_packages(args)

@@ -13,7 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from command_io import UserError, new_directory, one_line, whole_file, write_json
-from model_cards.render import markdown, render_card, source_license, source_name
+from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
 from sft.arguments import RunArguments
 from sft.distributed import OPTIMIZER_STATES
 from sft.trainer import RecipeTrainer
@@ -164,7 +164,7 @@ def save_final(
             card = render_card(
                 model.config,
                 Path(trainer.args.output_dir).name,
-                base_model=None if Path(source).exists() else source,
+                base_model=source_base_model(source),
                 license=source_license(source),
                 datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
                 details=_card_details(trainer, run, record),

@@ -17,6 +17,7 @@ from command_io import UserError
 from conversion_scripts import hub_client, push_to_hub
 from conversion_scripts.checkpoint_checks import checkpoint_files
 from conversion_scripts.checkpoint_io import run_in_clean_process
+from model_cards.render import render_card
 
 
 CHECKPOINT = IHA_CODE | {
@@ -327,8 +328,13 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
     assert "does not state its license" in push() and hub.calls == []
     push("--license", "mit", "--base-model", "none")
     card = hub.head("me/iha")["README.md"].content.decode()
-    assert "license: mit" in card and "base_model" not in card and 'from_pretrained("me/iha"' in card
+    assert "license: mit" in card and "base_model" not in card and 'name = "me/iha"\n' in card
     assert not (directory / "README.md").exists()
+    # A card that a converter or trainer wrote has the directory's name.
+    (directory / "README.md").write_text(render_card(small_config(), "a-directory", license="mit", base_model="me/b"))
+    push()
+    card = hub.head("me/iha")["README.md"].content.decode()
+    assert 'name = "me/iha"\n' in card and "base_model: me/b" in card and "a-directory" not in card
     (directory / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
     push("--base-model", "me/base")
     card = hub.head("me/iha")["README.md"].content.decode()

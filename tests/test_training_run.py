@@ -568,10 +568,14 @@ def test_the_best_checkpoint_is_kept_and_ends_as_the_final_model(tiny, rows_file
 
 def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sft_run, "publish", lambda directory, repo_id: print(f"Published: {repo_id}/{directory.name}"))
-    output = tmp_path / "run"
-    train.main(
-        command(tiny, rows_file, output, max_steps=4, sample_prompts=2, push_repo_id="me/model", eval_on_start="false")
-    )
+    output, base = tmp_path / "run", shutil.copytree(tiny, tmp_path / "base")
+    arguments = {"max_steps": 4, "sample_prompts": 2, "push_repo_id": "me/model", "eval_on_start": "false"}
+    (base / "README.md").write_text("---\nlicense: mit\n---\n")
+    with pytest.raises(UserError, match="license and base_model, which that of .* does not state"):
+        train.main(command(base, rows_file, output, **arguments))
+    assert not output.exists()
+    (base / "README.md").write_text("---\nlicense: mit\nbase_model: me/base\n---\n")
+    train.main(command(base, rows_file, output, **arguments))
     shown = capsys.readouterr()
     out = shown.out + shown.err
     for step in (2, 4):
@@ -595,6 +599,7 @@ def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypat
     assert values["mixing_distance"] == sorted(values["mixing_distance"])
 
     card = (output / "final" / "README.md").read_text()
+    assert "license: mit" in card and "base_model: me/base" in card
     record = json.loads((output / RECORD).read_text())
     for fact in (
         f"rows.jsonl, SHA-256 {hashlib.sha256(Path(rows_file).read_bytes()).hexdigest()}",
