@@ -20,13 +20,20 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the dry sizes
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """The directory that a dry run of all slices wrote to, and what it printed."""
+    """The directory that a dry run of the tests and benchmarks wrote to."""
     directory = tmp_path_factory.mktemp("gpu")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(gpu, "TIMED_SECONDS", 0)
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry", "--out", str(directory)])
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry", "--out", str(directory), "tests", *gpu.BENCHMARKS])
         gpu.main()
     return directory
+
+
+@pytest.mark.slow
+def test_studies_are_found(monkeypatch, capsys, tmp_path):
+    """A process for each, which imports TRL."""
+    code, out, errors = run(monkeypatch, capsys, "--dry", "--out", tmp_path, "warm_start", "relation")
+    assert code == 0 and out.count("$ python -m experiments.") == 2, errors
 
 
 def table(directory, name):

@@ -173,6 +173,7 @@ def test_the_readme_prints_what_it_shows(weights, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", sys.argv)
     (tmp_path / "sft").symlink_to(ROOT / "sft")
     {"tiny": save_tiny_weights, "real": save_real_weights}[weights](tmp_path / SOURCE)
+    (tmp_path / SOURCE / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
 
     for kind, content, shown in steps(README):
         capsys.readouterr()

@@ -156,7 +156,7 @@ def test_an_interrupted_run_resumes_to_the_same_losses(adapters, tiny, rows_file
     assert resumed == whole
 
 
-@pytest.mark.parametrize("kind", ["iha", "llama"])
+@pytest.mark.parametrize("kind", ["iha", pytest.param("llama", marks=pytest.mark.slow)])
 def test_loss_falls_on_a_batch_seen_again_and_again(kind, tiny, tmp_path):
     source = tiny
     if kind == "llama":

@@ -4,6 +4,7 @@ to fail is overridden in `CommonTests`, with the reason; one that is skipped for
 fails."""
 
 import unittest
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -130,6 +131,31 @@ class CommonTests:
                     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
 
 
+def leave_to_test_full(*names: str) -> Callable[[type], type]:
+    """Marks inherited tests of a suite as slow: each takes 10 s or more, and others of the suite cover its ground."""
+
+    def mark(suite: type) -> type:
+        for name in names:
+
+            def test(self, inherited=getattr(suite, name)):
+                inherited(self)
+
+            setattr(suite, name, pytest.mark.slow(test))
+        return suite
+
+    return mark
+
+
+# Attention to pairs takes long for the long inputs of these.
+LONG_INPUTS = (
+    "test_model_rope_scaling_from_config_0_linear",
+    "test_model_rope_scaling_from_config_1_dynamic",
+    "test_model_rope_scaling_from_config_2_yarn",
+    "test_training_overfit",
+)
+
+
+@leave_to_test_full("test_tp_forward_1", "test_tp_generation", "test_tp_generation_quantized")
 class IHASuite(
     CommonTests,
     ModelTesterMixin,
@@ -179,12 +205,14 @@ class PairTests(CommonTests):
         self.assertTrue(all(hidden_states.grad is not None for hidden_states in outputs.hidden_states))
 
 
+@leave_to_test_full(*LONG_INPUTS)
 class HyperFeatureAndHyperSuite(
     PairTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
 ):
     attention_kinds = ["hyper_feature", "hyper"]
 
 
+@leave_to_test_full(*LONG_INPUTS)
 class SimplicialAndHyperSuite(
     PairTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
 ):

@@ -38,10 +38,14 @@ def run(*arguments, **environment):
 
 
 @needs_triton
-def test_kernels_match_their_definition():
+@pytest.mark.parametrize(
+    "some", [["-k", "documents or window or layer or one_token"], pytest.param([], marks=pytest.mark.slow)]
+)
+def test_kernels_match_their_definition(some):
     # Triton takes the interpreter or the GPU when it is imported.
     interpret = "0" if torch.cuda.is_available() else "1"
-    checks = run("-m", "pytest", "-p", "no:cacheprovider", "tests/triton_checks.py", TRITON_INTERPRET=interpret)
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "tests/triton_checks.py", *some]
+    checks = run(*command, TRITON_INTERPRET=interpret)
     assert checks.returncode == 0, checks.stdout + checks.stderr
 
 
