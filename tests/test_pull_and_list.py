@@ -23,6 +23,8 @@ from conversion_scripts import (
     push_to_hub,
     verify_conversion,
 )
+from evaluation import run as evaluate
+from model_cards import render
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -216,14 +218,30 @@ def test_help_has_an_example(module, monkeypatch, capsys):
 
 
 def test_from_a_llama_to_a_fetched_model(hub, tmp_path, monkeypatch, capsys):
-    """Convert, publish from a process that is killed in the middle of its upload, publish again, fetch in an empty
-    home, compare with the Llama, generate: with nothing but the commands."""
+    """Convert, evaluate, publish from a process that is killed in the middle of its upload, publish again, fetch in an
+    empty home, compare with the Llama, generate: with nothing but the commands."""
     monkeypatch.undo()  # Nothing is taken for granted here.
     torch.manual_seed(0)
     llama, iha, pulled = (tmp_path / name for name in ("llama", "iha", "pulled"))
     tiny_source("llama").save_pretrained(llama)
     tiny_tokenizer().save_pretrained(llama)
     assert command(monkeypatch, capsys, convert_llama_to_iha, llama, iha, "--num-pseudo-heads", 2)[0] == 0
+    smoke = (
+        "--suite",
+        "smoke",
+        "--tasks",
+        "gsm8k",
+        "--samples",
+        1,
+        "--max-new-tokens",
+        4,
+        "--output",
+        tmp_path / "results",
+    )
+    code, _, err = command(monkeypatch, capsys, evaluate, iha, *smoke)
+    assert code == 0, err
+    code, _, err = command(monkeypatch, capsys, render, iha, "--results", tmp_path / "results")
+    assert code == 0 and "| gsm8k |" in (iha / "README.md").read_text(), err
 
     push = [iha, "me/new", "--tag", "v1", "--license", "apache-2.0", "--base-model", "me/llama"]
     environment = os.environ | hub.environment(tmp_path / "home") | {"PYTHONPATH": str(ROOT)}
@@ -253,6 +271,7 @@ def test_from_a_llama_to_a_fetched_model(hub, tmp_path, monkeypatch, capsys):
     hub.faults.append(Fault("GET", "/resolve/", "drop", times=2))
     code, _, err = command(monkeypatch, capsys, pull_from_hub, "me/new", pulled, "--revision", "v1")
     assert code == 0 and IHA_CODE < {path.name for path in pulled.iterdir()}, err
+    assert "| gsm8k |" in (pulled / "README.md").read_text()
     code, out, err = command(
         monkeypatch, capsys, verify_conversion, llama, pulled, "--tokens", 40, "--max-new-tokens", 8
     )
