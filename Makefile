@@ -7,7 +7,7 @@ OLDEST := .venv-oldest/bin/python
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
-	@echo "make test   lint and the whole test suite (15 minutes on 2 cores)"
+	@echo "make test   lint and the tests (12 minutes on 2 cores)"
 	@echo "make test-full  the same with the slow tests; writes tests/full_result.json"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (2 minutes)"
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
