@@ -132,16 +132,16 @@ def fine_tuned(variant: str, warm_start: Path | None, output: Path, name: str) -
     """SmolLM2-135M-Instruct after the same fine-tuning as IHA and as it is, from a run directory of
     experiments/warm_start.py; None without it."""
     if warm_start is None:
-        print(f"{name}: left out. It takes hours: python -m experiments.warm_start --seeds 0, then --warm-start.")
+        print(f"{name}: left out. It takes hours: python -m experiments.warm_start --seeds 1, then --warm-start.")
         return None
-    runs = [warm_start / "runs" / f"{each}-0" for each in (variant, "mha")]
+    runs = [warm_start / "runs" / f"{each}-1" for each in (variant, "mha")]
     for run in runs:
         if not (run / "result.json").is_file():
-            raise UserError(f"{run / 'result.json'} is missing: python -m experiments.warm_start --seeds 0 makes it.")
+            raise UserError(f"{run / 'result.json'} is missing: python -m experiments.warm_start --seeds 1 makes it.")
     ours, twins = (reasoning_results(run / "final", run, tasks(run)) for run in runs)
     made = Made(runs[0] / "final", ours, runs[0], ("its MHA twin", twins))
     made.checks = {"twin": {"weights_sha256": weights_sha256(runs[1] / "final"), **training(runs[1])}}
-    made.commands = [["experiments.warm_start", "--variants", "mha", variant, "--seeds", "0"]]
+    made.commands = [["experiments.warm_start", "--variants", "mha", variant, "--seeds", "1"]]
     return made
 
 

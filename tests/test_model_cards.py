@@ -360,7 +360,7 @@ def test_what_is_missing_is_left_out_or_named(tmp_path, index, capsys):
 def test_a_fine_tuned_model_stands_beside_its_twin(tmp_path, index):
     """From a run directory as experiments/warm_start.py leaves it."""
     for variant, correct in {"iha_2": 20, "mha": 10}.items():
-        run = tmp_path / "runs" / f"{variant}-0"
+        run = tmp_path / "runs" / f"{variant}-1"
         random_model(small_config()).save_pretrained(run / "final")
         (run / "final" / "README.md").write_text(render_card(small_config(), "final"), encoding="utf-8")
         record = {"recipe": {"eval_size": 48.0, "seed": 0, "use_cpu": True}, "versions": {"torch": "2.13.0"}}
@@ -378,7 +378,7 @@ def test_a_fine_tuned_model_stands_beside_its_twin(tmp_path, index):
     record = read_json(index / name / "record.json")
     assert record["training"]["data"]["name"] == record["twin"]["data"]["name"] == "here"
     assert record["twin"]["weights_sha256"] == record["weights_sha256"]
-    assert "--variants mha iha_2 --seeds 0" in (index / name / "commands.sh").read_text()
+    assert "--variants mha iha_2 --seeds 1" in (index / name / "commands.sh").read_text()
 
 
 def test_every_folder_of_the_index_is_whole():
