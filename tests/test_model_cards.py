@@ -349,6 +349,7 @@ def test_the_commands_name_no_place_of_this_machine(made):
 
 def test_what_is_missing_is_left_out_or_named(tmp_path, index, capsys):
     name = "smollm2-135m-iha-p2-sft"
+    shutil.rmtree(index / name)
     make_checkpoints.main([name, "--index", str(index)])
     assert f"{name}: left out" in capsys.readouterr().out and not (index / name).exists()
     with pytest.raises(UserError, match="result.json is missing: python -m experiments.warm_start"):
@@ -371,6 +372,7 @@ def test_a_fine_tuned_model_stands_beside_its_twin(tmp_path, index):
             (run / f"{file}.json").write_text(json.dumps(content))
     (tmp_path / "here").touch()
     name = "smollm2-135m-iha-p2-sft"
+    shutil.rmtree(index / name)
     make_checkpoints.main([name, "--index", str(index), "--warm-start", str(tmp_path)])
     card = (index / name / "README.md").read_text(encoding="utf-8")
     assert "| gcd | accuracy | 40.0 ± 7.0 | 20.0 ± 5.7 | 50 | 1 |  |" in card
