@@ -3,6 +3,7 @@ named, one command that runs another."""
 
 import fcntl
 import gzip
+import hashlib
 import json
 import os
 import shutil
@@ -237,6 +238,20 @@ def write_json(path: str | os.PathLike, content: dict) -> None:
     """Write a dictionary of JSON values to `path`, whole or not at all."""
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def file_sha256(path: str | os.PathLike) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def current_commit() -> str:
+    """The commit of this checkout, with "-dirty" where files differ from it; "unknown" in a copy without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def read_json(path: str | os.PathLike) -> dict:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from benchmarks import gpu_slices, harness
 from benchmarks.gpu_slices import BENCHMARKS, DEVICE, Prepare
 from benchmarks.harness import RESULTS
-from command_io import ROOT, UserError, one_line, read_json, run_cli, sole_writer, write_json
+from command_io import ROOT, UserError, current_commit, one_line, read_json, run_cli, sole_writer, write_json
 from gpu_kernels import fused_triton
 
 
@@ -79,15 +79,6 @@ def environment(visit: Visit) -> dict:
         "triton": getattr(fused_triton.triton, "__version__", None),
         "transformers": transformers.__version__,
     }
-
-
-def current_commit() -> str:
-    """Of the checkout, with "-dirty" where files differ from it; "unknown" in a copy without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def read_rows(path: Path, visit: Visit) -> list[dict]:

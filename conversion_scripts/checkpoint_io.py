@@ -42,7 +42,7 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
-from command_io import UserError, one_line, read_json
+from command_io import UserError, file_sha256, one_line, read_json
 
 
 # The files of a checkpoint's directory that decide what is loaded.
@@ -258,8 +258,7 @@ def fingerprint(source: str | os.PathLike) -> str:
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in _LOADED)
     together = hashlib.sha256()
     for file in files:
-        with open(file, "rb") as content:
-            together.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+        together.update(f"{file.name} {file_sha256(file)}\n".encode())
     return together.hexdigest()
 
 

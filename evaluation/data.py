@@ -1,10 +1,10 @@
 """The benchmarks' rows and texts: from a directory, every file checked against the manifest, or from the Hub."""
 
-import hashlib
 import os
 from functools import cache
 from pathlib import Path
 
+import command_io
 from command_io import UserError, one_line, read_json, read_jsonl
 
 
@@ -13,10 +13,7 @@ MANIFEST = read_json(Path(__file__).with_name("data_manifest.json"))
 SMOKE = Path(__file__).with_name("smoke_data")
 
 
-@cache
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+file_sha256 = cache(command_io.file_sha256)  # text of many megabytes is asked for by every task
 
 
 def locate(name: str, directory: str | os.PathLike) -> Path:

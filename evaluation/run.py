@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ import lm_eval
 from lm_eval.api.task import ConfigurableTask
 from transformers import PreTrainedTokenizerBase
 
-from command_io import UserError, read_json, run_cli, whole_file, write_json
+from command_io import UserError, current_commit, read_json, run_cli, whole_file, write_json
 from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer
 from evaluation import data, report, ruler, run_code, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
@@ -63,17 +62,6 @@ def claim_output(directory: Path, identity: dict, rank: int) -> None:
         raise UserError(f"{directory} exists and is no output of this command: choose another --output.")
     if rank == 0:
         write_json(path, identity)
-
-
-def commit() -> str:
-    """The commit of this checkout, marked when files differ from it; "unknown" outside of git."""
-    root = Path(__file__).resolve().parents[1]
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--match", ""]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        return "unknown"
-    return process.stdout.strip() if process.returncode == 0 else "unknown"
 
 
 def task_hash(name: str) -> str:
@@ -281,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         "processes": model.world_size,
         "device": str(process.device.type),
         "chat_template": not args.no_chat,
-        "commit": commit(),
+        "commit": current_commit(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "code_without_network": run_code.isolates_network(),
         "minerva_comparison": scores.has_minerva_comparison(),

@@ -14,7 +14,6 @@ examples:
 """
 
 import argparse
-import hashlib
 import importlib
 import math
 import os
@@ -34,9 +33,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from benchmarks.harness import processor
-from command_io import ROOT, UserError, new_directory, read_json, run_cli, whole_file, write_json
+from command_io import (
+    ROOT,
+    UserError,
+    current_commit,
+    file_sha256,
+    new_directory,
+    read_json,
+    run_cli,
+    whole_file,
+    write_json,
+)
 from conversion_scripts.checkpoint_io import fingerprint, load_config, load_config_dict, smollm2_gguf
-from evaluation.run import commit
 from model_cards.render import figure_text, markdown_table, read_results, source_name, update
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
@@ -171,7 +179,7 @@ def reasoning_results(checkpoint: Path, run: Path, scores: list[Path]) -> dict:
         "seed": record["recipe"]["seed"],
         "model_dtype": load_config_dict(checkpoint)["dtype"],
         "device": "cpu" if record["recipe"]["use_cpu"] else "cuda",
-        "commit": commit(),
+        "commit": current_commit(),
         "versions": record["versions"],
         "data_sha256": {},
         "tasks": {name: {**task, **about} for name, task in measured.items()},
@@ -183,11 +191,7 @@ def reasoning_results(checkpoint: Path, run: Path, scores: list[Path]) -> dict:
 
 def weights_sha256(checkpoint: Path) -> dict[str, str]:
     """SHA-256 of each file of weights."""
-    hashes = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        with open(file, "rb") as content:
-            hashes[file.name] = hashlib.file_digest(content, "sha256").hexdigest()
-    return hashes
+    return {file.name: file_sha256(file) for file in sorted(checkpoint.glob("*.safetensors"))}
 
 
 def losses(results: dict) -> dict[tuple[str, str], float]:

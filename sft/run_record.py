@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from command_io import UserError, one_line, read_json, write_json
+from command_io import UserError, file_sha256, one_line, read_json, write_json
 from conversion_scripts.checkpoint_io import load_config_dict
 from sft.arguments import RunArguments, chat_template
 from sft.data import local_files
@@ -136,7 +136,7 @@ def _identify_model(source: str) -> dict[str, str | None]:
     """The hash of a local checkpoint's files, or the commit of one on the Hub. Raises `UserError` for neither."""
     path = Path(source).expanduser()
     if path.is_file():
-        return {"sha256": _sha256(path)}
+        return {"sha256": file_sha256(path)}
     load_config_dict(source)
     if path.is_dir():
         return {"sha256": hash_files({file for pattern in _MODEL_FILES for file in path.glob(pattern)})}
@@ -151,7 +151,7 @@ def _identify_data(name: str) -> dict[str, str | None]:
         return {"sha256": hashlib.sha256(json.dumps(identities).encode()).hexdigest()}
     path = Path(name).expanduser()
     if path.is_file():
-        return {"sha256": _sha256(path)}
+        return {"sha256": file_sha256(path)}
     if path.is_dir():
         return {"sha256": hash_files(file for file in path.rglob("*") if file.is_file())}
     local_files(name)  # refuses the name of a file that is not there
@@ -182,10 +182,5 @@ def _git(*arguments: str) -> str | None:
 
 def hash_files(files: Iterable[Path]) -> str:
     """A SHA-256 over the names and contents of files, whatever directory they lie in. Raises `OSError`."""
-    lines = sorted(f"{_sha256(file)}  {file.name}\n" for file in files)
+    lines = sorted(f"{file_sha256(file)}  {file.name}\n" for file in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
