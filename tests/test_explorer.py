@@ -1,6 +1,6 @@
 """The attention explorer: what its page holds is what the model computes, and the page works in a browser.
 
-The browser is the Chromium that CHROMIUM names, one on the path, or Playwright's own.
+The browser is the Chromium that fetch_chromium.py installs, or one that the variable CHROMIUM names.
 """
 
 import base64
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fetch_chromium import CHROMIUM
 from helpers import EVERY_KIND, LLAMA, command, last_line, random_model, small_config
 from tiny_training import byte_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig
@@ -203,12 +204,10 @@ def test_mistakes_are_named_in_one_line(arguments, message, checkpoints, tmp_pat
 @pytest.fixture(scope="module")
 def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="no Chromium: Playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    path = os.environ.get("CHROMIUM", CHROMIUM)
+    if not Path(path).is_file():
+        pytest.skip(f"no Chromium: {path} does not exist")
     with sync_api.sync_playwright() as playwright:
-        path = found or playwright.chromium.executable_path
-        if not Path(path).is_file():
-            pytest.skip(f"no Chromium: {path} does not exist")
         # Without its own sandbox, which root and containers do not allow; it opens nothing but our page.
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
