@@ -246,10 +246,17 @@ def file_sha256(path: str | os.PathLike) -> str:
 
 
 def current_commit() -> str:
-    """The commit of this checkout, with "-dirty" where files differ from it; "unknown" in a copy without git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """The commit of this checkout, with "-dirty" where files differ from it; "unknown" without git, and for a copy
+    inside another repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), "--no-optional-locks", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT:
+            return "unknown"
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

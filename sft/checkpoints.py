@@ -178,7 +178,6 @@ def _card_details(trainer: RecipeTrainer, run: RunArguments, record: dict[str, d
     history, args = trainer.state.log_history, trainer.args
     code, recipe = record["code"], record["recipe"]
     source, data = source_name(run.model_name_or_path), source_name(run.dataset_name)
-    commit = f"commit {code['commit']}{'' if code['clean'] else ' with changes'}, " if code["commit"] else ""
     defaults = {
         key: declared.default for kind in (run, args) for key, declared in type(kind).__dataclass_fields__.items()
     }
@@ -191,7 +190,7 @@ def _card_details(trainer: RecipeTrainer, run: RunArguments, record: dict[str, d
         if values := [entry[name] for entry in history if name in entry]:
             facts[f"{title}, first and last logged"] = f"{values[0]:.4f}, {values[-1]:.4f}"
     facts["Processes"] = record["processes"]["number"]
-    facts["Code"] = f"{commit}SHA-256 {code['sha256']}"
+    facts["Code"] = f"commit {code['commit']}, SHA-256 {code['sha256']}"
     facts["Versions"] = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     facts |= {
         f"`{key}`": value

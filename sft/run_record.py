@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
@@ -15,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from command_io import UserError, file_sha256, one_line, read_json, write_json
+from command_io import ROOT, UserError, current_commit, file_sha256, one_line, read_json, write_json
 from conversion_scripts.checkpoint_io import load_config_dict
 from sft.arguments import RunArguments, chat_template
 from sft.data import local_files
@@ -23,7 +22,6 @@ from sft.mixture import sources
 
 
 RECORD = "run.json"
-ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 # Of a checkpoint, what decides on the model and its tokens: a card or a log beside it does not.
@@ -50,7 +48,7 @@ _FREE_KEYS = {
     *("hub_always_push", "hub_revision"),
 }
 # Recorded for the reader: the hash beside them is what is compared.
-_INFORMATION = {("base_model", "name"), ("data", "name"), ("code", "commit"), ("code", "clean")}
+_INFORMATION = {("base_model", "name"), ("data", "name"), ("code", "commit")}
 
 
 def make_record(run: RunArguments, args: TrainingArguments) -> dict[str, dict]:
@@ -161,23 +159,10 @@ def _identify_data(name: str) -> dict[str, str | None]:
         raise UserError(f"cannot load dataset {name!r}: {one_line(error)}") from None
 
 
-def _identify_code() -> dict[str, str | bool | None]:
-    """The hash of the code that trains, and its git commit where it is in a repository of its own."""
+def _identify_code() -> dict[str, str]:
+    """The hash of the code that trains, and its commit."""
     files = [*ROOT.glob("sft/*.py"), *ROOT.glob("modeling_iha/*.py")]
-    top = _git("rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != ROOT:
-        return {"sha256": hash_files(files), "commit": None, "clean": None}
-    clean = _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no") == ""
-    return {"sha256": hash_files(files), "commit": _git("rev-parse", "HEAD"), "clean": clean}
-
-
-def _git(*arguments: str) -> str | None:
-    """What git says in this checkout, or None where there is no git or no repository."""
-    try:
-        process = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
-    except OSError:
-        return None
-    return process.stdout.strip() if process.returncode == 0 else None
+    return {"sha256": hash_files(files), "commit": current_commit()}
 
 
 def hash_files(files: Iterable[Path]) -> str:

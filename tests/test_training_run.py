@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from tiny_training import LONG_ROPE, byte_tokenizer, recipe, sizes, training_row
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
+import command_io
 from command_io import UserError, run_cli, sole_writer
 from conversion_scripts.checkpoint_checks import checkpoint_files
 from modeling_iha import IHAForCausalLM
@@ -304,7 +306,7 @@ def test_a_record_tells_code_and_processes_apart(begun):
     for section, key in (("code", "sha256"), ("processes", "number")):
         with pytest.raises(UserError, match=rf"{section} \({key}\) was"):
             keep_record(record | {section: record[section] | {key: "another"}}, begun / "run")
-    keep_record(record | {"code": record["code"] | {"commit": "another", "clean": False}}, begun / "run")
+    keep_record(record | {"code": record["code"] | {"commit": "another"}}, begun / "run")
 
 
 def test_what_changes_nothing_that_is_learned_may_differ(begun, capsys):
@@ -352,11 +354,28 @@ def test_the_code_is_known_by_its_content_outside_a_repository(monkeypatch, tmp_
     (tmp_path / "sft" / "train.py").write_text("1")
     monkeypatch.setattr(run_record, "ROOT", tmp_path)
     before = run_record._identify_code()
-    assert before["commit"] is None and before["clean"] is None
     (tmp_path / "sft" / "train.py").write_text("2")
     assert run_record._identify_code()["sha256"] != before["sha256"]
+
+
+def test_the_commit_is_that_of_this_checkout_alone(monkeypatch, tmp_path):
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    (tmp_path / "copy").mkdir()
+    monkeypatch.setattr(command_io, "ROOT", tmp_path)
+    assert command_io.current_commit() == "unknown"  # nothing is committed yet
+    (tmp_path / "copy" / "file").write_text("1")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--message", "1"], check=True)
+    commit = command_io.current_commit()
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    (tmp_path / "copy" / "file").write_text("2")
+    assert command_io.current_commit() == f"{commit}-dirty"
+    monkeypatch.setattr(command_io, "ROOT", tmp_path / "copy")
+    assert command_io.current_commit() == "unknown"
+    monkeypatch.setattr(command_io, "ROOT", tmp_path)
     monkeypatch.setenv("PATH", "")
-    assert run_record._identify_code()["commit"] is None
+    assert command_io.current_commit() == "unknown"
 
 
 # One run in one directory
