@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from command_io import run_cli
 from experiments.bare_attention import BareAttention
 from experiments.polynomial_filters import constructed, filter_bank, root
-from experiments.study import arguments, run_once, spread, train, write
+from experiments.study import arguments, learned_rows, plot_spread, train, write
 
 
 LENGTHS = (4, 9, 16, 25)  # N
@@ -246,10 +246,7 @@ def plot(rows: list[dict], counts: list[dict]) -> Figure:
     for kind, style in (("mha", "o-"), ("iha", "s-")):
         chosen = [row["attention_parameters"] for row in counts if row["kind"] == kind]
         parameters.plot(lengths, chosen, style, label=kind)
-        chosen = [row for row in rows if row["kind"] == kind]
-        means = [row["right"]["mean"] for row in chosen]
-        low_high = [[abs(row["right"][end] - row["right"]["mean"]) for row in chosen] for end in ("min", "max")]
-        right.errorbar([row["heads"] for row in chosen], means, yerr=low_high, fmt=style, label=kind)
+        plot_spread(right, [row for row in rows if row["kind"] == kind], "right", style, kind)
     heads.set(title="constructed: heads", xlabel="N", ylabel="heads")
     parameters.set(title="constructed: parameters of attention, the paper's", xlabel="N", ylabel="parameters")
     right.set(title=f"learned: N = {TOKENS}, M = {MODULUS}", xlabel="heads", ylabel="right counts", ylim=(0, 1.02))
@@ -279,15 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in ("mha", "iha")
         for length in LENGTHS
     ]
-    rows = []
-    for kind, numbers in LEARNED_HEADS.items():
-        for heads in numbers:
-            seeds = "_".join(map(str, args.seeds))
-            path = args.output / f"{kind}-{heads}-{args.steps}-seeds_{seeds}.json"
-            run = run_once(path, learned, kind, heads, args.steps, args.seeds)
-            spreads = {name: spread(run[name]) for name in ("right", "unexplained")}
-            row = {"kind": kind, "heads": heads, "attention_parameters": run["attention_parameters"], **spreads}
-            rows.append(row)
+    rows = learned_rows(learned, LEARNED_HEADS, args)
     setting = {"sequences_per_length": SEQUENCES * len(args.seeds), "seeds": args.seeds, "steps": args.steps}
     tables = {
         "paper_example": paper_example(),

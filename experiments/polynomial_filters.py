@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from command_io import run_cli
 from experiments.bare_attention import BareAttention
-from experiments.study import arguments, run_once, spread, train, write
+from experiments.study import arguments, learned_rows, plot_spread, train, write
 
 
 GRAPHS = {
@@ -176,7 +176,7 @@ def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
     trained = train(models, draw, nn.functional.mse_loss, steps, rate=1e-2)
     x, target = draw(1024)
     errors = (trained(x) - target).square().flatten(1).mean(dim=1).tolist()
-    return {"errors": errors, "parameters": sum(weight.numel() for weight in models[0].parameters())}
+    return {"error": errors, "parameters": sum(weight.numel() for weight in models[0].parameters())}
 
 
 def plot(rows: list[dict], counts: list[dict], bound: list[float]) -> Figure:
@@ -186,10 +186,7 @@ def plot(rows: list[dict], counts: list[dict], bound: list[float]) -> Figure:
         chosen = [row for row in counts if row["kind"] == kind]
         heads.plot([row["k"] for row in chosen], [row["heads"] for row in chosen], style, label=kind)
         parameters.plot([row["k"] for row in chosen], [row["parameters"] for row in chosen], style, label=kind)
-        chosen = [row for row in rows if row["kind"] == kind]
-        means, x = [row["error"]["mean"] for row in chosen], [row["heads"] for row in chosen]
-        low_high = [[abs(row["error"][end] - row["error"]["mean"]) for row in chosen] for end in ("min", "max")]
-        error.errorbar(x, means, yerr=low_high, fmt=style, label=kind)
+        plot_spread(error, [row for row in rows if row["kind"] == kind], "error", style, kind)
     heads.set(title="constructed: heads", xlabel="k", ylabel="heads")
     parameters.set(title="constructed: parameters, karate club", xlabel="k", ylabel="parameters")
     error.plot(range(LEARNED_FILTERS), bound[:-1], "k:", label="best fixed attention matrices, one per head")
@@ -231,15 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in ("mha", "iha")
         for k in FILTERS
     ]
-    rows = []
-    for kind, numbers in LEARNED_HEADS.items():
-        for heads in numbers:
-            seeds = "_".join(map(str, args.seeds))
-            path = args.output / f"{kind}-{heads}-{args.steps}-seeds_{seeds}.json"
-            run = run_once(path, learned, kind, heads, args.steps, args.seeds)
-            rows.append(
-                {"kind": kind, "heads": heads, "parameters": run["parameters"], "error": spread(run["errors"])}
-            )
+    rows = learned_rows(learned, LEARNED_HEADS, args)
     bound = unexplained(adjacency(CYCLE), LEARNED_FILTERS)
     setting = {"features": FEATURES, "dtype_of_constructions": "float64", "seeds": args.seeds, "steps": args.steps}
     tables = {"exactness": exactness, "counts": counts, "learned": rows, "fixed_attention_matrices_bound": bound}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
@@ -82,6 +83,30 @@ def train(
 def spread(values: Sequence[float]) -> dict[str, float]:
     """The mean over the runs, and the lowest and the highest."""
     return {"mean": statistics.fmean(values), "min": min(values), "max": max(values), "runs": len(values)}
+
+
+def learned_rows(
+    learned: Callable[..., dict], heads_of: dict[str, Sequence[int]], args: argparse.Namespace
+) -> list[dict]:
+    """One row for each kind and each of its numbers of heads: what `learned(kind, heads, steps, seeds)` returned, its
+    lists over the seeds as their spread."""
+    rows = []
+    for kind, numbers in heads_of.items():
+        for heads in numbers:
+            seeds = "_".join(map(str, args.seeds))
+            path = args.output / f"{kind}-{heads}-{args.steps}-seeds_{seeds}.json"
+            run = run_once(path, learned, kind, heads, args.steps, args.seeds)
+            run = {name: spread(value) if isinstance(value, list) else value for name, value in run.items()}
+            rows.append({"kind": kind, "heads": heads, **run})
+    return rows
+
+
+def plot_spread(axes: Axes, rows: list[dict], name: str, style: str, label: str) -> None:
+    """The mean of `name` by heads, with bars from the lowest to the highest seed."""
+    spreads = [row[name] for row in rows]
+    low_high = [[abs(value[end] - value["mean"]) for value in spreads] for end in ("min", "max")]
+    means = [value["mean"] for value in spreads]
+    axes.errorbar([row["heads"] for row in rows], means, yerr=low_high, fmt=style, label=label)
 
 
 def environment(device: str) -> dict:
