@@ -92,9 +92,10 @@ def main() -> None:
     parser.add_argument(
         "--window", type=int, nargs="+", default=[64], help="windows of sliding layers, in tokens ([64])"
     )
+    parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads (one, and one for each core)")
     parser.add_argument("--longest", type=int, default=16384, help="virtual tokens of the largest batch (16384)")
     args = parser.parse_args()
-    counts = list(dict.fromkeys((1, os.cpu_count())))
+    counts = args.threads or list(dict.fromkeys((1, os.cpu_count())))
     rows = []
     for threads in counts:
         for tokens in args.tokens:

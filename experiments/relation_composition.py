@@ -11,8 +11,8 @@ head, a two-matrix FFN of 4 widths, learned embeddings of an entry's row and col
 without weight decay, and the epoch with the lowest validation loss. A seed draws the data, the weights and the order,
 the same for every kind.
 
-The default is a small size for a CPU: smaller matrices, fewer heads and examples, rates of 4e-3 and 1e-3. `--full` is the
-published size. A finished run is not repeated. Writes relation_composition.json and relation_composition.png.
+The default is a small size for a CPU: smaller matrices, fewer heads and examples, rates of 4e-3 and 1e-3. `--full`
+is the published size. A finished run is not repeated. Writes relation_composition.json and relation_composition.png.
 
 example: python -m experiments.relation_composition --full --device cuda --seeds 0 1 2 3 4
 """
