@@ -49,7 +49,7 @@ class Compiler:
     def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *arguments, num_warps: int, **constants) -> None:
+    def compile(self, *arguments, num_warps: int, num_stages: int, **constants) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -64,7 +64,8 @@ class Compiler:
         }
         source, target = ASTSource(self.kernel, signature, constant), GPUTarget("cuda", self.capability, 32)
         with redirect_stdout(io.StringIO()) as log:
-            binary = triton.compile(source, target=target, options={"num_warps": num_warps})
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            binary = triton.compile(source, target=target, options=options)
         registers, spilled = (
             re.search(rf"(\d+) {what}", log.getvalue()) for what in ("registers", "bytes spill stores")
         )

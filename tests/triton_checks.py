@@ -41,7 +41,8 @@ def range_in_the_interpreter():
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Several tiles of queries and keys in a short sequence."""
-    monkeypatch.setattr(triton_kernels, "ROWS", 32)
+    monkeypatch.setattr(triton_kernels, "KEPT_ROWS", 32)
+    monkeypatch.setattr(triton_kernels, "PASSING_ROWS", 32)
 
 
 def draw(*shape, seed):
@@ -124,7 +125,7 @@ def compare(kernel, plain, inputs, dtype, **options):
         (4, 2, 19, 8, False, torch.float32),
         (2, 3, 9, 40, True, torch.float32),
         (2, 4, 12, 32, True, torch.float16),
-        (3, 3, 9, 6, True, torch.bfloat16),
+        *((3, 3, 9, 6, True, dtype) for dtype in HALVES),
     ],
 )
 def test_mix_rotate(small_tiles, heads, pseudo, length, head_dim, rotated, dtype):
@@ -287,6 +288,8 @@ def test_bfloat16_products_are_refused_by_the_interpreter():
     inputs = {name: x.bfloat16() for name, x in attention_inputs().items()}
     with pytest.raises(ValueError, match="multiplies the bits of bfloat16 as integers"):
         fused(**inputs, rotation=None, scaling=1.0)
+    with pytest.raises(ValueError, match="multiplies the bits of bfloat16 as integers"):
+        mix_rotate(inputs["q"], inputs["alpha_q"])
 
 
 @pytest.mark.parametrize("pseudo_positions", ["interleaved", "shared"])
