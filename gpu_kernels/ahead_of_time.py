@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import io
 import re
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 
-from gpu_kernels import fused_triton
+from gpu_kernels import decode_triton, fused_triton
 from modeling_iha.collapse_first import IHAWeights
 
 
@@ -74,10 +74,13 @@ class Compiler:
         )
 
 
-def kernel_names() -> list[str]:
-    """The kernels that are launched."""
-    names = [name for name in vars(fused_triton) if name.endswith(("_forward", "_backward", "_queries", "_keys"))]
-    return [name for name in names if name != "_virtual_backward"]
+KERNELS = {
+    fused_triton: (
+        *("_mix_rotate_forward", "_mix_rotate_backward"),
+        *("_attention_forward", "_attention_backward_queries", "_attention_backward_keys"),
+    ),
+    decode_triton: ("_decode_forward",),
+}
 
 
 def compile_kernels(shape: Shape, capability: int) -> dict[str, Compiled]:
@@ -95,14 +98,15 @@ def compile_kernels(shape: Shape, capability: int) -> dict[str, Compiled]:
     rotation = (table, table) if shape.rotated else None
     documents = meta(2, shape.length, dtype=torch.int32) if shape.documents else None
     compiled = {}
-    stand_ins = {name: Compiler(getattr(fused_triton, name), capability, compiled) for name in kernel_names()}
-    # Without a cache: a kernel that was compiled before has no log.
-    with (
-        mock.patch.multiple(fused_triton, **stand_ins),
-        mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
-        mock.patch.object(triton.knobs.compilation, "always_compile", True),
-    ):
+    with ExitStack() as patches:
+        for module, names in KERNELS.items():
+            stand_ins = {name: Compiler(getattr(module, name), capability, compiled) for name in names}
+            patches.enter_context(mock.patch.multiple(module, **stand_ins))
+        patches.enter_context(mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True))
+        # Without a cache: a kernel that was compiled before has no log.
+        patches.enter_context(mock.patch.object(triton.knobs.compilation, "always_compile", True))
         fused_triton.mix_rotate(q, mixing[0], rotation).sum().backward()
         weights = IHAWeights(*mixing, rotation)
         fused_triton.fused_attention(q, k, v, weights, 0.1, shape.window, documents).sum().backward()
+        decode_triton.decode_attention(q[:, :, -1:], k, v, weights, 0.1, shape.window, documents)
     return compiled

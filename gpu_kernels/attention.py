@@ -1,10 +1,11 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The fused kernels for whatever input: `model.base_model.attention_form = attention` takes them where they fit, and
-the stock form elsewhere, which it says once."""
+"""The kernels for whatever input: `model.base_model.attention_form = attention` takes them where they fit, and the stock
+form elsewhere, which it says once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -12,6 +13,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging
 
 from gpu_kernels import fused_triton
+from gpu_kernels.decode_triton import decode_attention
+from gpu_kernels.fused_triton import fused_attention
+from modeling_iha.absorbed_decode import absorbed_attention
 from modeling_iha.attention_iha import collapse, interleave, mix
 from modeling_iha.collapse_first import IHAWeights, rotate
 from modeling_iha.window_blocks import window_attention
@@ -83,10 +87,31 @@ def attention(
     document_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fused_attention` where there is no `obstacle`, and otherwise `stock_attention` with one warning."""
-    reason = obstacle(value, weights)
-    if reason is None:
-        form = fused_triton.fused_attention
-    else:
-        logger.warning_once(f"The fused kernels of gpu_kernels are not used, the stock form is: {reason}.")
-        form = stock_attention
+    form = choose(fused_attention, stock_attention, obstacle(value, weights))
     return form(query, key, value, weights, scaling, window, document_ids)
+
+
+def decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: IHAWeights,
+    scaling: float,
+    window: int | None = None,
+    document_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_attention` where there is no `obstacle` and no gradient is asked for, and otherwise `absorbed_attention`
+    with one warning."""
+    reason = "the kernel for one new token has no backward pass" if torch.is_grad_enabled() else None
+    form = choose(decode_attention, absorbed_attention, obstacle(value, weights) or reason)
+    return form(query, key, value, weights, scaling, window, document_ids)
+
+
+attention.decode = decode
+
+
+def choose(kernel: Callable, stock: Callable, reason: str | None) -> Callable:
+    if reason is None:
+        return kernel
+    logger.warning_once(f"The fused kernels of gpu_kernels are not used, the stock form is: {reason}.")
+    return stock

@@ -33,8 +33,11 @@ except ImportError:
 
 # The shortest side of a tensor-core product, and the heads that one takes.
 MIN_SIDE = 16
-# Rows of the tile that a program keeps, and of those that pass by.
-KEPT_ROWS, PASSING_ROWS = 128, 64
+# Rows and tokens that a tile has at most: of queries that a program keeps, of keys that it keeps, and of those that
+# pass by, where a head has up to 128 bytes and where it has more. These are the largest that compile without many
+# spilled registers (benchmarks/results/gpu/resources.json): a program keeps twice as many sums for a key as for a
+# query, and a product that mixes pads a chunk of pseudo-heads to 8, which few pseudo-heads pay in registers.
+QUERY_TILE, KEY_TILE, PASSING_TILES = (128, 32), (64, 16), ((64, 16), (32, 8))
 
 
 @jit
@@ -406,15 +409,24 @@ def _contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [tensor if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
+def columns(head_dim: int) -> int:
+    """Columns of a tile of halves."""
+    return max(MIN_SIDE, triton.next_power_of_2(head_dim // 2))
+
+
 def _chunk(num_pseudo_heads: int) -> int:
     """Pseudo-heads of a tile: as many as leave the fewest rows of the last tile empty."""
     fitting = [chunk for chunk in (8, 4, 2) if chunk < 2 * num_pseudo_heads]
     return min(fitting, key=lambda chunk: -num_pseudo_heads % chunk, default=1)
 
 
-def _tokens(rows: int, num_pseudo_heads: int) -> int:
-    """Tokens of a tile of so many rows."""
-    return rows // _chunk(num_pseudo_heads)
+def _tokens(tile: tuple[int, int], num_pseudo_heads: int) -> int:
+    rows, tokens = tile
+    return min(rows // _chunk(num_pseudo_heads), tokens)
+
+
+def _passing(states: torch.Tensor) -> tuple[int, int]:
+    return PASSING_TILES[states.shape[-1] * states.itemsize > 128]
 
 
 def _constants(states: torch.Tensor, num_pseudo_heads: int) -> dict[str, int]:
@@ -424,9 +436,9 @@ def _constants(states: torch.Tensor, num_pseudo_heads: int) -> dict[str, int]:
         "P": num_pseudo_heads,
         "CHUNK": _chunk(num_pseudo_heads),
         "HALF": head_dim // 2,
-        "COLUMNS": max(MIN_SIDE, triton.next_power_of_2(head_dim // 2)),
+        "COLUMNS": columns(head_dim),
         "num_warps": 8,
-        "num_stages": 1,
+        "num_stages": 2,
     }
 
 
@@ -436,7 +448,7 @@ class _MixRotate(torch.autograd.Function):
         batch, heads, length, head_dim = states.shape
         ctx.save_for_backward(states, alpha, cos, sin)
         out = states.new_empty(batch, length, alpha.shape[-1], heads, head_dim)
-        tokens = _tokens(PASSING_ROWS, alpha.shape[-1])
+        tokens = _tokens(_passing(states), alpha.shape[-1])
         _mix_rotate_forward[triton.cdiv(length, tokens), heads, batch](
             states, alpha, cos, sin, out, length, M=heads, TOKENS=tokens, **_constants(states, alpha.shape[-1])
         )
@@ -448,7 +460,7 @@ class _MixRotate(torch.autograd.Function):
         states, alpha, cos, sin = ctx.saved_tensors
         batch, heads, length, _ = states.shape
         d_states, d_alpha = (torch.zeros_like(x, dtype=torch.float32) for x in (states, alpha))
-        tokens = _tokens(PASSING_ROWS, alpha.shape[-1])
+        tokens = _tokens(_passing(states), alpha.shape[-1])
         _mix_rotate_backward[triton.cdiv(length, tokens), heads, batch](
             states, alpha, cos, sin, d_out.contiguous(), d_states, d_alpha, length, M=heads, TOKENS=tokens,
             **_constants(states, alpha.shape[-1]),
@@ -470,11 +482,11 @@ class _FusedAttention(torch.autograd.Function):
             "G": k.shape[1],
             **_constants(q, num_pseudo_heads),
         }
-        kept, passing = (_tokens(rows, num_pseudo_heads) for rows in (KEPT_ROWS, PASSING_ROWS))
-        ctx.by_queries = {"QUERIES": kept, "KEYS": passing}
+        passing = _tokens(_passing(q), num_pseudo_heads)
+        ctx.by_queries = {"QUERIES": _tokens(QUERY_TILE, num_pseudo_heads), "KEYS": passing}
         # One row a token is a factor of a product.
-        ctx.by_keys = {"QUERIES": max(MIN_SIDE, passing), "KEYS": kept}
-        _attention_forward[triton.cdiv(length, kept), heads, batch](
+        ctx.by_keys = {"QUERIES": max(MIN_SIDE, passing), "KEYS": _tokens(KEY_TILE, num_pseudo_heads)}
+        _attention_forward[triton.cdiv(length, ctx.by_queries["QUERIES"]), heads, batch](
             *inputs, cos, sin, documents, out, lse, scale, window, length, **ctx.constants, **ctx.by_queries
         )
         ctx.save_for_backward(*inputs, cos, sin, documents, lse)
@@ -500,6 +512,45 @@ class _FusedAttention(torch.autograd.Function):
         )
         gradients = (d_q, d_k, d_v, d_alpha_q, d_alpha_k, d_alpha_v, mean_pull.sum(dim=(0, 2)))
         return *(gradient.to(x.dtype) for gradient, x in zip(gradients, inputs)), None, None, None, None, None
+
+
+def checked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    num_queries: int,
+    weights: IHAWeights,
+    window: int | None,
+    document_ids: torch.Tensor | None,
+) -> list:
+    """What the kernels read: q, k, v, the mixing weights, the collapse, cos, sin and documents, contiguous, and the
+    window. Raises an ImportError without Triton, and a ValueError for what the kernels cannot read."""
+    alpha_q, alpha_k, alpha_v, collapse, rotation = weights
+    cos, sin = rotation if rotation is not None else (None, None)
+    documents = document_ids
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    (batch, groups, length, head_dim), heads, virtual = v.shape, q.shape[1], alpha_q.shape[-1]
+    if documents is not None and len(documents) == 1:
+        documents = documents.expand(batch, -1)
+    shapes = {
+        "q": (q, (batch, heads, num_queries, head_dim)),
+        "k": (k, (batch, groups, length, head_dim)),
+        "alpha_q": (alpha_q, (heads, heads, virtual)),
+        "alpha_k": (alpha_k, (groups, groups, virtual)),
+        "alpha_v": (alpha_v, (groups, groups, virtual)),
+        "collapse": (collapse, (heads, virtual)),
+        "cos": (cos, (virtual, head_dim // 2)),
+        "sin": (sin, (virtual, head_dim // 2)),
+        "documents": (documents, (batch, length)),
+    }
+    _check({"q": q, "k": k, "v": v}, shapes)
+    if heads % groups:
+        raise ValueError(f"The heads of k and v must divide those of q, but there are {groups} and {heads}.")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 token, not {window}.")
+    # A window of N tokens hides nothing.
+    window = length if window is None else min(window, length)
+    return [*_contiguous(q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents), window]
 
 
 def mix_rotate(
@@ -543,8 +594,7 @@ def fused_attention(
     tile and never written; kept for the backward pass are the base states and float32 log-sum-exps [batch, H, N, P].
 
     With A = sum_i R[h, i] softmax_i the output is A v~: the backward pass forms d_out . v~ and A^T d_out once for all
-    P pseudo-heads. The gradients are summed by atomic additions in float32: their last bits can differ between runs. A
-    tile of queries has at least 16 tokens, so that P above 8 is exact but spills registers.
+    P pseudo-heads. The gradients are summed by atomic additions in float32: their last bits can differ between runs.
 
     Args:
         q: [batch, H, N, head_dim], rotated to n * P, or to n for shared positions; head_dim is even.
@@ -561,32 +611,6 @@ def fused_attention(
         ValueError: for another dtype or shape, a window below 1, a CPU tensor outside Triton's interpreter, or
             bfloat16 in it.
     """
-    alpha_q, alpha_k, alpha_v, collapse, rotation = weights
-    cos, sin = rotation if rotation is not None else (None, None)
-    documents = document_ids
-    q, k = q.to(v.dtype), k.to(v.dtype)
-    (batch, heads, length, head_dim), groups, num_pseudo_heads = q.shape, k.shape[1], alpha_q.shape[-1]
-    table = (num_pseudo_heads, head_dim // 2)
-    if documents is not None and len(documents) == 1:
-        documents = documents.expand(batch, -1)
-    shapes = {
-        "k": (k, (batch, groups, length, head_dim)),
-        "v": (v, (batch, groups, length, head_dim)),
-        "alpha_q": (alpha_q, (heads, heads, num_pseudo_heads)),
-        "alpha_k": (alpha_k, (groups, groups, num_pseudo_heads)),
-        "alpha_v": (alpha_v, (groups, groups, num_pseudo_heads)),
-        "collapse": (collapse, (heads, num_pseudo_heads)),
-        "cos": (cos, table),
-        "sin": (sin, table),
-        "documents": (documents, (batch, length)),
-    }
-    _check({"q": q, "k": k, "v": v}, shapes)
-    if heads % groups:
-        raise ValueError(f"The heads of k and v must divide those of q, but there are {groups} and {heads}.")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 token, not {window}.")
-    # A window of N tokens hides nothing.
-    window = length if window is None else min(window, length)
-    with torch.cuda.device_of(q):
-        tensors = _contiguous(q, k, v, alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents)
+    *tensors, window = checked(q, k, v, v.shape[2], weights, window, document_ids)
+    with torch.cuda.device_of(v):
         return _FusedAttention.apply(*tensors, scaling, window)
