@@ -80,16 +80,22 @@ def _turn(x1, x2, cos, sin, first, P: tl.constexpr, CHUNK: tl.constexpr, HALF: t
 
 
 @jit
-def _heads(
-    states, alpha, head, start, first, N,
+def _mixed(
+    half, alpha, start, first, N,
     M: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Of the heads from `head`: their rows [HEADS, TOKENS] of the tile and which of them exist, and the shares
-    alpha[m, h, p], [HEADS, CHUNK], in the dtype of the states."""
-    m, n, p = head + tl.arange(0, HEADS)[:, None], start + tl.arange(0, TOKENS), first + tl.arange(0, CHUNK)
-    share = tl.load(alpha + m * M * P + p, mask=(m < M) & (p < P), other=0.0).to(states.dtype.element_ty)
-    return m * N + n, (m < M) & (n < N), share
+    """sum_m alpha[m, h, p] half[m, n], float32 [TOKENS, COLUMNS, CHUNK], of one half of the states."""
+    n, p = start + tl.arange(0, TOKENS), first + tl.arange(0, CHUNK)
+    x = tl.zeros([TOKENS * COLUMNS, CHUNK], tl.float32)
+    for head in range(0, M, HEADS):
+        m = head + tl.arange(0, HEADS)[:, None]
+        share = tl.load(alpha + m * M * P + p, mask=(m < M) & (p < P), other=0.0).to(half.dtype.element_ty)
+        offsets, mask = _offsets(m * N + n, (m < M) & (n < N), HALF, COLUMNS)
+        y = tl.reshape(tl.load(half + offsets, mask=mask, other=0.0), (HEADS, TOKENS * COLUMNS))
+        # The pseudo-heads take the side of a product that tensor cores pad to 8, the other they pad to 16 or 64.
+        x = tl.dot(tl.trans(y), share, x, input_precision="ieee")
+    return tl.reshape(x, (TOKENS, COLUMNS, CHUNK))
 
 
 @jit
@@ -101,16 +107,8 @@ def _virtual(
     """Virtual tokens R_p sum_m alpha[m, h, p] states[m, n] of a tile, in the dtype of the states, with `alpha` at
     [0, h, 0]."""
     dtype: tl.constexpr = states.dtype.element_ty
-    x1 = tl.zeros([TOKENS * COLUMNS, CHUNK], tl.float32)
-    x2 = tl.zeros([TOKENS * COLUMNS, CHUNK], tl.float32)
-    for head in range(0, M, HEADS):
-        row, valid, share = _heads(states, alpha, head, start, first, N, M, P, CHUNK, HALF, COLUMNS, TOKENS, HEADS)
-        y1, y2 = _load(states, row, valid, HALF, COLUMNS)
-        # The columns take the longer side of the product: CHUNK is shorter than the longer side's least.
-        y1, y2 = tl.reshape(y1, (HEADS, TOKENS * COLUMNS)), tl.reshape(y2, (HEADS, TOKENS * COLUMNS))
-        x1 = tl.dot(tl.trans(y1), share, x1, input_precision="ieee")
-        x2 = tl.dot(tl.trans(y2), share, x2, input_precision="ieee")
-    x1, x2 = tl.reshape(x1, (TOKENS, COLUMNS, CHUNK)), tl.reshape(x2, (TOKENS, COLUMNS, CHUNK))
+    x1 = _mixed(states, alpha, start, first, N, M, P, CHUNK, HALF, COLUMNS, TOKENS, HEADS)
+    x2 = _mixed(states + HALF, alpha, start, first, N, M, P, CHUNK, HALF, COLUMNS, TOKENS, HEADS)
     if cos is not None:
         x1, x2 = _turn(x1, x2, cos, sin, first, P, CHUNK, HALF, COLUMNS)
     x1, x2 = tl.permute(x1.to(dtype), (0, 2, 1)), tl.permute(x2.to(dtype), (0, 2, 1))
