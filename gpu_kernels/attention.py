@@ -1,7 +1,7 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels for whatever input: `model.base_model.attention_form = attention` takes them where they fit, and the stock
-form elsewhere, which it says once."""
+"""The kernels for whatever input: `model.base_model.attention_form = attention` takes them where they fit, and the
+stock form elsewhere, which it says once."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ from modeling_iha.window_blocks import window_attention
 
 logger = logging.get_logger(__name__)
 
-# Larger ones compile to tiles that spill most of their registers.
-MAX_PSEUDO_HEADS, MAX_HEAD_DIM = 32, 128
+# Larger ones are not tested; wider heads, in bytes, take more shared memory than a multiprocessor has.
+MAX_PSEUDO_HEADS, MAX_HEAD_DIM, MAX_HEAD_BYTES = 32, 128, 256
+# Where a GPU takes the kernels without being asked for them: its compute capability and P, and the measurement. An
+# entry is added when `make gpu` has shown the kernels to be the fastest form in every case of that P: of "layer" and
+# "kernels", forward and backward, and of "decode". It is empty: no GPU has run them.
+MEASURED_TO_WIN: dict[tuple[tuple[int, int], int], str] = {}
 
 
 def obstacle(value: torch.Tensor, weights: IHAWeights) -> str | None:
@@ -38,6 +42,8 @@ def obstacle(value: torch.Tensor, weights: IHAWeights) -> str | None:
         return f"the dtype is {value.dtype}"
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return f"head_dim is {head_dim}, where it must be even and at most {MAX_HEAD_DIM}"
+    if head_dim * value.itemsize > MAX_HEAD_BYTES:
+        return f"a head has {head_dim * value.itemsize} bytes, where at most {MAX_HEAD_BYTES} fit"
     if num_pseudo_heads > MAX_PSEUDO_HEADS:
         return f"there are {num_pseudo_heads} pseudo-heads, where at most {MAX_PSEUDO_HEADS} fit"
     return None
@@ -108,6 +114,14 @@ def decode(
 
 
 attention.decode = decode
+
+
+def default_form(model: torch.nn.Module) -> Callable | None:
+    """The `attention_form` of an IHA model on its device: `attention` where it was measured to win, else `None`."""
+    if model.device.type != "cuda":
+        return None
+    where = torch.cuda.get_device_capability(model.device), model.config.num_pseudo_heads
+    return attention if where in MEASURED_TO_WIN else None
 
 
 def choose(kernel: Callable, stock: Callable, reason: str | None) -> Callable:

@@ -4,12 +4,12 @@
 pass (steps 2 and 3), and the whole attention (steps 2 to 5) without virtual queries, keys or values in global memory.
 
 Triton is optional: without it the module imports, and its two functions say what is missing. The tests run the
-kernels in Triton's interpreter and compile them for sm_90. Their speed has not been measured.
+kernels in Triton's interpreter and compile them for sm_80, sm_90 and sm_100. Their speed has not been measured.
 
-In the kernels a tile is TOKENS tokens of one head with PADDED rows each, the power of two from P up, so that the rows
-of a token can be summed by a reshape: row r is pseudo-head r % PADDED of token r // PADDED. A state is two tensors
+In the kernels a tile is TOKENS tokens of one head with CHUNK of their P pseudo-heads, so that the rows of a token can
+be summed by a reshape: row r is pseudo-head first + r % CHUNK of token start + r // CHUNK. A state is two tensors
 [rows, COLUMNS], the halves that RoPE turns against one another, whose first HALF = head_dim / 2 columns count. Sums
-are in float32, the factors of tensor-core products in the dtype of the states.
+are in float32, the factors of tensor-core products in the dtype of the states, alpha among them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ try:
     import triton.language as tl
     from triton import jit
 except ImportError:
-    triton = None
+    triton = tl = None
 
     def jit(kernel):
         return kernel
@@ -412,15 +412,15 @@ def columns(head_dim: int) -> int:
     return max(MIN_SIDE, triton.next_power_of_2(head_dim // 2))
 
 
-def _chunk(num_pseudo_heads: int) -> int:
-    """Pseudo-heads of a tile: as many as leave the fewest rows of the last tile empty."""
-    fitting = [chunk for chunk in (8, 4, 2) if chunk < 2 * num_pseudo_heads]
-    return min(fitting, key=lambda chunk: -num_pseudo_heads % chunk, default=1)
+def chunk_of(num_pseudo_heads: int) -> int:
+    """Pseudo-heads of a tile: as many as leave the fewest rows of the last chunk empty."""
+    fitting = [chunk for chunk in (8, 4) if chunk < 2 * num_pseudo_heads]
+    return min(fitting, key=lambda chunk: -num_pseudo_heads % chunk, default=num_pseudo_heads)
 
 
-def _tokens(tile: tuple[int, int], num_pseudo_heads: int) -> int:
+def tokens_of(tile: tuple[int, int], num_pseudo_heads: int) -> int:
     rows, tokens = tile
-    return min(rows // _chunk(num_pseudo_heads), tokens)
+    return min(rows // chunk_of(num_pseudo_heads), tokens)
 
 
 def _passing(states: torch.Tensor) -> tuple[int, int]:
@@ -432,11 +432,12 @@ def _constants(states: torch.Tensor, num_pseudo_heads: int) -> dict[str, int]:
     head_dim = states.shape[-1]
     return {
         "P": num_pseudo_heads,
-        "CHUNK": _chunk(num_pseudo_heads),
+        "CHUNK": chunk_of(num_pseudo_heads),
         "HALF": head_dim // 2,
         "COLUMNS": columns(head_dim),
         "num_warps": 8,
-        "num_stages": 2,
+        # Two steps of float32 heads fit no multiprocessor.
+        "num_stages": 2 if states.itemsize == 2 else 1,
     }
 
 
@@ -446,7 +447,7 @@ class _MixRotate(torch.autograd.Function):
         batch, heads, length, head_dim = states.shape
         ctx.save_for_backward(states, alpha, cos, sin)
         out = states.new_empty(batch, length, alpha.shape[-1], heads, head_dim)
-        tokens = _tokens(_passing(states), alpha.shape[-1])
+        tokens = tokens_of(_passing(states), alpha.shape[-1])
         _mix_rotate_forward[triton.cdiv(length, tokens), heads, batch](
             states, alpha, cos, sin, out, length, M=heads, TOKENS=tokens, **_constants(states, alpha.shape[-1])
         )
@@ -458,7 +459,7 @@ class _MixRotate(torch.autograd.Function):
         states, alpha, cos, sin = ctx.saved_tensors
         batch, heads, length, _ = states.shape
         d_states, d_alpha = (torch.zeros_like(x, dtype=torch.float32) for x in (states, alpha))
-        tokens = _tokens(_passing(states), alpha.shape[-1])
+        tokens = tokens_of(_passing(states), alpha.shape[-1])
         _mix_rotate_backward[triton.cdiv(length, tokens), heads, batch](
             states, alpha, cos, sin, d_out.contiguous(), d_states, d_alpha, length, M=heads, TOKENS=tokens,
             **_constants(states, alpha.shape[-1]),
@@ -480,10 +481,10 @@ class _FusedAttention(torch.autograd.Function):
             "G": k.shape[1],
             **_constants(q, num_pseudo_heads),
         }
-        passing = _tokens(_passing(q), num_pseudo_heads)
-        ctx.by_queries = {"QUERIES": _tokens(QUERY_TILE, num_pseudo_heads), "KEYS": passing}
+        passing = tokens_of(_passing(q), num_pseudo_heads)
+        ctx.by_queries = {"QUERIES": tokens_of(QUERY_TILE, num_pseudo_heads), "KEYS": passing}
         # One row a token is a factor of a product.
-        ctx.by_keys = {"QUERIES": max(MIN_SIDE, passing), "KEYS": _tokens(KEY_TILE, num_pseudo_heads)}
+        ctx.by_keys = {"QUERIES": max(MIN_SIDE, passing), "KEYS": tokens_of(KEY_TILE, num_pseudo_heads)}
         _attention_forward[triton.cdiv(length, ctx.by_queries["QUERIES"]), heads, batch](
             *inputs, cos, sin, documents, out, lse, scale, window, length, **ctx.constants, **ctx.by_queries
         )
