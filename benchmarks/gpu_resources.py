@@ -3,7 +3,8 @@ heads in 8 groups, with documents) and compute capability: registers of a thread
 bytes of a thread. "forward / flash, by arithmetic" predicts the time of the forward over that of FlashAttention on
 expanded tensors, on the rates of an H200's data sheet. No GPU has run the kernels.
 
-A shape that is in the results is not compiled again: the command goes on where it stopped.
+A shape that is in the results is not compiled again: the command goes on where it stopped. Results of other versions
+or kernels are refused.
 
 example: python -m benchmarks.gpu_resources --capabilities 90 --pseudo-heads 4 --head-dims 64
 """
@@ -20,9 +21,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from benchmarks.harness import RESULTS
-from command_io import UserError, read_json, run_cli, write_json
+from command_io import UserError, file_sha256, read_json, run_cli, write_json
 from gpu_kernels import fused_triton
-from gpu_kernels.ahead_of_time import Shape, compile_kernels
+from gpu_kernels.ahead_of_time import KERNELS, Shape, compile_kernels
 
 
 HEADS = 8
@@ -63,7 +64,8 @@ def main() -> None:
     if fused_triton.triton is None:
         raise UserError("The compiler of the kernels is missing: `pip install triton`.")
     path = args.out / "resources.json"
-    versions = {"torch": torch.__version__, "triton": fused_triton.triton.__version__}
+    sources = {Path(module.__file__).name: file_sha256(module.__file__) for module in KERNELS}
+    versions = {"torch": torch.__version__, "triton": fused_triton.triton.__version__, **sources}
     table = read_json(path) if path.exists() else {"heads": HEADS, "dtype": "bfloat16", **versions, "rows": []}
     if different := [name for name, version in versions.items() if table.get(name) != version]:
         raise UserError(f"{path} was written with another version of {', '.join(different)}: remove it first.")

@@ -139,6 +139,8 @@ def compare(kernel, plain, inputs, dtype, **options):
         (4, 2, 19, 8, False, torch.float32),
         (2, 3, 9, 40, True, torch.float32),
         (2, 4, 12, 32, True, torch.float16),
+        # More heads than one product takes.
+        (17, 2, 3, 8, True, torch.float32),
         *((3, 3, 9, 6, True, dtype) for dtype in HALVES),
     ],
 )
@@ -184,6 +186,7 @@ def compare_attention(dtype=torch.float32, rotated=True, window=None, documents=
         {"pseudo": 3, "head_dim": 40, "length": 18, "batch": 2},
         {"pseudo": 4, "heads": 4, "groups": 2},
         {"pseudo": 5, "length": 7, "rotated": False},
+        {"pseudo": 1, "length": 2, "heads": 17, "groups": 17},
     ],
     ids=str,
 )
@@ -342,6 +345,7 @@ def compare_decoding(dtype=torch.float32, rotated=True, window=None, documents=N
         {"pseudo": 3, "heads": 4, "groups": 2, "length": 70},
         {"pseudo": 4, "rotated": False},
         {"pseudo": 9, "heads": 9, "groups": 3, "head_dim": 64, "length": 5},
+        {"pseudo": 2, "heads": 34, "groups": 17, "length": 3},
     ],
     ids=str,
 )
