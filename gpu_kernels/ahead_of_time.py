@@ -56,8 +56,11 @@ class Compiler:
         from triton.runtime.jit import mangle_type
 
         values = dict(zip(self.kernel.arg_names, arguments)) | constants
+        specialized = {parameter.name for parameter in self.kernel.params if not parameter.do_not_specialize}
         constant = {
-            name: x for name, x in values.items() if name in constants or x is None or type(x) is int and x == 1
+            name: x
+            for name, x in values.items()
+            if name in constants or x is None or type(x) is int and x == 1 and name in specialized
         }
         signature = {
             name: "constexpr" if name in constant else mangle_type(values[name]) for name in self.kernel.arg_names

@@ -7,8 +7,8 @@ values is a sum of products with the cached heads:
     score[h, i, j, n] = sum_m alpha_K[m, g, j] (R_j^T R_i q~[h, i]) . k[m, n]
     out[h, i]         = sum_(m, n) (sum_j alpha_V[m, g, j] weight[h, i, j, n]) v[m, n]
 
-A program has PAIRS pairs (head, pseudo-head i of the query), with PADDED pseudo-keys j each, a power of two, and SPLIT
-tokens of the cache. No GPU has run it.
+A program has PAIRS pairs (head, pseudo-head i of the query), with PADDED pseudo-keys j each, a power of two, and
+`split` tokens of the cache. No GPU has run it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _rotated_queries(
     return x1, x2
 
 
-@jit
+# Each token makes the cache longer: nothing is compiled anew for the divisors of a length.
+@jit(do_not_specialize=["window", "first", "split", "N"])
 def _decode_forward(
     q, k, v, alpha_q, alpha_k, alpha_v, cos, sin, documents, out, lse, scale, window, first, split, N,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
@@ -152,5 +153,6 @@ def decode_attention(
             length, H=heads, G=groups, P=virtual, PADDED=padded, HALF=head_dim // 2, COLUMNS=columns(head_dim),
             PAIRS=pairs, KEYS=KEYS, HEADS=MIN_SIDE, num_warps=8, num_stages=2,
         )  # fmt: skip
+    # Not a product of matrices, which autocast would round.
     share = lse.softmax(dim=1) * collapse
-    return torch.einsum("bshp,bshpd->bhd", share, out).unsqueeze(1).to(value.dtype)
+    return (share.unsqueeze(-1) * out).sum(dim=(1, 3)).unsqueeze(1).to(value.dtype)

@@ -27,8 +27,8 @@ try:
 except ImportError:
     triton = tl = None
 
-    def jit(kernel):
-        return kernel
+    def jit(kernel=None, **options):
+        return jit if kernel is None else kernel
 
 
 # The shortest side of a tensor-core product, and the heads that one takes.
@@ -119,9 +119,10 @@ def _virtual(
 def _virtual_backward(
     d1, d2, states, alpha, cos, sin, d_states, d_alpha, start, first, N,
     M: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr = 16,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the gradients d1, d2 of the virtual tokens of a tile give the float32 `d_states` and `d_alpha`."""
+    """Adds what the gradients d1, d2 of the virtual tokens of a tile give the float32 `d_states` and `d_alpha`. It runs
+    once for each tile that a program keeps: as products on tensor cores these sums would spill most registers."""
     d1 = tl.permute(tl.reshape(d1, (TOKENS, CHUNK, COLUMNS)), (0, 2, 1))
     d2 = tl.permute(tl.reshape(d2, (TOKENS, CHUNK, COLUMNS)), (0, 2, 1))
     if cos is not None:
@@ -419,6 +420,7 @@ def chunk_of(num_pseudo_heads: int) -> int:
 
 
 def tokens_of(tile: tuple[int, int], num_pseudo_heads: int) -> int:
+    """Tokens of a tile that has at most so many rows and tokens."""
     rows, tokens = tile
     return min(rows // chunk_of(num_pseudo_heads), tokens)
 
@@ -476,11 +478,7 @@ class _FusedAttention(torch.autograd.Function):
         out = q.new_empty(batch, length, heads, head_dim)
         lse = q.new_empty(batch, heads, length, num_pseudo_heads, dtype=torch.float32)
         ctx.scale, ctx.window = scale, window
-        ctx.constants = {
-            "H": heads,
-            "G": k.shape[1],
-            **_constants(q, num_pseudo_heads),
-        }
+        ctx.constants = {"H": heads, "G": k.shape[1], **_constants(q, num_pseudo_heads)}
         passing = tokens_of(_passing(q), num_pseudo_heads)
         ctx.by_queries = {"QUERIES": tokens_of(QUERY_TILE, num_pseudo_heads), "KEYS": passing}
         # One row a token is a factor of a product.
