@@ -121,8 +121,8 @@ def _virtual_backward(
     M: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the gradients d1, d2 of the virtual tokens of a tile give the float32 `d_states` and `d_alpha`. It runs
-    once for each tile that a program keeps: as products on tensor cores these sums would spill most registers."""
+    """Adds what the gradients d1, d2 of the virtual tokens of a tile give the float32 `d_states` and `d_alpha`. It
+    runs once for each tile that a program keeps: as products on tensor cores these sums would spill most registers."""
     d1 = tl.permute(tl.reshape(d1, (TOKENS, CHUNK, COLUMNS)), (0, 2, 1))
     d2 = tl.permute(tl.reshape(d2, (TOKENS, CHUNK, COLUMNS)), (0, 2, 1))
     if cos is not None:
