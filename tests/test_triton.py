@@ -42,7 +42,7 @@ def run(*arguments, **environment):
 @pytest.mark.parametrize(
     "some",
     [
-        ["-k", "documents or window or layer or one_token or decoding_in or chunks and not 32-128"],
+        ["-k", "(documents or window or layer or one_token or decoding_in or chunks) and not 32-128"],
         pytest.param([], marks=pytest.mark.slow),
     ],
 )
