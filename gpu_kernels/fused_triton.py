@@ -420,9 +420,9 @@ def chunk_of(num_pseudo_heads: int) -> int:
 
 
 def tokens_of(tile: tuple[int, int], num_pseudo_heads: int) -> int:
-    """Tokens of a tile that has at most so many rows and tokens."""
-    rows, tokens = tile
-    return min(rows // chunk_of(num_pseudo_heads), tokens)
+    """Tokens of a tile that has at most so many rows and tokens, and rows enough for a side of a product."""
+    (rows, tokens), chunk = tile, chunk_of(num_pseudo_heads)
+    return max(min(rows // chunk, tokens), MIN_SIDE // chunk)
 
 
 def _passing(states: torch.Tensor) -> tuple[int, int]:
