@@ -27,8 +27,8 @@ from modeling_iha.absorbed_decode import absorbed_attention
 from modeling_iha.attention_iha import collapse, interleave, mix
 
 
+BASE_CACHES = ("absorbed", "remixing")
 PSEUDO_CACHES = ("pseudo cache, SDPA", "pseudo cache, eager")
-FORMS = ("absorbed", "remixing", *PSEUDO_CACHES)
 BETTER = "better pseudo cache"
 # Relative to the norm of the output. In bfloat16 each form rounds at other places.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -53,13 +53,16 @@ def one_token(step: Callable, hidden_states: torch.Tensor, cache: Cache) -> Call
 
 
 def layer_forms(
-    tokens: int, virtual: int, dtype: torch.dtype, batch: int = 1, device: str = "cpu"
+    tokens: int, virtual: int, dtype: torch.dtype, batch: int = 1, device: str = "cpu", **others: Callable
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """The forms, each a decoding step that returns the layer's output [batch, 1, 512]."""
-    # A function, because a GPU has no forms of its own: of one new token, `choose_form` takes this one on any device.
-    absorbed = Attention(absorbed_attention, dtype, num_pseudo_heads=virtual).to(device)
-    remixing = Attention("virtual", dtype, num_pseudo_heads=virtual).to(device)
-    remixing.load_state_dict(absorbed.state_dict())
+    """The forms, each a decoding step that returns the layer's output [batch, 1, 512], and `others`, each an
+    `attention_form`."""
+    # Functions, because a GPU has no forms of its own: of one new token, `choose_form` takes these on any device.
+    forms = dict(zip(BASE_CACHES, (absorbed_attention, "virtual"), strict=True)) | others
+    readers = {name: Attention(form, dtype, num_pseudo_heads=virtual).to(device) for name, form in forms.items()}
+    absorbed = readers["absorbed"]
+    for reader in readers.values():
+        reader.load_state_dict(absorbed.state_dict())
     layer = absorbed.model.layers[0].self_attn
     keys, values = torch.randn(2, batch, 8, tokens, 64, dtype=dtype, device=device)
     hidden_states = torch.randn(batch, 1, 512, dtype=dtype, device=device)
@@ -86,9 +89,10 @@ def layer_forms(
     _, virtual_keys, virtual_values = expand(keys, keys, values)
     pseudo_cache = cache_of(virtual_keys.contiguous(), virtual_values.contiguous())
     base_cache = cache_of(keys, values)
-    steps = [(form.attend(hidden_states, base_cache), base_cache) for form in (absorbed, remixing)]
-    steps += [(pseudo_cache_step(core), pseudo_cache) for core in (sdpa_attention_forward, eager_attention_forward)]
-    return {name: one_token(step, hidden_states, cache) for name, (step, cache) in zip(FORMS, steps, strict=True)}
+    steps = {name: (form.attend(hidden_states, base_cache), base_cache) for name, form in readers.items()}
+    for name, core in zip(PSEUDO_CACHES, (sdpa_attention_forward, eager_attention_forward), strict=True):
+        steps[name] = (pseudo_cache_step(core), pseudo_cache)
+    return {name: one_token(step, hidden_states, cache) for name, (step, cache) in steps.items()}
 
 
 @torch.no_grad()

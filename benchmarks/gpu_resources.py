@@ -3,12 +3,14 @@ heads in 8 groups, with documents) and compute capability: registers of a thread
 bytes of a thread. "forward / flash, by arithmetic" predicts the time of the forward over that of FlashAttention on
 expanded tensors, on the rates of an H200's data sheet. No GPU has run the kernels.
 
-A shape that is in the results is not compiled again: the command goes on where it stopped.
+A shape that is in the results is not compiled again: the command goes on where it stopped. Results of other versions
+or kernels are refused.
 
 example: python -m benchmarks.gpu_resources --capabilities 90 --pseudo-heads 4 --head-dims 64
 """
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -19,9 +21,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from benchmarks.harness import RESULTS
-from command_io import UserError, read_json, run_cli, write_json
+from command_io import UserError, file_sha256, read_json, run_cli, write_json
 from gpu_kernels import fused_triton
-from gpu_kernels.ahead_of_time import Shape, compile_kernels
+from gpu_kernels.ahead_of_time import KERNELS, Shape, compile_kernels
 
 
 HEADS = 8
@@ -29,15 +31,17 @@ HEADS = 8
 TENSOR_RATE, SCALAR_RATE = 495e12, 33.5e12
 
 
-def predicted_ratio(pseudo_heads: int, head_dim: int) -> float:
+def predicted_ratio(pseudo_heads: int) -> float:
     """Time of the fused forward over that of its two products. For each tile of queries, every entry of the virtual
-    keys and values is a sum over the groups, and of the keys also turned; products and sums are taken one after the
-    other. FlashAttention has the products only, without the rows that fill up a power of two."""
-    states = torch.empty(1, 1, 1, head_dim, dtype=torch.bfloat16, device="meta")
-    rows = pseudo_heads * max(fused_triton.MIN_SIDE, fused_triton._tokens(states, pseudo_heads))
-    filling = fused_triton.triton.next_power_of_2(pseudo_heads) / pseudo_heads
-    products, sums = 2 * rows / TENSOR_RATE, (2 * HEADS + 2) / SCALAR_RATE
-    return (products * filling**2 + sums * filling) / products
+    keys and values is mixed by a product that pads a chunk of pseudo-heads to 8 and the groups to 16, and that of the
+    keys also turned; all is taken one after the other. FlashAttention has the products only, without the rows that
+    fill up a chunk."""
+    chunk = fused_triton.chunk_of(pseudo_heads)
+    rows = chunk * fused_triton.tokens_of(fused_triton.QUERY_TILE, pseudo_heads)
+    filling = math.ceil(pseudo_heads / chunk) * chunk / pseudo_heads
+    side = fused_triton.MIN_SIDE
+    products, mixing = 2 * rows / TENSOR_RATE, 2 * math.ceil(HEADS / side) * side * max(8, chunk) / chunk / TENSOR_RATE
+    return (products * filling**2 + (mixing + 2 / SCALAR_RATE) * filling) / products
 
 
 def measure(pseudo_heads: int, head_dim: int, capability: int) -> dict:
@@ -46,7 +50,7 @@ def measure(pseudo_heads: int, head_dim: int, capability: int) -> dict:
         name: {key: value for key, value in kernel._asdict().items() if key != "ptx"}
         for name, kernel in compile_kernels(shape, capability).items()
     }
-    ratio = {"forward / flash, by arithmetic": predicted_ratio(pseudo_heads, head_dim)}
+    ratio = {"forward / flash, by arithmetic": predicted_ratio(pseudo_heads)}
     return {"capability": capability, "pseudo_heads": pseudo_heads, "head_dim": head_dim, "kernels": kernels, **ratio}
 
 
@@ -60,7 +64,8 @@ def main() -> None:
     if fused_triton.triton is None:
         raise UserError("The compiler of the kernels is missing: `pip install triton`.")
     path = args.out / "resources.json"
-    versions = {"torch": torch.__version__, "triton": fused_triton.triton.__version__}
+    sources = {Path(module.__file__).name: file_sha256(module.__file__) for module in KERNELS}
+    versions = {"torch": torch.__version__, "triton": fused_triton.triton.__version__, **sources}
     table = read_json(path) if path.exists() else {"heads": HEADS, "dtype": "bfloat16", **versions, "rows": []}
     if different := [name for name, version in versions.items() if table.get(name) != version]:
         raise UserError(f"{path} was written with another version of {', '.join(different)}: remove it first.")

@@ -16,7 +16,7 @@ from benchmarks import decode, harness
 from benchmarks.harness import Attention, inference, training
 from benchmarks.schedule import schedules
 from gpu_kernels import fused_triton
-from gpu_kernels.attention import stock_attention
+from gpu_kernels.attention import attention, stock_attention
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.collapse_first import IHAWeights, collapse_first_attention
 from modeling_iha.package import flop_matched_window
@@ -194,10 +194,10 @@ def check_kernels(kernel: Callable, inputs: list[torch.Tensor], rotation: tuple,
 
 
 def in_tiles(rows: int, kernel: Callable) -> Callable:
-    """The kernel with about `rows` rows to a tile; the backward keeps the tiles of the forward."""
+    """The kernel with at most `rows` rows to a tile of queries; the backward keeps the tiles of the forward."""
 
     def kernel_in_tiles(*arguments):
-        with mock.patch.object(fused_triton, "ROWS", rows):
+        with mock.patch.object(fused_triton, "QUERY_TILE", (rows, rows // 4)):
             return kernel(*arguments)
 
     return kernel_in_tiles
@@ -216,10 +216,10 @@ def kernel(case: dict, rows: int, fused: Callable) -> Callable[[], None]:
     rotation, short = (angles.cos(), angles.sin()), min(200, case["tokens"])
     check_kernels(fused, inputs(short), rotation, case["window"] and min(case["window"], short))
 
-    def attention(*tensors: torch.Tensor) -> torch.Tensor:
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
         return fused(*tensors[:3], IHAWeights(*tensors[3:], rotation), case["head_dim"] ** -0.5, case["window"])
 
-    return run(attention, inputs(case["tokens"]), [], case["pass"])
+    return run(attend, inputs(case["tokens"]), [], case["pass"])
 
 
 def kernel_forms(case: dict) -> dict[str, Prepare]:
@@ -254,9 +254,12 @@ def decode_cases(dry: bool) -> list[dict]:
 
 
 def decode_forms(case: dict) -> dict[str, Prepare]:
+    """Those of `benchmarks.decode` and the decoding kernel, which `fused` stands for; on a CPU it is absorbed too."""
+    kernel = {name: attention if DEVICE == "cuda" else form for name, form in fused_forms().items()}
     where = {"batch": case["batch"], "device": DEVICE}
-    steps = cache(partial(decode.agreeing_forms, case["tokens"], case["pseudo_heads"], DTYPE, **where))
-    return {name: lambda name=name: inference(steps()[name]) for name in decode.FORMS}
+    steps = cache(partial(decode.agreeing_forms, case["tokens"], case["pseudo_heads"], DTYPE, **where, **kernel))
+    names = (*decode.BASE_CACHES, *kernel, *decode.PSEUDO_CACHES)
+    return {name: lambda name=name: inference(steps()[name]) for name in names}
 
 
 # Whole models

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import io
 import re
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 
-from gpu_kernels import fused_triton
+from gpu_kernels import decode_triton, fused_triton
 from modeling_iha.collapse_first import IHAWeights
 
 
@@ -49,22 +49,26 @@ class Compiler:
     def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *arguments, num_warps: int, **constants) -> None:
+    def compile(self, *arguments, num_warps: int, num_stages: int, **constants) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
         from triton.runtime.jit import mangle_type
 
         values = dict(zip(self.kernel.arg_names, arguments)) | constants
+        specialized = {parameter.name for parameter in self.kernel.params if not parameter.do_not_specialize}
         constant = {
-            name: x for name, x in values.items() if name in constants or x is None or type(x) is int and x == 1
+            name: x
+            for name, x in values.items()
+            if name in constants or x is None or type(x) is int and x == 1 and name in specialized
         }
         signature = {
             name: "constexpr" if name in constant else mangle_type(values[name]) for name in self.kernel.arg_names
         }
         source, target = ASTSource(self.kernel, signature, constant), GPUTarget("cuda", self.capability, 32)
         with redirect_stdout(io.StringIO()) as log:
-            binary = triton.compile(source, target=target, options={"num_warps": num_warps})
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            binary = triton.compile(source, target=target, options=options)
         registers, spilled = (
             re.search(rf"(\d+) {what}", log.getvalue()) for what in ("registers", "bytes spill stores")
         )
@@ -73,10 +77,13 @@ class Compiler:
         )
 
 
-def kernel_names() -> list[str]:
-    """The kernels that are launched."""
-    names = [name for name in vars(fused_triton) if name.endswith(("_forward", "_backward", "_queries", "_keys"))]
-    return [name for name in names if name != "_virtual_backward"]
+KERNELS = {
+    fused_triton: (
+        *("_mix_rotate_forward", "_mix_rotate_backward"),
+        *("_attention_forward", "_attention_backward_queries", "_attention_backward_keys"),
+    ),
+    decode_triton: ("_decode_forward",),
+}
 
 
 def compile_kernels(shape: Shape, capability: int) -> dict[str, Compiled]:
@@ -94,14 +101,15 @@ def compile_kernels(shape: Shape, capability: int) -> dict[str, Compiled]:
     rotation = (table, table) if shape.rotated else None
     documents = meta(2, shape.length, dtype=torch.int32) if shape.documents else None
     compiled = {}
-    stand_ins = {name: Compiler(getattr(fused_triton, name), capability, compiled) for name in kernel_names()}
-    # Without a cache: a kernel that was compiled before has no log.
-    with (
-        mock.patch.multiple(fused_triton, **stand_ins),
-        mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True),
-        mock.patch.object(triton.knobs.compilation, "always_compile", True),
-    ):
+    with ExitStack() as patches:
+        for module, names in KERNELS.items():
+            stand_ins = {name: Compiler(getattr(module, name), capability, compiled) for name in names}
+            patches.enter_context(mock.patch.multiple(module, **stand_ins))
+        patches.enter_context(mock.patch.object(triton.knobs.nvidia, "dump_ptxas_log", True))
+        # Without a cache: a kernel that was compiled before has no log.
+        patches.enter_context(mock.patch.object(triton.knobs.compilation, "always_compile", True))
         fused_triton.mix_rotate(q, mixing[0], rotation).sum().backward()
         weights = IHAWeights(*mixing, rotation)
         fused_triton.fused_attention(q, k, v, weights, 0.1, shape.window, documents).sum().backward()
+        decode_triton.decode_attention(q[:, :, -1:], k, v, weights, 0.1, shape.window, documents)
     return compiled

@@ -1,10 +1,11 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The fused kernels for whatever input: `model.base_model.attention_form = attention` takes them where they fit, and
-the stock form elsewhere, which it says once."""
+"""The kernels for whatever input: `model.base_model.attention_form = attention` takes them where they fit, and the
+stock form elsewhere, which it says once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -12,6 +13,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging
 
 from gpu_kernels import fused_triton
+from gpu_kernels.decode_triton import decode_attention
+from gpu_kernels.fused_triton import fused_attention
+from modeling_iha.absorbed_decode import absorbed_attention
 from modeling_iha.attention_iha import collapse, interleave, mix
 from modeling_iha.collapse_first import IHAWeights, rotate
 from modeling_iha.window_blocks import window_attention
@@ -19,8 +23,12 @@ from modeling_iha.window_blocks import window_attention
 
 logger = logging.get_logger(__name__)
 
-# Larger ones compile to tiles that spill most of their registers.
-MAX_PSEUDO_HEADS, MAX_HEAD_DIM = 32, 128
+# Larger ones are not tested; wider heads, in bytes, take more shared memory than a multiprocessor has.
+MAX_PSEUDO_HEADS, MAX_HEAD_DIM, MAX_HEAD_BYTES = 32, 128, 256
+# Where a GPU takes the kernels without being asked for them: its compute capability and P, and the measurement. An
+# entry is added when `make gpu` has shown the kernels to be the fastest form in every case of that P: of "layer" and
+# "kernels", forward and backward, and of "decode". It is empty: no GPU has run them.
+MEASURED_TO_WIN: dict[tuple[tuple[int, int], int], str] = {}
 
 
 def obstacle(value: torch.Tensor, weights: IHAWeights) -> str | None:
@@ -34,6 +42,8 @@ def obstacle(value: torch.Tensor, weights: IHAWeights) -> str | None:
         return f"the dtype is {value.dtype}"
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return f"head_dim is {head_dim}, where it must be even and at most {MAX_HEAD_DIM}"
+    if head_dim * value.itemsize > MAX_HEAD_BYTES:
+        return f"a head has {head_dim * value.itemsize} bytes, where at most {MAX_HEAD_BYTES} fit"
     if num_pseudo_heads > MAX_PSEUDO_HEADS:
         return f"there are {num_pseudo_heads} pseudo-heads, where at most {MAX_PSEUDO_HEADS} fit"
     return None
@@ -83,10 +93,39 @@ def attention(
     document_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fused_attention` where there is no `obstacle`, and otherwise `stock_attention` with one warning."""
-    reason = obstacle(value, weights)
-    if reason is None:
-        form = fused_triton.fused_attention
-    else:
-        logger.warning_once(f"The fused kernels of gpu_kernels are not used, the stock form is: {reason}.")
-        form = stock_attention
+    form = choose(fused_attention, stock_attention, obstacle(value, weights))
     return form(query, key, value, weights, scaling, window, document_ids)
+
+
+def decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: IHAWeights,
+    scaling: float,
+    window: int | None = None,
+    document_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_attention` where there is no `obstacle` and no gradient is asked for, and otherwise `absorbed_attention`
+    with one warning."""
+    reason = "the kernel for one new token has no backward pass" if torch.is_grad_enabled() else None
+    form = choose(decode_attention, absorbed_attention, obstacle(value, weights) or reason)
+    return form(query, key, value, weights, scaling, window, document_ids)
+
+
+attention.decode = decode
+
+
+def default_form(model: torch.nn.Module) -> Callable | None:
+    """The `attention_form` of an IHA model on its device: `attention` where it was measured to win, else `None`."""
+    if model.device.type != "cuda":
+        return None
+    where = torch.cuda.get_device_capability(model.device), model.config.num_pseudo_heads
+    return attention if where in MEASURED_TO_WIN else None
+
+
+def choose(kernel: Callable, stock: Callable, reason: str | None) -> Callable:
+    if reason is None:
+        return kernel
+    logger.warning_once(f"The fused kernels of gpu_kernels are not used, the stock form is: {reason}.")
+    return stock

@@ -66,6 +66,8 @@ def test_the_switch():
 
     assert chosen(2, form=own) is own and chosen(2, cached=3, form=own) is None
     assert chosen(1, cached=3, form=own) is absorbed_attention
+    own.decode = collapse_first_attention
+    assert chosen(1, cached=3, form=own) is collapse_first_attention and chosen(2, form=own) is own
     assert random_model(small_config()).base_model.attention_form is None
 
 

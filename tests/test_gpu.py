@@ -11,7 +11,7 @@ import torch
 from helpers import set_core
 from transformers.utils import is_flash_attn_2_available
 
-from gpu_kernels.fused_triton import fused_attention
+from gpu_kernels.attention import attention
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -67,7 +67,7 @@ def build(geometry, core, dtype=torch.bfloat16):
     model = IHAForCausalLM(config).to(torch.bfloat16).to("cuda", dtype)
     set_core(model, "sdpa" if core == "fused_triton" else core)
     if core == "fused_triton":
-        model.model.attention_form = fused_attention
+        model.model.attention_form = attention
     return model.train()
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers import command, last_line
 
-from benchmarks import gpu, gpu_slices, harness
+from benchmarks import gpu, gpu_resources, gpu_slices, harness
+from gpu_kernels.ahead_of_time import Compiled
 
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the dry sizes are for a CPU")
@@ -270,3 +271,26 @@ def test_nothing_that_a_command_started_outlasts_it(tmp_path):
         time.sleep(0.05)
     with pytest.raises(subprocess.TimeoutExpired):
         gpu.run_until(1, [sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def test_resources_are_compiled_once_for_the_same_kernels(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("triton")
+    compiled = []
+
+    def compile_kernels(shape, capability):
+        compiled.append((shape.pseudo_heads, shape.head_dim, capability))
+        return {"_decode_forward": Compiled("", 1, 2, 3)}
+
+    monkeypatch.setattr(gpu_resources, "compile_kernels", compile_kernels)
+    arguments = ("--out", tmp_path, "--head-dims", 64, "--capabilities", 90, "--pseudo-heads")
+    for pseudo_heads in ([2], [2, 20]):
+        assert command(monkeypatch, capsys, gpu_resources, *arguments, *pseudo_heads)[0] == 0
+    assert compiled == [(2, 64, 90), (20, 64, 90)]
+    rows = table(tmp_path, "resources")["rows"]
+    assert rows[0]["kernels"] == {"_decode_forward": {"registers": 1, "shared_bytes": 2, "spilled_bytes": 3}}
+    # The padding of few pseudo-heads costs, and no form of mixing is free.
+    assert rows[0]["forward / flash, by arithmetic"] > rows[1]["forward / flash, by arithmetic"] > 1
+
+    monkeypatch.setattr(gpu_resources, "file_sha256", lambda path: "changed")
+    code, _, err = command(monkeypatch, capsys, gpu_resources, *arguments, 2)
+    assert code == 1 and "another version of fused_triton.py, decode_triton.py: remove it" in last_line(err)

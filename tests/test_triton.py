@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers.utils import logging
 
 from gpu_kernels import fused_triton as triton_kernels
 from gpu_kernels.ahead_of_time import Shape, compile_kernels
-from gpu_kernels.attention import attention, obstacle, stock_attention
+from gpu_kernels.attention import MEASURED_TO_WIN, attention, default_form, obstacle, stock_attention
 from modeling_iha.collapse_first import IHAWeights, collapse_first_attention
 
 
@@ -39,7 +40,11 @@ def run(*arguments, **environment):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "some", [["-k", "documents or window or layer or one_token"], pytest.param([], marks=pytest.mark.slow)]
+    "some",
+    [
+        ["-k", "(documents or window or layer or one_token or decoding_in or chunks) and not 32-128"],
+        pytest.param([], marks=pytest.mark.slow),
+    ],
 )
 def test_kernels_match_their_definition(some):
     # Triton takes the interpreter or the GPU when it is imported.
@@ -51,7 +56,8 @@ def test_kernels_match_their_definition(some):
 
 def test_package_without_triton():
     code = (
-        "import sys; sys.modules['triton'] = None; import torch; from gpu_kernels.fused_triton import mix_rotate; "
+        "import sys; sys.modules['triton'] = None; import torch, gpu_kernels.attention; "
+        "from gpu_kernels.fused_triton import mix_rotate; "
         "mix_rotate(torch.zeros(1, 2, 3, 4), torch.zeros(2, 2, 2))"
     )
     error = run("-c", code).stderr
@@ -70,8 +76,8 @@ def test_cpu_tensors_are_refused():
     [
         (Shape(torch.bfloat16, 4, 128, window=7, documents=True), 90),
         (Shape(torch.float32, 3, 20, rotated=False), 80),
-        # Triton makes constants of arguments that are 1.
-        (Shape(torch.float16, 1, 8, length=1, window=1, rotated=False), 100),
+        # Triton makes constants of arguments that are 1. The fewest rows to a tile.
+        (Shape(torch.float16, 1, 128, length=1, window=1, rotated=False), 100),
     ],
     ids=str,
 )
@@ -79,11 +85,18 @@ def test_kernels_compile_for_a_gpu(shape, capability, monkeypatch, tmp_path):
     """Every kernel, as it is launched, through Triton's compiler and ptxas."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = compile_kernels(shape, capability)
-    assert len(compiled) == 5
+    assert len(compiled) == 6
     for name, kernel in compiled.items():
         assert 0 < kernel.registers <= 255 and kernel.shared_bytes <= SHARED_MEMORY[capability], name
         on_tensor_cores = "mma" in kernel.ptx
-        assert on_tensor_cores == ("attention" in name and shape.dtype != torch.float32), name
+        # The backward of the mixing by itself goes by sums.
+        assert on_tensor_cores == (name != "_mix_rotate_backward" and shape.dtype != torch.float32), name
+
+
+@needs_triton
+def test_chunks_of_pseudo_heads():
+    chunks = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 9: 4, 16: 8, 20: 4, 32: 8}
+    assert {virtual: triton_kernels.chunk_of(virtual) for virtual in chunks} == chunks
 
 
 def kernel_inputs(num_pseudo_heads=3, head_dim=8, dtype=torch.float32, device=None):
@@ -141,7 +154,9 @@ def test_a_model_falls_back_to_the_stock_form_and_says_so_once(warnings):
     "changes,reason",
     [
         ({}, None),
-        ({"num_pseudo_heads": 32, "head_dim": 128}, None),
+        ({"num_pseudo_heads": 32, "head_dim": 128, "dtype": torch.bfloat16}, None),
+        ({"num_pseudo_heads": 32, "head_dim": 64}, None),
+        ({"head_dim": 128}, "a head has 512 bytes"),
         ({"dtype": torch.float64}, "the dtype is torch.float64"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"head_dim": 256}, "head_dim is 256"),
@@ -154,3 +169,27 @@ def test_obstacles(changes, reason):
     states, weights = kernel_inputs(**{"device": "meta", **changes})
     found = obstacle(states[2], weights)
     assert found is None if reason is None else reason in found
+
+
+def test_one_new_token_falls_back_to_the_absorbed_form(warnings):
+    states, weights = kernel_inputs()
+    token = [states[0][:, :, -1:], *states[1:]]
+    options = (weights, 0.3, 4, PACKED_AND_PADDED)
+    expected = collapse_first_attention(*states, *options)[:, -1:]
+    with torch.no_grad():
+        for _ in range(2):
+            assert_close(attention.decode(*token, *options), expected)
+    (message,) = warnings
+    assert "the stock form is: " in message
+
+
+def test_the_default_is_the_stock_form_until_a_gpu_has_measured(monkeypatch):
+    assert not MEASURED_TO_WIN
+    model = random_model(small_config(num_pseudo_heads=3))
+    monkeypatch.setitem(MEASURED_TO_WIN, ((9, 0), 3), "layer.json")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert default_form(model) is None
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda"), config=model.config)
+    assert default_form(on_a_gpu) is attention
+    monkeypatch.setattr(model.config, "num_pseudo_heads", 2)
+    assert default_form(on_a_gpu) is None

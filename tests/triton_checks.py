@@ -8,7 +8,11 @@ from helpers import HYBRID, random_ids, random_model, set_core, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
+from benchmarks.decode import BASE_CACHES, PSEUDO_CACHES, agreeing_forms
+from gpu_kernels import decode_triton
 from gpu_kernels import fused_triton as triton_kernels
+from gpu_kernels.attention import attention
+from gpu_kernels.decode_triton import decode_attention
 from gpu_kernels.fused_triton import fused_attention, mix_rotate
 from modeling_iha.attention_iha import mix
 from modeling_iha.collapse_first import IHAWeights
@@ -19,6 +23,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # and sums of at most some hundred terms lose a digit or two; float16 rounds tiles, weights and gradients to 5e-4.
 ERRORS = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 HALVES = [torch.bfloat16] if DEVICE == "cuda" else []
+# Heads of 128 float32 numbers fit no multiprocessor.
+REAL = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,7 +47,16 @@ def range_in_the_interpreter():
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Several tiles of queries and keys in a short sequence."""
-    monkeypatch.setattr(triton_kernels, "ROWS", 32)
+    for tile in ("QUERY_TILE", "KEY_TILE"):
+        monkeypatch.setattr(triton_kernels, tile, (32, 32))
+    monkeypatch.setattr(triton_kernels, "PASSING_TILES", ((32, 32),) * 2)
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Several steps and several splits of a short cache."""
+    monkeypatch.setattr(decode_triton, "KEYS", 16)
+    monkeypatch.setattr(decode_triton, "PROGRAMS", 4)
 
 
 def draw(*shape, seed):
@@ -124,7 +139,9 @@ def compare(kernel, plain, inputs, dtype, **options):
         (4, 2, 19, 8, False, torch.float32),
         (2, 3, 9, 40, True, torch.float32),
         (2, 4, 12, 32, True, torch.float16),
-        (3, 3, 9, 6, True, torch.bfloat16),
+        # More heads than one product takes.
+        (17, 2, 3, 8, True, torch.float32),
+        *((3, 3, 9, 6, True, dtype) for dtype in HALVES),
     ],
 )
 def test_mix_rotate(small_tiles, heads, pseudo, length, head_dim, rotated, dtype):
@@ -169,6 +186,7 @@ def compare_attention(dtype=torch.float32, rotated=True, window=None, documents=
         {"pseudo": 3, "head_dim": 40, "length": 18, "batch": 2},
         {"pseudo": 4, "heads": 4, "groups": 2},
         {"pseudo": 5, "length": 7, "rotated": False},
+        {"pseudo": 1, "length": 2, "heads": 17, "groups": 17},
     ],
     ids=str,
 )
@@ -176,17 +194,23 @@ def test_attention(small_tiles, sizes):
     compare_attention(**sizes)
 
 
-@pytest.mark.parametrize("pseudo,head_dim", [(1, 64), (2, 128), (8, 64), (16, 128), (20, 64), (32, 128)])
+@pytest.mark.parametrize("pseudo,head_dim", [(1, 64), (2, 128), (3, 128), (8, 64), (9, 64), (20, 64), (32, 128)])
 def test_attention_of_a_real_model(pseudo, head_dim):
     """Its numbers of pseudo-heads and its heads, two to a group: packed documents, and left padding."""
     documents = torch.tensor([[0, 0, 1, 1, 1], [-1, -1, 0, 0, 0]], dtype=torch.int32)
     sizes = {"batch": 2, "heads": 2, "groups": 1, "length": 5}
-    compare_attention(pseudo=pseudo, head_dim=head_dim, documents=documents, **sizes)
+    compare_attention(REAL, pseudo=pseudo, head_dim=head_dim, documents=documents, **sizes)
 
 
 @pytest.mark.parametrize("pseudo,head_dim", [(2, 64), (32, 128)])
 def test_one_token(pseudo, head_dim):
-    compare_attention(pseudo=pseudo, head_dim=head_dim, length=1, heads=2, groups=1)
+    compare_attention(REAL, pseudo=pseudo, head_dim=head_dim, length=1, heads=2, groups=1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 30])
+def test_attention_in_chunks(small_tiles, window):
+    """Of pseudo-heads, of which the last is not full."""
+    compare_attention(heads=1, groups=1, pseudo=9, length=4, head_dim=6, window=window)
 
 
 def test_attention_in_the_tiles_of_a_gpu():
@@ -215,6 +239,12 @@ def test_documents(small_tiles, documents, window):
 def test_attention_in_half_precision(small_tiles, dtype):
     compare_attention(dtype, pseudo=2)
     compare_attention(dtype, pseudo=3, window=5, head_dim=16)
+
+
+@pytest.mark.parametrize("pseudo", [1, 8, 9, 20, 32])
+@pytest.mark.parametrize("dtype", [torch.float16, *HALVES], ids=str)
+def test_a_real_model_in_half_precision(dtype, pseudo):
+    compare_attention(dtype, pseudo=pseudo, heads=2, groups=1, head_dim=64, length=5)
 
 
 def test_tensors_of_any_strides(small_tiles):
@@ -287,6 +317,69 @@ def test_bfloat16_products_are_refused_by_the_interpreter():
     inputs = {name: x.bfloat16() for name, x in attention_inputs().items()}
     with pytest.raises(ValueError, match="multiplies the bits of bfloat16 as integers"):
         fused(**inputs, rotation=None, scaling=1.0)
+    with pytest.raises(ValueError, match="multiplies the bits of bfloat16 as integers"):
+        mix_rotate(inputs["q"], inputs["alpha_q"])
+
+
+def compare_decoding(dtype=torch.float32, rotated=True, window=None, documents=None, **sizes):
+    """The last token of whole inputs."""
+    inputs = attention_inputs(**sizes)
+    pseudo, head_dim = inputs["collapse"].shape[1], inputs["q"].shape[-1]
+    rotation = rotation_tables(pseudo, head_dim) if rotated else None
+    scaling = 0.4 * head_dim**-0.5
+    expected = plain_attention(**inputs, rotation=rotation, scaling=scaling, window=window, documents=documents)
+    q, k, v, *mixing = (x.to(DEVICE, dtype) for x in inputs.values())
+    tables = rotation and tuple(table.float().to(DEVICE) for table in rotation)
+    documents = documents if documents is None else documents.to(DEVICE)
+    output = decode_attention(q[:, :, -1:], k, v, IHAWeights(*mixing, tables), scaling, window, documents)
+    assert output.dtype == dtype and output.shape == expected[:, -1:].shape
+    assert_same(output, expected[:, -1:], dtype, "output")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pseudo": 1, "length": 1, "batch": 2},
+        {"pseudo": 1, "length": 35, "heads": 4},
+        {"pseudo": 2, "heads": 3, "groups": 1, "head_dim": 6},
+        {"pseudo": 3, "heads": 4, "groups": 2, "length": 70},
+        {"pseudo": 4, "rotated": False},
+        {"pseudo": 9, "heads": 9, "groups": 3, "head_dim": 64, "length": 5},
+        {"pseudo": 2, "heads": 34, "groups": 17, "length": 3},
+    ],
+    ids=str,
+)
+def test_decoding(few_programs, sizes):
+    compare_decoding(**sizes)
+
+
+@pytest.mark.parametrize("pseudo,head_dim", [(1, 64), (2, 128), (8, 64), (20, 128), (32, 64)])
+def test_decoding_of_a_real_model(pseudo, head_dim):
+    compare_decoding(REAL, heads=6, groups=2, pseudo=pseudo, head_dim=head_dim, length=70)
+
+
+@pytest.mark.parametrize("window", [1, 2, 17, 18, 19, 10**9])
+def test_decoding_in_a_window(few_programs, window):
+    compare_decoding(pseudo=3, window=window)
+
+
+@pytest.mark.parametrize("documents,window", [("packed", None), ("packed", 4), ("padded", None)])
+def test_decoding_in_documents(few_programs, documents, window):
+    """In the last row only the new token's own document, or nothing but padding, is left."""
+    compare_decoding(batch=2, heads=4, groups=2, window=window, documents=DOCUMENTS[documents])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *HALVES], ids=str)
+def test_decoding_in_half_precision(few_programs, dtype):
+    compare_decoding(dtype, pseudo=4, heads=4, head_dim=64)
+    compare_decoding(dtype, pseudo=3, window=5, head_dim=16)
+
+
+def test_decoding_in_the_benchmark():
+    """Against the other forms of `make gpu SLICE=decode`."""
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    forms = agreeing_forms(70, 2, dtype, batch=2, device=DEVICE, fused=attention)
+    assert forms.keys() == {*BASE_CACHES, "fused", *PSEUDO_CACHES}
 
 
 @pytest.mark.parametrize("pseudo_positions", ["interleaved", "shared"])
@@ -312,10 +405,16 @@ def test_layer(small_tiles, pseudo_positions):
 @pytest.mark.parametrize(
     "overrides", [HYBRID | {"sliding_window": 3}, {"num_pseudo_heads": 3, "pseudo_positions": "shared"}], ids=str
 )
-def test_model_on_fused_triton(overrides):
+def test_model_on_fused_triton(overrides, monkeypatch):
     """The model on the fused kernels against eager: logits and gradients with left padding, then a chunk and a token
     on the cache."""
-    results = {}
+    results, decoded = {}, []
+
+    def decode(*arguments):
+        decoded.append(arguments)
+        return decode_attention(*arguments)
+
+    monkeypatch.setattr("gpu_kernels.attention.decode_attention", decode)
     input_ids = random_ids(2, 9).to(DEVICE)
     mask = torch.ones(2, 9, dtype=torch.long, device=DEVICE)
     mask[0, :2] = 0
@@ -323,7 +422,7 @@ def test_model_on_fused_triton(overrides):
         model = random_model(small_config(**overrides)).to(DEVICE)
         set_core(model, "eager" if core == "eager" else "sdpa")
         if core == "fused_triton":
-            model.model.attention_form = fused_attention
+            model.model.attention_form = attention
         logits = model(input_ids, attention_mask=mask).logits * mask[..., None]
         logits.square().sum().backward()
         chunks, cache = [], None
@@ -336,3 +435,4 @@ def test_model_on_fused_triton(overrides):
         results[core] = [logits.detach(), torch.cat(chunks, dim=1), *gradients]
     for actual, expected in zip(results["fused_triton"], results["eager"], strict=True):
         assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert decoded

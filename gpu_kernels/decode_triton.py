@@ -1,0 +1,158 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A Triton kernel for one new token of Interleaved Head Attention over a cache of base keys and values, split over the
+cache. The mixing of the query and all rotations are absorbed, as `absorbed_decode.py` derives, and mixing of keys and
+values is a sum of products with the cached heads:
+
+    score[h, i, j, n] = sum_m alpha_K[m, g, j] (R_j^T R_i q~[h, i]) . k[m, n]
+    out[h, i]         = sum_(m, n) (sum_j alpha_V[m, g, j] weight[h, i, j, n]) v[m, n]
+
+A program has PAIRS pairs (head, pseudo-head i of the query), with PADDED pseudo-keys j each, a power of two, and
+`split` tokens of the cache. No GPU has run it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_kernels.fused_triton import MIN_SIDE, _load, _products, _store, checked, columns, jit, tl, triton
+from modeling_iha.collapse_first import IHAWeights
+
+
+# Rows of a program, and tokens of a step through the cache.
+ROWS, KEYS = 128, 64
+# Programs that keep a large GPU busy: two for each of an H200's 132 multiprocessors.
+PROGRAMS = 264
+
+
+@jit
+def _table(table, p, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows p of a table [P, HALF]."""
+    column = tl.arange(0, COLUMNS)
+    return tl.load(table + p[:, None] * HALF + column, mask=(p < P)[:, None] & (column < HALF), other=0.0)
+
+
+@jit
+def _rotated_queries(
+    q, alpha_q, cos, sin, pair, i, j, M: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """R_j^T R_i sum_m alpha[m, pair] q[m] of rows (pair, j), float32, from q [M, head_dim]."""
+    x1 = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    x2 = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    for head in range(0, M, HEADS):
+        m = head + tl.arange(0, HEADS)
+        share = tl.load(alpha_q + m * M * P + pair[:, None], mask=(m < M) & (pair < M * P)[:, None], other=0.0)
+        y1, y2 = _load(q, m, m < M, HALF, COLUMNS)
+        x1 = tl.dot(share.to(y1.dtype), y1, x1, input_precision="ieee")
+        x2 = tl.dot(share.to(y2.dtype), y2, x2, input_precision="ieee")
+    x1 = tl.reshape(tl.broadcast_to(x1[:, None, :], (PAIRS, PADDED, COLUMNS)), (PAIRS * PADDED, COLUMNS))
+    x2 = tl.reshape(tl.broadcast_to(x2[:, None, :], (PAIRS, PADDED, COLUMNS)), (PAIRS * PADDED, COLUMNS))
+    if cos is not None:
+        c, s = _table(cos, i, P, HALF, COLUMNS), _table(sin, i, P, HALF, COLUMNS)
+        x1, x2 = x1 * c - x2 * s, x2 * c + x1 * s
+        c, s = _table(cos, j, P, HALF, COLUMNS), _table(sin, j, P, HALF, COLUMNS)
+        x1, x2 = x1 * c + x2 * s, x2 * c - x1 * s
+    return x1, x2
+
+
+# Each token makes the cache longer: nothing is compiled anew for the divisors of a length.
+@jit(do_not_specialize=["window", "first", "split", "N"])
+def _decode_forward(
+    q, k, v, alpha_q, alpha_k, alpha_v, cos, sin, documents, out, lse, scale, window, first, split, N,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    COLUMNS: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """The outputs of PAIRS pairs over `split` tokens of the cache, from `first` on, and their log-sum-exps."""
+    batch, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    q, k, v = q + batch * H * 2 * HALF, k + batch * G * N * 2 * HALF, v + batch * G * N * 2 * HALF
+    if documents is not None:
+        documents += batch * N
+    dtype: tl.constexpr = q.dtype.element_ty
+
+    row = tl.arange(0, PAIRS * PADDED)
+    pair, j = tl.program_id(0) * PAIRS + row // PADDED, row % PADDED
+    i, mixing, row_valid = pair % P, pair // P // (H // G) * P + j, (pair < H * P) & (j < P)
+    own = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    r1, r2 = _rotated_queries(q, alpha_q, cos, sin, own, i, j, H, P, HALF, COLUMNS, PAIRS, PADDED, HEADS)
+    r1, r2 = r1.to(dtype), r2.to(dtype)
+
+    # Finite, so that a split that sees no key weighs it 0 and not NaN.
+    peak = tl.full([PAIRS], -1e30, tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    o1 = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    o2 = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    start = first + part * split
+    stop = tl.minimum(start + split, N)
+    for key in range(start, stop, KEYS):
+        u = key + tl.arange(0, KEYS)
+        valid = u < stop
+        scores = tl.zeros([PAIRS * PADDED, KEYS], tl.float32)
+        for m in range(G):
+            share = tl.load(alpha_k + m * G * P + mixing, mask=row_valid, other=0.0).to(tl.float32)
+            k1, k2 = _load(k, m * N + u, valid, HALF, COLUMNS)
+            scores += share[:, None] * _products(r1, r2, k1, k2)
+        query, virtual = (N - 1) * P + i, u[None, :] * P + j[:, None]
+        visible = (virtual <= query[:, None]) & (virtual > query[:, None] - window * P)
+        visible &= row_valid[:, None] & valid[None, :]
+        if documents is not None:
+            visible &= (tl.load(documents + u, mask=valid, other=0) == tl.load(documents + N - 1))[None, :]
+        scores = tl.reshape(tl.where(visible, scores * scale, float("-inf")), (PAIRS, PADDED, KEYS))
+        new_peak = tl.maximum(peak, tl.max(tl.max(scores, axis=2), axis=1))
+        weights = tl.exp(scores - new_peak[:, None, None])
+        decay = tl.exp(peak - new_peak)
+        total = total * decay + tl.sum(tl.sum(weights, axis=2), axis=1)
+        o1, o2, peak = o1 * decay[:, None], o2 * decay[:, None], new_peak
+        for m in range(G):
+            share = tl.load(alpha_v + m * G * P + mixing, mask=row_valid, other=0.0).to(tl.float32)
+            mixed = tl.sum(weights * tl.reshape(share, (PAIRS, PADDED))[:, :, None], axis=1).to(dtype)
+            v1, v2 = _load(v, m * N + u, valid, HALF, COLUMNS)
+            o1 = tl.dot(mixed, v1, o1, input_precision="ieee")
+            o2 = tl.dot(mixed, v2, o2, input_precision="ieee")
+
+    total = tl.where(total > 0, total, 1.0)
+    row = (batch * tl.num_programs(1) + part) * H * P + own
+    _store(out, o1 / total[:, None], o2 / total[:, None], row, own < H * P, HALF, COLUMNS)
+    tl.store(lse + row, peak + tl.log(total), mask=own < H * P)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: IHAWeights,
+    scaling: float,
+    window: int | None = None,
+    document_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Output [batch, 1, H, head_dim] of one new token, with the arguments of `fused_attention` but queries [batch, H,
+    1, head_dim]; keys and values [batch, G, N, head_dim] end with the new token's. It has no backward pass.
+
+    Up to ROWS / P pairs of a head and a pseudo-head share a program, so that the cache is read once where H * P^2 is
+    at most ROWS, and once for each ROWS of them elsewhere.
+
+    Raises:
+        ImportError: without Triton.
+        ValueError: as `fused_attention`.
+    """
+    query, key, value, *mixing, window = checked(query, key, value, 1, weights, window, document_ids)
+    alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents = mixing
+    (batch, heads, _, head_dim), (groups, length), virtual = query.shape, key.shape[1:3], alpha_q.shape[-1]
+    # The window of all pseudo-heads but the last begins one token earlier.
+    first = max(0, length - 1 - window)
+    padded = triton.next_power_of_2(virtual)
+    pairs = min(triton.next_power_of_2(heads * virtual), max(1, ROWS // padded))
+    blocks = triton.cdiv(heads * virtual, pairs)
+    split = KEYS * triton.cdiv((length - first) * batch * blocks, KEYS * PROGRAMS)
+    splits = triton.cdiv(length - first, split)
+    out = query.new_empty(batch, splits, heads, virtual, head_dim, dtype=torch.float32)
+    lse = query.new_empty(batch, splits, heads, virtual, dtype=torch.float32)
+    with torch.cuda.device_of(query):
+        _decode_forward[blocks, splits, batch](
+            query, key, value, alpha_q, alpha_k, alpha_v, cos, sin, documents, out, lse, scaling, window, first, split,
+            length, H=heads, G=groups, P=virtual, PADDED=padded, HALF=head_dim // 2, COLUMNS=columns(head_dim),
+            PAIRS=pairs, KEYS=KEYS, HEADS=MIN_SIDE, num_warps=8, num_stages=2,
+        )  # fmt: skip
+    # Not a product of matrices, which autocast would round.
+    share = lse.softmax(dim=1) * collapse
+    return (share.unsqueeze(-1) * out).sum(dim=(1, 3)).unsqueeze(1).to(value.dtype)
