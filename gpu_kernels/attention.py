@@ -92,28 +92,18 @@ def attention(
     window: int | None = None,
     document_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`fused_attention` where there is no `obstacle`, and otherwise `stock_attention` with one warning."""
-    form = choose(fused_attention, stock_attention, obstacle(value, weights))
+    """`fused_attention`, or `decode_attention` for one new token; with one warning where a kernel does not fit,
+    `stock_attention` and `absorbed_attention`."""
+    reason = obstacle(value, weights)
+    kernel, stock = fused_attention, stock_attention
+    if query.shape[2] == 1:
+        kernel, stock = decode_attention, absorbed_attention
+        if reason is None and torch.is_grad_enabled():
+            reason = "the kernel for one new token has no backward pass"
+    if reason is not None:
+        logger.warning_once(f"The fused kernels of gpu_kernels are not used, the stock form is: {reason}.")
+    form = kernel if reason is None else stock
     return form(query, key, value, weights, scaling, window, document_ids)
-
-
-def decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    weights: IHAWeights,
-    scaling: float,
-    window: int | None = None,
-    document_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`decode_attention` where there is no `obstacle` and no gradient is asked for, and otherwise `absorbed_attention`
-    with one warning."""
-    reason = "the kernel for one new token has no backward pass" if torch.is_grad_enabled() else None
-    form = choose(decode_attention, absorbed_attention, obstacle(value, weights) or reason)
-    return form(query, key, value, weights, scaling, window, document_ids)
-
-
-attention.decode = decode
 
 
 def default_form(model: torch.nn.Module) -> Callable | None:
@@ -122,10 +112,3 @@ def default_form(model: torch.nn.Module) -> Callable | None:
         return None
     where = torch.cuda.get_device_capability(model.device), model.config.num_pseudo_heads
     return attention if where in MEASURED_TO_WIN else None
-
-
-def choose(kernel: Callable, stock: Callable, reason: str | None) -> Callable:
-    if reason is None:
-        return kernel
-    logger.warning_once(f"The fused kernels of gpu_kernels are not used, the stock form is: {reason}.")
-    return stock

@@ -136,8 +136,8 @@ class IHAModel(IHAPreTrainedModel):
         attention_form (`str` or `Callable`, *optional*): how "iha" layers compute under `attn_implementation="sdpa"`.
             `None` lets `choose_form` choose, for speed or memory; `"virtual"` is SDPA on the virtual
             sequence; `"base"` is collapse-first attention and absorbed decoding at every length, which train in the
-            memory of multi-head attention; or a function with the arguments of `collapse_first_attention`, whose
-            attribute `decode`, if there is one, is such a function for one new token. It is not saved.
+            memory of multi-head attention; or a function with the arguments of `collapse_first_attention`, which is
+            called for whole inputs and for one new token. It is not saved.
     """
 
     attention_form: Callable | str | None = None

@@ -124,7 +124,7 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> Callable | N
     if config.pseudo_collapse != "per_head" or config.attention_dropout:
         return None
     if callable(wanted):
-        return getattr(wanted, "decode", absorbed_attention) if length == 1 else wanted if num_keys == length else None
+        return wanted if length in (1, num_keys) else None
     if inputs.inputs_embeds.device.type != "cpu":
         return None
     if length == 1:

@@ -62,12 +62,10 @@ def test_the_switch():
     assert chosen(2, form="base") is collapse_first_attention and chosen(1, form="base") is absorbed_attention
 
     def own(*args):
-        """A kernel of the user's own: whole inputs, with absorbed decoding."""
+        """A kernel of the user's own, for whole inputs and single tokens."""
 
-    assert chosen(2, form=own) is own and chosen(2, cached=3, form=own) is None
-    assert chosen(1, cached=3, form=own) is absorbed_attention
-    own.decode = collapse_first_attention
-    assert chosen(1, cached=3, form=own) is collapse_first_attention and chosen(2, form=own) is own
+    assert chosen(2, form=own) is own and chosen(1, cached=3, form=own) is own
+    assert chosen(2, cached=3, form=own) is None
     assert random_model(small_config()).base_model.attention_form is None
 
 

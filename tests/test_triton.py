@@ -178,7 +178,7 @@ def test_one_new_token_falls_back_to_the_absorbed_form(warnings):
     expected = collapse_first_attention(*states, *options)[:, -1:]
     with torch.no_grad():
         for _ in range(2):
-            assert_close(attention.decode(*token, *options), expected)
+            assert_close(attention(*token, *options), expected)
     (message,) = warnings
     assert "the stock form is: " in message
 
