@@ -45,12 +45,14 @@ def shown(value: dict, digits: int = 4) -> str:
     return f"{value['mean']:.{digits}f}{spread}"
 
 
-def arguments(doc: str, study: str, kinds: Iterable[str], seeds: list[int]) -> argparse.ArgumentParser:
-    """A parser with the options of these studies."""
+def arguments(
+    doc: str, study: str, kinds: Iterable[str], seeds: list[int], choices: Iterable[str] = ATTENTION_CLASSES
+) -> argparse.ArgumentParser:
+    """A parser with the options of these studies; `kinds` of the `choices` are compared by default."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--kinds", nargs="+", choices=ATTENTION_CLASSES, default=list(kinds))
+    parser.add_argument("--kinds", nargs="+", choices=list(choices), default=list(kinds))
     parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
     parser.add_argument(
         "--output", type=Path, help=f"where runs are kept (default: outputs/{study}, outputs/{study}_full)"

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 from torch import nn
+from transformers import PreTrainedModel
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
@@ -81,9 +82,9 @@ def captured(gram: torch.Tensor) -> torch.Tensor:
     return variance.cumsum(0) / variance.sum()
 
 
-def curves_of(source: str) -> dict[str, torch.Tensor]:
-    """Mean over the layers of what the components capture, [width] for each circuit. Raises `UserError`."""
-    model = load_model(source)
+def curves_of(model: PreTrainedModel, source: str) -> dict[str, torch.Tensor]:
+    """Mean over the layers of what the components capture, [width] for each circuit. Raises `UserError`, in which the
+    model is called `source`."""
     config, layers = model.config, getattr(model.base_model, "layers", [])
     if not layers or not hasattr(getattr(layers[0], "self_attn", None), "q_proj"):
         raise UserError(f"{source} is a {config.model_type!r} model: expected Llama's projections, q_proj to o_proj.")
@@ -97,7 +98,6 @@ def curves_of(source: str) -> dict[str, torch.Tensor]:
             )
         for name, gram in Heads(attention, heads, groups).grams().items():
             per_layer[name].append(captured(gram))
-        print(f"{source}: layer {index + 1} of {len(layers)}", flush=True)
     return {name: torch.stack(curves).mean(dim=0) for name, curves in per_layer.items()}
 
 
@@ -138,7 +138,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     table, picture = args.results / "head_diversity.json", args.results / "head_diversity.png"
     for path in (table, picture):
         check_output_file(path, replace=True)
-    curves = {source: curves_of(source) for source in dict.fromkeys(args.models)}
+    curves = {}
+    for source in dict.fromkeys(args.models):
+        print(f"Measuring {source}", flush=True)
+        curves[source] = curves_of(load_model(source), source)
     rows = [summary(source, of_model) for source, of_model in curves.items()]
     write_json(table, {**environment("cpu"), "rows": rows})
     plot(curves, picture)
