@@ -29,6 +29,11 @@ def finished_run(path: Path, setting: dict, run: Callable[[], dict]) -> dict:
     return record
 
 
+def rise_and_fall(step: int, steps: int) -> float:
+    """The share of the learning rate at a step: it rises for a twentieth of the steps, then falls to 0 on a line."""
+    return min(20 * (step + 1) / steps, 1 - step / steps)
+
+
 def interval(values: list[float]) -> dict:
     """Mean of the seeds' values, and half the width of its 95% interval by Student's t; `None` for a single seed."""
     if len(values) < 2:

@@ -20,6 +20,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from benchmarks.cost import model as cost_of
 from command_io import run_cli, sole_writer, write_json
-from experiments.comparison import arguments, begin, finished_run, interval, shown
+from experiments.comparison import arguments, begin, finished_run, interval, rise_and_fall, shown
 from experiments.head_diversity import CIRCUITS, curves_of
 from experiments.language_models import FULL, SMALL, add_text_option, as_large_as, build, text_and_setting, train
 from experiments.study import environment, save_plot
-from modeling_iha import IHAConfig
+from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 # Configuration -> perplexity in Table 9, options of kind "dcmha".
@@ -77,7 +78,13 @@ def config_of(name: str, size: dict) -> IHAConfig:
 def one_run(name: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:
     """The run of `language_models.train`, and what the principal components of the trained heads capture on
     average."""
-    model, run = train(name, config_of(name, size), seed, size, text, device)
+    torch.manual_seed(seed)
+    base = IHAForCausalLM(config_of("mha", size))
+    model = IHAForCausalLM(config_of(name, size))
+    # Differences between seeds would hide those between configurations: what all have starts equal.
+    common = {key: value for key, value in base.state_dict().items() if value.shape == model.state_dict()[key].shape}
+    model.load_state_dict(common, strict=False)
+    run = train(name, model.to(device), seed, size, text, partial(rise_and_fall, steps=size["steps"]))
     return {**run, **{circuit: curve.mean().item() for circuit, curve in curves_of(model.cpu(), name).items()}}
 
 

@@ -1,10 +1,10 @@
 """DCMHA's 74 synthetic tasks: does composing heads help to find one word and to transform another?
 
 "Improving Transformers with Dynamically Composable Multi-Head Attention", Section 4.3, Table 5 and Appendix F. In
-"John has an apple. Mary has a dog. So John has a kind of ..." a model must attend to the word that an attention pattern
-selects (same person) and transform it (object to class). 74 combinations are put to Pythia-6.9B and DCPythia-6.9B
-after 2 to 7 shots; 31.9% and 39.0% of the answers are right. The paper conjectures that heads whose QK and OV circuits
-are fixed have difficulty in combining them. Its models are trained on text only.
+"John has an apple. Mary has a dog. So John has a kind of ..." a model must attend to the word that an attention
+pattern selects (same person) and transform it (object to class). 74 combinations are put to Pythia-6.9B and
+DCPythia-6.9B after 2 to 7 shots; 31.9% and 39.0% of the answers are right. The paper conjectures that heads whose QK
+and OV circuits are fixed have difficulty in combining them. Its models are trained on text only.
 
 Here small models are trained on the tasks themselves. The paper shows eight examples and does not say how they were
 made; the 74 combinations are those of the file its authors released (Caiyun-AI/DCFormer,
@@ -24,6 +24,7 @@ example: python -m experiments.dcmha_tasks --kinds mha dcmha --seeds 0 1
 import random
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import permutations, product
 from pathlib import Path
 from statistics import mean
@@ -36,7 +37,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import run_cli, sole_writer, write_json
-from experiments.comparison import arguments, begin, finished_run, interval, shown
+from experiments.comparison import arguments, begin, finished_run, interval, rise_and_fall, shown
 from experiments.language_models import clock, config_of
 from experiments.study import environment, save_plot
 from modeling_iha import IHAForCausalLM
@@ -70,7 +71,7 @@ FULL = {
     "rate": 1e-3,
     "test": 256,
 }
-WARM_UP, EVALUATIONS, HELD_OUT = 50, 10, 8
+EVALUATIONS, HELD_OUT = 10, 8
 
 NAMES = (
     "Ruth Carol Ronald Deborah Daniel Edward Maria Kenneth Nancy Jeff Laura Joseph Helen John Susan Steven Mark Sarah "
@@ -305,9 +306,7 @@ def train(kind: str, seed: int, size: dict, device: str) -> dict:
     model = IHAForCausalLM(config_of(kind, {**size, "fields": fields})).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
     steps = size["steps"]
-    rate = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / WARM_UP, 1.0) * max(0.0, 1 - step / steps)
-    )
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rise_and_fall, steps=steps))
     curve, seconds, start = [], 0.0, clock(device)
     for step in range(steps + 1):
         if step % max(1, steps // EVALUATIONS) == 0 or step == steps:

@@ -140,18 +140,27 @@ def clock(device: str) -> float:
     return time.monotonic()
 
 
+def warm_up(step: int) -> float:
+    """The share of the learning rate at a step: all of it after WARM_UP steps."""
+    return min(1.0, (step + 1) / WARM_UP)
+
+
 def train(
-    name: str, config: IHAConfig, seed: int, size: dict, text: torch.Tensor, device: str
-) -> tuple[IHAForCausalLM, dict]:
-    """One run: the trained model, the held-out loss as it falls, and tokens a second."""
+    name: str,
+    model: IHAForCausalLM,
+    seed: int,
+    size: dict,
+    text: torch.Tensor,
+    schedule: Callable[[int], float] = warm_up,
+) -> dict:
+    """Trains a model, where it is, on the rows of a seed: the held-out loss as it falls, and tokens a second."""
     held_out, generator = len(text) // 10, torch.Generator().manual_seed(seed)
+    device = model.device.type
     text, tokens, steps = text.to(device), size["tokens"], size["steps"]
     starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS, device=device).long()
     validation = rows_of(text, starts, tokens)
-    torch.manual_seed(seed)
-    model = IHAForCausalLM(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
-    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     curve, seconds, start = [], 0.0, clock(device)
     for step in range(steps + 1):
         if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
@@ -169,8 +178,14 @@ def train(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        warm_up.step()
-    return model, {"curve": curve, "tokens_per_second": round(steps * size["batch"] * tokens / seconds)}
+        rate.step()
+    return {"curve": curve, "tokens_per_second": round(steps * size["batch"] * tokens / seconds)}
+
+
+def one_run(kind: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:
+    """A run of a new model of a kind."""
+    torch.manual_seed(seed)
+    return train(kind, IHAForCausalLM(config_of(kind, size)).to(device), seed, size, text)
 
 
 def memory(kind: str, size: dict, device: str) -> dict:
@@ -258,8 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with sole_writer(args.output):
         for seed, kind in itertools.product(args.seeds, args.kinds):
             path = args.output / f"{kind}-{seed}.json"
-            arguments_of_run = (kind, config_of(kind, size), seed, size, text, args.device)
-            runs[kind].append(finished_run(path, setting, lambda: train(*arguments_of_run)[1]))
+            runs[kind].append(finished_run(path, setting, lambda: one_run(kind, seed, size, text, args.device)))
         for kind in args.kinds:
             path = args.output / f"{kind}-memory.json"
             extra[kind] = finished_run(path, setting, lambda: memory(kind, size, args.device))["extra_bytes"]
