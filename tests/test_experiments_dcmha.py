@@ -185,6 +185,8 @@ def test_an_example_has_one_right_answer(index, new):
             "different": [answers[word] for word in words if words.count(word) == 1],
         }[task.pattern]
         assert right == [given], text
+        alike = task.pattern in ("who not", *SET_PATTERNS)
+        assert len({answers[word] for word in words}) == (2 if alike else 3), text
 
 
 def test_new_examples_combine_a_task_with_words_of_other_tasks():
@@ -231,6 +233,8 @@ def test_kinds_learn_the_same_examples_and_no_new_ones(monkeypatch):
 
 
 def test_the_tasks_compare_on_equal_seeds_and_go_on_where_they_stopped(tmp_path, monkeypatch, capsys):
+    shares = random.Random(0)
+    monkeypatch.setattr(dcmha_tasks, "right_by_task", lambda model, batches: [shares.random() for _ in batches])
     monkeypatch.setattr(dcmha_tasks, "SMALL", TINY_TASKS)
     where = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--kinds", "mha", "iha"]
     dcmha_tasks.main([*where, "--seeds", "0"])
@@ -266,7 +270,8 @@ def test_a_model_that_knows_the_answers_is_right(monkeypatch):
     def knows_half(model, batch):
         logits = torch.zeros(len(batch.answers), len(TOKENS) + 1)
         count = 4 if batch is tests[0] else 2
-        logits[torch.arange(count), batch.answers[:count]] = 1.0
+        logits[torch.arange(4), batch.answers % len(TOKENS) + 1] = 1.0
+        logits[torch.arange(count), batch.answers[:count]] = 2.0
         return logits
 
     monkeypatch.setattr(dcmha_tasks, "logits_of", knows_half)
