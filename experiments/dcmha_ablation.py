@@ -6,7 +6,8 @@ dynamic composition more than a static one, projections more than gates, weights
 nearly as much as both, composing after the softmax far more than before it, and a rank of 2 the most.
 
 Here the components are added to "mha" in the models of language_models.py, on its text: within a seed every
-configuration sees the same rows in the same order. As in the paper the FFN keeps its width, so a configuration has
+configuration starts from the same weights, as far as it has them, and sees the same rows in the same order; the rate
+falls to 0. As in the paper the FFN keeps its width, so a configuration has
 more parameters than "mha", by up to a fifth at this size where it is a fiftieth in the paper. "wider" is the control:
 "mha" whose FFN makes it as large as "dcmha". Left out are what the paper's DCFormer++ has besides, local windows in
 every other layer and QK-norm. The models trained here also answer the question of head_diversity.py (Figure 5).
@@ -31,13 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from benchmarks.cost import model as cost_of
 from command_io import run_cli, sole_writer, write_json
+from experiments import language_models
 from experiments.comparison import arguments, begin, finished_run, interval, rise_and_fall, shown
 from experiments.head_diversity import CIRCUITS, curves_of
-from experiments.language_models import FULL, SMALL, add_text_option, as_large_as, build, text_and_setting, train
+from experiments.language_models import FULL, add_text_option, as_large_as, build, text_and_setting, train
 from experiments.study import environment, save_plot
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
+SMALL = {**language_models.SMALL, "tokens": 64, "batch": 8, "rate": 3e-3}
 # Configuration -> perplexity in Table 9, options of kind "dcmha".
 CONFIGURATIONS = {
     "mha": (11.68, None),
