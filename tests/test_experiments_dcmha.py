@@ -23,7 +23,7 @@ from modeling_iha import IHAForCausalLM
 DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[2] / "shared" / "data"))
 FIELDS = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY_TEXT = {"fields": FIELDS, "tokens": 8, "batch": 2, "steps": 4, "rate": 1e-2}
-TINY_TASKS = {**TINY_TEXT, "fields": {**FIELDS, "num_pseudo_heads": 2}, "tokens": 32, "test": 2}
+TINY_TASKS = {**TINY_TEXT, "fields": {**FIELDS, "num_pseudo_heads": 2}, "tokens": 4, "test": 2}
 
 
 def results(directory: Path, name: str) -> dict:
@@ -169,10 +169,9 @@ def test_an_example_has_one_right_answer(index, new):
     task, generator = TASKS[index], random.Random(index)
     answers = ANSWERS[task.transformation]
     for _ in range(20):
-        text, given = dcmha_tasks.draw(index, new, generator)
-        assert set(text.split()) <= set(TOKENS) and len(text.split()) <= dcmha_tasks.SMALL["tokens"]
-        assert given in TOKENS
-        *facts, question = text.rsplit(" , " if task.pattern in SET_PATTERNS else " . ", 3)
+        lines, given = dcmha_tasks.draw(index, new, generator)
+        assert {*" ".join(lines).split(), given} <= set(TOKENS)
+        *facts, question = lines
         words = [next(word for word in fact.split() if word in answers) for fact in facts]
         owners = [next((word for word in fact.split() if word in NAMES), None) for fact in facts]
         asked = [word for word in question.split() if word in {*NAMES, *answers, *answers.values()}]
@@ -184,9 +183,9 @@ def test_an_example_has_one_right_answer(index, new):
             "not the named": [answers[word] for word in words if word not in asked],
             "different": [answers[word] for word in words if words.count(word) == 1],
         }[task.pattern]
-        assert right == [given], text
+        assert right == [given], lines
         alike = task.pattern in ("who not", *SET_PATTERNS)
-        assert len({answers[word] for word in words}) == (2 if alike else 3), text
+        assert len({answers[word] for word in words}) == (2 if alike else 3), lines
 
 
 def test_new_examples_combine_a_task_with_words_of_other_tasks():
@@ -197,18 +196,18 @@ def test_new_examples_combine_a_task_with_words_of_other_tasks():
         assert new <= {word for i in elsewhere for word in dcmha_tasks.sources(i, False)}
 
 
-def test_padding_changes_no_answer():
+def test_a_line_is_the_sum_of_its_words():
+    """Whatever the other examples of the batch."""
     torch.manual_seed(0)
     size = {**TINY_TASKS, "fields": {**TINY_TASKS["fields"], "vocab_size": len(TOKENS) + 1}}
     model = IHAForCausalLM(language_models.config_of("dcmha", size)).eval()
     examples = [dcmha_tasks.draw(index, False, random.Random(index)) for index in (0, 61)]
-    lengths = [len(example.text.split()) for example in examples]
-    assert lengths[0] > lengths[1]
+    table = model.model.embed_tokens.weight
     with torch.no_grad():
-        together = dcmha_tasks.logits_of(model, dcmha_tasks.encode(examples, "cpu"))
+        together = dcmha_tasks.logits_of(model, dcmha_tasks.encode(examples, "cpu").inputs)
         for logits, example in zip(together, examples):
-            alone = torch.tensor([[TOKENS[word] for word in example.text.split()]])
-            torch.testing.assert_close(logits, model(alone).logits[0, -1])
+            lines = torch.stack([sum(table[TOKENS[word]] for word in line.split()) for line in example.lines])
+            torch.testing.assert_close(logits, model(inputs_embeds=lines[None]).logits[0, -1])
 
 
 def test_kinds_learn_the_same_examples_and_no_new_ones(monkeypatch):
@@ -267,11 +266,11 @@ def test_a_model_that_knows_the_answers_is_right(monkeypatch):
         for index in (3, 58)
     ]
 
-    def knows_half(model, batch):
-        logits = torch.zeros(len(batch.answers), len(TOKENS) + 1)
-        count = 4 if batch is tests[0] else 2
-        logits[torch.arange(4), batch.answers % len(TOKENS) + 1] = 1.0
-        logits[torch.arange(count), batch.answers[:count]] = 2.0
+    def knows_half(model, inputs):
+        known, answers = next((4 - 2 * i, test.answers) for i, test in enumerate(tests) if test.inputs is inputs)
+        logits = torch.zeros(4, len(TOKENS) + 1)
+        logits[torch.arange(4), answers % len(TOKENS) + 1] = 1.0
+        logits[torch.arange(known), answers[:known]] = 2.0
         return logits
 
     monkeypatch.setattr(dcmha_tasks, "logits_of", knows_half)
