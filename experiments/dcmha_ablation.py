@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 
@@ -113,7 +114,7 @@ def summary(name: str, size: dict, runs: dict[str, list[dict]]) -> dict:
         "tokens_per_second": round(interval([run["tokens_per_second"] for run in runs[name]])["mean"]),
         **{circuit: interval([run[circuit] for run in runs[name]]) for circuit in CIRCUITS},
     }
-    if "mha" in runs:
+    if "mha" in runs and name != "mha":
         row["lower_than_mha"] = difference(name, "mha", runs)
         for circuit in CIRCUITS:
             pairs = zip(runs[name], runs["mha"])
@@ -122,34 +123,37 @@ def summary(name: str, size: dict, runs: dict[str, list[dict]]) -> dict:
 
 
 def plot(rows: list[dict], claims: list[dict], path: Path) -> None:
-    """How much lower each configuration's loss is than that of "mha", the same of the paper's, and both for every
-    claim."""
-    against_mha = [row["lower_than_mha"] for row in rows if row["configuration"] != "mha" and "lower_than_mha" in row]
-    figure = Figure(figsize=(14, 5))
-    names = ([each["lower"] for each in against_mha], [f"{each['lower']}, not {each['than']}" for each in claims])
-    for axes, compared, labels in zip(figure.subplots(1, 2), (against_mha, claims), names):
-        places = range(len(compared))
-        spread = [each["by"]["half_width"] or 0 for each in compared]
-        axes.barh(
-            places,
-            [each["by"]["mean"] for each in compared],
-            0.4,
-            xerr=spread,
-            label="measured, nats per byte (95% interval)",
-        )
-        axes.barh(
-            [place + 0.4 for place in places],
-            [each["paper_by"] or 0 for each in compared],
-            0.4,
-            label="Table 9, nats per token",
-        )
+    """How much lower each configuration's loss is than that of "mha", measured and in the paper; the same for every
+    claim; and how much more diverse its heads are."""
+    figure = Figure(figsize=(18, 5))
+    losses, conclusions, diversity = figure.subplots(1, 3)
+    compared = [row for row in rows if "lower_than_mha" in row]
+    names = [row["configuration"] for row in compared]
+
+    def bars(axes: Axes, labels: list[str], left: str, first: list[dict], right: str, second: list[dict]) -> None:
+        for offset, label, values in ((-0.2, left, first), (0.2, right, second)):
+            places = [place + offset for place in range(len(values))]
+            spread = [value["half_width"] or 0 for value in values]
+            axes.barh(places, [value["mean"] for value in values], 0.4, xerr=spread, label=label)
         axes.axvline(0, color="black", linewidth=0.5)
-        axes.set_yticks(places, labels)
+        axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
-        axes.set(xlabel="lower loss")
-    figure.axes[0].set(title='lower than "mha"')
-    figure.axes[1].set(title="the paper's conclusions")
-    figure.axes[0].legend()
+        axes.legend()
+
+    for axes, differences, labels, title in (
+        (losses, [row["lower_than_mha"] for row in compared], names, 'loss lower than that of "mha" by'),
+        (conclusions, claims, [f"{each['lower']}, {each['than']}" for each in claims], "the first's loss lower by"),
+    ):
+        papers = [{"mean": each["paper_by"] or 0, "half_width": 0} for each in differences]
+        measured = [each["by"] for each in differences]
+        bars(axes, labels, "nats per byte, 95% interval", measured, "Table 9, nats per token", papers)
+        axes.set(title=title)
+    bars(
+        diversity,
+        names,
+        *(part for name in CIRCUITS for part in (name, [row[f"{name}_minus_mha"] for row in compared])),
+    )
+    diversity.set(title='captured variance minus that of "mha" (lower: more diverse)')
     save_plot(figure, path)
 
 
@@ -172,7 +176,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_json(table, {**environment(args.device), **setting, "seeds": args.seeds, "rows": rows, "claims": claims})
     plot(rows, claims, picture)
     for row in rows:
-        print(f"{row['configuration']}: {row['parameters']} parameters, loss {shown(row['loss'])}")
+        captured = ", ".join(f"{name} {shown(row[name])}" for name in CIRCUITS)
+        print(
+            f"{row['configuration']}: {row['parameters']} parameters, loss {shown(row['loss'])}, captured {captured}"
+        )
     for each in [*(row["lower_than_mha"] for row in rows if "lower_than_mha" in row), *claims]:
         print(f"{each['lower']} is lower than {each['than']} by {shown(each['by'])}")
 

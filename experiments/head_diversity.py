@@ -19,6 +19,7 @@ example: python -m experiments.head_diversity HuggingFaceTB/SmolLM2-135M-Instruc
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -117,11 +118,10 @@ def summary(source: str, curves: dict[str, torch.Tensor]) -> dict:
 def plot(curves: dict[str, dict[str, torch.Tensor]], path: Path) -> None:
     figure = Figure(figsize=(11, 4.5))
     for axes, name in zip(figure.subplots(1, 2, sharey=True), CIRCUITS):
-        for source, of_model in curves.items():
+        for style, (source, of_model) in zip(cycle(("-", "--", ":")), curves.items()):
             curve = of_model[name]
-            axes.plot(
-                [(index + 1) / len(curve) for index in range(len(curve))], curve.tolist(), label=shown_name(source)
-            )
+            shares = [(index + 1) / len(curve) for index in range(len(curve))]
+            axes.plot(shares, curve.tolist(), style, label=shown_name(source))
         axes.set(title=f"{name} circuits", xlabel="principal components / width", ylabel="captured variance")
         axes.legend()
     save_plot(figure, path)
