@@ -153,7 +153,7 @@ def plot(rows: list[dict], claims: list[dict], path: Path) -> None:
         names,
         *(part for name in CIRCUITS for part in (name, [row[f"{name}_minus_mha"] for row in compared])),
     )
-    diversity.set(title='captured variance minus that of "mha" (lower: more diverse)')
+    diversity.set(title='captured variance minus that of "mha"')
     save_plot(figure, path)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from command_io import UserError
 from evaluation import data
-from experiments import dcmha_ablation, dcmha_tasks, head_diversity, language_models
+from experiments import comparison, dcmha_ablation, dcmha_tasks, head_diversity, language_models
 from experiments.dcmha_tasks import ANSWERS, NAMES, SET_PATTERNS, TASKS, TOKENS
 from modeling_iha import IHAForCausalLM
 
@@ -117,6 +117,11 @@ def test_all_configurations_start_from_the_same_weights(monkeypatch):
         assert run == {"curve": [], **{circuit: expected[circuit].mean().item() for circuit in ("QK", "OV")}}
     for name, weights in models.items():
         assert all(name == "wider" and "mlp" in key or weights[key].equal(models["mha"][key]) for key in models["mha"])
+
+
+def test_the_rate_rises_and_falls():
+    shares = [comparison.rise_and_fall(step, 40) for step in range(41)]
+    assert shares[0] == 0.5 and shares[1] == max(shares) == 0.975 and shares[20] == 0.5 and shares[40] == 0
 
 
 # The tasks
