@@ -409,10 +409,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             path = args.output / f"{kind}-{seed}.json"
             runs[kind].append(finished_run(path, setting, lambda: train(kind, seed, size, args.device)))
     rows = [summary(kind, runs) for kind in args.kinds]
-    by_task = {kind: [run["right"] for run in of_kind] for kind, of_kind in runs.items()}
-    write_json(
-        table, {**environment(args.device), **setting, "seeds": args.seeds, "rows": rows, "right_by_task": by_task}
-    )
+    write_json(table, {**environment(args.device), **setting, "seeds": args.seeds, "rows": rows})
     plot(rows, runs, picture)
     for row in rows:
         seen, new = (shown(row["groups"]["all"][name]) for name in ("seen", "new"))
