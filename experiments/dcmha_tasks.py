@@ -39,7 +39,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import run_cli, sole_writer, write_json
+from command_io import UserError, run_cli, sole_writer, write_json
 from experiments.comparison import arguments, begin, finished_run, interval, rise_and_fall, shown
 from experiments.language_models import clock, config_of
 from experiments.study import environment, save_plot
@@ -398,9 +398,15 @@ def plot(rows: list[dict], runs: dict[str, list[dict]], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     kinds = ["mha", "dcmha", "talking_heads", "iha"]
-    args = arguments(__doc__, "dcmha_tasks", kinds, [0, 1, 2]).parse_args(argv)
+    parser = arguments(__doc__, "dcmha_tasks", kinds, [0, 1, 2])
+    parser.add_argument("--steps", type=int, help=f"of training ({SMALL['steps']}, with --full {FULL['steps']})")
+    args = parser.parse_args(argv)
     table, picture = begin(args, "dcmha_tasks")
     size = FULL if args.full else SMALL
+    if args.steps is not None:
+        size = {**size, "steps": args.steps}
+    if size["steps"] < 1:
+        raise UserError(f"--steps {args.steps}: expected at least 1.")
     setting = {**size, "device": args.device}
 
     runs = {kind: [] for kind in args.kinds}

@@ -263,6 +263,11 @@ def test_the_tasks_compare_on_equal_seeds_and_go_on_where_they_stopped(tmp_path,
         more = mean(shares["iha"]) - mean(shares["mha"])
         assert iha["groups"][group]["new_more_than_mha"]["mean"] == pytest.approx(more)
 
+    with pytest.raises(UserError, match="another setting"):
+        dcmha_tasks.main([*where, "--seeds", "0", "--steps", "5"])
+    with pytest.raises(UserError, match="--steps 0: expected at least 1"):
+        dcmha_tasks.main([*where, "--steps", "0"])
+
 
 def test_a_model_that_knows_the_answers_is_right(monkeypatch):
     """Shares are those of each task."""
