@@ -9,8 +9,8 @@ Here the components are added to "mha" in the models of language_models.py, on i
 configuration starts from the same weights, as far as it has them, and sees the same rows in the same order; the rate
 falls to 0. As in the paper the FFN keeps its width, so a configuration has more parameters than "mha", at this size up
 to 22%, where the paper's R = 2 takes 2.6%. "wider" is the control: "mha" whose FFN makes it as large as "dcmha". Left
-out are what the paper's DCFormer++ has besides, local windows in every other layer and QK-norm. The models trained here
-also answer the question of head_diversity.py (Figure 5).
+out are what the paper's DCFormer++ has besides, local windows in every other layer and QK-norm. The models trained
+here also answer the question of head_diversity.py (Figure 5).
 
 `--full` is a size for a GPU. A finished run is not repeated. Writes dcmha_ablation.json and dcmha_ablation.png.
 
