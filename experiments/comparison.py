@@ -29,6 +29,11 @@ def finished_run(path: Path, setting: dict, run: Callable[[], dict]) -> dict:
     return record
 
 
+def rise_and_fall(step: int, steps: int) -> float:
+    """The share of the learning rate at a step: it rises for a twentieth of the steps, then falls to 0 on a line."""
+    return min(20 * (step + 1) / steps, 1 - step / steps)
+
+
 def interval(values: list[float]) -> dict:
     """Mean of the seeds' values, and half the width of its 95% interval by Student's t; `None` for a single seed."""
     if len(values) < 2:
@@ -45,12 +50,14 @@ def shown(value: dict, digits: int = 4) -> str:
     return f"{value['mean']:.{digits}f}{spread}"
 
 
-def arguments(doc: str, study: str, kinds: Iterable[str], seeds: list[int]) -> argparse.ArgumentParser:
-    """A parser with the options of these studies."""
+def arguments(
+    doc: str, study: str, kinds: Iterable[str], seeds: list[int], choices: Iterable[str] = ATTENTION_CLASSES
+) -> argparse.ArgumentParser:
+    """A parser with the options of these studies; `kinds` of the `choices` are compared by default."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--kinds", nargs="+", choices=ATTENTION_CLASSES, default=list(kinds))
+    parser.add_argument("--kinds", nargs="+", choices=list(choices), default=list(kinds))
     parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
     parser.add_argument(
         "--output", type=Path, help=f"where runs are kept (default: outputs/{study}, outputs/{study}_full)"

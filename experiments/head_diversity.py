@@ -19,11 +19,13 @@ example: python -m experiments.head_diversity HuggingFaceTB/SmolLM2-135M-Instruc
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 from torch import nn
+from transformers import PreTrainedModel
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
@@ -81,9 +83,9 @@ def captured(gram: torch.Tensor) -> torch.Tensor:
     return variance.cumsum(0) / variance.sum()
 
 
-def curves_of(source: str) -> dict[str, torch.Tensor]:
-    """Mean over the layers of what the components capture, [width] for each circuit. Raises `UserError`."""
-    model = load_model(source)
+def curves_of(model: PreTrainedModel, source: str) -> dict[str, torch.Tensor]:
+    """Mean over the layers of what the components capture, [width] for each circuit. Raises `UserError`, in which the
+    model is called `source`."""
     config, layers = model.config, getattr(model.base_model, "layers", [])
     if not layers or not hasattr(getattr(layers[0], "self_attn", None), "q_proj"):
         raise UserError(f"{source} is a {config.model_type!r} model: expected Llama's projections, q_proj to o_proj.")
@@ -97,7 +99,6 @@ def curves_of(source: str) -> dict[str, torch.Tensor]:
             )
         for name, gram in Heads(attention, heads, groups).grams().items():
             per_layer[name].append(captured(gram))
-        print(f"{source}: layer {index + 1} of {len(layers)}", flush=True)
     return {name: torch.stack(curves).mean(dim=0) for name, curves in per_layer.items()}
 
 
@@ -117,11 +118,10 @@ def summary(source: str, curves: dict[str, torch.Tensor]) -> dict:
 def plot(curves: dict[str, dict[str, torch.Tensor]], path: Path) -> None:
     figure = Figure(figsize=(11, 4.5))
     for axes, name in zip(figure.subplots(1, 2, sharey=True), CIRCUITS):
-        for source, of_model in curves.items():
+        for style, (source, of_model) in zip(cycle(("-", "--", ":")), curves.items()):
             curve = of_model[name]
-            axes.plot(
-                [(index + 1) / len(curve) for index in range(len(curve))], curve.tolist(), label=shown_name(source)
-            )
+            shares = [(index + 1) / len(curve) for index in range(len(curve))]
+            axes.plot(shares, curve.tolist(), style, label=shown_name(source))
         axes.set(title=f"{name} circuits", xlabel="principal components / width", ylabel="captured variance")
         axes.legend()
     save_plot(figure, path)
@@ -138,7 +138,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     table, picture = args.results / "head_diversity.json", args.results / "head_diversity.png"
     for path in (table, picture):
         check_output_file(path, replace=True)
-    curves = {source: curves_of(source) for source in dict.fromkeys(args.models)}
+    curves = {}
+    for source in dict.fromkeys(args.models):
+        print(f"Measuring {source}", flush=True)
+        curves[source] = curves_of(load_model(source), source)
     rows = [summary(source, of_model) for source, of_model in curves.items()]
     write_json(table, {**environment("cpu"), "rows": rows})
     plot(curves, picture)

@@ -15,6 +15,7 @@ process at the peak. A finished run is not repeated. Writes language_models.json
 example: python -m experiments.language_models --text state_union.txt --seeds 0 1 2
 """
 
+import argparse
 import hashlib
 import itertools
 import math
@@ -69,22 +70,40 @@ def read_text(path: Path | None) -> torch.Tensor:
     return torch.tensor(list(content), dtype=torch.long)
 
 
-def config_of(kind: str, size: dict) -> IHAConfig:
-    """The model of a kind; its FFN is as wide as the parameters of "mha" allow."""
+def add_text_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--text", type=Path, help="a file to learn (default: Python's language reference)")
 
-    def build(name: str, inner: int) -> IHAConfig:
-        fields = {**size["fields"], "intermediate_size": inner}
-        heads = {
-            "num_key_value_heads": fields["num_attention_heads"],
-            "num_pseudo_heads": fields["num_attention_heads"],
-        }
-        special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
-        return IHAConfig(attention_kinds=name, max_position_embeddings=size["tokens"], **fields, **heads, **special)
 
-    inner = size["fields"]["intermediate_size"]
-    more = cost_of(build(kind, inner), 1).parameters - cost_of(build("mha", inner), 1).parameters
+def text_and_setting(args: argparse.Namespace, size: dict) -> tuple[torch.Tensor, dict]:
+    """The text of --text, and all that a run depends on besides its config and seed. Raises `UserError`."""
+    text = read_text(args.text)
+    if len(text) < (shortest := 20 * size["tokens"]):
+        raise UserError(
+            f"--text {args.text} has {len(text)} bytes: expected at least {shortest}; choose a longer one."
+        )
+    hashed = hashlib.sha256(text.to(torch.uint8).numpy().tobytes()).hexdigest()
+    return text, {**size, "text_sha256": hashed, "device": args.device}
+
+
+def build(kind: str, size: dict, **fields) -> IHAConfig:
+    """The config of a kind at a size, with `fields` of its own; as many pseudo-heads as heads."""
+    fields = {**size["fields"], **fields}
+    heads = {"num_key_value_heads": fields["num_attention_heads"], "num_pseudo_heads": fields["num_attention_heads"]}
+    special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
+    every = {"attention_kinds": kind, "max_position_embeddings": size["tokens"]}
+    return IHAConfig(**{**special, **every, **heads, **fields})
+
+
+def as_large_as(target: IHAConfig, kind: str, size: dict) -> IHAConfig:
+    """The config of a kind at a size, its FFN as wide as the parameters of `target` allow."""
+    more = cost_of(build(kind, size), 1).parameters - cost_of(target, 1).parameters
     per_channel = 3 * size["fields"]["hidden_size"] * size["fields"]["num_hidden_layers"]
-    return build(kind, inner - round(more / per_channel))
+    return build(kind, size, intermediate_size=size["fields"]["intermediate_size"] - round(more / per_channel))
+
+
+def config_of(kind: str, size: dict) -> IHAConfig:
+    """The model of a kind, with the parameters of "mha"."""
+    return as_large_as(build("mha", size), kind, size)
 
 
 def rows_of(text: torch.Tensor, starts: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -121,16 +140,27 @@ def clock(device: str) -> float:
     return time.monotonic()
 
 
-def train(kind: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:
-    """One run: the held-out loss as it falls, and tokens a second."""
+def warm_up(step: int) -> float:
+    """The share of the learning rate at a step: all of it after WARM_UP steps."""
+    return min(1.0, (step + 1) / WARM_UP)
+
+
+def train(
+    name: str,
+    model: IHAForCausalLM,
+    seed: int,
+    size: dict,
+    text: torch.Tensor,
+    schedule: Callable[[int], float] = warm_up,
+) -> dict:
+    """Trains a model, where it is, on the rows of a seed: the held-out loss as it falls, and tokens a second."""
     held_out, generator = len(text) // 10, torch.Generator().manual_seed(seed)
+    device = model.device.type
     text, tokens, steps = text.to(device), size["tokens"], size["steps"]
     starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS, device=device).long()
     validation = rows_of(text, starts, tokens)
-    torch.manual_seed(seed)
-    model = IHAForCausalLM(config_of(kind, size)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
-    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     curve, seconds, start = [], 0.0, clock(device)
     for step in range(steps + 1):
         if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
@@ -138,7 +168,7 @@ def train(kind: str, seed: int, size: dict, text: torch.Tensor, device: str) -> 
             with torch.no_grad():
                 loss = sum(loss_of(model, rows).item() for rows in validation.chunk(8)) / 8
             curve.append([step, loss])
-            print(f"{kind}, seed {seed}: step {step} of {steps}, held-out loss {loss:.4f}", flush=True)
+            print(f"{name}, seed {seed}: step {step} of {steps}, held-out loss {loss:.4f}", flush=True)
             start = clock(device)
         if step == steps:
             break
@@ -148,8 +178,14 @@ def train(kind: str, seed: int, size: dict, text: torch.Tensor, device: str) -> 
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        warm_up.step()
+        rate.step()
     return {"curve": curve, "tokens_per_second": round(steps * size["batch"] * tokens / seconds)}
+
+
+def one_run(kind: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:
+    """A run of a new model of a kind."""
+    torch.manual_seed(seed)
+    return train(kind, IHAForCausalLM(config_of(kind, size)).to(device), seed, size, text)
 
 
 def memory(kind: str, size: dict, device: str) -> dict:
@@ -227,22 +263,17 @@ def plot(rows: list[dict], runs: dict[str, list[dict]], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     parser = arguments(__doc__, "language_models", ATTENTION_CLASSES, [0, 1, 2])
-    parser.add_argument("--text", type=Path, help="a file to learn (default: Python's language reference)")
+    add_text_option(parser)
     args = parser.parse_args(argv)
     table, picture = begin(args, "language_models")
-    size, text = FULL if args.full else SMALL, read_text(args.text)
-    if len(text) < (shortest := 20 * size["tokens"]):
-        raise UserError(
-            f"--text {args.text} has {len(text)} bytes: expected at least {shortest}; choose a longer one."
-        )
-    hashed = hashlib.sha256(text.to(torch.uint8).numpy().tobytes()).hexdigest()
-    setting = {**size, "text_sha256": hashed, "device": args.device}
+    size = FULL if args.full else SMALL
+    text, setting = text_and_setting(args, size)
 
     runs, extra = {kind: [] for kind in args.kinds}, {}
     with sole_writer(args.output):
         for seed, kind in itertools.product(args.seeds, args.kinds):
             path = args.output / f"{kind}-{seed}.json"
-            runs[kind].append(finished_run(path, setting, lambda: train(kind, seed, size, text, args.device)))
+            runs[kind].append(finished_run(path, setting, lambda: one_run(kind, seed, size, text, args.device)))
         for kind in args.kinds:
             path = args.output / f"{kind}-memory.json"
             extra[kind] = finished_run(path, setting, lambda: memory(kind, size, args.device))["extra_bytes"]

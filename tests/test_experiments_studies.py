@@ -172,7 +172,7 @@ def test_the_held_out_text_is_never_trained_on(monkeypatch):
         return loss_of(model, rows)
 
     monkeypatch.setattr(language_models, "loss_of", watch)
-    language_models.train("mha", 0, {**TINY_TEXT, "batch": 200}, text, "cpu")
+    language_models.one_run("mha", 0, {**TINY_TEXT, "batch": 200}, text, "cpu")
     assert seen == {True: {0}, False: {1}}
 
 
@@ -186,7 +186,7 @@ def test_evaluations_do_not_count_as_training_time(monkeypatch):
 
     monkeypatch.setattr(language_models, "loss_of", slow)
     monkeypatch.setattr(language_models, "clock", lambda device: now[0])
-    run = language_models.train("mha", 0, TINY_TEXT, torch.arange(200) % 7, "cpu")
+    run = language_models.one_run("mha", 0, TINY_TEXT, torch.arange(200) % 7, "cpu")
     assert run["tokens_per_second"] == TINY_TEXT["batch"] * TINY_TEXT["tokens"]
 
 

@@ -1,0 +1,188 @@
+"""DCMHA's ablation: which part of the dynamic composition of heads lowers the loss of a language model?
+
+"Improving Transformers with Dynamically Composable Multi-Head Attention", Section 4.6 and Table 9. Each component is
+added by itself to Transformer++ (405M parameters, the Pile). The paper finds that all of them lower the perplexity,
+dynamic composition more than a static one, projections more than gates, weights of the queries or of the keys alone
+nearly as much as both, composing after the softmax far more than before it, and a rank of 2 the most.
+
+Here the components are added to "mha" in the models of language_models.py, on its text: within a seed every
+configuration starts from the same weights, as far as it has them, and sees the same rows in the same order; the rate
+falls to 0. As in the paper the FFN keeps its width, so a configuration has more parameters than "mha", at this size up
+to 22%, where the paper's R = 2 takes 2.6%. "wider" is the control: "mha" whose FFN makes it as large as "dcmha". Left
+out are what the paper's DCFormer++ has besides, local windows in every other layer and QK-norm. The models trained
+here also answer the question of head_diversity.py (Figure 5).
+
+`--full` is a size for a GPU. A finished run is not repeated. Writes dcmha_ablation.json and dcmha_ablation.png.
+
+example: python -m experiments.dcmha_ablation --kinds mha pre post --seeds 0 1
+"""
+
+import itertools
+import math
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks.cost import model as cost_of
+from command_io import run_cli, sole_writer, write_json
+from experiments import language_models
+from experiments.comparison import arguments, begin, finished_run, interval, rise_and_fall, shown
+from experiments.head_diversity import CIRCUITS, curves_of
+from experiments.language_models import FULL, add_text_option, as_large_as, build, text_and_setting, train
+from experiments.study import environment, save_plot
+from modeling_iha import IHAConfig, IHAForCausalLM
+
+
+SMALL = {**language_models.SMALL, "tokens": 64, "batch": 8, "rate": 3e-3}
+# Configuration -> perplexity in Table 9, options of kind "dcmha".
+CONFIGURATIONS = {
+    "mha": (11.68, None),
+    "wider": (None, None),
+    "static": (11.17, {"rank": 0, "gate": False, "base_map": True}),
+    "projection": (10.95, {"gate": False}),
+    "gate": (11.31, {"rank": 0}),
+    "all": (10.79, {"base_map": True}),
+    "dcmha": (10.83, {}),
+    "query": (10.89, {"sides": "query"}),
+    "key": (10.91, {"sides": "key"}),
+    "pre": (11.54, {"stages": "pre"}),
+    "post": (11.05, {"stages": "post"}),
+    "rank_1": (10.87, {"rank": 1}),
+    "rank_4": (10.89, {"rank": 4}),
+}
+# What the paper concludes: the first has a lower perplexity than the second.
+CLAIMS = [
+    ("dcmha", "static"),
+    ("projection", "gate"),
+    ("dcmha", "query"),
+    ("dcmha", "key"),
+    ("post", "pre"),
+    ("dcmha", "rank_1"),
+    ("dcmha", "rank_4"),
+    ("dcmha", "wider"),
+]
+
+
+def config_of(name: str, size: dict) -> IHAConfig:
+    """The model of a configuration."""
+    if name == "wider":
+        return as_large_as(config_of("dcmha", size), "mha", size)
+    options = CONFIGURATIONS[name][1]
+    return build("mha", size) if options is None else build("dcmha", size, attention_options={"dcmha": options})
+
+
+def one_run(name: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:
+    """The run of `language_models.train`, and what the principal components of the trained heads capture on
+    average."""
+    torch.manual_seed(seed)
+    base = IHAForCausalLM(config_of("mha", size))
+    model = IHAForCausalLM(config_of(name, size))
+    # Differences between seeds would hide those between configurations: what all have starts equal.
+    common = {key: value for key, value in base.state_dict().items() if value.shape == model.state_dict()[key].shape}
+    model.load_state_dict(common, strict=False)
+    run = train(name, model.to(device), seed, size, text, partial(rise_and_fall, steps=size["steps"]))
+    return {**run, **{circuit: curve.mean().item() for circuit, curve in curves_of(model.cpu(), name).items()}}
+
+
+def difference(lower: str, higher: str, runs: dict[str, list[dict]]) -> dict:
+    """What the loss of one configuration is below that of another, on the same seeds; and in the paper, in nats per
+    token."""
+    ends = ([run["curve"][-1][1] for run in runs[name]] for name in (lower, higher))
+    papers = [CONFIGURATIONS[name][0] for name in (lower, higher)]
+    return {
+        "lower": lower,
+        "than": higher,
+        "by": interval([b - a for a, b in zip(*ends)]),
+        "paper_by": math.log(papers[1] / papers[0]) if all(papers) else None,
+    }
+
+
+def summary(name: str, size: dict, runs: dict[str, list[dict]]) -> dict:
+    """One row of the table."""
+    row = {
+        "configuration": name,
+        "parameters": cost_of(config_of(name, size), 1).parameters,
+        "loss": interval([run["curve"][-1][1] for run in runs[name]]),
+        "tokens_per_second": round(interval([run["tokens_per_second"] for run in runs[name]])["mean"]),
+        **{circuit: interval([run[circuit] for run in runs[name]]) for circuit in CIRCUITS},
+    }
+    if "mha" in runs and name != "mha":
+        row["lower_than_mha"] = difference(name, "mha", runs)
+        for circuit in CIRCUITS:
+            pairs = zip(runs[name], runs["mha"])
+            row[f"{circuit}_minus_mha"] = interval([run[circuit] - base[circuit] for run, base in pairs])
+    return row
+
+
+def plot(rows: list[dict], claims: list[dict], path: Path) -> None:
+    """How much lower each configuration's loss is than that of "mha", measured and in the paper; the same for every
+    claim; and how much more diverse its heads are."""
+    figure = Figure(figsize=(18, 5))
+    losses, conclusions, diversity = figure.subplots(1, 3)
+    compared = [row for row in rows if "lower_than_mha" in row]
+    names = [row["configuration"] for row in compared]
+
+    def bars(axes: Axes, labels: list[str], left: str, first: list[dict], right: str, second: list[dict]) -> None:
+        for offset, label, values in ((-0.2, left, first), (0.2, right, second)):
+            places = [place + offset for place in range(len(values))]
+            spread = [value["half_width"] or 0 for value in values]
+            axes.barh(places, [value["mean"] for value in values], 0.4, xerr=spread, label=label)
+        axes.axvline(0, color="black", linewidth=0.5)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.invert_yaxis()
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=2)
+
+    for axes, differences, labels, title in (
+        (losses, [row["lower_than_mha"] for row in compared], names, 'loss lower than that of "mha" by'),
+        (conclusions, claims, [f"{each['lower']}, {each['than']}" for each in claims], "the first's loss lower by"),
+    ):
+        papers = [{"mean": each["paper_by"] or 0, "half_width": 0} for each in differences]
+        measured = [each["by"] for each in differences]
+        bars(axes, labels, "nats per byte, 95% interval", measured, "Table 9, nats per token", papers)
+        axes.set(title=title)
+    bars(
+        diversity,
+        names,
+        *(part for name in CIRCUITS for part in (name, [row[f"{name}_minus_mha"] for row in compared])),
+    )
+    diversity.set(title='captured variance minus that of "mha"')
+    save_plot(figure, path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results. Raises `UserError`."""
+    parser = arguments(__doc__, "dcmha_ablation", CONFIGURATIONS, [0, 1, 2, 3, 4], CONFIGURATIONS)
+    add_text_option(parser)
+    args = parser.parse_args(argv)
+    table, picture = begin(args, "dcmha_ablation")
+    size = FULL if args.full else SMALL
+    text, setting = text_and_setting(args, size)
+
+    runs = {name: [] for name in args.kinds}
+    with sole_writer(args.output):
+        for seed, name in itertools.product(args.seeds, args.kinds):
+            path = args.output / f"{name}-{seed}.json"
+            runs[name].append(finished_run(path, setting, lambda: one_run(name, seed, size, text, args.device)))
+    rows = [summary(name, size, runs) for name in args.kinds]
+    claims = [difference(*claim, runs) for claim in CLAIMS if set(claim) <= set(args.kinds)]
+    write_json(table, {**environment(args.device), **setting, "seeds": args.seeds, "rows": rows, "claims": claims})
+    plot(rows, claims, picture)
+    for row in rows:
+        captured = ", ".join(f"{name} {shown(row[name])}" for name in CIRCUITS)
+        print(
+            f"{row['configuration']}: {row['parameters']} parameters, loss {shown(row['loss'])}, captured {captured}"
+        )
+    for each in [*(row["lower_than_mha"] for row in rows if "lower_than_mha" in row), *claims]:
+        print(f"{each['lower']} is lower than {each['than']} by {shown(each['by'])}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,428 @@
+"""DCMHA's 74 synthetic tasks: does composing heads help to find one word and to transform another?
+
+"Improving Transformers with Dynamically Composable Multi-Head Attention", Section 4.3, Table 5 and Appendix F. In
+"John has an apple. Mary has a dog. So John has a kind of ..." a model must attend to the word that an attention
+pattern selects (same person) and transform it (object to class). 74 combinations are put to Pythia-6.9B and
+DCPythia-6.9B after 2 to 7 shots; 31.9% and 39.0% of the answers are right. The paper conjectures that heads whose QK
+and OV circuits are fixed have difficulty in combining them. Its models are trained on text only.
+
+Here small models are trained on the tasks themselves. The paper shows eight examples and does not say how they were
+made; the 74 combinations are those of the file its authors released (Caiyun-AI/DCFormer,
+data/synthetic_dataset.jsonl), in its order: 7 transformations by 4 patterns about persons by 2 orders of the facts,
+and 9 transformations by 2 patterns about sets. Chosen here: a word or name is one token, articles and frame are left
+out, verbs do not vary; three members in each of ten groups; no years, whose order has ends; no shots, since the
+question says which task it is; the loss is that of the answer. Each of the three facts and the question is one
+position, the sum of its words: that a name stands beside a word takes longer to learn than this study runs.
+
+In each task an eighth of the words are never the source of an answer in training, though they are in other tasks:
+"new" examples are those, "seen" ones combine a task and a source that training has combined, among other facts. Within
+a seed all kinds learn the same examples in the same order, and have as many parameters (a kind with more of them has a
+narrower FFN).
+
+`--full` is a size for a GPU. A finished run is not repeated. Writes dcmha_tasks.json and dcmha_tasks.png.
+
+example: python -m experiments.dcmha_tasks --kinds mha dcmha --seeds 0 1
+"""
+
+import random
+import sys
+from collections.abc import Sequence
+from functools import partial
+from itertools import permutations, product
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import UserError, run_cli, sole_writer, write_json
+from experiments.comparison import arguments, begin, finished_run, interval, rise_and_fall, shown
+from experiments.language_models import clock, config_of
+from experiments.study import environment, save_plot
+from modeling_iha import IHAForCausalLM
+
+
+SMALL = {
+    "fields": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_pseudo_heads": 2,
+        "initializer_range": 64**-0.5,
+    },
+    "tokens": 4,
+    "batch": 64,
+    "steps": 4000,
+    "rate": 3e-3,
+    "test": 32,
+}
+FULL = {
+    "fields": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_pseudo_heads": 2,
+        "initializer_range": 256**-0.5,
+    },
+    "tokens": 4,
+    "batch": 256,
+    "steps": 20000,
+    "rate": 1e-3,
+    "test": 256,
+}
+EVALUATIONS, HELD_OUT = 10, 8
+
+NAMES = (
+    "Ruth Carol Ronald Deborah Daniel Edward Maria Kenneth Nancy Jeff Laura Joseph Helen John Susan Steven Mark Sarah "
+    "Paul Lisa"
+).split()
+CLASSES = {
+    "clothing": "shirt jacket sweater",
+    "fruit": "apple banana mango",
+    "animal": "wolf rabbit elephant",
+    "food": "bread pizza steak",
+    "drink": "tea juice wine",
+    "weapon": "rifle pistol grenade",
+    "insect": "bee beetle mosquito",
+    "vehicle": "taxi bus jeep",
+    "sport": "baseball basketball football",
+    "instrument": "guitar piano violin",
+}
+COUNTRIES = {
+    "India": "Mumbai Bangalore New-Delhi",
+    "Spain": "Madrid Barcelona Valencia",
+    "Canada": "Ottawa Toronto Vancouver",
+    "Japan": "Tokyo Kyoto Osaka",
+    "Switzerland": "Bern Geneva Zurich",
+    "Italy": "Rome Milan Venice",
+    "France": "Paris Lyon Marseille",
+    "China": "Beijing Shanghai Guangzhou",
+    "Thailand": "Bangkok Pattaya Chiang-Mai",
+    "Germany": "Berlin Hamburg Munich",
+}
+CAPABILITIES = {
+    "swim": "goggles swimsuit swim-fins",
+    "write": "pen chalk biro",
+    "ride": "motorcycle bicycle horse",
+    "paint": "brush palette roller",
+    "drive": "car truck jeep",
+    "cook": "oven pan pot",
+    "clean": "broom mop vacuum-cleaner",
+    "communicate": "radio phone telegraph",
+    "fly": "helicopter plane glider",
+    "play": "guitar piano violin",
+}
+OPPOSITES = (
+    "happy sad, rich poor, tall short, fast slow, strong weak, brave cowardly, loyal disloyal, safe dangerous, good "
+    "bad, honest dishonest, lucky unlucky, active passive"
+).split(", ")
+ORDINALS = [
+    "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
+    "January February March April May June July August September October November December".split(),
+    [f"{hour}:00" for hour in range(1, 13)],
+    "spring summer autumn winter".split(),
+]
+
+
+def by_member(groups: dict[str, str]) -> dict[str, str]:
+    return {member: group for group, members in groups.items() for member in members.split()}
+
+
+def shifted(places: int) -> dict[str, str]:
+    """Each ordinal's neighbour; all of them go round."""
+    return {word: unit[(index + places) % len(unit)] for unit in ORDINALS for index, word in enumerate(unit)}
+
+
+def itself(words: dict[str, str]) -> dict[str, str]:
+    return {word: word for word in words}
+
+
+# Transformation -> what each word becomes that can be the source of an answer.
+ANSWERS = {
+    "class": by_member(CLASSES),
+    "object": itself(by_member(CLASSES)),
+    "country": by_member(COUNTRIES),
+    "city": itself(by_member(COUNTRIES)),
+    "capability": by_member(CAPABILITIES),
+    "tool": itself(by_member(CAPABILITIES)),
+    "opposite": {word: other for pair in OPPOSITES for word, other in permutations(pair.split())},
+    "next": shifted(1),
+    "previous": shifted(-1),
+}
+HAS = ("{name} has {word}", "{word} is {name} 's")
+LIKES = ("{name} likes {word}", "{word} attracts {name}")
+IS = ("{name} is {word}", "{word} {name}")
+ARRIVED = ("{name} arrived on {word}", "On {word} arrived {name}")
+# Transformation -> a fact in two orders; what a question says of a person, and what it denies of one.
+OF_PERSONS = {
+    "class": (HAS, "has a kind of", "does not have a kind of"),
+    "object": (HAS, "has", "does not have"),
+    "country": (LIKES, "yearns for the city in", "does not yearn for the city in"),
+    "city": (LIKES, "yearns for", "does not yearn for"),
+    "capability": (HAS, "has the thing that can", "does not have the thing that can"),
+    "opposite": (IS, "is the opposite of", "is not the opposite of"),
+    "next": (ARRIVED, "arrived just before", "did not arrive just before"),
+}
+# Transformation -> what a question says of a word in a set.
+OF_SETS = {
+    "object": "the",
+    "class": "a kind of",
+    "city": "",
+    "country": "the city in",
+    "tool": "the",
+    "capability": "the thing that can",
+    "opposite": "the opposite of",
+    "next": "just before",
+    "previous": "just after",
+}
+# Of three facts one holds the source of the answer. Of the words of the others `first` is one, and `common` what it
+# becomes.
+PERSON_PATTERNS = {
+    "other person": "{other} {denies}",
+    "same person": "{owner} {asks}",
+    "who not": "who {denies} {common} ?",
+    "who": "who {asks} {answer} ?",
+}
+SET_PATTERNS = {"not the named": "which is not {first} ? {asks}", "different": "which is different ? {asks}"}
+
+
+class Task(NamedTuple):
+    """What an example of a task is made of: three facts by the template `fact`, and the question."""
+
+    pattern: str
+    transformation: str
+    fact: str
+    question: str
+    asks: str
+    denies: str = ""
+
+
+TASKS = [
+    Task(pattern, transformation, fact, question, asks, denies)
+    for transformation, (facts, asks, denies) in OF_PERSONS.items()
+    for pattern, question in PERSON_PATTERNS.items()
+    for fact in facts
+] + [
+    Task(pattern, transformation, "{word}", question, asks)
+    for transformation, asks in OF_SETS.items()
+    for pattern, question in SET_PATTERNS.items()
+]
+
+
+def vocabulary() -> dict[str, int]:
+    """Every token's number; 0 pads."""
+    texts = [" ".join((*task.fact.split(), *task.question.split(), task.asks, task.denies)) for task in TASKS]
+    words = {word for text in texts for word in text.split() if "{" not in word}
+    words.update(NAMES, *(part for answers in ANSWERS.values() for part in (answers, answers.values())))
+    return {word: number for number, word in enumerate(sorted(words), start=1)}
+
+
+TOKENS = vocabulary()
+
+
+class Example(NamedTuple):
+    """Three facts and a question, and the answer."""
+
+    lines: list[str]
+    answer: str
+
+
+def sources(index: int, new: bool) -> list[str]:
+    """The words that can be the source of an answer in a task: in training, or in "new" examples only."""
+    words = ANSWERS[TASKS[index].transformation]
+    return [word for place, word in enumerate(words) if ((place + index) % HELD_OUT == 0) == new]
+
+
+def draw(index: int, new: bool, generator: random.Random) -> Example:
+    """An example of a task."""
+    task, choose = TASKS[index], generator.choice
+    answers = ANSWERS[task.transformation]
+    source = choose(sources(index, new))
+    unit = next((unit for unit in ORDINALS if source in unit), answers)
+    # The answers of the facts tell them apart, but for two that are wanted alike.
+    first = choose([word for word in unit if answers[word] != answers[source]])
+    alike = [word for word in unit if answers[word] == answers[first] and word != first]
+    if task.pattern in SET_PATTERNS:
+        second = first
+    elif task.pattern == "who not":
+        second = choose(alike or [first])
+    else:
+        second = choose([word for word in unit if answers[word] not in (answers[source], answers[first])])
+    owner, other, third = generator.sample(NAMES, 3)
+    facts = [(owner, source), (other, first), (other if task.pattern == "other person" else third, second)]
+    generator.shuffle(facts)
+    question = task.question.format(
+        owner=owner,
+        other=other,
+        first=first,
+        common=answers[first],
+        answer=answers[source],
+        asks=task.asks,
+        denies=task.denies,
+    )
+    lines = [task.fact.format(name=name, word=word) for name, word in facts]
+    return Example([*lines, question], owner if task.pattern in ("who", "who not") else answers[source])
+
+
+class Batch(NamedTuple):
+    """Token numbers: `inputs` int64 [examples, 4, words], padded with 0, and `answers` [examples]."""
+
+    inputs: torch.Tensor
+    answers: torch.Tensor
+
+
+def encode(examples: list[Example], device: str) -> Batch:
+    lines = [[TOKENS[word] for word in line.split()] for example in examples for line in example.lines]
+    longest = max(map(len, lines))
+    inputs = torch.tensor([line + [0] * (longest - len(line)) for line in lines]).unflatten(0, (-1, 4))
+    answers = torch.tensor([TOKENS[example.answer] for example in examples])
+    return Batch(inputs.to(device), answers.to(device))
+
+
+def logits_of(model: IHAForCausalLM, inputs: torch.Tensor) -> torch.Tensor:
+    """What the model says after the question, [examples, vocabulary]."""
+    words = model.model.embed_tokens(inputs) * (inputs != 0).unsqueeze(-1)
+    states = model.model(inputs_embeds=words.sum(dim=2), use_cache=False).last_hidden_state
+    return model.lm_head(states[:, -1])
+
+
+@torch.no_grad()
+def right_by_task(model: IHAForCausalLM, batches: list[Batch]) -> list[float]:
+    """The share of right answers in each batch, those of one task."""
+    return [
+        (logits_of(model, batch.inputs).argmax(dim=-1) == batch.answers).double().mean().item() for batch in batches
+    ]
+
+
+def train(kind: str, seed: int, size: dict, device: str) -> dict:
+    """One run: accuracies as they rise and, at the end, by task."""
+    generator = random.Random(seed)
+    tests = {
+        name: [
+            encode([draw(index, name == "new", generator) for _ in range(size["test"])], device)
+            for index in range(len(TASKS))
+        ]
+        for name in ("seen", "new")
+    }
+    fields = {**size["fields"], "vocab_size": len(TOKENS) + 1}
+    torch.manual_seed(seed)
+    model = IHAForCausalLM(config_of(kind, {**size, "fields": fields})).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
+    steps = size["steps"]
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rise_and_fall, steps=steps))
+    curve, seconds, start = [], 0.0, clock(device)
+    for step in range(steps + 1):
+        if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
+            seconds += clock(device) - start
+            right = {name: right_by_task(model, batches) for name, batches in tests.items()}
+            curve.append([step, *(mean(values) for values in right.values())])
+            print(
+                f"{kind}, seed {seed}: step {step} of {steps}, {curve[-1][1]:.3f} of seen examples right", flush=True
+            )
+            start = clock(device)
+        if step == steps:
+            break
+        chosen = [generator.randrange(len(TASKS)) for _ in range(size["batch"])]
+        batch = encode([draw(index, False, generator) for index in chosen], device)
+        loss = torch.nn.functional.cross_entropy(logits_of(model, batch.inputs).float(), batch.answers)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+    return {
+        "curve": curve,
+        "right": right,
+        "examples_per_second": round(steps * size["batch"] / seconds),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def groups() -> dict[str, list[int]]:
+    """The numbers of the tasks: of all, of each pattern, of each transformation."""
+    named = {"all": list(range(len(TASKS)))}
+    for part in ("pattern", "transformation"):
+        for index, task in enumerate(TASKS):
+            named.setdefault(getattr(task, part), []).append(index)
+    return named
+
+
+def summary(kind: str, runs: dict[str, list[dict]]) -> dict:
+    """A kind's share of right answers in each group of tasks, and what it has more than "mha" on the same seeds."""
+    row = {
+        "kind": kind,
+        "parameters": runs[kind][0]["parameters"],
+        "examples_per_second": round(interval([run["examples_per_second"] for run in runs[kind]])["mean"]),
+        "groups": {},
+    }
+    for name, (group, indices) in product(("seen", "new"), groups().items()):
+        shares = {each: [mean(run["right"][name][i] for i in indices) for run in runs[each]] for each in runs}
+        row["groups"].setdefault(group, {})[name] = interval(shares[kind])
+        if "mha" in runs and kind != "mha":
+            more = [share - base for share, base in zip(shares[kind], shares["mha"])]
+            row["groups"][group][f"{name}_more_than_mha"] = interval(more)
+    return row
+
+
+def plot(rows: list[dict], runs: dict[str, list[dict]], path: Path) -> None:
+    """The shares of right answers by step, and at the end by group."""
+    figure = Figure(figsize=(16, 8))
+    grid = figure.add_gridspec(2, 3)
+    by_step = figure.add_subplot(grid[:, 0])
+    for index, (kind, of_kind) in enumerate(runs.items()):
+        for run in of_kind:
+            steps, *shares = zip(*run["curve"])
+            for share, style in zip(shares, ("-", ":")):
+                label = kind if run is of_kind[0] and style == "-" else None
+                by_step.plot(steps, share, style, color=f"C{index}", linewidth=0.8, label=label)
+    by_step.set(xlabel="step (seen examples solid, new ones dotted)", ylabel="right answers")
+    by_step.legend()
+    for line, name in enumerate(("seen", "new")):
+        axes = figure.add_subplot(grid[line, 1:])
+        for index, row in enumerate(rows):
+            values = [group[name] for group in row["groups"].values()]
+            places = [place + 0.8 / len(rows) * index for place in range(len(values))]
+            spread = [value["half_width"] or 0 for value in values]
+            axes.bar(places, [value["mean"] for value in values], 0.8 / len(rows), yerr=spread, color=f"C{index}")
+        axes.set_xticks(range(len(row["groups"])), list(row["groups"]), rotation=30, ha="right")
+        axes.set(title=f"{name} examples, 95% interval", ylim=(0, 1))
+    save_plot(figure, path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results. Raises `UserError`."""
+    kinds = ["mha", "dcmha", "talking_heads", "iha"]
+    parser = arguments(__doc__, "dcmha_tasks", kinds, [0, 1, 2])
+    parser.add_argument("--steps", type=int, help=f"of training ({SMALL['steps']}, with --full {FULL['steps']})")
+    args = parser.parse_args(argv)
+    table, picture = begin(args, "dcmha_tasks")
+    size = FULL if args.full else SMALL
+    if args.steps is not None:
+        size = {**size, "steps": args.steps}
+    if size["steps"] < 1:
+        raise UserError(f"--steps {args.steps}: expected at least 1.")
+    setting = {**size, "device": args.device}
+
+    runs = {kind: [] for kind in args.kinds}
+    with sole_writer(args.output):
+        for seed, kind in product(args.seeds, args.kinds):
+            path = args.output / f"{kind}-{seed}.json"
+            runs[kind].append(finished_run(path, setting, lambda: train(kind, seed, size, args.device)))
+    rows = [summary(kind, runs) for kind in args.kinds]
+    write_json(table, {**environment(args.device), **setting, "seeds": args.seeds, "rows": rows})
+    plot(rows, runs, picture)
+    for row in rows:
+        seen, new = (shown(row["groups"]["all"][name]) for name in ("seen", "new"))
+        print(
+            f"{row['kind']}: {seen} of the seen examples right, {new} of the new ones; {row['parameters']} parameters"
+        )
+
+
+if __name__ == "__main__":
+    run_cli(main)
