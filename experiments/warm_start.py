@@ -72,8 +72,7 @@ def base_model(variant: str, output: Path) -> Path | str:
 
 def train(directory: Path, **settings) -> None:
     """Fine-tunes by the recipe, with these keys in place of its own, to directory/final."""
-    if not torch.cuda.is_available():
-        settings["use_cpu"] = True
+    settings.setdefault("use_cpu", not torch.cuda.is_available())
     arguments = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     run_module(directory / "final", "sft.train", "--config", RECIPE, "--output_dir", directory, *arguments)
 

@@ -35,7 +35,6 @@ import torch
 from datasets import Dataset
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
@@ -76,7 +75,7 @@ VARIANTS = {
     "noise": Variant(start="noise"),
     "iha_9": Variant(pseudo_heads=9),
 }
-SMALL = {"variants": [name for name in VARIANTS if name != "iha_9"], "steps": 16, "batch": 8, "test_rows": 180}
+SMALL = {"variants": [name for name in VARIANTS if name != "iha_9"], "steps": 16, "batch": 4, "test_rows": 150}
 FULL = {"variants": list(VARIANTS), "steps": 4280, "batch": 64, "test_rows": 1500}
 RATE, NOISE = 5e-5, 0.02
 TEMPLATE = "sft/chat_templates/smollm2.jinja"
@@ -231,6 +230,7 @@ def run(name: str, seed: int, size: dict, output: Path, device: str) -> dict:
     with whole_file(data) as path:
         path.write_text("".join(json.dumps(row) + "\n" for row in train_rows), encoding="utf-8")
     base = base_model(variant, output)
+    shutil.rmtree(directory, ignore_errors=True)  # of a run that was stopped, perhaps with another setting
     train(
         directory,
         model_name_or_path=base,
@@ -244,6 +244,7 @@ def run(name: str, seed: int, size: dict, output: Path, device: str) -> dict:
         eval_strategy="no",
         eval_on_start=False,
         logging_steps=max(1, size["steps"] // 100),
+        use_cpu=device == "cpu",
     )
     final = directory / "final"
     curves = read_json(directory / "curves.json")
@@ -344,7 +345,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = FULL if args.full else SMALL
     args.kinds = args.kinds or size["variants"]
     table, picture = begin(args, "warm_start_variants")
-    disable_progress_bar()
 
     sizes = {key: value for key, value in size.items() if key != "variants"}
     runs = {}
