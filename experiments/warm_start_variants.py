@@ -268,29 +268,28 @@ def mean_of(values: list) -> list | float:
     return float(f"{fmean(values):.4g}")
 
 
-def summary(name: str, runs: dict[tuple[str, int], dict], seeds: list[int]) -> dict:
+def summary(name: str, runs: dict[tuple[str, int], dict]) -> dict:
     """A row of the table: held-out loss of all questions, by how much it is above that of "mha" on the same seeds, and
     accuracy by number of relations with the 95% interval of all answers."""
-
-    def losses(variant: str) -> list[float]:
-        return [fmean(part["loss"] for part in runs[variant, seed]["test"].values()) for seed in seeds]
-
-    row = {"variant": name, "seeds": len(seeds), "loss": interval(losses(name)), "relations": {}}
-    if name != "mha" and ("mha", seeds[0]) in runs:
-        row["minus_mha"] = interval([own - mha for own, mha in zip(losses(name), losses("mha"))])
+    losses = {key: fmean(part["loss"] for part in run["test"].values()) for key, run in runs.items()}
+    own = [run for (variant, _), run in runs.items() if variant == name]
+    seeds = [seed for variant, seed in runs if variant == name]
+    row = {"variant": name, "seeds": seeds, "loss": interval([losses[name, seed] for seed in seeds])}
+    if name != "mha" and (shared := [seed for seed in seeds if ("mha", seed) in runs]):
+        row["minus_mha"] = interval([losses[name, seed] - losses["mha", seed] for seed in shared])
+    row["relations"] = {}
     for relations in map(str, RELATIONS):
-        parts = [runs[name, seed]["test"][relations] for seed in seeds]
+        parts = [run["test"][relations] for run in own]
         correct, rows = (sum(part[key] for part in parts) for key in ("correct", "rows"))
         row["relations"][relations] = {
             "loss": interval([part["loss"] for part in parts]),
             "accuracy": correct / rows,
             "accuracy_interval": wilson(correct, rows),
         }
-    row["tokens_per_second"] = fmean(runs[name, seed]["tokens_per_second"] for seed in seeds)
+    row["tokens_per_second"] = fmean(run["tokens_per_second"] for run in own)
     for key in ("moved", "use"):
-        if key in runs[name, seeds[0]]:
-            parts = [runs[name, seed][key] for seed in seeds]
-            row[key] = {part: mean_of([each[part] for each in parts]) for part in parts[0]}
+        if key in own[0]:
+            row[key] = {part: mean_of([run[key][part] for run in own]) for part in own[0][key]}
     return row
 
 
@@ -331,6 +330,23 @@ def plot_mixing(rows: list[dict], path: Path) -> None:
     save_plot(figure, path)
 
 
+def write_results(runs: dict[tuple[str, int], dict], table: Path, picture: Path, **content) -> None:
+    """Writes the table and the plots of the runs that have finished."""
+    rows = [summary(name, runs) for name in dict.fromkeys(name for name, _ in runs)]
+    kept = [
+        {"variant": name, "seed": seed, **{key: run[key] for key in ("test", "train")}}
+        for (name, seed), run in runs.items()
+    ]
+    write_json(table, {**content, "rows": rows, "runs": kept})
+    plot(rows, runs, picture)
+    if any("moved" in row for row in rows):
+        plot_mixing(rows, picture.with_name(picture.name.replace("variants", "mixing")))
+    for row in rows:
+        accuracy = ", ".join(f"{part['accuracy']:.1%}" for part in row["relations"].values())
+        above = f" ({shown(row['minus_mha'])} above mha)" if "minus_mha" in row else ""
+        print(f"{row['variant']}: held-out loss {shown(row['loss'])}{above}; accuracy by relations {accuracy}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -347,35 +363,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     table, picture = begin(args, "warm_start_variants")
 
     sizes = {key: value for key, value in size.items() if key != "variants"}
+    setting = {**sizes, "rate": RATE, "noise": NOISE, "device": args.device}
     runs = {}
     with sole_writer(args.output):
-        test = draw(size, args.seeds[0])[1]
-        setting = {**sizes, "seed": args.seeds[0], "device": args.device}
-        base = base_model(VARIANTS["mha"], args.output)
+        base, test = base_model(VARIANTS["mha"], args.output), draw(size, seed=0)[1]
         before = finished_run(
-            args.output / "before.json",
-            setting,
-            lambda: measure(VARIANTS["mha"], base, base, test, args.device),
+            args.output / "before.json", setting, lambda: measure(VARIANTS["mha"], base, base, test, args.device)
         )
-        for seed, name in itertools.product(args.seeds, args.kinds):
-            setting = {**sizes, "rate": RATE, "noise": NOISE, "device": args.device, **VARIANTS[name]._asdict()}
-            runs[name, seed] = finished_run(
-                args.output / f"{name}-{seed}.json", setting, lambda: run(name, seed, size, args.output, args.device)
-            )
-    rows = [summary(name, runs, args.seeds) for name in args.kinds]
-    kept = [
-        {"variant": name, "seed": seed, **{key: each[key] for key in ("test", "train")}}
-        for (name, seed), each in runs.items()
-    ]
-    content = {**sizes, "rate": RATE, "noise": NOISE, "before": before["test"], "rows": rows, "runs": kept}
-    write_json(table, {**environment(args.device), **versions(), **content})
-    plot(rows, runs, picture)
-    if any("moved" in row for row in rows):
-        plot_mixing(rows, picture.with_name(picture.name.replace("variants", "mixing")))
-    for row in rows:
-        accuracy = ", ".join(f"{part['accuracy']:.1%}" for part in row["relations"].values())
-        above = f" ({shown(row['minus_mha'])} above mha)" if "minus_mha" in row else ""
-        print(f"{row['variant']}: held-out loss {shown(row['loss'])}{above}; accuracy by relations {accuracy}")
+        try:
+            for seed, name in itertools.product(args.seeds, args.kinds):
+                runs[name, seed] = finished_run(
+                    args.output / f"{name}-{seed}.json",
+                    {**setting, **VARIANTS[name]._asdict()},
+                    lambda: run(name, seed, size, args.output, args.device),
+                )
+        finally:
+            # A study that is stopped leaves the table of what it has.
+            if runs:
+                described = {**environment(args.device), **versions(), **setting, "before": before["test"]}
+                write_results(runs, table, picture, **described)
 
 
 if __name__ == "__main__":

@@ -143,17 +143,11 @@ def arguments(tmp_path, *more: str) -> list[str]:
     return ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--seeds", "0", "1", *more]
 
 
-def test_the_study_writes_its_table_and_plots_and_goes_on_where_it_stopped(trained, tmp_path, monkeypatch):
-    stop = study.summary
-    monkeypatch.setattr(study, "summary", None)
-    with pytest.raises(TypeError):
-        study.main(arguments(tmp_path))
-    monkeypatch.setattr(study, "summary", stop)
-    assert trained == ["mha-0", "iha_2-0", "x200-0", "mha-1", "iha_2-1", "x200-1"]
+def test_the_study_writes_its_table_and_plots_and_trains_nothing_twice(trained, tmp_path, monkeypatch):
     study.main(arguments(tmp_path))
-    assert len(trained) == 6
+    assert trained == ["mha-0", "iha_2-0", "x200-0", "mha-1", "iha_2-1", "x200-1"]
     table = json.loads((tmp_path / "warm_start_variants.json").read_text())
-    assert [row["variant"] for row in table["rows"]] == ["mha", "iha_2", "x200"]
+    assert [(row["variant"], row["seeds"]) for row in table["rows"]] == [(name, [0, 1]) for name in TINY["variants"]]
     mha, iha, _ = table["rows"]
     # Nothing was trained, and the start is exact.
     assert iha["minus_mha"]["mean"] == pytest.approx(0, abs=1e-2) and "moved" not in mha
@@ -163,9 +157,28 @@ def test_the_study_writes_its_table_and_plots_and_goes_on_where_it_stopped(train
     assert all(layer == [0, 1] for layer in iha["use"]["collapse"])
     for name in ("variants", "mixing"):
         assert (tmp_path / f"warm_start_{name}.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(study, "write_results", lambda runs, *_, **__: None)
+    study.main(arguments(tmp_path))
+    assert len(trained) == 6
     monkeypatch.setitem(study.SMALL, "steps", 3)
     with pytest.raises(UserError, match="another setting"):
         study.main(arguments(tmp_path))
+
+
+def test_a_study_that_is_stopped_leaves_the_table_of_what_it_has(trained, tmp_path, monkeypatch):
+    train = study.train
+
+    def stopped(directory, **settings):
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        train(directory, **settings)
+
+    monkeypatch.setattr(study, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        study.main(arguments(tmp_path, "--variants", "iha_2", "mha"))
+    rows = json.loads((tmp_path / "warm_start_variants.json").read_text())["rows"]
+    assert [(row["variant"], row["seeds"]) for row in rows] == [("iha_2", [0, 1]), ("mha", [0])]
+    assert rows[0]["minus_mha"]["half_width"] is None
 
 
 def test_mha_alone_has_no_heat_maps(trained, tmp_path):
