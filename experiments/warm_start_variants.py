@@ -9,7 +9,8 @@ one that the others differ from:
 - zero: without value offsets, so that the pseudo-heads start equal;
 - noise: as "zero", and normal noise of 0.02 on every entry of mixing and collapse, so that the start is not exact;
 - x1, x10, x200: the mixing at 1, 10, 200 times the backbone's rate;
-- mixing_only: the backbone's rate is 0.
+- mixing_only: the backbone's rate is 0;
+- mha_x2: a control, "mha" at twice the rate: is there more in the mixing than a higher rate?
 
 A seed draws the rows of training and test, the same for all variants. An answer is right when greedy decoding gives
 these sentences and nothing else. `--full` is 20 million tokens, and has never run. A finished run is not repeated, and
@@ -48,26 +49,31 @@ from experiments.warm_start import train, versions, wilson
 from sft.data import IGNORED_LABEL, read_chat_template, to_row, tokenize
 
 
+RATE, NOISE = 5e-5, 0.02
+
+
 class Variant(NamedTuple):
     """One way to start and train.
 
     Attributes:
         pseudo_heads: P; `None` leaves the model as it is.
         start: "balanced", "zero" or "noise", see above.
-        multiplier: of RATE, for the mixing.
+        multiplier: the learning rate of the mixing, in units of RATE.
+        rate: the learning rate of the backbone.
     """
 
     pseudo_heads: int | None = 2
     start: str = "balanced"
     multiplier: float = 40
-    is_frozen: bool = False
+    rate: float = RATE
 
 
 VARIANTS = {
     "mha": Variant(pseudo_heads=None),
+    "mha_x2": Variant(pseudo_heads=None, rate=2 * RATE),
     "iha_2": Variant(),
     "iha_4": Variant(pseudo_heads=4),
-    "mixing_only": Variant(is_frozen=True),
+    "mixing_only": Variant(rate=0),
     "x1": Variant(multiplier=1),
     "x10": Variant(multiplier=10),
     "x200": Variant(multiplier=200),
@@ -77,7 +83,6 @@ VARIANTS = {
 }
 SMALL = {"variants": [name for name in VARIANTS if name != "iha_9"], "steps": 16, "batch": 4, "test_rows": 150}
 FULL = {"variants": list(VARIANTS), "steps": 4280, "batch": 64, "test_rows": 1500}
-RATE, NOISE = 5e-5, 0.02
 TEMPLATE = "sft/chat_templates/smollm2.jinja"
 
 # One token each, at the start of a text and within it.
@@ -236,7 +241,7 @@ def run(name: str, seed: int, size: dict, output: Path, device: str) -> dict:
         model_name_or_path=base,
         dataset_name=data,
         seed=seed,
-        learning_rate=0 if variant.is_frozen else RATE,
+        learning_rate=variant.rate,
         mixing_learning_rate=RATE * variant.multiplier,
         per_device_train_batch_size=size["batch"],
         max_steps=size["steps"],
@@ -363,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     table, picture = begin(args, "warm_start_variants")
 
     sizes = {key: value for key, value in size.items() if key != "variants"}
-    setting = {**sizes, "rate": RATE, "noise": NOISE, "device": args.device}
+    setting = {**sizes, "noise": NOISE, "device": args.device}
     runs = {}
     with sole_writer(args.output):
         base, test = base_model(VARIANTS["mha"], args.output), draw(size, seed=0)[1]
@@ -380,7 +385,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         finally:
             # A study that is stopped leaves the table of what it has.
             if runs:
-                described = {**environment(args.device), **versions(), **setting, "before": before["test"]}
+                described = {
+                    **environment(args.device),
+                    **versions(),
+                    "rate": RATE,
+                    **setting,
+                    "before": before["test"],
+                }
                 write_results(runs, table, picture, **described)
 
 
