@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import torch
 from datasets import Dataset
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
@@ -252,13 +253,8 @@ def run(name: str, seed: int, size: dict, output: Path, device: str) -> dict:
         use_cpu=device == "cpu",
     )
     final = directory / "final"
-    curves = read_json(directory / "curves.json")
-    speed = sorted(value for _, value in curves["tokens_per_second"])
-    result = {
-        "train": curves["loss"],
-        "tokens_per_second": speed[len(speed) // 2],
-        **measure(variant, final, base, test_rows, device),
-    }
+    curve = read_json(directory / "loss.json")["train"]
+    result = {"train": curve, **measure(variant, final, base, test_rows, device)}
     shutil.rmtree(final)
     return result
 
@@ -291,7 +287,6 @@ def summary(name: str, runs: dict[tuple[str, int], dict]) -> dict:
             "accuracy": correct / rows,
             "accuracy_interval": wilson(correct, rows),
         }
-    row["tokens_per_second"] = fmean(run["tokens_per_second"] for run in own)
     for key in ("moved", "use"):
         if key in own[0]:
             row[key] = {part: mean_of([run[key][part] for run in own]) for part in own[0][key]}
@@ -302,19 +297,19 @@ def plot(rows: list[dict], runs: dict[tuple[str, int], dict], path: Path) -> Non
     figure = Figure(figsize=(13, 5))
     loss, accuracy = figure.subplots(1, 2)
     for index, row in enumerate(rows):
+        color = colormaps["tab20"](index)
         curves = [run["train"] for (name, _), run in runs.items() if name == row["variant"]]
         means = [fmean(values) for values in zip(*([value for _, value in curve] for curve in curves), strict=True)]
-        loss.plot([step for step, _ in curves[0]], means, color=f"C{index}", label=row["variant"], linewidth=1)
+        loss.plot([step for step, _ in curves[0]], means, color=color, label=row["variant"], linewidth=1)
         parts = list(row["relations"].values())
         heights = [part["accuracy"] for part in parts]
         limits = [[abs(part["accuracy_interval"][side] - part["accuracy"]) for part in parts] for side in (0, 1)]
         places = [place + 0.8 / len(rows) * index for place in range(len(parts))]
-        accuracy.bar(places, heights, 0.8 / len(rows), yerr=limits, color=f"C{index}", error_kw={"linewidth": 0.7})
+        accuracy.bar(places, heights, 0.8 / len(rows), yerr=limits, color=color, error_kw={"linewidth": 0.7})
     loss.set(xlabel="step", ylabel="training loss (nats per token), mean over seeds", yscale="log")
     loss.legend(fontsize="small")
-    accuracy.axhline(1 / PEOPLE, color="black", linestyle=":", linewidth=1)
     accuracy.set_xticks([place + 0.4 for place in range(len(RELATIONS))], map(str, RELATIONS))
-    accuracy.set(xlabel="composed relations (dotted: one of the names by chance)", ylabel="accuracy", ylim=(0, 1))
+    accuracy.set(xlabel="composed relations", ylabel="accuracy", ylim=(0, 1))
     save_plot(figure, path)
 
 
@@ -329,7 +324,7 @@ def plot_mixing(rows: list[dict], path: Path) -> None:
             axes.set(title=f"{row['variant']}: {name}, change", xlabel="head, pseudo-head", ylabel="source head")
             figure.colorbar(image)
         for axes, name in zip(line[3:], ("collapse", "attention")):
-            image = axes.imshow(torch.tensor(row["use"][name]).T, aspect="auto", vmin=0, vmax=1)
+            image = axes.imshow(torch.tensor(row["use"][name]).T, aspect="auto")
             axes.set(title=f"{row['variant']}: share of the {name}", xlabel="layer", ylabel="pseudo-head")
             figure.colorbar(image)
     save_plot(figure, path)
