@@ -46,7 +46,7 @@ from conversion_scripts.checkpoint_io import load_model, load_tokenizer, smollm2
 from conversion_scripts.convert_llama_to_iha import convert
 from experiments.comparison import begin, finished_run, interval, shown
 from experiments.study import RESULTS, environment, save_plot
-from experiments.warm_start import train, versions, wilson
+from experiments.warm_start import RECIPE, train, versions, wilson
 from sft.data import IGNORED_LABEL, read_chat_template, to_row, tokenize
 
 
@@ -317,16 +317,18 @@ def plot_mixing(rows: list[dict], path: Path) -> None:
     """A row of heat maps for each IHA: how far the entries of query, key and value mixing went, and the shares of the
     pseudo-heads in the collapse and in the attention by layer."""
     rows = [row for row in rows if "moved" in row]
-    figure = Figure(figsize=(15, 2.6 * len(rows)))
+    figure = Figure(figsize=(14, 2.1 * len(rows)))
     for line, row in zip(figure.subplots(len(rows), 5, squeeze=False), rows, strict=True):
-        for axes, name in zip(line, ("q_mix", "k_mix", "v_mix")):
-            image = axes.imshow(torch.tensor(row["moved"][name]).flatten(1), aspect="auto")
-            axes.set(title=f"{row['variant']}: {name}, change", xlabel="head, pseudo-head", ylabel="source head")
-            figure.colorbar(image)
-        for axes, name in zip(line[3:], ("collapse", "attention")):
-            image = axes.imshow(torch.tensor(row["use"][name]).T, aspect="auto")
-            axes.set(title=f"{row['variant']}: share of the {name}", xlabel="layer", ylabel="pseudo-head")
-            figure.colorbar(image)
+        maps = {
+            f"change of {name}": torch.tensor(row["moved"][name]).flatten(1) for name in ("q_mix", "k_mix", "v_mix")
+        }
+        maps |= {f"share of {name}": torch.tensor(row["use"][name]).T for name in ("collapse", "attention")}
+        for axes, (name, values) in zip(line, maps.items(), strict=True):
+            figure.colorbar(axes.imshow(values, aspect="auto"))
+            is_change = name.startswith("change")
+            axes.set(xlabel="head, pseudo-head" if is_change else "layer")
+            axes.set(ylabel="source head" if is_change else "pseudo-head", yticks=range(len(values)))
+            axes.set_title(f"{row['variant']}: {name}", fontsize="medium")
     save_plot(figure, path)
 
 
@@ -383,6 +385,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 described = {
                     **environment(args.device),
                     **versions(),
+                    "recipe": RECIPE,
                     "rate": RATE,
                     **setting,
                     "before": before["test"],
