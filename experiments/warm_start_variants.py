@@ -324,7 +324,7 @@ def plot_mixing(rows: list[dict], path: Path) -> None:
         }
         maps |= {f"share of {name}": torch.tensor(row["use"][name]).T for name in ("collapse", "attention")}
         for axes, (name, values) in zip(line, maps.items(), strict=True):
-            figure.colorbar(axes.imshow(values, aspect="auto"))
+            figure.colorbar(axes.imshow(values.numpy(), aspect="auto"))
             is_change = name.startswith("change")
             axes.set(xlabel="head, pseudo-head" if is_change else "layer")
             axes.set(ylabel="source head" if is_change else "pseudo-head", yticks=range(len(values)))
