@@ -19,14 +19,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from matplotlib.figure import Figure
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import ROOT, read_json, run_cli, run_module, whole_file, write_json
-from experiments.warm_start import RECIPE, RESULTS, base_model, make_rows, versions
+from command_io import ROOT, read_json, run_cli, whole_file, write_json
+from experiments.warm_start import RECIPE, RESULTS, base_model, make_rows, train, versions
 
 
 RATES = (1.25e-5, 5e-5)
@@ -36,20 +35,17 @@ MIXING_RATES = (5e-4, 2e-3, 8e-3, 3.2e-2)
 def held_out_loss(rate: float, mixing_rate: float, steps: int, output: Path) -> float:
     """Nats per token after `steps` steps."""
     directory = output / "rates" / f"{rate:g}-{mixing_rate:g}-{steps}"
-    settings = {
-        "model_name_or_path": base_model("iha_2", output),
-        "dataset_name": output / "train.jsonl",
-        "output_dir": directory,
-        "learning_rate": rate,
-        "mixing_learning_rate": mixing_rate,
-        "max_steps": steps,
-        "eval_steps": steps,
-        "eval_on_start": False,
-        "sample_prompts": 0,
-        "use_cpu": not torch.cuda.is_available(),
-    }
-    arguments = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-    run_module(directory / "final", "sft.train", "--config", RECIPE, *arguments)
+    train(
+        directory,
+        model_name_or_path=base_model("iha_2", output),
+        dataset_name=output / "train.jsonl",
+        learning_rate=rate,
+        mixing_learning_rate=mixing_rate,
+        max_steps=steps,
+        eval_steps=steps,
+        eval_on_start=False,
+        sample_prompts=0,
+    )
     return read_json(directory / "loss.json")["eval"][-1][1]
 
 

@@ -70,6 +70,13 @@ def base_model(variant: str, output: Path) -> Path | str:
     return converted
 
 
+def train(directory: Path, **settings) -> None:
+    """Fine-tunes by the recipe, with these keys in place of its own, to directory/final."""
+    settings.setdefault("use_cpu", not torch.cuda.is_available())
+    arguments = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+    run_module(directory / "final", "sft.train", "--config", RECIPE, "--output_dir", directory, *arguments)
+
+
 def answers(model: Path | str, scores: Path, output: Path) -> dict[str, int]:
     """Right answers of `model` to the TEST_ROWS questions of each task."""
     for task in TASKS:
@@ -86,9 +93,7 @@ def fine_tune(variant: str, seed: int, output: Path) -> dict:
     if not result.exists():
         base = base_model(variant, output)
         start = time.monotonic()
-        cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
-        where = ["--model_name_or_path", base, "--dataset_name", output / "train.jsonl", "--output_dir", directory]
-        run_module(directory / "final", "sft.train", "--config", RECIPE, *where, "--seed", str(seed), *cpu)
+        train(directory, model_name_or_path=base, dataset_name=output / "train.jsonl", seed=seed)
         seconds = time.monotonic() - start
         correct = answers(directory / "final", directory, output)
         curves = read_json(directory / "loss.json")

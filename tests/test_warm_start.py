@@ -32,8 +32,7 @@ def commands(monkeypatch) -> list[str]:
         else:
             result.mkdir()
 
-    for study in (warm_start, mixing_rate):
-        monkeypatch.setattr(study, "run_module", run)
+    monkeypatch.setattr(warm_start, "run_module", run)
     monkeypatch.setattr(warm_start, "smollm2_gguf", lambda: "smollm2.gguf")
     return called
 

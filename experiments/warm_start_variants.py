@@ -1,0 +1,397 @@
+"""Warm start, variants: which way to interleave a pretrained model's heads learns most from the same few steps?
+
+SmolLM2-135M-Instruct learns to apply a relation once, twice or three times, the composition of "Interleaved Head
+Attention", Appendix D, in words: "Who is the boss of the boss of Ann?" after five shuffled facts, and the answer
+"Ann's boss is Tom. Tom's boss is Kim." It is fine-tuned as it is ("mha") and as IHA in these ways, "iha_2" being the
+one that the others differ from:
+
+- iha_2, iha_4, iha_9: P = 2, 4, 9, the conversion's start "balanced", the mixing at 40 times the backbone's rate;
+- zero: without value offsets, so that the pseudo-heads start equal;
+- noise: as "zero", and normal noise of 0.02 on every entry of mixing and collapse, so that the start is not exact;
+- x1, x10, x200: the mixing at 1, 10, 200 times the backbone's rate;
+- mixing_only: the backbone's rate is 0;
+- mha_x2: a control, "mha" at twice the rate: is there more in the mixing than a higher rate?
+
+A seed draws the rows of training and test, the same for all variants. An answer is right when greedy decoding gives
+these sentences and nothing else. `--full` is 20 million tokens, and has never run. A finished run is not repeated, and
+the seeds come one after another. Writes warm_start_variants.json and .png, and warm_start_mixing.png: how far each
+entry of the mixing went, and which pseudo-heads the collapse and the attention use.
+
+example: python -m experiments.warm_start_variants --seeds 0 1 2
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+from datasets import Dataset
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from transformers import PreTrainedModel
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import ROOT, new_directory, read_json, run_cli, sole_writer, whole_file, write_json
+from conversion_scripts.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
+from conversion_scripts.convert_llama_to_iha import convert
+from experiments.comparison import begin, finished_run, interval, shown
+from experiments.study import RESULTS, environment, save_plot
+from experiments.warm_start import RECIPE, train, versions, wilson
+from sft.data import IGNORED_LABEL, read_chat_template, to_row, tokenize
+
+
+RATE, NOISE = 5e-5, 0.02
+
+
+class Variant(NamedTuple):
+    """One way to start and train.
+
+    Attributes:
+        pseudo_heads: P; `None` leaves the model as it is.
+        start: "balanced", "zero" or "noise", see above.
+        multiplier: the learning rate of the mixing, in units of RATE.
+        rate: the learning rate of the backbone.
+    """
+
+    pseudo_heads: int | None = 2
+    start: str = "balanced"
+    multiplier: float = 40
+    rate: float = RATE
+
+
+VARIANTS = {
+    "mha": Variant(pseudo_heads=None),
+    "mha_x2": Variant(pseudo_heads=None, rate=2 * RATE),
+    "iha_2": Variant(),
+    "iha_4": Variant(pseudo_heads=4),
+    "mixing_only": Variant(rate=0),
+    "x1": Variant(multiplier=1),
+    "x10": Variant(multiplier=10),
+    "x200": Variant(multiplier=200),
+    "zero": Variant(start="zero"),
+    "noise": Variant(start="noise"),
+    "iha_9": Variant(pseudo_heads=9),
+}
+SMALL = {"variants": [name for name in VARIANTS if name != "iha_9"], "steps": 16, "batch": 4, "test_rows": 150}
+FULL = {"variants": list(VARIANTS), "steps": 4280, "batch": 64, "test_rows": 1500}
+TEMPLATE = "sft/chat_templates/smollm2.jinja"
+
+# One token each, at the start of a text and within it.
+NAMES = "Ann Bob Tom Kim Sam Max Dan Ben Jim Ray Lee Val Ken Don Ed May".split()
+PEOPLE = 5
+RELATIONS = (1, 2, 3)
+
+
+# Rows
+
+
+def problems(count: int, generator: random.Random, seen: set[str]) -> list[dict]:
+    """`count` rows of sft/make_reasoning_data.py's form, as many of each number of relations, with questions that are
+    not in `seen`, where they are added. Everybody has one boss, in one circle of PEOPLE."""
+    rows = []
+    while len(rows) < count:
+        relations = RELATIONS[len(rows) % len(RELATIONS)]
+        people = generator.sample(NAMES, PEOPLE)
+        facts = [f"{name}'s boss is {boss}." for name, boss in zip(people, people[1:] + people[:1])]
+        steps = " ".join(facts[:relations])
+        generator.shuffle(facts)
+        question = f"{' '.join(facts)} Who is {'the boss of ' * relations}{people[0]}?"
+        if question in seen:
+            continue
+        seen.add(question)
+        turns = [{"from": "user", "value": question}, {"from": "assistant", "value": steps}]
+        entry = {"question": question, "answer": people[relations], "relations": relations}
+        rows.append({"system": "Go step by step.", "conversations": turns, "entry": entry})
+    return rows
+
+
+def draw(size: dict, seed: int) -> tuple[list[dict], list[dict]]:
+    """The rows of training and test."""
+    generator, seen = random.Random(seed), set()
+    test = problems(size["test_rows"], generator, seen)
+    return problems(size["steps"] * size["batch"], generator, seen), test
+
+
+# Runs
+
+
+def mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The mixing weights [layers, source head, head, P] and the collapse [layers, H, P] of an "iha" model."""
+    layers = [layer.self_attn for layer in model.base_model.layers]
+    names = ("q_mix", "k_mix", "v_mix", "collapse")
+    return {name: torch.stack([layer.get_submodule(name).weight.detach() for layer in layers]) for name in names}
+
+
+def base_model(variant: Variant, output: Path) -> Path:
+    """The checkpoint that the variant starts from, made unless it is there."""
+    directory = output / "bases" / f"{variant.pseudo_heads or 'mha'}-{variant.start}"
+    if directory.exists():
+        return directory
+    model = load_model(smollm2_gguf())
+    tokenizer = load_tokenizer(smollm2_gguf(), model.config.vocab_size)
+    if variant.pseudo_heads:
+        offsets = "balanced" if variant.start == "balanced" else "none"
+        model = convert(model, variant.pseudo_heads, value_offsets=offsets)
+    if variant.start == "noise":
+        generator = torch.Generator().manual_seed(0)
+        for layer in model.base_model.layers:
+            for name in ("q_mix", "k_mix", "v_mix", "collapse"):
+                weight = layer.self_attn.get_submodule(name).weight.data
+                weight += NOISE * torch.randn(weight.shape, generator=generator)
+    with new_directory(directory) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+    return directory
+
+
+def token_rows(source: Path, rows: list[dict]) -> Dataset:
+    """The rows as the training of `source` sees them."""
+    tokenizer = load_tokenizer(source, load_model(source).config.vocab_size)
+    tokenizer.chat_template = read_chat_template(TEMPLATE)
+    messages = Dataset.from_list([to_row(row, f"row {number}", "messages") for number, row in enumerate(rows, 1)])
+    return tokenize(messages, tokenizer, assistant_only=True)
+
+
+@torch.inference_mode()
+def answers(model: PreTrainedModel, tokens: Dataset, batch_size: int = 20) -> list[tuple[float, bool]]:
+    """Of each row, the loss in nats per learned token, and whether greedy decoding gives the learned tokens: one pass
+    tells, as the tokens before a wrong one are those of the right answer."""
+    results = []
+    for start in range(0, len(tokens), batch_size):
+        batch = tokens[start : start + batch_size]
+        length = max(batch["num_tokens"])
+        ids, labels = (
+            torch.tensor([row + [fill] * (length - len(row)) for row in batch[name]], device=model.device)
+            for name, fill in (("input_ids", 0), ("labels", IGNORED_LABEL))
+        )
+        # Padding stands after all that is learned, where a causal model does not see it.
+        with torch.autocast(model.device.type, torch.bfloat16):
+            states = model.base_model(ids, use_cache=False).last_hidden_state[:, :-1]
+            is_learned = labels[:, 1:] != IGNORED_LABEL
+            logits = model.lm_head(states[is_learned]).float()
+        targets = labels[:, 1:][is_learned]
+        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        counts = is_learned.sum(dim=1).tolist()
+        for loss, is_right in zip(losses.split(counts), (logits.argmax(-1) == targets).split(counts), strict=True):
+            results.append((loss.mean().item(), bool(is_right.all())))
+    return results
+
+
+def by_relations(results: list[tuple[float, bool]], rows: list[dict]) -> dict:
+    """Loss and right answers for each number of composed relations."""
+    table = {}
+    for relations in RELATIONS:
+        chosen = [result for result, row in zip(results, rows) if row["entry"]["relations"] == relations]
+        losses, right = zip(*chosen)
+        table[str(relations)] = {"loss": fmean(losses), "correct": sum(right), "rows": len(chosen)}
+    return table
+
+
+@torch.inference_mode()
+def pseudo_head_use(model: PreTrainedModel, tokens: Dataset) -> dict[str, torch.Tensor]:
+    """Which pseudo-heads each layer uses, [layers, P], on a few rows: the share of the collapse in absolute value, and
+    that of the attention that the collapsed output gives to the keys of each."""
+    model.set_attn_implementation("eager")
+    pseudo_heads = model.config.num_pseudo_heads
+    share = mixing(model)["collapse"].abs()
+    share = share / share.sum(dim=-1, keepdim=True)
+    mass = []
+    for ids in tokens["input_ids"][: len(RELATIONS)]:
+        output = model(torch.tensor([ids], device=model.device), output_attentions=True, use_cache=False)
+        # [layers, H, N P, N P] to [layers, H, N, P queries, P keys]
+        patterns = torch.cat(output.attentions).unflatten(3, (-1, pseudo_heads)).sum(dim=3)
+        by_query = patterns.unflatten(2, (-1, pseudo_heads)).mean(dim=2)
+        mass.append(torch.einsum("lhp,lhpq->lq", share, by_query) / share.shape[1])
+    return {"collapse": share.mean(dim=1), "attention": torch.stack(mass).mean(dim=0)}
+
+
+def measure(variant: Variant, source: Path, base: Path, rows: list[dict], device: str) -> dict:
+    """What the model in `source` has learned since `base`: answers, and of an IHA the mean distance of each entry of
+    the mixing from its start over the layers, and which pseudo-heads it uses."""
+    model, tokens = load_model(source).to(device), token_rows(source, rows)
+    result = {"test": by_relations(answers(model, tokens), rows)}
+    if variant.pseudo_heads:
+        start = mixing(load_model(base).to(device))
+        moved = {name: (value - start[name]).abs().mean(dim=0) for name, value in mixing(model).items()}
+        result["moved"] = {name: value.tolist() for name, value in moved.items()}
+        result["use"] = {name: value.tolist() for name, value in pseudo_head_use(model, tokens).items()}
+    return result
+
+
+def run(name: str, seed: int, size: dict, output: Path, device: str) -> dict:
+    """Trains and measures one variant. Its weights are not kept."""
+    variant, directory = VARIANTS[name], output / f"{name}-{seed}"
+    train_rows, test_rows = draw(size, seed)
+    data = output / f"train-{seed}.jsonl"
+    with whole_file(data) as path:
+        path.write_text("".join(json.dumps(row) + "\n" for row in train_rows), encoding="utf-8")
+    base = base_model(variant, output)
+    shutil.rmtree(directory, ignore_errors=True)  # of a run that was stopped, perhaps with another setting
+    train(
+        directory,
+        model_name_or_path=base,
+        dataset_name=data,
+        seed=seed,
+        learning_rate=variant.rate,
+        mixing_learning_rate=RATE * variant.multiplier,
+        per_device_train_batch_size=size["batch"],
+        max_steps=size["steps"],
+        eval_size=0,
+        eval_strategy="no",
+        eval_on_start=False,
+        logging_steps=max(1, size["steps"] // 100),
+        use_cpu=device == "cpu",
+    )
+    final = directory / "final"
+    curve = read_json(directory / "loss.json")["train"]
+    result = {"train": curve, **measure(variant, final, base, test_rows, device)}
+    shutil.rmtree(final)
+    return result
+
+
+# Results
+
+
+def mean_of(values: list) -> list | float:
+    """The mean of nested lists of one shape, entry by entry, to four digits."""
+    if isinstance(values[0], list):
+        return [mean_of(list(parts)) for parts in zip(*values, strict=True)]
+    return float(f"{fmean(values):.4g}")
+
+
+def summary(name: str, runs: dict[tuple[str, int], dict]) -> dict:
+    """A row of the table: held-out loss of all questions, by how much it is above that of "mha" on the same seeds, and
+    accuracy by number of relations with the 95% interval of all answers."""
+    losses = {key: fmean(part["loss"] for part in run["test"].values()) for key, run in runs.items()}
+    own = [run for (variant, _), run in runs.items() if variant == name]
+    seeds = [seed for variant, seed in runs if variant == name]
+    row = {"variant": name, "seeds": seeds, "loss": interval([losses[name, seed] for seed in seeds])}
+    if name != "mha" and (shared := [seed for seed in seeds if ("mha", seed) in runs]):
+        row["minus_mha"] = interval([losses[name, seed] - losses["mha", seed] for seed in shared])
+    row["relations"] = {}
+    for relations in map(str, RELATIONS):
+        parts = [run["test"][relations] for run in own]
+        correct, rows = (sum(part[key] for part in parts) for key in ("correct", "rows"))
+        row["relations"][relations] = {
+            "loss": interval([part["loss"] for part in parts]),
+            "accuracy": correct / rows,
+            "accuracy_interval": wilson(correct, rows),
+        }
+    for key in ("moved", "use"):
+        if key in own[0]:
+            row[key] = {part: mean_of([run[key][part] for run in own]) for part in own[0][key]}
+    return row
+
+
+def plot(rows: list[dict], runs: dict[tuple[str, int], dict], path: Path) -> None:
+    figure = Figure(figsize=(13, 5))
+    loss, accuracy = figure.subplots(1, 2)
+    for index, row in enumerate(rows):
+        color = colormaps["tab20"](index)
+        curves = [run["train"] for (name, _), run in runs.items() if name == row["variant"]]
+        means = [fmean(values) for values in zip(*([value for _, value in curve] for curve in curves), strict=True)]
+        loss.plot([step for step, _ in curves[0]], means, color=color, label=row["variant"], linewidth=1)
+        parts = list(row["relations"].values())
+        heights = [part["accuracy"] for part in parts]
+        limits = [[abs(part["accuracy_interval"][side] - part["accuracy"]) for part in parts] for side in (0, 1)]
+        places = [place + 0.8 / len(rows) * index for place in range(len(parts))]
+        accuracy.bar(places, heights, 0.8 / len(rows), yerr=limits, color=color, error_kw={"linewidth": 0.7})
+    loss.set(xlabel="step", ylabel="training loss (nats per token), mean over seeds", yscale="log")
+    loss.legend(fontsize="small")
+    accuracy.set_xticks([place + 0.4 for place in range(len(RELATIONS))], map(str, RELATIONS))
+    accuracy.set(xlabel="composed relations", ylabel="accuracy", ylim=(0, 1))
+    save_plot(figure, path)
+
+
+def plot_mixing(rows: list[dict], path: Path) -> None:
+    """A row of heat maps for each IHA: how far the entries of query, key and value mixing went, and the shares of the
+    pseudo-heads in the collapse and in the attention by layer."""
+    rows = [row for row in rows if "moved" in row]
+    figure = Figure(figsize=(14, 2.1 * len(rows)))
+    for line, row in zip(figure.subplots(len(rows), 5, squeeze=False), rows, strict=True):
+        maps = {
+            f"change of {name}": torch.tensor(row["moved"][name]).flatten(1) for name in ("q_mix", "k_mix", "v_mix")
+        }
+        maps |= {f"share of {name}": torch.tensor(row["use"][name]).T for name in ("collapse", "attention")}
+        for axes, (name, values) in zip(line, maps.items(), strict=True):
+            figure.colorbar(axes.imshow(values.numpy(), aspect="auto"))
+            is_change = name.startswith("change")
+            axes.set(xlabel="head, pseudo-head" if is_change else "layer")
+            axes.set(ylabel="source head" if is_change else "pseudo-head", yticks=range(len(values)))
+            axes.set_title(f"{row['variant']}: {name}", fontsize="medium")
+    save_plot(figure, path)
+
+
+def write_results(runs: dict[tuple[str, int], dict], table: Path, picture: Path, **content) -> None:
+    """Writes the table and the plots of the runs that have finished."""
+    rows = [summary(name, runs) for name in dict.fromkeys(name for name, _ in runs)]
+    kept = [
+        {"variant": name, "seed": seed, **{key: run[key] for key in ("test", "train")}}
+        for (name, seed), run in runs.items()
+    ]
+    write_json(table, {**content, "rows": rows, "runs": kept})
+    plot(rows, runs, picture)
+    if any("moved" in row for row in rows):
+        plot_mixing(rows, picture.with_name(picture.name.replace("variants", "mixing")))
+    for row in rows:
+        accuracy = ", ".join(f"{part['accuracy']:.1%}" for part in row["relations"].values())
+        above = f" ({shown(row['minus_mha'])} above mha)" if "minus_mha" in row else ""
+        print(f"{row['variant']}: held-out loss {shown(row['loss'])}{above}; accuracy by relations {accuracy}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results. Raises `UserError`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="20 million tokens, for a GPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, dest="kinds", help="(all; iha_9 with --full only)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output", type=Path, help="where runs are kept (default: outputs/warm_start_variants)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the table and the plots are written")
+    args = parser.parse_args(argv)
+    os.chdir(ROOT)
+    size = FULL if args.full else SMALL
+    args.kinds = args.kinds or size["variants"]
+    table, picture = begin(args, "warm_start_variants")
+
+    sizes = {key: value for key, value in size.items() if key != "variants"}
+    setting = {**sizes, "noise": NOISE, "device": args.device}
+    runs = {}
+    with sole_writer(args.output):
+        base, test = base_model(VARIANTS["mha"], args.output), draw(size, seed=0)[1]
+        before = finished_run(
+            args.output / "before.json", setting, lambda: measure(VARIANTS["mha"], base, base, test, args.device)
+        )
+        try:
+            for seed, name in itertools.product(args.seeds, args.kinds):
+                runs[name, seed] = finished_run(
+                    args.output / f"{name}-{seed}.json",
+                    {**setting, **VARIANTS[name]._asdict()},
+                    lambda: run(name, seed, size, args.output, args.device),
+                )
+        finally:
+            # A study that is stopped leaves the table of what it has.
+            if runs:
+                described = {
+                    **environment(args.device),
+                    **versions(),
+                    "recipe": RECIPE,
+                    "rate": RATE,
+                    **setting,
+                    "before": before["test"],
+                }
+                write_results(runs, table, picture, **described)
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,209 @@
+"""The study of the warm start's variants: its questions against a chain followed by hand, its measures against
+generation and the exact start, and that it goes on where it stopped."""
+
+import json
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from helpers import greedy, random_ids, random_model, relative_error, small_config, uncached_logits
+from tiny_sources import tiny_source
+from tiny_training import byte_tokenizer
+from transformers import LlamaForCausalLM
+
+from command_io import UserError, write_json
+from conversion_scripts.checkpoint_io import load_model
+from conversion_scripts.convert_llama_to_iha import convert
+from experiments import warm_start
+from experiments import warm_start_variants as study
+from sft import train as sft_train
+
+
+TINY = {"variants": ["mha", "iha_2", "x200"], "steps": 2, "batch": 3, "test_rows": 6}
+
+
+def test_questions_are_distinct_and_answers_follow_from_the_facts():
+    train, test = study.draw(TINY, seed=0)
+    rows = train + test
+    assert len(train) == 6 and len(test) == 6
+    assert len({row["entry"]["question"] for row in rows}) == len(rows)
+    assert sorted(row["entry"]["relations"] for row in test) == [1, 1, 2, 2, 3, 3]
+    for row in rows:
+        (_, question), (_, answer) = (turn.values() for turn in row["conversations"])
+        boss = dict(re.findall(r"(\w+)'s boss is (\w+)\.", question))
+        name, relations = re.search(r"Who is (?:the boss of )+(\w+)\?$", question)[1], question.count("the boss of")
+        assert relations == row["entry"]["relations"]
+        steps = []
+        for _ in range(relations):
+            steps.append(f"{name}'s boss is {boss[name]}.")
+            name = boss[name]
+        assert answer == " ".join(steps) and row["entry"]["answer"] == name
+        assert set(boss) == set(boss.values()) and len(boss) == study.PEOPLE
+    assert study.draw(TINY, seed=0) == (train, test) != study.draw(TINY, seed=1)
+
+
+def test_a_question_that_is_taken_is_not_drawn_again():
+    first = study.problems(6, random.Random(0), set())
+    taken = {first[0]["entry"]["question"]}
+    assert not taken & {row["entry"]["question"] for row in study.problems(6, random.Random(0), set(taken))}
+
+
+def rows_of_tokens(rows: list[tuple[list[int], list[int]]]) -> Dataset:
+    """Token columns of (prompt, answer) pairs."""
+    return Dataset.from_list(
+        [
+            {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer, "num_tokens": len(prompt + answer)}
+            for prompt, answer in rows
+        ]
+    )
+
+
+def test_an_answer_is_right_when_greedy_decoding_gives_it():
+    """In rows of different lengths, so that most are padded."""
+    model, rows, expected = random_model(small_config()), [], []
+    with torch.autocast("cpu", torch.bfloat16):
+        for length in (3, 7, 5):
+            prompt = random_ids(1, length, seed=length)
+            answer = greedy(model, prompt, 3)[0, length:].tolist()
+            wrong = [*answer[:1], (answer[1] + 1) % 61, answer[2]]
+            for labels in (answer, wrong):
+                rows.append((prompt[0].tolist(), labels))
+                logits = uncached_logits(model, torch.tensor([prompt[0].tolist() + labels]))[0, length - 1 : -1]
+                loss = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(labels)).item()
+                expected.append((pytest.approx(loss, rel=0.05), labels is answer))
+    assert study.answers(model, rows_of_tokens(rows), batch_size=4) == expected
+
+
+def test_the_exact_start_spreads_attention_evenly_and_collapses_to_the_last():
+    model = convert(tiny_source(), num_pseudo_heads=3)
+    tokens = rows_of_tokens([([1, 5, 9, 8], [4])])
+    use = study.pseudo_head_use(model, tokens)
+    layers = model.config.num_hidden_layers
+    torch.testing.assert_close(use["collapse"], torch.tensor([[0.0, 0.0, 1.0]]).repeat(layers, 1))
+    torch.testing.assert_close(use["attention"], torch.full((layers, 3), 1 / 3))
+    for layer in model.base_model.layers:
+        layer.self_attn.collapse.weight.data = layer.self_attn.collapse.weight.data.roll(1, dims=1)
+    # The first pseudo-head of a token does not see the other copies of its own token.
+    use = study.pseudo_head_use(model, rows_of_tokens([([], [5])]))
+    torch.testing.assert_close(use["attention"], torch.tensor([[1.0, 0.0, 0.0]]).repeat(layers, 1))
+    first, second, third = study.pseudo_head_use(model, tokens)["attention"].unbind(dim=1)
+    assert (first > second + 0.1).all() and (first + second + third).allclose(torch.ones(layers))
+    torch.testing.assert_close(second, third)
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch) -> LlamaForCausalLM:
+    """Takes the place of SmolLM2: a tiny Llama with a tokenizer of bytes."""
+    tokenizer = byte_tokenizer()
+    model = tiny_source(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=512)
+    model.save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    monkeypatch.setattr(study, "smollm2_gguf", lambda: tmp_path / "source")
+    return model
+
+
+def test_starts(source, tmp_path):
+    """All but "noise" compute what the source does; only "balanced" and "noise" have different pseudo-heads."""
+    ids, models = random_ids(1, 9), {}
+    for start in ("balanced", "zero", "noise"):
+        models[start] = load_model(study.base_model(study.Variant(3, start), tmp_path))
+    expected = source(ids).logits
+    errors = {start: relative_error(model(ids).logits, expected) for start, model in models.items()}
+    assert errors["balanced"] < 1e-5 and errors["zero"] < 1e-5 and errors["noise"] > 1e-3
+    values = {start: study.mixing(model)["v_mix"] for start, model in models.items()}
+    assert (values["zero"] == values["zero"][..., :1]).all() and (values["balanced"].std(dim=-1) > 0).any()
+    for name, weight in study.mixing(models["noise"]).items():
+        noise = weight - study.mixing(models["zero"])[name]
+        assert 0.5 * study.NOISE < noise.std() < 2 * study.NOISE
+    plain = load_model(study.base_model(study.VARIANTS["mha"], tmp_path))
+    assert not hasattr(plain.config, "num_pseudo_heads") and torch.equal(plain(ids).logits, expected)
+
+
+@pytest.fixture
+def trained(source, tmp_path, monkeypatch) -> list[str]:
+    """The runs that the study trains; each trains nothing, and leaves what training does."""
+    names = []
+
+    def train(directory, model_name_or_path, **settings):
+        names.append(directory.name)
+        shutil.copytree(model_name_or_path, directory / "final")
+        write_json(directory / "loss.json", {"train": [[step, 2.0 / step] for step in (1, 2)]})
+
+    monkeypatch.setattr(study, "train", train)
+    monkeypatch.setattr(study, "SMALL", TINY)
+    return names
+
+
+def arguments(tmp_path, *more: str) -> list[str]:
+    return ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--seeds", "0", "1", *more]
+
+
+def test_the_study_writes_its_table_and_plots_and_trains_nothing_twice(trained, tmp_path, monkeypatch):
+    study.main(arguments(tmp_path))
+    assert trained == ["mha-0", "iha_2-0", "x200-0", "mha-1", "iha_2-1", "x200-1"]
+    table = json.loads((tmp_path / "warm_start_variants.json").read_text())
+    assert [(row["variant"], row["seeds"]) for row in table["rows"]] == [(name, [0, 1]) for name in TINY["variants"]]
+    mha, iha, _ = table["rows"]
+    # Nothing was trained, and the start is exact.
+    assert iha["minus_mha"]["mean"] == pytest.approx(0, abs=1e-2) and "moved" not in mha
+    assert mha["loss"]["half_width"] > 0
+    assert [part["accuracy"] for part in mha["relations"].values()] == [0, 0, 0]
+    assert set(np.ravel(iha["moved"]["q_mix"])) == {0}
+    assert all(layer == [0, 1] for layer in iha["use"]["collapse"])
+    for name in ("variants", "mixing"):
+        assert (tmp_path / f"warm_start_{name}.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(study, "write_results", lambda runs, *_, **__: None)
+    study.main(arguments(tmp_path))
+    assert len(trained) == 6
+    monkeypatch.setitem(study.SMALL, "steps", 3)
+    with pytest.raises(UserError, match="another setting"):
+        study.main(arguments(tmp_path))
+
+
+def test_a_study_that_is_stopped_leaves_the_table_of_what_it_has(trained, tmp_path, monkeypatch):
+    train = study.train
+
+    def stopped(directory, **settings):
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        train(directory, **settings)
+
+    monkeypatch.setattr(study, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        study.main(arguments(tmp_path, "--variants", "iha_2", "mha"))
+    rows = json.loads((tmp_path / "warm_start_variants.json").read_text())["rows"]
+    assert [(row["variant"], row["seeds"]) for row in rows] == [("iha_2", [0, 1]), ("mha", [0])]
+    assert rows[0]["minus_mha"]["half_width"] is None
+
+
+def test_mha_alone_has_no_heat_maps(trained, tmp_path):
+    study.main(arguments(tmp_path, "--variants", "mha"))
+    assert trained == ["mha-0", "mha-1"] and not (tmp_path / "warm_start_mixing.png").exists()
+
+
+def test_the_recipe_trains_only_the_mixing_where_the_backbone_is_frozen(source, tmp_path, monkeypatch):
+    """The real training, in this process."""
+
+    def run(result, module, *arguments):
+        assert not result.exists()
+        sft_train.main(list(map(str, arguments)))
+
+    monkeypatch.setattr(warm_start, "run_module", run)
+    kept = {}
+    measure = study.measure
+
+    def keep(variant, final, base, *rest):
+        kept.update(final=load_model(final).state_dict(), base=load_model(base).state_dict())
+        return measure(variant, final, base, *rest)
+
+    monkeypatch.setattr(study, "measure", keep)
+    left = tmp_path / "mixing_only-0" / "final"  # by a run that was stopped
+    left.mkdir(parents=True)
+    result = study.run("mixing_only", 0, TINY, tmp_path, "cpu")
+    moved = {name for name, value in kept["final"].items() if not torch.equal(value, kept["base"][name])}
+    assert moved and all("_mix." in name or "collapse" in name for name in moved)
+    assert len(result["train"]) == 2 and not left.exists()
