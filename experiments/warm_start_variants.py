@@ -51,6 +51,7 @@ from sft.data import IGNORED_LABEL, read_chat_template, to_row, tokenize
 
 
 RATE, NOISE = 5e-5, 0.02
+SAVE_STEPS = 500
 
 
 class Variant(NamedTuple):
@@ -229,14 +230,19 @@ def measure(variant: Variant, source: Path, base: Path, rows: list[dict], device
 
 
 def run(name: str, seed: int, size: dict, output: Path, device: str) -> dict:
-    """Trains and measures one variant. Its weights are not kept."""
+    """Trains and measures one variant; a training that was stopped goes on from its last checkpoint. Weights are not
+    kept."""
     variant, directory = VARIANTS[name], output / f"{name}-{seed}"
     train_rows, test_rows = draw(size, seed)
     data = output / f"train-{seed}.jsonl"
     with whole_file(data) as path:
         path.write_text("".join(json.dumps(row) + "\n" for row in train_rows), encoding="utf-8")
     base = base_model(variant, output)
-    shutil.rmtree(directory, ignore_errors=True)  # of a run that was stopped, perhaps with another setting
+    setting, begun = {**size, **variant._asdict()}, directory / "setting.json"
+    if not begun.exists() or read_json(begun) != setting:
+        shutil.rmtree(directory, ignore_errors=True)  # of a run of another setting that was stopped
+        directory.mkdir(parents=True)
+        write_json(begun, setting)
     train(
         directory,
         model_name_or_path=base,
@@ -250,12 +256,14 @@ def run(name: str, seed: int, size: dict, output: Path, device: str) -> dict:
         eval_strategy="no",
         eval_on_start=False,
         logging_steps=max(1, size["steps"] // 100),
+        save_strategy="steps" if size["steps"] > SAVE_STEPS else "no",
+        save_steps=SAVE_STEPS,
+        save_total_limit=1,
         use_cpu=device == "cpu",
     )
-    final = directory / "final"
     curve = read_json(directory / "loss.json")["train"]
-    result = {"train": curve, **measure(variant, final, base, test_rows, device)}
-    shutil.rmtree(final)
+    result = {"train": curve, **measure(variant, directory / "final", base, test_rows, device)}
+    shutil.rmtree(directory)
     return result
 
 
@@ -389,6 +397,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "rate": RATE,
                     **setting,
                     "before": before["test"],
+                    "complete": len(runs) == len(args.seeds) * len(args.kinds),
                 }
                 write_results(runs, table, picture, **described)
 

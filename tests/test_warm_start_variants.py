@@ -147,6 +147,7 @@ def test_the_study_writes_its_table_and_plots_and_trains_nothing_twice(trained, 
     assert trained == ["mha-0", "iha_2-0", "x200-0", "mha-1", "iha_2-1", "x200-1"]
     table = json.loads((tmp_path / "warm_start_variants.json").read_text())
     assert [(row["variant"], row["seeds"]) for row in table["rows"]] == [(name, [0, 1]) for name in TINY["variants"]]
+    assert table["complete"]
     mha, iha, _ = table["rows"]
     # Nothing was trained, and the start is exact.
     assert iha["minus_mha"]["mean"] == pytest.approx(0, abs=1e-2) and "moved" not in mha
@@ -175,9 +176,28 @@ def test_a_study_that_is_stopped_leaves_the_table_of_what_it_has(trained, tmp_pa
     monkeypatch.setattr(study, "train", stopped)
     with pytest.raises(KeyboardInterrupt):
         study.main(arguments(tmp_path, "--variants", "iha_2", "mha"))
-    rows = json.loads((tmp_path / "warm_start_variants.json").read_text())["rows"]
-    assert [(row["variant"], row["seeds"]) for row in rows] == [("iha_2", [0, 1]), ("mha", [0])]
+    table = json.loads((tmp_path / "warm_start_variants.json").read_text())
+    rows = table["rows"]
+    assert not table["complete"] and [(row["variant"], row["seeds"]) for row in rows] == [
+        ("iha_2", [0, 1]),
+        ("mha", [0]),
+    ]
     assert rows[0]["minus_mha"]["half_width"] is None
+
+
+def test_a_training_that_was_stopped_goes_on_with_its_own_setting_only(source, tmp_path, monkeypatch):
+    found = []
+
+    def stopped(directory, **settings):
+        found.append((directory / "checkpoint-1").exists())
+        (directory / "checkpoint-1").mkdir(exist_ok=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "train", stopped)
+    for size in (TINY, TINY, {**TINY, "steps": 3}):
+        with pytest.raises(KeyboardInterrupt):
+            study.run("mha", 0, size, tmp_path, "cpu")
+    assert found == [False, True, False]
 
 
 def test_mha_alone_has_no_heat_maps(trained, tmp_path):
