@@ -253,7 +253,9 @@ def outcomes(report: Path) -> dict:
 def run_until(seconds: float, command: list[str]) -> int:
     """Runs a command in the checkout and returns its exit code. Raises `subprocess.TimeoutExpired`. However that ends,
     nothing that the command started goes on."""
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    # A shell starts what runs in its background with SIGINT ignored, which commands would inherit.
+    heed_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=heed_sigint)
     try:
         return process.wait(max(1, seconds))
     except subprocess.TimeoutExpired:

@@ -3,6 +3,7 @@ measurement, nor lost to one form that fails."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -285,8 +286,12 @@ def test_a_command_that_runs_out_of_time_may_write_what_it_has(tmp_path):
         "try: time.sleep(60)\n"
         "except KeyboardInterrupt: pathlib.Path(sys.argv[1]).write_text('stopped')"
     )
-    with pytest.raises(subprocess.TimeoutExpired):
-        gpu.run_until(2, [sys.executable, "-c", code, str(tmp_path / "file")])
+    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            gpu.run_until(2, [sys.executable, "-c", code, str(tmp_path / "file")])
+    finally:
+        signal.signal(signal.SIGINT, heard)
     assert (tmp_path / "file").read_text() == "stopped"
 
 
