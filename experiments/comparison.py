@@ -3,11 +3,13 @@ intervals over seeds."""
 
 import argparse
 import math
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from torch import nn
 
 from command_io import ROOT, UserError, check_output_file, read_json, write_json
 from experiments.study import RESULTS
@@ -27,6 +29,53 @@ def finished_run(path: Path, setting: dict, run: Callable[[], dict]) -> dict:
     if record.get("setting") != setting:
         raise UserError(f"{path} comes from a run of another setting: remove it, or choose another --output.")
     return record
+
+
+def clock(device: str) -> float:
+    """Seconds of this process on the CPU, which others on the machine do not lengthen; of the clock on a GPU."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.monotonic()
+
+
+def fit(
+    model: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    evaluate: Callable[[int], list[float]],
+    size: dict,
+    schedule: Callable[[int], float],
+    evaluations: int,
+) -> tuple[list[list[float]], float]:
+    """Trains a model with AdamW for size["steps"] steps.
+
+    Args:
+        loss: that of the next batch.
+        evaluate: what the curve says of a step, called without gradients.
+        schedule: the share of size["rate"] at a step.
+        evaluations: how many there are, besides that of the end.
+
+    Returns:
+        the curve, [step, *evaluate(step)] each, and the seconds of training, without evaluations.
+    """
+    device, steps = next(model.parameters()).device.type, size["steps"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    curve, seconds, start = [], 0.0, clock(device)
+    for step in range(steps + 1):
+        if step % max(1, steps // evaluations) == 0 or step == steps:
+            seconds += clock(device) - start
+            with torch.no_grad():
+                curve.append([step, *evaluate(step)])
+            start = clock(device)
+        if step == steps:
+            break
+        optimizer.zero_grad()
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+    return curve, seconds
 
 
 def rise_and_fall(step: int, steps: int) -> float:

@@ -40,8 +40,8 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, run_cli, sole_writer, write_json
-from experiments.comparison import arguments, begin, finished_run, interval, rise_and_fall, shown
-from experiments.language_models import clock, config_of
+from experiments.comparison import arguments, begin, finished_run, fit, interval, rise_and_fall, shown
+from experiments.language_models import config_of
 from experiments.study import environment, save_plot
 from modeling_iha import IHAForCausalLM
 
@@ -292,7 +292,6 @@ def logits_of(model: IHAForCausalLM, inputs: torch.Tensor) -> torch.Tensor:
     return model.lm_head(states[:, -1])
 
 
-@torch.no_grad()
 def right_by_task(model: IHAForCausalLM, batches: list[Batch]) -> list[float]:
     """The share of right answers in each batch, those of one task."""
     return [
@@ -313,29 +312,20 @@ def train(kind: str, seed: int, size: dict, device: str) -> dict:
     fields = {**size["fields"], "vocab_size": len(TOKENS) + 1}
     torch.manual_seed(seed)
     model = IHAForCausalLM(config_of(kind, {**size, "fields": fields})).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
-    steps = size["steps"]
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rise_and_fall, steps=steps))
-    curve, seconds, start = [], 0.0, clock(device)
-    for step in range(steps + 1):
-        if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
-            seconds += clock(device) - start
-            right = {name: right_by_task(model, batches) for name, batches in tests.items()}
-            curve.append([step, *(mean(values) for values in right.values())])
-            print(
-                f"{kind}, seed {seed}: step {step} of {steps}, {curve[-1][1]:.3f} of seen examples right", flush=True
-            )
-            start = clock(device)
-        if step == steps:
-            break
+    right, steps = {}, size["steps"]
+
+    def loss() -> torch.Tensor:
         chosen = [generator.randrange(len(TASKS)) for _ in range(size["batch"])]
         batch = encode([draw(index, False, generator) for index in chosen], device)
-        loss = torch.nn.functional.cross_entropy(logits_of(model, batch.inputs).float(), batch.answers)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
+        return torch.nn.functional.cross_entropy(logits_of(model, batch.inputs).float(), batch.answers)
+
+    def evaluate(step: int) -> list[float]:
+        right.update({name: right_by_task(model, batches) for name, batches in tests.items()})
+        shares = [mean(values) for values in right.values()]
+        print(f"{kind}, seed {seed}: step {step} of {steps}, {shares[0]:.3f} of seen examples right", flush=True)
+        return shares
+
+    curve, seconds = fit(model, loss, evaluate, size, partial(rise_and_fall, steps=steps), EVALUATIONS)
     return {
         "curve": curve,
         "right": right,

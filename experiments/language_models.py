@@ -21,7 +21,6 @@ import itertools
 import math
 import pydoc_data.topics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from benchmarks.cost import model as cost_of
 from benchmarks.harness import extra_bytes
 from command_io import UserError, one_line, run_cli, sole_writer, write_json
-from experiments.comparison import arguments, begin, finished_run, interval, shown
+from experiments.comparison import arguments, begin, finished_run, fit, interval, shown
 from experiments.study import environment, save_plot
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
@@ -132,14 +131,6 @@ def training_step(kind: str, size: dict, device: str = "cpu") -> Callable[[], No
     return step
 
 
-def clock(device: str) -> float:
-    """Seconds of this process on the CPU, which others on the machine do not lengthen; of the clock on a GPU."""
-    if device == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.monotonic()
-
-
 def warm_up(step: int) -> float:
     """The share of the learning rate at a step: all of it after WARM_UP steps."""
     return min(1.0, (step + 1) / WARM_UP)
@@ -159,26 +150,17 @@ def train(
     text, tokens, steps = text.to(device), size["tokens"], size["steps"]
     starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS, device=device).long()
     validation = rows_of(text, starts, tokens)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-    curve, seconds, start = [], 0.0, clock(device)
-    for step in range(steps + 1):
-        if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
-            seconds += clock(device) - start
-            with torch.no_grad():
-                loss = sum(loss_of(model, rows).item() for rows in validation.chunk(8)) / 8
-            curve.append([step, loss])
-            print(f"{name}, seed {seed}: step {step} of {steps}, held-out loss {loss:.4f}", flush=True)
-            start = clock(device)
-        if step == steps:
-            break
+
+    def loss() -> torch.Tensor:
         chosen = torch.randint(len(text) - held_out - tokens, (size["batch"],), generator=generator)
-        loss = loss_of(model, rows_of(text, chosen.to(device), tokens))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
+        return loss_of(model, rows_of(text, chosen.to(device), tokens))
+
+    def evaluate(step: int) -> list[float]:
+        loss = sum(loss_of(model, rows).item() for rows in validation.chunk(8)) / 8
+        print(f"{name}, seed {seed}: step {step} of {steps}, held-out loss {loss:.4f}", flush=True)
+        return [loss]
+
+    curve, seconds = fit(model, loss, evaluate, size, schedule, EVALUATIONS)
     return {"curve": curve, "tokens_per_second": round(steps * size["batch"] * tokens / seconds)}
 
 
