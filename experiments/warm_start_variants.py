@@ -155,9 +155,9 @@ def base_model(variant: Variant, output: Path) -> Path:
     return directory
 
 
-def token_rows(source: Path, rows: list[dict]) -> Dataset:
+def token_rows(source: Path, vocab_size: int, rows: list[dict]) -> Dataset:
     """The rows as the training of `source` sees them."""
-    tokenizer = load_tokenizer(source, load_model(source).config.vocab_size)
+    tokenizer = load_tokenizer(source, vocab_size)
     tokenizer.chat_template = read_chat_template(TEMPLATE)
     messages = Dataset.from_list([to_row(row, f"row {number}", "messages") for number, row in enumerate(rows, 1)])
     return tokenize(messages, tokenizer, assistant_only=True)
@@ -219,7 +219,8 @@ def pseudo_head_use(model: PreTrainedModel, tokens: Dataset) -> dict[str, torch.
 def measure(variant: Variant, source: Path, base: Path, rows: list[dict], device: str) -> dict:
     """What the model in `source` has learned since `base`: answers, and of an IHA the mean distance of each entry of
     the mixing from its start over the layers, and which pseudo-heads it uses."""
-    model, tokens = load_model(source).to(device), token_rows(source, rows)
+    model = load_model(source).to(device)
+    tokens = token_rows(source, model.config.vocab_size, rows)
     result = {"test": by_relations(answers(model, tokens), rows)}
     if variant.pseudo_heads:
         start = mixing(load_model(base).to(device))
