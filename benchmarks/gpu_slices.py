@@ -254,8 +254,9 @@ def decode_cases(dry: bool) -> list[dict]:
 
 
 def decode_forms(case: dict) -> dict[str, Prepare]:
-    """Those of `benchmarks.decode` and the decoding kernel, which `fused` stands for; on a CPU it is absorbed too."""
-    kernel = {name: attention if DEVICE == "cuda" else form for name, form in fused_forms().items()}
+    """Those of `benchmarks.decode` and the decoding kernel, in whose place `attention` takes the absorbed form on a
+    CPU."""
+    kernel = dict.fromkeys(fused_forms(), attention)
     where = {"batch": case["batch"], "device": DEVICE}
     steps = cache(partial(decode.agreeing_forms, case["tokens"], case["pseudo_heads"], DTYPE, **where, **kernel))
     names = (*decode.BASE_CACHES, *kernel, *decode.PSEUDO_CACHES)
