@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from command_io import run_cli
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, collapse_first
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
@@ -68,7 +68,7 @@ LLAMA = {
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
-CORES = ["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"]
+CORES = ["base", "eager", "sdpa", "flash_attention_2", "flex_attention"]
 _WINDOW_AND_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 
 
@@ -122,7 +122,7 @@ SCORE_MATRIX = {
 IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "virtual_sequence.py"),
     *("attention_kinds.py", "attention_mha.py", "attention_iha.py"),
-    *("collapse_first.py", "absorbed_decode.py", "window_blocks.py"),
+    *("absorbed_decode.py", "cpu_precision.py", "window_blocks.py"),
 }
 
 
@@ -176,19 +176,15 @@ def random_ids(*shape, vocab_size=61, seed=1):
 
 
 def set_core(model, core):
-    """Sets the attention implementation. "sdpa" is the stock core on the virtual sequence, "collapse_first" the forms
-    that SDPA stands for on a CPU, at every length."""
-    model.set_attn_implementation("sdpa" if core == "collapse_first" else core)
-    model.base_model.attention_form = "base" if core == "collapse_first" else "virtual"
+    """Set the attention implementation. "sdpa" is the stock core on the virtual sequence; "base" is SDPA with an
+    `attention_form` that keeps base states only and decodes from them at every length."""
+    model.set_attn_implementation("sdpa" if core == "base" else core)
+    model.base_model.attention_form = "base" if core == "base" else "virtual"
 
 
-def collapse_short_inputs_first(monkeypatch):
-    """From here on "iha" layers on SDPA collapse first however short the input, in several blocks and segments."""
+def keep_base_states(monkeypatch):
+    """From here on "iha" layers keep base states only, and decode from them however few are cached."""
     monkeypatch.setattr(IHAModel, "attention_form", "base")
-    monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", 10)
-    monkeypatch.setattr(collapse_first, "SEGMENT_KEYS", 6)
-    monkeypatch.setattr(collapse_first, "MIN_BLOCK", 1)
-    monkeypatch.setattr(collapse_first, "MAX_BLOCK", 3)
 
 
 def learn_one_batch(model, optimizer):
