@@ -319,18 +319,23 @@ def test_a_study_goes_on_until_its_table_is_complete(monkeypatch, capsys, tmp_pa
     assert code == 0 and ("done before" in out) == is_done == (not commands)
 
 
-def test_a_command_that_runs_out_of_time_may_write_what_it_has(tmp_path):
+@pytest.mark.parametrize("stopped_by", [subprocess.TimeoutExpired, KeyboardInterrupt])
+def test_a_command_that_is_stopped_may_write_what_it_has(tmp_path, stopped_by):
     code = (
         "import pathlib, sys, time\n"
         "try: time.sleep(60)\n"
         "except KeyboardInterrupt: pathlib.Path(sys.argv[1]).write_text('stopped')"
     )
     heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
+    signal.signal(signal.SIGALRM, signal.default_int_handler)  # stands for SIGTERM, as the module hears it
     try:
-        with pytest.raises(subprocess.TimeoutExpired):
-            gpu.run_until(2, [sys.executable, "-c", code, str(tmp_path / "file")])
+        signal.alarm(2 if stopped_by is KeyboardInterrupt else 0)
+        with pytest.raises(stopped_by):
+            seconds = 60 if stopped_by is KeyboardInterrupt else 2
+            gpu.run_until(seconds, [sys.executable, "-c", code, str(tmp_path / "file")])
     finally:
         signal.signal(signal.SIGINT, heard)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
     assert (tmp_path / "file").read_text() == "stopped"
 
 
