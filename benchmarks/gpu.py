@@ -46,7 +46,7 @@ STOPPING_SECONDS = 20
 
 
 def run_until(seconds: float, command: list[str]) -> int:
-    """Runs a command in the checkout and returns its exit code. Raises `subprocess.TimeoutExpired`. However that ends,
+    """Run a command in the checkout and return its exit code. Raises `subprocess.TimeoutExpired`. However that ends,
     nothing that the command started goes on."""
     # A shell starts what runs in its background with SIGINT ignored, which commands would inherit.
     heed_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -64,7 +64,7 @@ def run_until(seconds: float, command: list[str]) -> int:
 
 
 def outcomes(report: Path) -> dict:
-    """Counts by outcome of a JUnit report, what failed, and why tests were skipped."""
+    """Count the outcomes of a JUnit report, with what failed and why tests were skipped."""
     row = {"tests": 0, "passed": 0, "failed": {}, "skipped": {}}
     for case in ElementTree.parse(report).iter("testcase"):
         row["tests"] += 1
@@ -80,8 +80,8 @@ def outcomes(report: Path) -> dict:
 
 
 def command_of(name: str, out: Path, dry: bool, commit: str) -> list[str] | None:
-    """The module of a slice and its arguments, or `None` where it is done or has no place. On a CPU the tests are
-    skipped, and a study only reads its arguments: a dry run shows that they are found."""
+    """Return the module of a slice and its arguments, or `None` where it is done or has no place. On a CPU the tests
+    are skipped, and a study only reads its arguments: a dry run shows that they are found."""
     if name == "tests":
         # Most of the time is Triton's compiler's.
         processes = ["-n", "14"] if importlib.util.find_spec("xdist") and not dry else []
@@ -103,8 +103,8 @@ def command_of(name: str, out: Path, dry: bool, commit: str) -> list[str] | None
 
 
 def run_slice(name: str, seconds: int, out: Path, dry: bool, commit: str) -> bool:
-    """Whether the slice came to its end in its time. A process that fails is started anew as long as it leaves more
-    results than before."""
+    """Return whether the slice came to its end in its time. A process that fails is started anew as long as it leaves
+    more results than before."""
     if (command := command_of(name, out, dry, commit)) is None:
         return True
 
@@ -128,7 +128,7 @@ def run_slice(name: str, seconds: int, out: Path, dry: bool, commit: str) -> boo
 
 
 def unpack(archive: Path, out: Path) -> None:
-    """Raises `UserError`."""
+    """Read the results of earlier visits. Raises `UserError`."""
     try:
         with tarfile.open(archive) as results:
             results.extractall(out, filter="data")
@@ -143,7 +143,7 @@ def pack(archive: Path, out: Path) -> None:
 
 
 def slice_and_seconds(text: str) -> tuple[str, int]:
-    """Raises `UserError`."""
+    """Read an argument such as "tests=60". Raises `UserError`."""
     name, _, seconds = text.partition("=")
     if name not in SECONDS:
         raise UserError(f"There is no slice {name}: choose among {', '.join(SECONDS)}.")
@@ -153,7 +153,7 @@ def slice_and_seconds(text: str) -> tuple[str, int]:
 
 
 def main() -> None:
-    """Raises `UserError`."""
+    """Run the slices of the command line. Raises `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slices", nargs="*", metavar="SLICE[=SECONDS]", help=f"{', '.join(SECONDS)} (all)")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too: does every slice run?")

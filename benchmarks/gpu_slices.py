@@ -68,7 +68,7 @@ TIMED_SECONDS = 0.5 if DEVICE == "cuda" else 0
 
 
 class Work(NamedTuple):
-    """What is timed, and by arithmetic how much it does: "TFLOP", "GB" that it reads, "tokens"."""
+    """Hold what is timed and, by arithmetic, how much it does: "TFLOP", "GB" that it reads, "tokens"."""
 
     run: Callable[[], None]
     amounts: dict[str, float]
@@ -78,7 +78,7 @@ Prepare = Callable[[], Work]  # builds what a form needs, on the device
 
 
 def within(context: Callable[[], AbstractContextManager], prepare: Prepare) -> Prepare:
-    """The form in the context, while it is built and whenever it runs."""
+    """Put a form into a context, while it is built and whenever it runs."""
 
     def build() -> Work:
         with context():
@@ -98,13 +98,13 @@ without_mix_rotate = partial(mock.patch.object, attention_iha, "fused_expansion"
 
 
 def fastest(row: dict, group: str) -> str | None:
-    """The fastest form of a group so far, by name."""
+    """Return the name of the fastest form of a group so far."""
     seconds = {name: value for name, value in row["seconds"].items() if name.partition(":")[0] == group}
     return min(seconds, key=seconds.get, default=None)
 
 
 def best_backend(row: dict) -> AbstractContextManager:
-    """SDPA on the backend that was the fastest for the "mha" layers of this row, where it takes the inputs."""
+    """Prefer the backend of SDPA that was the fastest for the "mha" layers of this row, where it takes the inputs."""
     best = (fastest(row, row["base"]) or "flash").rpartition(" ")[2]
     order = sorted(BACKENDS, key=lambda name: name != best)
     return sdpa_kernel([*map(BACKENDS.get, order), SDPBackend.MATH], set_priority=True)
@@ -134,8 +134,8 @@ def work(function: Callable, inputs: list[torch.Tensor], parameters: list, backw
 
 
 def layers(case: dict, form: str | None = None, **fields) -> Work:
-    """Attention modules, one layer unless `fields` say otherwise, on random hidden states; checked if `form` names
-    them."""
+    """Build attention modules, one layer unless `fields` say otherwise, on random hidden states, and check them if
+    `form` names them."""
     if form is not None:
         check_layer(form, case["heads"], case["head_dim"], fields["num_pseudo_heads"], "sliding_window" in fields)
     attention, tokens, backward = modules(case, **fields), case["tokens"], case["backward"]
@@ -146,7 +146,7 @@ def layers(case: dict, form: str | None = None, **fields) -> Work:
 
 
 def expanded(case: dict, virtual: int, window: int | None) -> Work:
-    """Attention alone, on queries, keys and values of the virtual sequence that are there already."""
+    """Build attention alone, on queries, keys and values of the virtual sequence that are there already."""
     tokens, heads, head_dim, backward = (case[key] for key in ("tokens", "heads", "head_dim", "backward"))
     attention = modules(case, attention_kinds="mha", **sliding(window and window * virtual))
     states = [draw(1, tokens * virtual, heads, head_dim).transpose(1, 2) for _ in range(3)]
@@ -156,7 +156,7 @@ def expanded(case: dict, virtual: int, window: int | None) -> Work:
 
 @cache
 def check_layer(form: str, heads: int, head_dim: int, virtual: int, windowed: bool) -> None:
-    """Raises a RuntimeError where the output or a gradient of a layer, in the context that this is called in, is
+    """Raise a RuntimeError where the output or a gradient of a layer, in the context that this is called in, is
     further off eager attention in float32 than bfloat16 explains. `form` names it."""
     case, fields = {"heads": heads, "head_dim": head_dim}, sliding(CHECK_TOKENS // 16 if windowed else None)
     attention = modules(case, num_pseudo_heads=virtual, **fields)
@@ -174,7 +174,7 @@ def check_layer(form: str, heads: int, head_dim: int, virtual: int, windowed: bo
 
 
 def compare(form: str, *results: list[torch.Tensor]) -> None:
-    """Raises a RuntimeError where the first results are further off the last ones, the exact ones, than TOLERANCE
+    """Raise a RuntimeError where the first results are further off the last ones, the exact ones, than TOLERANCE
     times the stock ones between."""
     for actual, stock, exact in zip(*results):
         error, usual = (((states - exact).norm() / exact.norm()).item() for states in (actual, stock))
@@ -183,8 +183,8 @@ def compare(form: str, *results: list[torch.Tensor]) -> None:
 
 
 def blocks_bytes(case: dict, virtual: int, window: int) -> float:
-    """What a layer in blocks as long as its window takes: queries, keys, values, output, keys and values twice more,
-    and the mask, boolean and as it is added; in training with the gradients."""
+    """Count what a layer in blocks as long as its window takes: queries, keys, values, output, keys and values twice
+    more, and the mask, boolean and as it is added; in training with the gradients."""
     length = case["tokens"] * virtual
     states = 8 * length * case["heads"] * case["head_dim"] * DTYPE.itemsize
     mask = length * 2 * window * virtual * (1 + DTYPE.itemsize)
@@ -192,7 +192,7 @@ def blocks_bytes(case: dict, virtual: int, window: int) -> float:
 
 
 def schedule_forms(row: dict) -> dict[str, Prepare]:
-    """The paper's schedule against five global "mha" layers, on the two backends that are fast."""
+    """Set the paper's schedule against five global "mha" layers, on the two backends that are fast."""
     mha = partial(layers, row, attention_kinds="mha", num_hidden_layers=5)
     forms = {f"5 mha: {name}": within(partial(sdpa_kernel, BACKENDS[name]), mha) for name in list(BACKENDS)[:2]}
     for virtual in row["pseudo_heads"]:
@@ -238,7 +238,7 @@ def layer_cases(dry: bool) -> list[dict]:
 
 
 def compile_ahead() -> None:
-    """Compiles the Triton kernels of the layers for all P at the same time, into Triton's cache on disk. What fails
+    """Compile the Triton kernels of the layers for all P at the same time, into Triton's cache on disk. What fails
     here is recorded in its turn."""
     case = layer_cases(False)[0]
     check = partial(check_layer, "iha", case["heads"], case["head_dim"], windowed=True)
@@ -247,7 +247,7 @@ def compile_ahead() -> None:
 
 
 def paper_model(case: dict, preset: str) -> IHAForCausalLM:
-    """The preset at the length and depth of the case, with random weights."""
+    """Build the preset at the length and depth of the case, with random weights."""
     fields = {"num_hidden_layers": case["layers"], "max_position_embeddings": case["tokens"], **sizes(case)}
     if case["heads"] == 4:
         fields |= {"vocab_size": 64, "intermediate_size": 32}
@@ -264,7 +264,7 @@ def model_case(dry: bool, tokens: int, **fields) -> dict:
 
 
 def train_step(case: dict, preset: str) -> Work:
-    """A whole step of AdamW on random tokens, with activation checkpointing."""
+    """Build a whole step of AdamW on random tokens, with activation checkpointing."""
     model = paper_model(case, preset).train()
     model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
@@ -291,7 +291,7 @@ def train_forms(case: dict) -> dict[str, Prepare]:
 
 
 def train_cases(dry: bool) -> list[dict]:
-    """Two periods of the schedule, then all layers."""
+    """Take two periods of the schedule, then all layers."""
     return [model_case(dry, 8192, layers=layers) for layers in ([5] if dry else [10, 26])]
 
 
@@ -299,8 +299,8 @@ def train_cases(dry: bool) -> list[dict]:
 
 
 class InPlaceLayer(DynamicLayer):
-    """A cache layer of `tokens` random tokens that writes each new one into its last place: what a full ring of a
-    static cache does, without a mask. A window keeps what its layer sees."""
+    """Cache `tokens` random tokens and write each new one into the last place: what a full static ring does,
+    without a mask. A window keeps what its layer sees."""
 
     def __init__(self, model: IHAModel, index: int, batch: int, tokens: int, dtype: torch.dtype):
         super().__init__()
@@ -322,14 +322,14 @@ class InPlaceLayer(DynamicLayer):
 
 
 def in_place_cache(model: IHAModel, batch: int, tokens: int, dtype: torch.dtype = DTYPE) -> tuple[Cache, float]:
-    """A cache of random tokens, and the gigabytes of it and the weights, each read once for a new token."""
+    """Build a cache of random tokens, and count the gigabytes of it and the weights, each read once a token."""
     layers = [InPlaceLayer(model, index, batch, tokens, dtype) for index in range(len(model.layers))]
     read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
     return Cache(layers=layers), sum(tensor.nbytes for tensor in read) / 1e9
 
 
 def replayed(function: Callable[[], None]) -> Callable[[], None]:
-    """The function as a CUDA graph: no time of Python's. On a CPU the function itself."""
+    """Capture the function as a CUDA graph, which takes no time of Python's. A CPU runs the function itself."""
     if DEVICE == "cpu":
         return function
     stream = torch.cuda.Stream()
@@ -361,7 +361,7 @@ def decode_model(case: dict, preset: str) -> Work:
 
 
 def decode_layer(case: dict, form: str) -> Work:
-    """One layer, its form checked against rebuilding in float32."""
+    """Build one layer, its form checked against rebuilding in float32."""
     attention = modules(case, num_pseudo_heads=case["pseudo_heads"]).requires_grad_(False)
 
     def step(tokens: int, form: str, dtype: torch.dtype = DTYPE) -> tuple[Callable[[], torch.Tensor], float]:
@@ -393,7 +393,7 @@ def decode_forms(case: dict) -> dict[str, Prepare]:
 
 
 def decode_cases(dry: bool) -> list[dict]:
-    """Whole models, and a global layer by itself."""
+    """Take whole models, and a global layer by itself."""
     batches, heads = ([2], [4]) if dry else ([1, 4], [20, 8])
     cases = [model_case(dry, 65536, batch=batch) for batch in batches]
     return cases + [
@@ -420,7 +420,7 @@ def device_name() -> str:
 
 
 def environment(dry: bool) -> dict:
-    """What all rows of a table share."""
+    """Return what all rows of a table share."""
     return {
         "dry": dry,
         "device": device_name(),
@@ -439,7 +439,7 @@ def synchronize() -> None:
 
 
 def seconds_of(function: Callable[[], None]) -> float:
-    """By CUDA events; the wall clock on a CPU."""
+    """Time a run by CUDA events, on a CPU by the wall clock."""
     if DEVICE == "cpu":
         return harness.wall_seconds(function)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -452,8 +452,8 @@ def seconds_of(function: Callable[[], None]) -> float:
 
 @contextmanager
 def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iterator[None]:
-    """What a form does here may raise, and is recorded in `failed` then; a form that ends the process is found there
-    by the next one. A run that is stopped records nothing. An error that leaves the GPU unusable ends the process."""
+    """Record in `failed` what a form raises here; a form that ends the process is found there by the next one. A run
+    that is stopped records nothing. An error that leaves the GPU unusable ends the process."""
     failed[name] = ENDED
     save()
     try:
@@ -472,7 +472,7 @@ def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iter
 
 
 def measure(name: str, prepare: Prepare, row: dict) -> None:
-    """Writes the figures of a form into the row: the median of its runs after one that warms up, and the peak of
+    """Write the figures of a form into the row: the median of its runs after one that warms up, and the peak of
     memory during them, weights and inputs included."""
     work = prepare()
     work.run()
@@ -494,7 +494,7 @@ def measure(name: str, prepare: Prepare, row: dict) -> None:
 
 
 def measure_case(forms: dict[str, Prepare], row: dict, commit: str, save: Callable[[], None]) -> None:
-    """Measures the forms that have no figures yet and have not failed at this commit."""
+    """Measure the forms that have no figures yet and have not failed at this commit."""
     for name, prepare in forms.items():
         if name in row["seconds"] or (name in row["failed"] and row["commit"][name] == commit):
             continue
@@ -509,7 +509,7 @@ def measure_case(forms: dict[str, Prepare], row: dict, commit: str, save: Callab
 
 
 def run_benchmark(name: str, out: Path, dry: bool, commit: str) -> None:
-    """Raises `UserError`."""
+    """Measure what a slice lacks. Raises `UserError`."""
     (cases, forms), path, shared = BENCHMARKS[name], out / f"{name}.json", environment(dry)
     table = read_json(path) if path.exists() else {**shared, "rows": []}
     for key, value in shared.items():
@@ -528,7 +528,7 @@ def run_benchmark(name: str, out: Path, dry: bool, commit: str) -> None:
 
 
 def main() -> None:
-    """Raises `UserError`."""
+    """Run the slice of the command line. Raises `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slice", choices=BENCHMARKS)
     parser.add_argument("--out", type=Path, required=True, help="directory of the results")

@@ -26,7 +26,7 @@ README = harness.RESULTS / "gpu" / "README.md"
 
 @pytest.fixture(scope="module")
 def visit(tmp_path_factory):
-    """The results of the three commands of the README, each on a directory that is empty but for the archive."""
+    """Run the three commands of the README, each on a directory that is empty but for the archive."""
     lines = [shlex.split(line) for line in README.read_text().splitlines() if "-m benchmarks.gpu" in line]
     archive = tmp_path_factory.mktemp("home") / "gpu.tar.gz"
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -89,7 +89,7 @@ def test_times_of_a_visit_fit_ten_minutes_a_command():
 
 @pytest.fixture
 def toy(monkeypatch):
-    """A benchmark of two cases that changes with its `forms`, and how often each form was built."""
+    """Put in a benchmark of two cases that changes with its `forms`, and list which form was built when."""
     built = []
 
     def sound(name):
@@ -106,7 +106,7 @@ def toy(monkeypatch):
 
 
 def run_toy(monkeypatch, capsys, tmp_path, commit="one"):
-    """Exit code, output and errors of the slice, and its rows."""
+    """Run the slice and return exit code, output, errors and rows."""
     arguments = ("paper_layer", "--dry", "--out", tmp_path, "--commit", commit)
     return *command(monkeypatch, capsys, gpu_slices, *arguments), table(tmp_path, "paper_layer")["rows"]
 
@@ -203,8 +203,8 @@ def test_results_of_another_version_stay_apart(toy, monkeypatch, capsys, tmp_pat
 
 
 def test_the_next_slice_begins_whatever_became_of_one(monkeypatch, capsys, tmp_path):
-    """A slice that fails is started anew while it leaves more than before; the time of another is up. The archive has
-    what each left."""
+    """Let one slice fail, which is started anew while it leaves more than before, and another run out of time. The
+    archive has what each left."""
     started = []
 
     def run_until(seconds, command):
@@ -266,7 +266,7 @@ def test_a_decoding_form_that_is_wrong_is_left_out(monkeypatch):
 
 
 def test_a_token_reads_what_the_paper_schedule_saves():
-    """3.4 GB of cache against 17.4 by arithmetic, 65536 tokens; counted here on one head in 20."""
+    """Count 3.4 GB of cache against 17.4 at 65536 tokens, on one head in 20."""
     case = gpu_slices.model_case(False, 65536, heads=1)
     read = {}
     for preset in ("global", "iha"):
