@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from itertools import product
 from multiprocessing import get_context
@@ -37,10 +37,10 @@ from benchmarks import cost, harness
 from benchmarks.harness import Attention, inference, training
 from benchmarks.schedule import schedules
 from command_io import UserError, current_commit, one_line, read_json, run_cli, write_json
-from gpu_kernels import fused_triton
+from gpu_kernels import mix_heads_triton
 from gpu_kernels.decode_triton import decode_attention
 from mechanisms.cost import score_products
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, attention_iha, virtual_sequence
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, attention_iha, virtual_sequence, window_blocks
 from modeling_iha.absorbed_decode import absorbed_attention
 from modeling_iha.package import flop_matched_window
 
@@ -93,8 +93,27 @@ def within(context: Callable[[], AbstractContextManager], prepare: Prepare) -> P
     return build
 
 
-in_blocks = partial(mock.patch.object, virtual_sequence, "has_varlen", return_value=False, create=True)
-without_mix_rotate = partial(mock.patch.object, attention_iha, "fused_expansion", return_value=False, create=True)
+@contextmanager
+def in_blocks() -> Iterator[None]:
+    """Let windows go in blocks, as they do without `varlen_attn`."""
+    with (
+        mock.patch.object(virtual_sequence, "has_varlen", return_value=False),
+        mock.patch.object(window_blocks, "has_varlen", return_value=False),
+    ):
+        yield
+
+
+@contextmanager
+def by_mix_heads() -> Iterator[None]:
+    """Let "iha" layers expand and collapse by the Triton kernels; on a CPU, which has none, nothing changes."""
+    if DEVICE == "cpu":
+        yield
+        return
+    with (
+        mock.patch.object(attention_iha.InterleavedHeadAttention, "expand", mix_heads_triton.expand),
+        mock.patch.object(attention_iha, "collapse", mix_heads_triton.collapse),
+    ):
+        yield
 
 
 def fastest(row: dict, group: str) -> str | None:
@@ -168,8 +187,8 @@ def check_layer(form: str, heads: int, head_dim: int, virtual: int, windowed: bo
         output = attention(inputs)
         return [output, *torch.autograd.grad(output, [inputs, *attention.leaves()], upstream.to(dtype))]
 
-    actual = results("flash_attention_4" if form.endswith("flash_attention_4") else "sdpa", DTYPE)
-    with without_mix_rotate():
+    with by_mix_heads() if form.endswith("mix_heads") else nullcontext():
+        actual = results("flash_attention_4" if form.endswith("flash_attention_4") else "sdpa", DTYPE)
         compare(form, actual, results("eager", DTYPE), results("eager", torch.float32))
 
 
@@ -215,7 +234,7 @@ def layer_forms(row: dict) -> dict[str, Prepare]:
         iha = partial(layers, row, num_pseudo_heads=virtual, **sliding(window))
         forms[f"{group}: expanded"] = within(best, partial(expanded, row, virtual, window))
         forms[f"{group}: iha"] = partial(iha, "iha")
-        forms[f"{group}: without mix_rotate"] = within(without_mix_rotate, partial(iha, "without mix_rotate"))
+        forms[f"{group}: mix_heads"] = within(by_mix_heads, partial(iha, "mix_heads"))
         if not windowed:
             forms[f"{group}: best backend"] = within(best, partial(iha, "best backend"))
         elif blocks_bytes(row, virtual, window) < MAX_BLOCKS_BYTES:
@@ -241,7 +260,7 @@ def compile_ahead() -> None:
     """Compile the Triton kernels of the layers for all P at the same time, into Triton's cache on disk. What fails
     here is recorded in its turn."""
     case = layer_cases(False)[0]
-    check = partial(check_layer, "iha", case["heads"], case["head_dim"], windowed=True)
+    check = partial(check_layer, "mix_heads", case["heads"], case["head_dim"], windowed=True)
     with suppress(Exception), ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         list(pool.map(check, case["pseudo_heads"]))
 
@@ -285,7 +304,7 @@ def train_forms(case: dict) -> dict[str, Prepare]:
         "global: mha": partial(train_step, case, "global"),
         "schedule: iha": iha,
         "global-local: mha": partial(train_step, case, "global-local"),
-        "schedule: without mix_rotate": within(without_mix_rotate, iha),
+        "schedule: mix_heads": within(by_mix_heads, iha),
         "schedule: in blocks": within(in_blocks, iha),
     }
 
@@ -381,9 +400,12 @@ def decode_forms(case: dict) -> dict[str, Prepare]:
     if case["base"] == "global":
         presets = {"global: mha": "global", "global-local: mha": "global-local", "schedule: iha": "iha"}
         return {name: partial(decode_model, case, preset) for name, preset in presets.items()}
-    # The kernel needs a GPU: on a CPU the form in whose place it steps stands in.
-    kernel = decode_attention if DEVICE == "cuda" else absorbed_attention
-    instead = partial(mock.patch.object, virtual_sequence, "absorbed_attention", kernel)
+
+    def kernel(*inputs, attention_mask: None, **where) -> torch.Tensor:
+        # On a CPU, which has no kernel, the form in whose place it steps stands in.
+        return (decode_attention if DEVICE == "cuda" else absorbed_attention)(*inputs, **where)
+
+    instead = partial(mock.patch.object, attention_iha, "absorbed_attention", kernel)
     absorbed = partial(decode_layer, case, "base")
     return {
         "rebuilt": partial(decode_layer, case, "virtual"),
@@ -428,7 +450,7 @@ def environment(dry: bool) -> dict:
         "dtype": str(DTYPE).removeprefix("torch."),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": getattr(fused_triton.triton, "__version__", None),
+        "triton": getattr(mix_heads_triton.triton, "__version__", None),
         "transformers": transformers.__version__,
     }
 

@@ -146,13 +146,15 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> str | None:
 def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None) -> LayerMask | None:
     """Return form and documents of a layer whose attention builds no dense mask, `None` where it needs one."""
     config, embeds, cache = inputs.config, inputs.inputs_embeds, inputs.past_key_values
-    past, num_keys, first = inputs.key_span(layer_idx)
     length = embeds.shape[1]
     if config._attn_implementation != "sdpa" or inputs.has_custom_mask or torch.compiler.is_exporting():
         return None
     # The keys of a static cache need not end with the new tokens, and the mask of one token may go to a compiled
-    # forward.
-    if first + num_keys != past + length or (length == 1 and cache is not None and cache.is_compileable):
+    # forward. The lengths of a traced cache have no values.
+    if cache is not None and (is_tracing(embeds) or (length == 1 and cache.is_compileable)):
+        return None
+    past, num_keys, first = inputs.key_span(layer_idx)
+    if first + num_keys != past + length:
         return None
     if form == "absorbed":
         return LayerMask(document_ids=_document_ids(inputs, first, num_keys), attention_form=form)

@@ -259,7 +259,8 @@ def test_a_decoding_form_that_is_wrong_is_left_out(monkeypatch):
     (*_, case) = gpu_slices.decode_cases(True)
     forms, absorbed = gpu_slices.decode_forms(case), gpu_slices.absorbed_attention
     forms["absorbed"]()
-    monkeypatch.setattr(gpu_slices.virtual_sequence, "absorbed_attention", lambda *inputs: absorbed(*inputs) * 1.1)
+    wrong = lambda *inputs, **where: absorbed(*inputs, **where) * 1.1  # noqa: E731
+    monkeypatch.setattr(gpu_slices.attention_iha, "absorbed_attention", wrong)
     forms["rebuilt"]()
     with pytest.raises(RuntimeError, match="base is off a float32 computation by"):
         forms["absorbed"]()
