@@ -1,6 +1,6 @@
 r"""What a chat model's reply says: its final answer as math_verify reads it, and its program.
 
-tests/replies.jsonl holds replies with a reader's verdict. A reply that does not decide counts as one without an answer.
+tests/replies.jsonl holds replies with a reader's verdict. In doubt a reply has no answer.
 """
 
 import builtins
@@ -11,7 +11,7 @@ from functools import cache
 
 from markdown_it import MarkdownIt
 from math_verify import parse, verify
-from sympy import Number
+from sympy import Set
 
 
 def final_part(reply: str) -> str:
@@ -34,13 +34,22 @@ _JOINT = re.compile(
 )
 _MARKER = re.compile(r"^####\s*(\\?[$€£]?-?[\d,]*\.?\d+\s*\\?%?)\.?\s*$", re.MULTILINE)
 _TEXT = r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|sf)|mbox)\s*"
-_CURRENCY = re.compile(r"^(?:\\?\$|[€£¥]|\\pounds|USD|EUR|GBP)\s*(?=[-\d.])")
+_CURRENCY = re.compile(rf"^(?:{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds|USD|EUR|GBP)\s*(?=[-\d.])")
 _UNIT = re.compile(
-    rf"(?:\s*{_TEXT}\{{([^{{}}\\\d]+)\}}|(?<=\d)\s+([A-Za-z]{{3,}}(?:[ /-](?:[A-Za-z]{{2,}}|a))*))(?:\^\{{?\d\}}?)?$"
+    rf"(?:\s*/?\s*{_TEXT}\{{([^{{}}\\\d]+)\}}|(?<=\d)\s+([A-Za-z]{{3,}}(?:[ /-](?:[A-Za-z]{{2,}}|a))*))(?:\^\{{?\d\}}?)?$"
 )
 _FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 # Words after a number that are no unit.
 _CHANGING = {"and", "or", "if", "more", "less", "fewer", "most", "least", "not", "plus", "minus", "am", "pm"}
+
+
+_DOUBT = re.compile(
+    r"\b(?:not|no|or|between|might|may|could|would|perhaps|maybe|wait|however|in fact|actually|at (?:most|least))\b"
+    r"|n't\b|^\(?[A-E][.)]\s",
+    re.IGNORECASE,
+)
+_ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)", re.IGNORECASE)
+_ACROSS_LINES = re.DOTALL | re.IGNORECASE
 
 
 def _without_unit(answer: str) -> str:
@@ -62,14 +71,26 @@ def _without_unit(answer: str) -> str:
 
 def _read(answer: str) -> tuple | None:
     answer = _without_unit(answer.strip()).replace(r"\varnothing", r"\emptyset")
+    if re.match(r"[<>≤≥]|\\[gl](?:eq?|t)\b", answer):  # math_verify reads the number alone
+        return None
     return tuple(parse(rf"\boxed{{{answer}}}")) or None
 
 
-def _is_undecided(text: str) -> bool:
-    """Return whether `text` breaks off in a sentence or ends with one number or another."""
-    last = re.split(r"(?<=[.!?])\s+|\n+", text.strip())[-1]
-    breaks_off = re.search(r"(?:\s[-=+*/×]|,)$", last) or re.search(r"[A-Za-z]$", last) and not re.search(r"\d", last)
-    return bool(breaks_off or re.search(r"\d[^.\n]{0,30}\bor\b\W{0,5}\d", last))
+def _conclusion(text: str) -> str | None:
+    """Return the sentence with a number that a reply without a box ends with, from its last "answer" on; `None` where
+    the reply breaks off, says a number only to doubt it, or has no number."""
+    text = re.sub(
+        r"\\\[.*?\\\]|\$\$.*?\$\$|answer\W*\n", lambda part: part[0].replace("\n", " "), text, flags=_ACROSS_LINES
+    )
+    sentences = re.split(r"(?<=[.!?])\s+|\n+", text.strip())
+    stated = [sentence for sentence in sentences if re.search(r"\d", sentence) and not _ASIDE.match(sentence)]
+    if not stated or re.search(r"(?:\s[-=+*/×]|,)$", sentences[-1]):
+        return None
+    if re.search(r"[A-Za-z]$", sentences[-1]) and sentences[-1] is not stated[-1]:
+        return None
+    named = [number for number, sentence in enumerate(stated) if "answer" in sentence.lower()]
+    end = stated[named[-1] if named else -1 :]
+    return None if any(map(_DOUBT.search, end)) else re.split("(?=answer)", end[0], flags=re.IGNORECASE)[-1]
 
 
 @cache
@@ -94,7 +115,10 @@ def math_answer(text: str) -> tuple | None:
     if markers := _MARKER.findall(text):
         return _read(markers[-1])
     found = tuple(parse(text))
-    return None if not found or isinstance(found[0], Number) and _is_undecided(text) else found
+    if found and isinstance(found[0], Set):  # of what "and" and "or" join
+        return found
+    conclusion = _conclusion(text)
+    return tuple(parse(conclusion)) or None if conclusion else None
 
 
 def _letters(latex: str) -> set[str]:
@@ -166,4 +190,6 @@ def program(reply: str, names: set[str]) -> str:
     while found := [i for i, provides in enumerate(provided) if i not in chosen and missing & provides]:
         chosen.add(found[-1])
         missing = names.union(*(used[i] for i in chosen)).difference(*(provided[i] for i in chosen))
-    return "\n".join(blocks[i] for i in sorted(chosen) or [-1])
+    if not chosen:  # in HumanEval's prompt an indented block goes on with the function
+        return next((block for block in reversed(blocks) if block[:1].isspace()), blocks[-1])
+    return "\n".join(blocks[i] for i in sorted(chosen))
