@@ -11,7 +11,6 @@ from functools import cache
 
 from markdown_it import MarkdownIt
 from math_verify import parse, verify
-from sympy import Set
 
 
 def final_part(reply: str) -> str:
@@ -27,33 +26,35 @@ for _ in range(6):  # braces within braces
     _BRACES = rf"[^{{}}]*(?:\{{{_BRACES}\}}[^{{}}]*)*"
 _OPENING = r"\\(?:boxed|fbox)\s*\{"
 _BOX = re.compile(rf"{_OPENING}({_BRACES})\}}")
-_GAP = r"(?:[\s$&]|\\[()\[\]]|\\q?quad)*"
 # Between the boxes of one answer: x = \boxed{3} or x = \boxed{5}.
+_GAP = r"(?:[\s$&]|\\[()\[\]]|\\q?quad)*"
 _JOINT = re.compile(
     rf"{_GAP}(?:,|,?{_GAP}(?:\\text\{{\s*)?\b(?:and|or)\b\s*\}}?){_GAP}(?:[A-Za-z](?:_\{{?\d\}}?)?\s*=\s*)?"
 )
-_MARKER = re.compile(r"^####\s*(\\?[$€£]?-?[\d,]*\.?\d+\s*\\?%?)\.?\s*$", re.MULTILINE)
-_TEXT = r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|sf)|mbox)\s*"
+_MARKER = re.compile(r"(?<!#)####\s*(\\?[$€£]?-?[\d,]*\.?\d+\s*\\?%?)\.?\s*$", re.MULTILINE)
+
+# Around the number of an answer.
+_TEXT = r"\\(?:text(?:it|rm|sf|normal)?|math(?:rm|sf)|mbox)\s*"
 _CURRENCY = re.compile(rf"^(?:{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds|USD|EUR|GBP)\s*(?=[-\d.])")
-_UNIT = re.compile(
-    rf"(?:\s*/?\s*{_TEXT}\{{([^{{}}\\\d]+)\}}|(?<=\d)\s+([A-Za-z]{{3,}}(?:[ /-](?:[A-Za-z]{{2,}}|a))*))(?:\^\{{?\d\}}?)?$"
-)
+_UNIT_IN_TEXT = rf"\s*/?\s*{_TEXT}\{{([^{{}}\\\d]+)\}}"
+_UNIT_IN_WORDS = r"(?<=\d)\s+([A-Za-z]{3,}(?:[ /-](?:[A-Za-z]{2,}|a))*)"
+_UNIT = re.compile(rf"(?:{_UNIT_IN_TEXT}|{_UNIT_IN_WORDS})(?:\^\{{?\d\}}?)?$")
 _FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-# Words after a number that are no unit.
-_CHANGING = {"and", "or", "if", "more", "less", "fewer", "most", "least", "not", "plus", "minus", "am", "pm"}
+_NO_UNITS = {"and", "or", "if", "more", "less", "fewer", "most", "least", "not", "plus", "minus"}
 
-
+# Sentences that do not say the answer.
 _DOUBT = re.compile(
     r"\b(?:not|no|or|between|might|may|could|would|perhaps|maybe|wait|however|in fact|actually|at (?:most|least))\b"
     r"|n't\b|^\(?[A-E][.)]\s",
     re.IGNORECASE,
 )
 _ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)", re.IGNORECASE)
-_ACROSS_LINES = re.DOTALL | re.IGNORECASE
 
 
 def _without_unit(answer: str) -> str:
-    r"""Return the number, in LaTeX, of an answer such as "18 dollars", r"\$18", r"120~\text{miles}", r"\text{8 in}"."""
+    r"""Return the number, in LaTeX, of answers such as "18 dollars", r"\$18", r"120~\text{miles}", r"\text{8 in}"."""
+    # Units are no vectors and constants.
+    answer = re.sub(r"\\(?:mathbf|boldsymbol)\s*\{([A-Za-z])\}|\\(?:mathrm|text)\s*\{([ie])\}", r"\1\2", answer)
     if whole := re.fullmatch(rf"{_TEXT}\{{([^{{}}]*\d[^{{}}]*)\}}", answer):
         answer = whole[1]
     answer = re.sub(r"(?<!\\)\\[ ,;:]|~", " ", answer.replace(r"\!", "").replace("{,}", ",")).strip().removesuffix(".")
@@ -63,7 +64,7 @@ def _without_unit(answer: str) -> str:
         if (factor := math.prod(_FACTORS.get(word.removesuffix("s"), 1) for word in words)) > 1:
             return rf"{number} \cdot {factor}"
         # math_verify would drop every text.
-        answer = number if _CHANGING.isdisjoint(words) else f"{number} {' '.join(words)}"
+        answer = number if _NO_UNITS.isdisjoint(words) else f"({number}, {' '.join(words)})"
     if re.fullmatch(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?", answer):
         answer = re.sub("[, ]", "", answer)
     return answer
@@ -77,13 +78,11 @@ def _read(answer: str) -> tuple | None:
 
 
 def _conclusion(text: str) -> str | None:
-    """Return the sentence with a number that a reply without a box ends with, from its last "answer" on; `None` where
-    the reply breaks off, says a number only to doubt it, or has no number."""
-    text = re.sub(
-        r"\\\[.*?\\\]|\$\$.*?\$\$|answer\W*\n", lambda part: part[0].replace("\n", " "), text, flags=_ACROSS_LINES
-    )
+    """Return the sentence with a number or LaTeX that a reply without a box ends with, from its last "answer" on;
+    `None` where the reply breaks off or doubts what it says, and where there is none."""
+    text = re.sub(r"(?is)\\\[.*?\\\]|\$\$.*?\$\$|answer\W*\n", lambda part: part[0].replace("\n", " "), text)
     sentences = re.split(r"(?<=[.!?])\s+|\n+", text.strip())
-    stated = [sentence for sentence in sentences if re.search(r"\d", sentence) and not _ASIDE.match(sentence)]
+    stated = [sentence for sentence in sentences if re.search(r"\d|\\\w", sentence) and not _ASIDE.match(sentence)]
     if not stated or re.search(r"(?:\s[-=+*/×]|,)$", sentences[-1]):
         return None
     if re.search(r"[A-Za-z]$", sentences[-1]) and sentences[-1] is not stated[-1]:
@@ -115,7 +114,7 @@ def math_answer(text: str) -> tuple | None:
     if markers := _MARKER.findall(text):
         return _read(markers[-1])
     found = tuple(parse(text))
-    if found and isinstance(found[0], Set):  # of what "and" and "or" join
+    if found and not getattr(found[0], "is_number", True):  # formulas, and sets of what "and" and "or" join
         return found
     conclusion = _conclusion(text)
     return tuple(parse(conclusion)) or None if conclusion else None
@@ -191,5 +190,5 @@ def program(reply: str, names: set[str]) -> str:
         chosen.add(found[-1])
         missing = names.union(*(used[i] for i in chosen)).difference(*(provided[i] for i in chosen))
     if not chosen:  # in HumanEval's prompt an indented block goes on with the function
-        return next((block for block in reversed(blocks) if block[:1].isspace()), blocks[-1])
+        return next((block for block in reversed(blocks) if re.match(r"[ \t]+\S", block)), blocks[-1])
     return "\n".join(blocks[i] for i in sorted(chosen))

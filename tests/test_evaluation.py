@@ -92,6 +92,12 @@ def test_gsm8k_answers(gold, reply, right):
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"$\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", True),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"$\boxed{\begin{pmatrix} 2 \\ 1 \end{pmatrix}}$", False),
         ("12", r"$\boxed{}$", False),
+        ("2", r"$\boxed{2\mathrm{i}}$", False),
+        ("2i", r"$\boxed{2\mathrm{i}}$", True),
+        (r"3\mathbf{i} - 2\mathbf{j}", r"$\boxed{3\mathbf{i} - 2\mathbf{k}}$", False),
+        ("10", r"$\boxed{10\text{ or more}}$", False),
+        (r"\cot x", r"The final answer is $\cot x$. I hope it is correct.", True),
+        (r"\pi", r"Answer: $\pi$", True),
     ],
 )
 def test_math_answers(gold, reply, right):
@@ -155,6 +161,7 @@ def fenced(*blocks):
         ("- f:\n\n      ```{.Python3}\n      def f():\n        a\n      ```", "def f():\n  a\n"),
         ("<answer>\n```python\ndef f(): a\n```\n</answer>", "def f(): a\n"),
         ("```python\nunclosed", "unclosed"),
+        (fenced("    return a", "f()", ""), "    return a\n"),
         ("```pycon\n>>> f()\n```", "```pycon\n>>> f()\n```"),
         ("no block", "no block"),
         ("<think>\n```python\ndef f(): a\n```\n", ""),
@@ -164,15 +171,23 @@ def test_the_program_in_a_reply(reply, code):
     assert replies.program(reply, {"f"}) == code
 
 
-@pytest.mark.parametrize("group", list(read_jsonl(Path(__file__).with_name("replies.jsonl"))))
+REPLIES = list(read_jsonl(Path(__file__).with_name("replies.jsonl")))
+
+
+@pytest.mark.parametrize("group", REPLIES)
 def test_scorers_agree_with_a_reader(group):
-    """Of {"task", "part", "document", "right": [reply], "wrong": [reply]}; those of the part "held" were kept aside
-    while the scorers were changed."""
-    for verdict in ("right", "wrong"):
+    """Of {"task", "part", "document", "right": [reply], "missed", "wrong"}: the reader takes the "missed" ones for
+    right, the scorer does not. The parts, in the order of writing, are described in evaluation/README.md."""
+    for verdict in ("right", "missed", "wrong"):
         for reply in group[verdict]:
             score = getattr(scores, group["task"])(group["document"], [[reply]])
             figure = next(value for name, value in score.items() if not name.startswith("lm_eval"))
             assert figure == (verdict == "right"), reply
+
+
+def test_scorers_agree_with_a_reader_on_98_of_100_replies():
+    verdicts = {verdict: sum(len(group[verdict]) for group in REPLIES) for verdict in ("right", "missed", "wrong")}
+    assert sum(verdicts.values()) >= 200 and verdicts["missed"] <= 0.02 * sum(verdicts.values())
 
 
 def test_a_humaneval_reply_may_continue_or_begin_again():
