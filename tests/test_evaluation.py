@@ -850,6 +850,7 @@ def test_the_mean_of_some_ruler_tasks_does_not_stand_beside_the_papers(tmp_path,
     text = (tmp_path / "report.md").read_text()
     assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == (left_out == 0)
     assert (tmp_path / "paper.png").exists() == (left_out == 0)
+    assert "ruler_cwe begins with its worked example" in text
 
 
 def test_every_figure_of_the_paper_belongs_to_a_task_and_metric():
