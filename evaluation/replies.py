@@ -53,7 +53,7 @@ _ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)", re.IGNORECA
 
 def _without_unit(answer: str) -> str:
     r"""Return the number, in LaTeX, of answers such as "18 dollars", r"\$18", r"120~\text{miles}", r"\text{8 in}"."""
-    # Units are no vectors and constants.
+    # i, e and vectors are no units.
     answer = re.sub(r"\\(?:mathbf|boldsymbol)\s*\{([A-Za-z])\}|\\(?:mathrm|text)\s*\{([ie])\}", r"\1\2", answer)
     if whole := re.fullmatch(rf"{_TEXT}\{{([^{{}}]*\d[^{{}}]*)\}}", answer):
         answer = whole[1]
@@ -95,7 +95,7 @@ def _conclusion(text: str) -> str | None:
 @cache
 def math_answer(text: str) -> tuple | None:
     """Return the final answer in `text` as math_verify reads it: in the last box, else after the last "####" (GSM8K's
-    marker) with nothing but a number, else where math_verify finds it; `None` when there is none.
+    marker) with nothing but a number, else in its conclusion; `None` when there is none.
 
     Thoughts do not count, and boxes that "and", "or" or a comma joins are one answer.
     """
