@@ -42,7 +42,7 @@ from model_cards.render import source_name
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
 # The modules of this directory that decide on a task's figures.
-_DECIDING = ("data", "recorded_model", "ruler", "run", "run_code", "scores", "suites", "task_rows")
+_DECIDING = ("data", "recorded_model", "replies", "ruler", "run", "run_code", "scores", "suites", "task_rows")
 
 
 def claim_output(directory: Path, identity: dict, rank: int) -> None:
