@@ -4,7 +4,6 @@ Skipped without one; `make test` on a CPU covers eager, sdpa, flex (forward) and
 kernels.
 """
 
-
 import pytest
 import torch
 from helpers import set_core
