@@ -76,15 +76,18 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     collapse = heads * virtual * (1 if per_head else heads)
     base = tokens * (heads + 2 * groups) * d
     forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
-    linear_parts = tokens * (mixing + collapse) * d
+    # A collapse per head is no product of matrices.
+    collapsing = 0 if per_head else collapse
+    linear_parts = tokens * (mixing + collapsing) * d
     if form == "eager" or not per_head or virtual == 1:
         # The keys and values of all tokens are mixed again for each new token.
-        decode = (heads**2 + 2 * groups**2 * keys) * virtual * d + 2 * heads * d * virtual**2 * keys + collapse * d
+        decode = (heads**2 + 2 * groups**2 * keys) * virtual * d + 2 * heads * d * virtual**2 * keys + collapsing * d
     else:
         # Each pseudo-query of a new token is multiplied with every cached head (`absorbed_decode.py`).
         decode = heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + heads * d)
-    # SDPA keeps the output of the virtual tokens, and the collapse keeps it in another layout.
-    kept = base * (1 + virtual) + tokens * heads * (virtual * (2 * d + 1) + d)
+    # SDPA keeps the output of the virtual tokens, and a collapse over all heads keeps it in another layout.
+    copies = 1 if per_head else 2
+    kept = base * (1 + virtual) + tokens * heads * (virtual * (copies * d + 1) + d)
     if form == "base" and virtual > 1:
         kept = base + tokens * heads * d
     return Cost(

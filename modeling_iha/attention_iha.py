@@ -85,7 +85,8 @@ def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) 
     """Heads [batch, N, H, head_dim] of the virtual sequence's output [batch, N * P, H, head_dim], by R (step 5)."""
     states, weight = states.unflatten(1, (-1, num_pseudo_heads)), weight.to(states.dtype)
     if weight.shape[1] == num_pseudo_heads:
-        return torch.einsum("hp,bnphd->bnhd", weight, states)
+        # As a product and a sum it keeps no copy of the states for the backward.
+        return (states * weight.t().unsqueeze(-1)).sum(dim=2)
     return torch.einsum("hgp,bnpgd->bnhd", weight.unflatten(1, (-1, num_pseudo_heads)), states)
 
 
