@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama with the attention mechanism chosen per layer; the default is Interleaved Head Attention (IHA)."""
 
+import warnings
+
 import torch
 from torch import nn
 from transformers import AutoModel
@@ -114,6 +116,14 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
+    @staticmethod
+    def token_attentions(attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Return the attention maps of an output for a call with `num_tokens` tokens N, [batch, H, N, keys], from
+        those that "iha" layers return, [batch, H, N * P, keys * P]: the sum over the pseudo-heads of a key, the mean
+        over those of a query. The maps of other layers stay as they are."""
+        by_query = [(weights, (-1, weights.shape[-2] // num_tokens)) for weights in attentions]
+        return tuple(w.unflatten(-1, split).sum(-1).unflatten(-2, split).mean(-2) for w, split in by_query)
+
     @classmethod
     def is_backend_compatible(cls) -> bool:
         """No: what servers such as vLLM and SGLang ask before they run a Transformers model on their own attention and
@@ -155,6 +165,9 @@ class IHAModel(IHAPreTrainedModel):
         """The mask of every kind of layer, from the fields of [`MaskInputs`] after `config`; `kwargs` are those of the
         forward, which may declare packed documents."""
         inputs = MaskInputs(self.config, *inputs, attention_form=self.attention_form)
+        core, device = self.config._attn_implementation, inputs.inputs_embeds.device.type
+        if core == "flex_attention" and device == "cpu" and not torch.compiler.is_compiling():
+            warnings.warn("FlexAttention compiled for a CPU may fail, crash or err in silence: use 'sdpa' or 'eager'.")
         check_packing(inputs, **kwargs)
         return create_masks(inputs, [layer.mask_key for layer in self.layers])
 
@@ -178,7 +191,7 @@ class IHAModel(IHAPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         r"""As [`LlamaModel.forward`]: every argument counts tokens, never virtual tokens. `attention_mask` may be
         [batch, cached + N] or [batch, 1, N, cached + N], or one such mask for each [`MaskKey`], over virtual
-        tokens."""
+        tokens. But the `attentions` that "iha" layers return are over virtual tokens: see `token_attentions`."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 

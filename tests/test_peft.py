@@ -1,19 +1,24 @@
 """PEFT: adapters on the projections beside mixing and collapse weights that stay trainable, and learned prompts."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from datasets import Dataset
 from helpers import GEOMETRIES, PROJECTIONS, assert_close, greedy, random_ids, random_model, small_config, take_a_step
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny_sources import tiny_source
-from tiny_training import LONG_ROPE, byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from tiny_training import LONG_ROPE, ROOT, byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from trl import SFTConfig
+from trl.scripts import sft as trl_sft
 
 from command_io import UserError
 from conversion_scripts.checkpoint_io import load_in_clean_process, run_in_clean_process
+from model_cards.render import render_card
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from sft import train
@@ -155,6 +160,54 @@ def test_prefix_tuning(geometry, tmp_path):
     assert torch.equal(logits_of(PeftModel.from_pretrained(random_model(config), tmp_path)), with_prefix)
     generated = model.generate(input_ids=random_ids(2, 9), max_new_tokens=6, do_sample=False)
     assert torch.equal(generated, greedy(model, random_ids(2, 9), 6))
+
+
+# Commands of cards and documents
+
+COMMAND = re.compile(r"^(?:trl|accelerate launch) .*(?:--use_peft|recipes/lora/).*$", re.MULTILINE)
+CARDS = {
+    kind: small_config(vocab_size=300, attention_kinds=kind, rope_parameters=LONG_ROPE)
+    for kind in ("iha", "mha", "talking_heads", "dcmha")
+}
+DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/SUPPORT.md", "sft/recipes/README.md")}
+NAMED = [
+    pytest.param(command, config, id=f"{name}-{shlex.split(command)[0]}")
+    for name, text, config in (
+        *((kind, render_card(config, "smollm2-iha"), config) for kind, config in CARDS.items()),
+        *((name, text, CARDS["iha"]) for name, text in DOCUMENTS.items()),
+    )
+    for command in COMMAND.findall(text)
+]
+
+
+@pytest.mark.parametrize(("command", "config"), NAMED)
+def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, monkeypatch):
+    """With a model, rows and a size of the test; its adapters are those of `sft/train.py`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    model, tokenizer = random_model(config), byte_tokenizer()
+    model.save_pretrained("smollm2-iha")
+    tokenizer.save_pretrained("smollm2-iha")
+    (tmp_path / "sft").symlink_to(ROOT / "sft")
+    write_jsonl(Path("rows.jsonl"), training_rows(20))
+    Path("rows").mkdir()
+    messages = [{"role": role, "content": "1+1?"} for role in ("user", "assistant")]
+    write_jsonl(Path("rows/train.jsonl"), [{"messages": messages}] * 4)
+
+    size = (
+        "--max_steps 1 --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --use_cpu true --report_to none"
+    )
+    program, _, *arguments = shlex.split(f"{command.replace('$name', 'smollm2-iha')} {size}")
+    if program == "trl":
+        parsed = trl_sft.make_parser().parse_args_and_config(arguments)
+        trl_sft.main(*parsed)
+    else:
+        train.main(arguments[arguments.index("--config") :])
+    [saved] = Path("tuned").glob("checkpoint-*")
+    adapters, expected = LoraConfig.from_pretrained(saved), lora_config(RunArguments("", "", use_peft=True), model)
+    assert adapters.modules_to_save == expected.modules_to_save
+    targets = [get_peft_model(random_model(config), each).targeted_module_names for each in (adapters, expected)]
+    assert targets[0] == targets[1]
 
 
 # sft/train.py
