@@ -60,6 +60,13 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def path_from_root(text: str) -> Path:
+    """A path that the user gave, for a command that runs in the root of the checkout: relative inside it, so that a
+    record of the command names no place of this machine."""
+    path = Path(os.path.abspath(text))
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
 def run_module(result: str | os.PathLike, *command: str | os.PathLike) -> None:
     """Run a module of this repository with its arguments, as a command in a process of its own, unless its `result` is
     there already. Raises `UserError` when it fails."""

@@ -39,6 +39,7 @@ from command_io import (
     current_commit,
     file_sha256,
     new_directory,
+    path_from_root,
     read_json,
     run_cli,
     whole_file,
@@ -298,29 +299,23 @@ def recipes(warm_start: Path | None) -> dict[str, partial]:
     return {**tiny, **converted, "smollm2-135m-iha-p2-sft": partial(fine_tuned, "iha_2", warm_start)}
 
 
-def _seen_from_root(text: str) -> Path:
-    """A path that the user gave, as the commands take it, which run in the root of the checkout."""
-    path = Path(text).absolute()
-    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the checkpoints that the command line names, all by default. Raises `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="checkpoints to make (default: all)")
     parser.add_argument(
         "--warm-start",
-        type=_seen_from_root,
+        type=path_from_root,
         help="output directory of experiments/warm_start.py; its card gets the results",
     )
     parser.add_argument(
         "--output",
-        type=_seen_from_root,
+        type=path_from_root,
         default=OUTPUT,
         help=f"where they are made (default: {OUTPUT} of the checkout)",
     )
     parser.add_argument(
-        "--index", type=_seen_from_root, default=INDEX, help="where the records are (default: model_cards)"
+        "--index", type=path_from_root, default=INDEX, help="where the records are (default: model_cards)"
     )
     args = parser.parse_args(argv)
     known = recipes(args.warm_start)

@@ -62,7 +62,9 @@ class RecipeTrainer(DistributedTrainer):
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers goes by names, and would decay vectors such as those of differential attention's lambda.
-        vectors = {name for name, value in model.named_parameters() if value.ndim < 2}
+        # ZeRO-3 leaves an empty vector of each parameter, beside its shape.
+        shapes = {name: getattr(value, "ds_shape", value.shape) for name, value in model.named_parameters()}
+        vectors = {name for name, shape in shapes.items() if len(shape) < 2}
         return [name for name in super().get_decay_parameter_names(model) if name not in vectors]
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
