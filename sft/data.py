@@ -6,6 +6,7 @@ without a word, so both steps are done here, where a bad row can be named.
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -241,12 +242,24 @@ def read_chat_template(path: str) -> str:
         raise UserError(f"chat_template_path: {template} is not UTF-8 text: {one_line(error)}") from error
 
 
+@contextmanager
+def rendering(what: str) -> Iterator[None]:
+    """Raises `UserError` for whatever a chat template fails with in the block: it is a program, and divides by zero,
+    loops and fails in other ways than Jinja's own."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{what}: the chat template does not take it: {one_line(error)}") from None
+
+
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> None:
     """Raises `UserError` for a tokenizer without a chat template and, for a loss on the assistant's text only, for one
     that does not mark this text with its end-of-turn token."""
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template: set chat_template_path (see sft/chat_templates).")
-    if assistant_only and not is_chat_template_stop_token_trained(tokenizer):
+    with rendering("a question and its answer"):
+        learns_to_stop = not assistant_only or is_chat_template_stop_token_trained(tokenizer)
+    if not learns_to_stop:
         raise UserError(
             "assistant_only_loss needs a chat template whose {% generation %} block holds the assistant's text and an "
             "end-of-turn token that the tokenizer knows as one token: set chat_template_path to the template of this "
@@ -278,11 +291,8 @@ def tokenize(
         encode = partial(_encode_text, tokenizer=tokenizer)
 
     def token_columns(row: dict, index: int) -> dict:
-        try:
+        with rendering(f"row {index + 1}"):
             ids, mask = encode(row)
-        # A template is a program: it divides by zero, loops and fails in other ways than Jinja's own.
-        except Exception as error:
-            raise UserError(f"row {index + 1}: the chat template does not take it: {one_line(error)}") from None
         if not ids:
             raise UserError(f"row {index + 1}: the chat template renders nothing; expected the text of its messages.")
         labels = [token if kept else IGNORED_LABEL for token, kept in zip(ids, mask, strict=True)]

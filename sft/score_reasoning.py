@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from command_io import UserError, check_output_file, read_jsonl, run_cli, write_json
 from conversion_scripts.checkpoint_io import load_model, load_tokenizer
-from sft.data import to_messages
+from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 
 
@@ -64,7 +64,8 @@ def is_right(reply: str, generator: str, entry: dict) -> bool:
 
 def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int) -> None:
     """Raises `UserError` for chat prompts that leave no room for `new_tokens` more in the model's positions."""
-    encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)
+    with rendering("the prompts"):
+        encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)
     longest, positions = max(map(len, encoded["input_ids"])), model.config.max_position_embeddings
     if longest + new_tokens > positions:
         raise UserError(

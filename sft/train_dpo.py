@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from command_io import UserError, one_line, read_jsonl, run_cli
 from sft.arguments import RunArguments
 from sft.context import run_config
-from sft.data import check_split, to_messages
+from sft.data import check_split, rendering, to_messages
 from sft.model import lora_config, prepare_model
 from sft.run import run_recipe
 from sft.trainer import RecipeTrainer
@@ -105,9 +105,10 @@ def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOC
     kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     cut = 0
     for number, pair in enumerate(pairs, 1):
-        chosen, rejected = tokenizer.apply_chat_template(
-            [pair["prompt"] + pair[column] for column in ("chosen", "rejected")], return_dict=True
-        )["input_ids"]
+        with rendering(f"row {number}"):
+            chosen, rejected = tokenizer.apply_chat_template(
+                [pair["prompt"] + pair[column] for column in ("chosen", "rejected")], return_dict=True
+            )["input_ids"]
         if chosen[kept] == rejected[kept]:
             raise UserError(
                 f"row {number}: its answers do not differ within max_length={args.max_length} tokens; raise "

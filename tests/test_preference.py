@@ -401,6 +401,17 @@ def test_pairs_that_teach_nothing_within_the_length_are_refused(tiny, pairs_file
         build("dpo", tiny, path, tmp_path, max_length=0)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_template_that_fails_is_refused(name, tiny, rows_file, pairs_file, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    model = tmp_path / "model"
+    IHAForCausalLM.from_pretrained(tiny).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    with pytest.raises(UserError, match="the chat template does not take it: division by zero"):
+        build(name, str(model), {"dpo": pairs_file, "grpo": rows_file}[name], tmp_path)
+
+
 def test_pairs_come_from_the_hub_as_well(tmp_path, monkeypatch):
     monkeypatch.setattr(train_dpo, "load_dataset", lambda name, split: [{**PAIR, "score": 1}])
     assert train_dpo.load_pairs("someone/pairs", "train")[0] == PAIR

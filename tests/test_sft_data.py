@@ -287,6 +287,10 @@ def test_a_template_that_fails_is_refused(template, refused, rows_file):
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=refused):
         tokenize(load_rows(rows_file), tokenizer, assistant_only=False)
+    # Before any row, for the loss on the assistant's text, the template is tried on turns of its own.
+    tokenizer.chat_template = f"{{% generation %}}{template}{{% endgeneration %}}"
+    with pytest.raises(UserError, match="chat template"):
+        tokenize(load_rows(rows_file), tokenizer, assistant_only=True)
 
 
 # Sources
