@@ -21,6 +21,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -29,10 +30,11 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 import lm_eval
+from accelerate import Accelerator
 from lm_eval.api.task import ConfigurableTask
 from transformers import PreTrainedTokenizerBase
 
-from command_io import UserError, current_commit, read_json, run_cli, whole_file, write_json
+from command_io import UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
 from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer
 from evaluation import data, report, ruler, run_code, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
@@ -57,7 +59,7 @@ def claim_output(directory: Path, identity: dict, rank: int) -> None:
             )
         return
     if directory.exists() and (
-        not directory.is_dir() or any(entry.name != "samples" for entry in directory.iterdir())
+        not directory.is_dir() or any(entry.name not in ("samples", ".lock") for entry in directory.iterdir())
     ):
         raise UserError(f"{directory} exists and is no output of this command: choose another --output.")
     if rank == 0:
@@ -232,6 +234,13 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     but the first. Raises `UserError`."""
     args = parse_arguments(argv)
     process = accelerator()
+    # The other processes of a run write beside the main one.
+    with sole_writer(args.output) if process.is_main_process else nullcontext():
+        return measure(args, process)
+
+
+def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
+    """Evaluates as the command line asks and returns what `main` does. Raises `UserError`."""
     config = load_config(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
     tasks = suites.build_tasks(

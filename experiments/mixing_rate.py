@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import ROOT, read_json, run_cli, whole_file, write_json
+from command_io import ROOT, path_from_root, read_json, run_cli, whole_file, write_json
 from experiments.warm_start import RECIPE, RESULTS, base_model, make_rows, train, versions
 
 
@@ -69,8 +69,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--output", type=Path, default=Path("outputs/warm_start"), help="where the runs are kept")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where mixing_rate.json and .png are written")
+    parser.add_argument(
+        "--output", type=path_from_root, default=Path("outputs/warm_start"), help="where the runs are kept"
+    )
+    parser.add_argument(
+        "--results", type=path_from_root, default=RESULTS, help="where mixing_rate.json and .png are written"
+    )
     args = parser.parse_args(argv)
     os.chdir(ROOT)
     args.output.mkdir(parents=True, exist_ok=True)

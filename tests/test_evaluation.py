@@ -21,7 +21,7 @@ from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 
 pytest.importorskip("math_verify", reason='the extra "evaluation" is not installed')
 
-from command_io import UserError, read_jsonl, run_cli
+from command_io import UserError, read_jsonl, run_cli, sole_writer
 from evaluation import (
     compare,
     data,
@@ -817,6 +817,13 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     assert stopped.value.code == 1 and len(errors) == 1
     assert re.search(message, errors[0]), errors[0]
     assert (files / "notes.txt").read_text() == "mine" and not (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_second_run_in_one_output_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "load_config", lambda *_: pytest.fail("the second run begins"))
+    with sole_writer(tmp_path / "out"), pytest.raises(UserError, match="Another run is writing .*out"):
+        run.main([str(tiny), "--suite", "smoke", "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 # The report
