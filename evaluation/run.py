@@ -34,6 +34,7 @@ from transformers import PreTrainedTokenizerBase
 
 from command_io import UserError, current_commit, read_json, run_cli, whole_file, write_json
 from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer
+from conversion_scripts.foreign_code import note_foreign_code
 from evaluation import data, report, ruler, run_code, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
 from evaluation.records import Records
@@ -233,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     args = parse_arguments(argv)
     process = accelerator()
     config = load_config(args.model)
+    note_foreign_code(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
     tasks = suites.build_tasks(
         args.tasks, args.lengths, args.data, tokenizer, args.seed, args.limit, args.samples, args.max_new_tokens
