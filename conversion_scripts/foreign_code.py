@@ -67,9 +67,7 @@ def code_elsewhere(entries: dict) -> list[str]:
     """Return the entries of a config.json that have Transformers fetch a kernel from the Hub and run it, whatever
     `trust_remote_code` says, and those that put another file in the config's place."""
     kernels = [
-        f"{key} {value!r}"
-        for key, value in _entries(entries)
-        if key.endswith("attn_implementation") and isinstance(value, str) and "/" in value
+        f"{key} {value!r}" for key, value in _entries(entries) if "attn_implementation" in key and "/" in str(value)
     ]
     return kernels + [key for key in entries if key == "configuration_files"]
 

@@ -22,7 +22,19 @@ from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 pytest.importorskip("math_verify", reason='the extra "evaluation" is not installed')
 
 from command_io import UserError, run_cli
-from evaluation import compare, data, recorded_model, replay_gold, report, ruler, run, scores, suites, task_rows
+from evaluation import (
+    compare,
+    data,
+    recorded_model,
+    replay_gold,
+    report,
+    ruler,
+    run,
+    run_code,
+    scores,
+    suites,
+    task_rows,
+)
 from evaluation.recorded_model import RecordedModel, SeededSampling
 from evaluation.records import Records, sample_key
 
@@ -32,6 +44,12 @@ DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[2] / "share
 needs_data = pytest.mark.skipif(
     not (DATA / "gsm8k").is_dir(), reason="no data files: set EVALUATION_DATA to a directory as in data_manifest.json"
 )
+
+
+@pytest.fixture(autouse=True)
+def confirmed(monkeypatch):
+    """Where the system isolates no programs, the few of these tests run all the same."""
+    monkeypatch.setattr(run_code, "_confirmed", True)
 
 
 # Scorers
@@ -752,6 +770,19 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     assert stopped.value.code == 1 and len(errors) == 1
     assert re.search(message, errors[0]), errors[0]
     assert (files / "notes.txt").read_text() == "mine" and not (tmp_path / "out" / "results.json").exists()
+
+
+def test_code_that_cannot_be_isolated_is_not_run_unasked(tiny, tmp_path, offline, monkeypatch):
+    monkeypatch.setattr(run_code, "_confirmed", False)
+    monkeypatch.setattr(run_code, "isolates", lambda: False)
+    smoke = [str(tiny), "--suite", "smoke", "--limit", "1", "--output", str(tmp_path / "out"), "--tasks"]
+    for task in ("mbpp", "humaneval", "mbpp_5shot", "humaneval_completion"):
+        with pytest.raises(UserError, match="leave their tasks out, or give --confirm-run-unsafe-code"):
+            run.main([*smoke, task])
+    assert not (tmp_path / "out").exists()
+    run.main([*smoke, "gsm8k"])
+    results = run.main([*smoke, "gsm8k", "humaneval_completion", "--confirm-run-unsafe-code"])
+    assert "humaneval_completion" in results["tasks"] and not results["isolated_code"]
 
 
 # The report
