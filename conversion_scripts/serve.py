@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def serve(**options):
         check_address(options["host"], options["port"])
-        if not options["trust_remote_code"] and os.path.isdir(options["force_model"] or ""):
-            load_config_dict(options["force_model"])
-            note_foreign_code(options["force_model"])
         try:
+            if not options["trust_remote_code"] and os.path.isdir(options["force_model"] or ""):
+                load_config_dict(options["force_model"])
+                note_foreign_code(options["force_model"])
             start(**options)
         # The model is loaded before the server starts; the type of the error depends on the library that reads it.
         except Exception as error:

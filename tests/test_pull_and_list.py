@@ -193,14 +193,22 @@ def test_foreign_code_is_named(name, saved, tmp_path):
     assert str(error.value).startswith(message)
 
 
-def test_a_config_in_the_place_of_the_config_is_foreign(saved, tmp_path):
-    """Transformers reads the newest one of these for its version, and its `auto_map`."""
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("configuration_files", ["config.4.0.0.json"], "configuration_files"),
+        ("attn_implementation", {"": "org/kernel"}, "attn_implementation {'': 'org/kernel'}"),
+    ],
+)
+def test_a_config_that_leads_elsewhere_is_foreign(key, value, named, saved, tmp_path):
+    """To another config, with an `auto_map` of its own, or to a kernel of the Hub."""
     directory = shutil.copytree(saved, tmp_path / "iha")
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "configuration_files": ["config.4.0.0.json"]}))
-    assert foreign_code.foreign_code(directory) == ["configuration_files in config.json"]
-    with pytest.raises(UserError, match="configuration_files would load what is not in the checkpoint"):
+    (directory / "config.json").write_text(json.dumps({**config, key: value}))
+    assert foreign_code.foreign_code(directory) == [f"{named} in config.json"]
+    with pytest.raises(UserError) as error:
         load_config(directory)
+    assert f"{named} would load what is not in the checkpoint" in str(error.value)
 
 
 def test_the_other_commands_run_no_code_of_a_checkpoint(saved, tmp_path, monkeypatch, capsys):
