@@ -57,7 +57,15 @@ def run_cli(main: Callable[[], None]) -> None:
 
 def one_line(error: Exception) -> str:
     """The message of `error` with its line breaks removed, or its class name when it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return printable(" ".join(str(error).split())) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Return `text` with its control characters as escapes: a terminal acts on them, and a stranger may have written
+    them."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def path_from_root(text: str) -> Path:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -43,6 +44,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 from command_io import UserError, file_sha256, one_line, read_json
+from conversion_scripts.foreign_code import code_elsewhere
 
 
 # The files of a checkpoint's directory that decide what is loaded.
@@ -114,6 +116,11 @@ def load_config_dict(source: str | os.PathLike) -> dict:
         raise UserError(
             f"{source} has no usable configuration: auto_map is {entries['auto_map']!r}; expected an object."
         )
+    if elsewhere := code_elsewhere(entries):
+        raise UserError(
+            f"{source} has no usable configuration: {', '.join(elsewhere)} would load what is not in the checkpoint. "
+            f"Remove this from its {CONFIG_NAME}."
+        )
     return entries
 
 
@@ -155,12 +162,41 @@ def check_index(location: str) -> None:
                 raise UserError(f"{name} looks for {tensor} in {shard!r}: expected a file of the same directory.")
 
 
+def _check_shards(location: str) -> None:
+    """Refuse weights that contradict each other, of which a load would take either without a word: two shards with
+    different values of one tensor, and a whole file beside an index of others. Raises `UserError`."""
+    if (index := _optional_file(location, SAFE_WEIGHTS_INDEX_NAME)) is None:
+        return
+    weight_map = read_json(index)["weight_map"]
+    if (whole := _optional_file(location, SAFE_WEIGHTS_NAME)) is not None:
+        with safe_open(whole, "pt") as tensors:
+            if weight_map != dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME):
+                raise UserError(
+                    f"{SAFE_WEIGHTS_NAME} and {SAFE_WEIGHTS_INDEX_NAME} disagree: a load reads the first and ignores the "
+                    "other. Remove the older."
+                )
+    holders: dict[str, str] = {}
+    for shard in get_checkpoint_shard_files(location, index)[0]:
+        with safe_open(shard, "pt") as tensors:
+            for name in tensors.keys():
+                other = holders.setdefault(name, shard)
+                if other != shard:
+                    with safe_open(other, "pt") as earlier:
+                        first, second = earlier.get_tensor(name), tensors.get_tensor(name)
+                    if first.dtype != second.dtype or not torch.equal(first, second):
+                        raise UserError(
+                            f"{Path(other).name} and {Path(shard).name} hold different values of {name}: remove the "
+                            "older, or save the model again."
+                        )
+
+
 def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
     """The tensors of `source`, a directory or a Hub id, on CPU, from one file or several: safetensors or, if there are
     none, PyTorch's pickles, from which only tensors are read. Raises `UserError`."""
     location, _ = _locate(source)
     try:
         check_index(location)
+        _check_shards(location)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
             file = _optional_file(location, name)
             if file is not None:
@@ -204,6 +240,7 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
     try:
         if not arguments:
             check_index(location)
+            _check_shards(location)
         with _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 location,

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import check_output_file, run_cli, write_json
-from evaluation import data, scores
+from evaluation import data, run_code, scores
 
 
 def _gsm8k(rows: list[dict]) -> Iterator[tuple[str, str]]:
@@ -89,8 +89,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--benchmarks", nargs="+", choices=list(REPLAYS), default=list(REPLAYS))
     parser.add_argument("--limit", type=int, help="only the first LIMIT rows of each")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument(
+        run_code.FLAG, action="store_true", help="run the programs where the system cannot isolate them"
+    )
     args = parser.parse_args(argv)
     check_output_file(args.output, replace=True)
+    if {"mbpp", "humaneval"} & set(args.benchmarks):
+        run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)
 
     results, started = {}, time.monotonic()
     for name in args.benchmarks:

@@ -36,6 +36,7 @@ from transformers import PreTrainedTokenizerBase
 
 from command_io import UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
 from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer
+from conversion_scripts.foreign_code import note_foreign_code
 from evaluation import data, report, ruler, run_code, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
 from evaluation.records import Records
@@ -44,7 +45,10 @@ from model_cards.render import source_name
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
 # The modules of this directory that decide on a task's figures.
-_DECIDING = ("data", "recorded_model", "replies", "ruler", "run", "run_code", "scores", "suites", "task_rows")
+_DECIDING = (
+    *("data", "recorded_model", "replies", "ruler", "run", "run_code", "run_program", "scores", "suites"),
+    "task_rows",
+)
 
 
 def claim_output(directory: Path, identity: dict, rank: int) -> None:
@@ -128,6 +132,7 @@ def evaluate(
             apply_chat_template=chat,
             fewshot_as_multiturn=True,
             bootstrap_iters=1,
+            confirm_run_unsafe_code=True,  # `main` has asked
         )
         for part in merged if answer else ():
             merged[part] |= answer[part]
@@ -205,6 +210,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
+    parser.add_argument(
+        run_code.FLAG,
+        action="store_true",
+        help="run programs that the model writes where the system cannot isolate them",
+    )
     parser.add_argument("--truncate-prompts", action="store_true", help="cut what does not fit, and count it")
     args = parser.parse_args(argv)
     if args.suite not in suites.SUITES:
@@ -242,10 +252,13 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     """Evaluates as the command line asks and returns what `main` does. Raises `UserError`."""
     config = load_config(args.model)
+    note_foreign_code(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
     tasks = suites.build_tasks(
         args.tasks, args.lengths, args.data, tokenizer, args.seed, args.limit, args.samples, args.max_new_tokens
     )
+    if any(task.config.unsafe_code for task in tasks.values()):
+        run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)
     if not args.no_chat:
         check_chat_template(tasks, tokenizer)
     identity = {
@@ -280,7 +293,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "chat_template": not args.no_chat,
         "commit": current_commit(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        "code_without_network": run_code.isolates_network(),
+        "isolated_code": run_code.isolates(),
         "minerva_comparison": scores.has_minerva_comparison(),
         "data_sha256": {
             name: data.file_sha256(args.data / name) for name in data.MANIFEST if _is_there(args.data, name)

@@ -1,6 +1,7 @@
 """What the tests share: small models with weights that leave nothing at its neutral value, so that no part can drop
 out unnoticed; inputs for them; and comparisons, relative to the largest entry of what is compared."""
 
+import json
 import sys
 from copy import deepcopy
 
@@ -215,6 +216,30 @@ def reload(model, directory):
     loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return loaded
+
+
+def plant(directory, mark):
+    """Put code into a checkpoint that appends its name to the file `mark` when it runs: of a tokenizer, a processor
+    and `custom_generate`, and under the name of another kind of model in the config. Return the names of the files."""
+    auto_maps = {
+        "config.json": {"AutoModelForTokenClassification": "planted_model.Planted"},
+        "tokenizer_config.json": {"AutoTokenizer": [None, "planted_tokenizer.Planted"]},
+        "processor_config.json": {"AutoProcessor": "planted_processor.Planted"},
+    }
+    for name, auto_map in auto_maps.items():
+        path = directory / name
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**content, "auto_map": content.get("auto_map", {}) | auto_map}))
+    names = [f"planted_{part}.py" for part in ("model", "processor", "tokenizer")] + ["custom_generate/generate.py"]
+    (directory / "custom_generate").mkdir()
+    for name in names:
+        (directory / name).write_text(
+            "from transformers import PreTrainedTokenizerFast\n\n"
+            f"with open({str(mark)!r}, 'a') as file:\n    print({name!r}, file=file)\n\n\n"
+            "class Planted(PreTrainedTokenizerFast):\n    pass\n\n\n"
+            "def generate(model, *inputs, **arguments):\n    raise SystemExit('planted')\n"
+        )
+    return names
 
 
 def padding(real):

@@ -31,6 +31,7 @@ from evaluation import (
     report,
     ruler,
     run,
+    run_code,
     scores,
     suites,
     task_rows,
@@ -44,6 +45,12 @@ DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[2] / "share
 needs_data = pytest.mark.skipif(
     not (DATA / "gsm8k").is_dir(), reason="no data files: set EVALUATION_DATA to a directory as in data_manifest.json"
 )
+
+
+@pytest.fixture(autouse=True)
+def confirmed(monkeypatch):
+    """Where the system isolates no programs, the few of these tests run all the same."""
+    monkeypatch.setattr(run_code, "_confirmed", True)
 
 
 # Scorers
@@ -824,6 +831,19 @@ def test_a_second_run_in_one_output_is_refused(tiny, tmp_path, monkeypatch):
     with sole_writer(tmp_path / "out"), pytest.raises(UserError, match="Another run is writing .*out"):
         run.main([str(tiny), "--suite", "smoke", "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_code_that_cannot_be_isolated_is_not_run_unasked(tiny, tmp_path, offline, monkeypatch):
+    monkeypatch.setattr(run_code, "_confirmed", False)
+    monkeypatch.setattr(run_code, "isolates", lambda: False)
+    smoke = [str(tiny), "--suite", "smoke", "--limit", "1", "--output", str(tmp_path / "out"), "--tasks"]
+    for task in ("mbpp", "humaneval", "mbpp_5shot", "humaneval_completion"):
+        with pytest.raises(UserError, match="leave their tasks out, or give --confirm-run-unsafe-code"):
+            run.main([*smoke, task])
+    assert not (tmp_path / "out").exists()
+    run.main([*smoke, "gsm8k"])
+    results = run.main([*smoke, "gsm8k", "humaneval_completion", "--confirm-run-unsafe-code"])
+    assert "humaneval_completion" in results["tasks"] and not results["isolated_code"]
 
 
 # The report
