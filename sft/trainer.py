@@ -54,6 +54,7 @@ class RecipeTrainer(DistributedTrainer):
         self.clock = TrainingClock()
         self.add_callback(self.clock)
         self._logged_tokens = self._logged_seconds = 0
+        self._losses: torch.Tensor | int = 0  # of a step's micro-batches, summed
         self._start = [weight.detach().clone() for weight in self._mixing_weights()]
 
     def _mixing_weights(self, model: torch.nn.Module | None = None) -> list[torch.nn.Parameter]:
@@ -93,12 +94,15 @@ class RecipeTrainer(DistributedTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if model.training:
-            self._refuse_not_finite("loss", result[0] if return_outputs else result)
+            # Looked at once a step, where the norm of the gradients waits for a GPU anyway.
+            self._losses = self._losses + (result[0] if return_outputs else result).detach()
         return result
 
     def _get_grad_norm(self, model, grad_norm=None):
         # The last call before the optimiser's step that knows the norm.
         grad_norm = super()._get_grad_norm(model, grad_norm)
+        losses, self._losses = self._losses, 0
+        self._refuse_not_finite("loss", losses)
         # In float16 a norm is infinite now and then: the scaler passes over such a step by itself.
         if self.accelerator.scaler is None and grad_norm is not None:
             self._refuse_not_finite("gradient norm", grad_norm)

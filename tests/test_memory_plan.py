@@ -13,7 +13,7 @@ from transformers import LlamaConfig, MistralConfig
 from trl import SFTConfig
 
 from command_io import UserError
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_sequence, window_blocks
 from sft import memory_plan, train
 from sft.arguments import RecipeParser
 from sft.memory_plan import (
@@ -216,3 +216,36 @@ def test_the_window_of_a_preset_follows_the_length(capsys):
         first = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("1 device "))
         totals[length] = float(first.split()[-2])
     assert totals[65536] > 7 * totals[8192]
+
+
+@pytest.mark.parametrize("preset, kind", [("paper-2.4b-global", "mha"), ("paper-2.4b-iha", "iha")])
+def test_a_layer_at_64k_keeps_what_the_plan_says(preset, kind, monkeypatch):
+    """The paper's layers at 65,536 tokens, on tensors without memory: in bfloat16 through `varlen_attn`, as on a
+    GPU."""
+    for module in (virtual_sequence, window_blocks):
+        monkeypatch.setattr(module, "has_varlen", lambda states: True)
+    length = 65536
+    config = IHAConfig.from_preset(preset, max_position_embeddings=length, num_hidden_layers=1)
+    with torch.device("meta"):
+        model = IHAModel._from_config(config, dtype=torch.bfloat16).train()
+        model.rotary_emb.inv_freq = torch.empty(config.head_dim // 2)
+        states = torch.empty(1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        positions, bounds = torch.empty(1, length, dtype=torch.long), torch.empty(2, dtype=torch.int32)
+        tables = model.rotary_emb.tables(states, positions)
+    weights, kept = {parameter.untyped_storage()._cdata for parameter in model.parameters()}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = (0 if storage._cdata in weights else storage.nbytes(), tensor)
+        return tensor
+
+    documents = {"document_ids": positions.int(), "document_bounds": (bounds, length)}
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.layers[0](states, position_embeddings=tables, position_ids=positions, **documents)
+    measured = sum(size for size, _ in kept.values())
+    setting = replace(setting_of(config, max_length=length, per_device_train_batch_size=1), on_cpu=False)
+    setting = replace(setting, weight_bytes=2, autocast=False)
+    planned, working = memory_plan.layer_bytes(setting, kind, config.layer_types[0])
+    assert planned == pytest.approx(measured, rel=0.05)
+    # Eight GPUs share weights and optimizer; a layer is computed at a time.
+    assert estimate(replace(setting, layout=Layout(8, True), checkpointing=True)).total < 80e9
