@@ -162,7 +162,7 @@ def main() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}"
     threads = sorted({row["threads"] for row in rows})
-    write(path.parent, path.stem, rows, "threads", panels, threads=threads, machine=machine, name="default_form")
+    write(path.parent, path.stem, rows, "threads", panels, threads=threads, machine=machine, benchmark="default_form")
     if losses := over_the_limit(rows):
         worst = max(losses, key=lambda row: row["ratios"][RATIO])
         raise UserError(

@@ -197,11 +197,11 @@ def write(
         rows: the measurements; benchmarks/report.py says what a row holds.
         x: the key of a row that the horizontal axis shows.
         panels: of each panel of the plot, the label of its vertical axis and a function from a row to {line: value}.
-        setting: what all rows have in common. Command, machine and versions are added; `name` is the benchmark's where
-            the file has another.
+        setting: what all rows have in common. Command, machine and versions are added; `benchmark` names it
+            where the file has another name.
     """
     environment = {
-        "command": " ".join(["python -m", f"benchmarks.{setting.pop('name', name)}", *sys.argv[1:]]),
+        "command": " ".join(["python -m", f"benchmarks.{setting.pop('benchmark', name)}", *sys.argv[1:]]),
         "machine": processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

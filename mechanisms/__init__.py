@@ -15,6 +15,7 @@ import torch
 
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.attention_mha import MultiHeadAttention
 
 from .cost import Cost
 
@@ -60,6 +61,17 @@ def mechanism_of(kind: str) -> Mechanism:
 def all_mechanisms() -> dict[str, Mechanism]:
     """The mechanism of every kind, in the order of `ATTENTION_CLASSES`."""
     return {kind: mechanism_of(kind) for kind in ATTENTION_CLASSES}
+
+
+def own_modules(model: torch.nn.Module) -> list[str]:
+    """Return the names of the modules that a kind of attention initialises by itself, such as the mixing. They are
+    small and start where an adapter would not, so that they train in full beside adapters."""
+    modules = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
+    return sorted(
+        name
+        for name, module in modules.items()
+        if hasattr(module, "init_mechanism") and not isinstance(module, MultiHeadAttention)
+    )
 
 
 def _first_sentence(documented: type) -> str:

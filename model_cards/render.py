@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
+import torch
 import yaml
 from gguf import GGUFReader
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
@@ -29,9 +30,8 @@ from benchmarks.cost import model as cost_of_model
 from benchmarks.cost import with_mha
 from command_io import ROOT, UserError, read_json, run_cli, whole_file
 from conversion_scripts.checkpoint_io import fingerprint
-from mechanisms import mechanism_of
-from modeling_iha import IHAConfig
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from mechanisms import mechanism_of, own_modules
+from modeling_iha import IHAConfig, IHAModel
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -101,7 +101,8 @@ def render_card(
         license=license,
         datasets=datasets,
     )
-    modules = sorted({name for kind in config.attention_kinds for name in ATTENTION_CLASSES[kind].mixing_modules})
+    with torch.device("meta"):
+        modules = own_modules(IHAModel(config))
     adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
     length, pseudo_heads = min(16384, config.max_position_embeddings), config.num_pseudo_heads
     kinds = {kind: mechanism_of(kind) for kind in dict.fromkeys(config.attention_kinds)}

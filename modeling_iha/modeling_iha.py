@@ -173,9 +173,10 @@ class IHAModel(IHAPreTrainedModel):
 
     def prepared_mask(self, key: MaskKey, mask: torch.Tensor | None, inputs_embeds: torch.Tensor) -> LayerMask:
         """The mask of a kind of layer from one over virtual tokens, [batch, 1, N * P, keys * P]."""
+        if mask is None:
+            return LayerMask()
         inputs = MaskInputs(self.config, inputs_embeds, attention_form=self.attention_form)
-        num_keys = 0 if mask is None else mask.shape[-1] // key.num_pseudo_heads
-        return LayerMask(mask, attention_form=choose_form(inputs, key, num_keys))
+        return LayerMask(mask, attention_form=choose_form(inputs, key, mask.shape[-1] // key.num_pseudo_heads))
 
     @merge_with_config_defaults
     @capture_outputs

@@ -119,8 +119,11 @@ def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, Lay
     for layer_idx, key in enumerate(layers):
         if key not in masks:
             form = choose_form(inputs, key, inputs.key_span(layer_idx)[1])
-            maskless = _maskless(inputs, key, layer_idx, form)
-            masks[key] = maskless or LayerMask(_dense_mask(inputs, key, layer_idx), attention_form=form)
+            masks[key] = _maskless(inputs, key, layer_idx, form)
+            if masks[key] is None:
+                mask = _dense_mask(inputs, key, layer_idx)
+                # For one token of a static cache that holds nothing yet the core makes no mask.
+                masks[key] = LayerMask(mask, attention_form=None if mask is None and form == "absorbed" else form)
     return masks
 
 

@@ -102,6 +102,8 @@ def _check_attention_form(config: PreTrainedConfig, run: RunArguments, args: Tra
     obstacle = None
     if not _has_iha_layers(config):
         obstacle = f"{run.model_name_or_path} has no 'iha' layer"
+    elif run.attn_implementation not in (None, "sdpa"):
+        obstacle = f"attn_implementation is {run.attn_implementation!r}"
     elif run.attention_form == "base" and config.num_pseudo_heads == 1:
         obstacle = "num_pseudo_heads is 1"
     elif run.attention_form == "base" and args.gradient_checkpointing:

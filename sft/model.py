@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from command_io import UserError, one_line
 from conversion_scripts.checkpoint_io import load_model, load_tokenizer
-from modeling_iha.attention_mha import MultiHeadAttention
+from mechanisms import own_modules
 from sft.arguments import RunArguments, chat_template
 
 
@@ -33,18 +33,12 @@ def prepare_model(
 
 
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
-    """The adapters that `run` asks for, or None. The modules that a kind of attention initialises by itself, such as
-    the mixing, are small and start where an adapter would not: they are trained in full beside the adapters. Raises
-    `UserError` for a target that the model does not have."""
+    """Return the adapters that `run` asks for, or None. Modules of a kind's own (`own_modules`) are trained in full
+    beside them. Raises `UserError` for a target that the model does not have."""
     if not run.use_peft:
         return None
-    modules = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
-    in_full = [
-        name
-        for name, module in modules.items()
-        if hasattr(module, "init_mechanism") and not isinstance(module, MultiHeadAttention)
-    ]
-    if unknown := set(run.lora_target_modules or ()) - modules.keys():
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if unknown := set(run.lora_target_modules or ()) - names:
         raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -52,6 +46,6 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,
         target_modules=run.lora_target_modules or "all-linear",
-        modules_to_save=sorted(in_full) or None,
+        modules_to_save=own_modules(model) or None,
         use_dora=run.use_dora,
     )

@@ -173,7 +173,7 @@ def test_forms_of_a_window_layer(monkeypatch):
     masks, sdpa = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(*args, attn_mask=None, **kwargs):
-        masks.append(tuple(attn_mask.shape))
+        masks.append(attn_mask if attn_mask is None else tuple(attn_mask.shape))
         return sdpa(*args, attn_mask=attn_mask, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
@@ -182,7 +182,7 @@ def test_forms_of_a_window_layer(monkeypatch):
         window_layer.prepare(form, TOKENS, 4, 16)()
         shapes[form], masks = masks, []
     assert shapes == {
-        "layer": [(1, 1, 128, 191)],
+        "layer": [None, (1, 1, 128, 191)],
         "layer, dense mask": [(1, 1, 512, 512)],
         "bare SDPA, dense mask": [(512, 512)],
     }

@@ -27,7 +27,7 @@ from helpers import (
 )
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM, cpu_precision
 
 
 CORES = ["eager", "sdpa", "flash_attention_2", "flex_attention"]
@@ -106,8 +106,9 @@ def of_diff_llama(source, **overrides):
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("core", CORES)
-def test_diff_layers_are_diff_llama(cpu_cores, core, dtype, autocast):
-    """Bit by bit: the same operations in the same order and precision."""
+def test_diff_layers_are_diff_llama(cpu_cores, core, dtype, autocast, monkeypatch):
+    """Bit by bit: the same operations in the same order and precision, where the CPU has products of the dtype."""
+    monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [])
     config = DiffLlamaConfig(**DIFF_LLAMA, rms_norm_eps=1e-6)
     source = random_model(config, DiffLlamaForCausalLM, dtype=torch.float32 if autocast else dtype)
     model = of_diff_llama(source)
