@@ -24,7 +24,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from benchmarks.decode import cache_of, one_token
-from benchmarks.harness import Attention, arguments, inference, medians, processor, report, training, write
+from benchmarks.harness import (
+    Attention,
+    arguments,
+    inference,
+    medians,
+    processor,
+    report,
+    training,
+    wall_seconds,
+    write,
+)
 from benchmarks.schedule import BASE, schedules
 from command_io import UserError, read_json, run_cli
 from modeling_iha import attention_mha, virtual_sequence
@@ -32,6 +42,8 @@ from modeling_iha import attention_mha, virtual_sequence
 
 IDLE_LIMIT, BUSY_LIMIT = 1.05, 1.2
 RATIO = "default / sdpa"
+# What the runs of a case take together, if they are not fewer than --repeats.
+SECONDS = 5
 # Part, tokens, pseudo-heads, window in tokens.
 CASES = [
     *((part, 512, virtual, None) for part in ("forward", "training") for virtual in (2, 4)),
@@ -100,7 +112,8 @@ def measure(dtype: str, threads: int, busy: int, case: tuple, repeats: int) -> d
     part, tokens, virtual, window = case
     runs = forms(getattr(torch, dtype), *case)
     with busy_processes(busy):
-        seconds = medians(runs, 1 if part == "schedule" and tokens > 4096 else repeats)
+        once = sum(map(wall_seconds, runs.values()))  # and warms up
+        seconds = medians(runs, max(repeats, min(30, int(SECONDS / once))))
     setting = {"dtype": dtype, "threads": threads, "busy": busy, "pass": part, "tokens": tokens}
     setting |= {"pseudo_heads": virtual, "window": window}
     return {**setting, "seconds": seconds, "ratios": {RATIO: seconds["default"] / seconds["sdpa"]}, "predicted": {}}
@@ -125,7 +138,7 @@ def over_the_limit(rows: list[dict]) -> list[dict]:
 
 def main() -> None:
     """Raises `UserError` where the default loses."""
-    parser = arguments(__doc__, [], repeats=5)
+    parser = arguments(__doc__, [], repeats=3)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count(), 8], help="numbers of threads")
     parser.add_argument("--busy", type=int, nargs="+", default=[0, os.cpu_count()], help="numbers of busy processes")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")

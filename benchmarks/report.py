@@ -104,7 +104,7 @@ def default_lines(results: list[dict]) -> list[str]:
         lines += ["", f"### {result['machine']}", f"| pass | P | tokens | window | dtype | {' | '.join(titles)} |"]
         lines.append(f"|---|---|---|---|---|{'---|' * len(columns)}")
         for setting, ratios in sorted(rows.items(), key=str):
-            figures = (f"{ratios[column]:.2f}" if column in ratios else "" for column in columns)
+            figures = (f"{ratios[column]:.3f}" if column in ratios else "" for column in columns)
             lines.append(f"| {' | '.join(map(str, setting))} | {' | '.join(figures)} |")
     return lines
 

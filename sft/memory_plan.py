@@ -47,6 +47,8 @@ GB = 1e9
 VOCABULARY_CHUNK = 32768
 # Bytes for each entry of a tile that TRL's loss holds where it has no Triton kernel: seven float32 and a mask.
 TILE_BYTES = 29
+# What the C library's allocator takes on a CPU for what tensors hold (benchmarks/training_plan.py).
+ALLOCATOR = 1.15
 # Bytes of optimiser state for each byte of a trained weight, where it is not AdamW's two moments of the weight's type.
 STATE_BYTES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "adamw_8bit": 0.5, "adamw_bnb_8bit": 0.5}
 
@@ -345,6 +347,14 @@ def table(rows: dict[str, Memory]) -> str:
     return "\n".join(lines)
 
 
+def process_line(memory: Memory, held: int) -> str:
+    """Return what a process on a CPU takes in all, of which it holds `held` bytes before the model is loaded."""
+    return (
+        f"The process takes up to {(memory.total * ALLOCATOR + held) / GB:.2f} GB: {held / GB:.2f} GB before the model, the "
+        f"plan, and {ALLOCATOR - 1:.0%} of it for the allocator."
+    )
+
+
 def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> None:
     """Prints what the run will take on each device. Raises `UserError` when that is more than there is, naming the
     smallest change after which it fits."""
@@ -354,15 +364,20 @@ def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -
         return
     memory, limit = estimate(setting), available_memory(args) if run.memory_gb is None else run.memory_gb * GB
     args.distributed_state.print(table({f"this run: {setting.layout}": memory}))
-    if memory.total > limit:
-        change = smallest_change(setting, config, run, limit)
+    needed = memory.total
+    if setting.on_cpu:
+        # What is free now is beside what this process holds already.
+        args.distributed_state.print(process_line(memory, psutil.Process().memory_info().rss))
+        needed *= ALLOCATOR
+    if needed > limit:
+        change = smallest_change(setting, config, run, limit * memory.total / needed)
         advice = (
             f"it would fit with {change}"
             if change
             else "no change that is known here makes it fit: take a smaller model"
         )
         raise UserError(
-            f"The run needs {memory.total / GB:.1f} GB on each device and there are {limit / GB:.1f} GB: {advice}. "
+            f"The run needs {needed / GB:.1f} GB on each device and there are {limit / GB:.1f} GB: {advice}. "
             "(memory_gb states another limit.)"
         )
 
@@ -407,7 +422,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"No memory plan for a {config.model_type!r} model: expected 'iha' or 'llama'.")
     setting = replace(setting, on_cpu=on_cpu)
     print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if on_cpu else 'GPU'}")
-    print(table(layouts(setting)))
+    rows = layouts(setting)
+    print(table(rows))
+    if on_cpu:
+        print(process_line(next(iter(rows.values())), psutil.Process().memory_info().rss))
 
 
 if __name__ == "__main__":
