@@ -52,7 +52,7 @@ lint: .venv/test-installed
 	$(RUN) -m ruff format --check .
 
 test: lint
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not slow"
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-full: lint
 	$(RUN) -m pytest -n 2 --dist loadfile --summary tests/full_result.json

@@ -38,6 +38,20 @@ def form(request, monkeypatch):
     return request.param
 
 
+# The files that take longest, in this order: begun first, none of them keeps one process busy while the other is idle
+# at the end.
+LONGEST = (
+    *("test_transformers_suite", "test_compile", "test_conversion", "test_mechanisms", "test_distributed", "test_push"),
+    *("test_sft", "test_hub", "test_training_run", "test_reference", "test_sft_data", "test_peft", "test_make_gpu"),
+    *("test_pull_and_list", "test_benchmarks", "test_preference", "test_recipes", "test_faults", "test_evaluation"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """In a module that lists its `EXPECTED_SKIPS`, a test skipped for another reason fails."""
