@@ -17,6 +17,7 @@ from conversion_scripts.check_remote_code import check_remote_code
 from conversion_scripts.checkpoint_io import (
     check_finite,
     check_index,
+    check_shapes,
     load_config,
     load_config_dict,
     load_generation_config,
@@ -139,6 +140,7 @@ def check_checkpoint(directory: Path, names: list[str], trust_code: bool) -> Non
             "save the model again with this package, or read the code and give --trust-code."
         )
     _check_weights(directory, config.tie_word_embeddings)
+    check_shapes(directory, config)
 
 
 def _unknown_code(directory: Path, names: list[str]) -> list[str]:

@@ -28,11 +28,38 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from command_io import UserError, current_commit, read_json, run_cli, whole_file, write_json
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="checkpoint directory, GGUF file or id on the Hub")
+    parser.add_argument("--suite", required=True, help="smoke, ruler, reasoning or paper")
+    parser.add_argument("--tasks", nargs="+", help="only these tasks of the suite")
+    parser.add_argument(
+        "--data", type=Path, help="directory of data files as in data_manifest.json (default: the Hub)"
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", help="of RULER's prompts and replies, in tokens")
+    parser.add_argument("--limit", type=int, help="only the first LIMIT examples of each task and length")
+    parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (16)")
+    parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
+    parser.add_argument("--output", type=Path, help="default: outputs/evaluation/MODEL")
+    parser.add_argument("--batch-size", type=int, default=8, help="halved when memory runs out (default: 8)")
+    parser.add_argument("--tokenizer", help="directory or id on the Hub (default: the model's)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
+    parser.add_argument("--truncate-prompts", action="store_true", help="cut what does not fit, and count it")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
 import lm_eval
 from lm_eval.api.task import ConfigurableTask
 from transformers import PreTrainedTokenizerBase
 
-from command_io import UserError, current_commit, read_json, run_cli, whole_file, write_json
 from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer
 from evaluation import data, report, ruler, run_code, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
@@ -184,27 +211,8 @@ def write_samples(path: Path, rows: list[dict]) -> None:
             file.write(json.dumps(kept, default=str) + "\n")
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with the suite's tasks and defaults filled in. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="checkpoint directory, GGUF file or id on the Hub")
-    parser.add_argument("--suite", required=True, help=", ".join(suites.SUITES))
-    parser.add_argument("--tasks", nargs="+", help="only these tasks of the suite")
-    parser.add_argument(
-        "--data", type=Path, help="directory of data files as in data_manifest.json (default: the Hub)"
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", help="of RULER's prompts and replies, in tokens")
-    parser.add_argument("--limit", type=int, help="only the first LIMIT examples of each task and length")
-    parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (16)")
-    parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
-    parser.add_argument("--output", type=Path, help="default: outputs/evaluation/MODEL")
-    parser.add_argument("--batch-size", type=int, default=8, help="halved when memory runs out (default: 8)")
-    parser.add_argument("--tokenizer", help="directory or id on the Hub (default: the model's)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
-    parser.add_argument("--truncate-prompts", action="store_true", help="cut what does not fit, and count it")
-    args = parser.parse_args(argv)
+def complete(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the command line with the suite's tasks and defaults filled in. Raises `UserError`."""
     if args.suite not in suites.SUITES:
         raise UserError(f"--suite {args.suite}: expected one of {', '.join(suites.SUITES)}.")
     suite = suites.SUITES[args.suite]
@@ -230,7 +238,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict | None:
     """Evaluates, writes results.json, report.md, plots and samples, and returns the results; `None` on every process
     but the first. Raises `UserError`."""
-    args = parse_arguments(argv)
+    args = complete(parse_arguments(argv))
     process = accelerator()
     config = load_config(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)

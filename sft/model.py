@@ -27,6 +27,11 @@ def prepare_model(
         except (ValueError, ImportError) as error:
             raise UserError(f"attn_implementation {run.attn_implementation!r}: {one_line(error)}") from error
     tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
+    for key in ("eos_token", "pad_token"):
+        if (token := getattr(args, key, None)) is not None and token not in tokenizer.get_vocab():
+            raise UserError(
+                f"{key} {token!r} is no token of {run.model_name_or_path}: give one that is, or remove the key."
+            )
     if template is not None:
         tokenizer.chat_template = template
     return model, tokenizer

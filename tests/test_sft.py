@@ -227,6 +227,8 @@ def test_a_configuration_file_must_be_named():
         ({"eval_size": 0}, "set eval_size"),
         ({"max_length": 10}, "max_length=10"),
         ({"attn_implementation": "absent"}, "absent"),
+        ({"pad_token": "absent"}, "pad_token 'absent' is no token of"),
+        ({"eos_token": "absent"}, "eos_token 'absent' is no token of"),
         ({"model_init_kwargs": '{"dtype": "float16"}'}, "model_init_kwargs"),
     ],
 )

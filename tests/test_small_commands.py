@@ -59,7 +59,9 @@ def files(tmp_path_factory):
 PRESET = ["--preset", "tiny"]
 MISTAKES = [
     (cost, ["--preset", "huge", "--tokens", "8"], "--preset huge: .*paper-2.4b-iha, .*tiny"),
-    (cost, ["--preset", "", "--tokens", "8"], "--preset : .*tiny"),
+    (cost, ["--preset", "", "--tokens", "8"], "argument 2 is empty"),
+    (score_reasoning, ["", "IN/rows.jsonl"], "argument 1 is empty: expected a value"),
+    (make_reasoning_data, ["", "--rows", "1"], "argument 1 is empty: expected a value"),
     (cost, ["--config", "IN/absent", "--tokens", "8"], "IN/absent is neither a directory"),
     (cost, ["--config", "IN/nothing", "--tokens", "8"], "IN/nothing has no usable configuration"),
     (cost, ["--config", "IN/broken", "--tokens", "8"], "IN/broken has no usable configuration"),
