@@ -43,6 +43,11 @@ def test_gold_scores_1_and_broken_0(name):
     assert result["gold_right"] == result["rows"] > 1 and result["broken_right"] == 0
 
 
+def test_help_names_every_replay():
+    """Which it knows without the scorers: they take seconds to import."""
+    assert tuple(replay_gold.REPLAYS) == replay_gold.BENCHMARKS
+
+
 @needs_data
 @pytest.mark.parametrize("name", replay_gold.REPLAYS)
 def test_gold_scores_1_and_broken_0_on_published_rows(name):
@@ -323,10 +328,15 @@ def test_records_survive_a_kill_and_are_shared(tmp_path):
     records.close()
     other = Records(tmp_path, rank=1)
     assert len(other) == 2 and other.get(second)["text"] == "b"
-    with open(tmp_path / "rank0.jsonl", "ab") as file:
-        file.write(b"{}\n")
-    with pytest.raises(UserError, match="rank0.jsonl, line 3: not a recorded sample"):
-        Records(tmp_path, rank=2)
+    whole = (tmp_path / "rank0.jsonl").read_bytes()
+    for line in (
+        b"{}\n",
+        b'{"task": "t", "hash": "h", "sample": 0}\n',
+        b'{"task": "t", "hash": "h", "sample": 0, "text": 1}\n',
+    ):
+        (tmp_path / "rank0.jsonl").write_bytes(whole + line)
+        with pytest.raises(UserError, match="rank0.jsonl, line 3: not a recorded sample"):
+            Records(tmp_path, rank=2)
 
 
 def test_a_sample_belongs_to_what_was_asked():
@@ -631,6 +641,11 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, cap
     assert "gsm8k has another generation in tuned than in base" in refused(base, tuned)
     (tuned / "results.json").write_text(json.dumps(results | {"tasks": {}}))
     assert "no task in common" in refused(base, tuned)
+    for tasks in ({"gsm8k": {}}, {"gsm8k": 1}, [], None):
+        (tuned / "results.json").write_text(json.dumps(results | {"tasks": tasks}))
+        assert "results.json holds no tasks with metrics, " in refused(base, tuned)
+    (tuned / "results.json").write_text("{}")
+    assert "results.json holds no tasks with metrics, " in refused(base, tuned)
 
 
 def test_cut_prompts_are_reported(tmp_path, offline):
