@@ -584,7 +584,10 @@ def truncate(path):
             "missing keys model.norm.weight",
         ),
         (lambda source: edit_weights(source, lambda w: w.update(extra=torch.zeros(1))), "unexpected keys extra"),
-        (lambda source: edit_config(source, intermediate_size=20), "mismatched keys ('model.layers.0.mlp"),
+        (
+            lambda source: edit_config(source, intermediate_size=20),
+            "model.layers.0.mlp.gate_proj.weight has the shape [",
+        ),
         (lambda source: edit_config(source, hidden_act="warp"), "hidden_act='warp'"),
         (lambda source: edit_config(source, model_type="gemma"), "'gemma' cannot be converted"),
         (lambda source: edit_config(source, num_attention_heads=3), "number of attention heads (3)"),
