@@ -11,7 +11,7 @@ help:
 	@echo "make test-full  the same with the slow tests; writes tests/full_result.json"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (2 minutes)"
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
-	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=decode for one)"
+	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=paper_decode for one)"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make experiments  run the studies that need no checkpoint (about 80 minutes on one core); an interrupted run goes on"
 	@echo "make lint   ruff only"

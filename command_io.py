@@ -16,10 +16,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import yaml
 
 
 ROOT = Path(__file__).resolve().parent
+_held_locks: set[int] = set()  # descriptors
 
 
 class UserError(Exception):
@@ -57,7 +60,22 @@ def run_cli(main: Callable[[], None]) -> None:
 
 def one_line(error: Exception) -> str:
     """The message of `error` with its line breaks removed, or its class name when it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return printable(" ".join(str(error).split())) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Return `text` with its control characters as escapes: a terminal acts on them, and a stranger may have written
+    them."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def path_from_root(text: str) -> Path:
+    """A path that the user gave, for a command that runs in the root of the checkout: relative inside it, so that a
+    record of the command names no place of this machine."""
+    path = Path(os.path.abspath(text))
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 def run_module(result: str | os.PathLike, *command: str | os.PathLike) -> None:
@@ -145,7 +163,7 @@ def sole_writer(directory: str | os.PathLike) -> Iterator[None]:
         yield
     finally:
         lock_file.unlink(missing_ok=True)
-        os.close(lock)
+        _unlock(lock)
         with suppress(OSError):
             directory.rmdir()
 
@@ -210,7 +228,7 @@ def _temporary_sibling(dst: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
     finally:
         lock_file.unlink(missing_ok=True)
-        os.close(lock)
+        _unlock(lock)
 
 
 def _lock(dst: Path, path: Path) -> int:
@@ -226,6 +244,7 @@ def _lock(dst: Path, path: Path) -> int:
             # Its last holder may have removed the file between the two calls: then somebody else can lock another.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(lock), path.stat()):
+                    _held_locks.add(lock)
                     return lock
         except BlockingIOError:
             os.close(lock)
@@ -240,6 +259,20 @@ def attention_kinds() -> list[str]:
     """Return the names of all attention kinds, by their files: for options, which must not wait for PyTorch."""
     files = (path.stem.removeprefix("attention_") for path in ROOT.glob("modeling_iha/attention_*.py"))
     return sorted(set(files) - {"kinds", "options"})
+
+
+def _unlock(lock: int) -> None:
+    _held_locks.discard(lock)
+    os.close(lock)
+
+
+def _leave_locks_to_parent() -> None:
+    while _held_locks:
+        os.close(_held_locks.pop())
+
+
+# A worker that loads data lives on for seconds when its parent is killed, and would hold the lock as long.
+os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 
 def write_json(path: str | os.PathLike, content: dict) -> None:
@@ -272,12 +305,34 @@ def current_commit() -> str:
 def read_json(path: str | os.PathLike) -> dict:
     """The object that a JSON file holds. Raises `UserError` when it holds anything else or cannot be read."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}: expected a JSON object.")
     return content
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of an object as a dictionary. Raises `ValueError` for a key given twice, of which JSON and YAML would
+    silently keep the last."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return content
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        unique_keys([(key.value, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)])
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | os.PathLike) -> Any:
+    """The content of a YAML file. Raises `OSError`, `yaml.YAMLError`, and `ValueError` for text that is not UTF-8 and
+    a key that is given twice."""
+    return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
 
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
@@ -286,7 +341,7 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
     with open_plain_or_gzip(path) as lines:
         for number, line in enumerate(filter(bytes.strip, lines), 1):
             try:
-                row = json.loads(line.decode())
+                row = json.loads(line.decode(), object_pairs_hook=unique_keys)
             except UnicodeDecodeError as error:
                 raise UserError(f"{path}, row {number}: not UTF-8 text ({error}).") from None
             # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.

@@ -25,10 +25,10 @@ from mechanisms.cost import Cost, linear
 from modeling_iha import IHAConfig
 
 
-FORMS = ("collapse_first", "sdpa", "eager")
+FORMS = ("sdpa", "base", "eager")
 
 
-def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "collapse_first") -> Cost:
+def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "sdpa") -> Cost:
     """Cost of an attention module with its projections. Raises a ValueError for a kind whose mechanism has no cost
     function."""
     if (between := mechanism_of(kind).cost) is None:
@@ -67,7 +67,7 @@ def head(config: IHAConfig, tokens: int) -> Cost:
     return table + norm(config, tokens) + Cost(embedding, kept=tokens * config.hidden_size)
 
 
-def model(config: IHAConfig, tokens: int, form: str = "collapse_first") -> Cost:
+def model(config: IHAConfig, tokens: int, form: str = "sdpa") -> Cost:
     """Cost of a whole model with its language modeling head."""
     total = head(config, tokens)
     for kind, layer_type in zip(config.attention_kinds, config.layer_types):
@@ -105,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--form",
         choices=FORMS,
-        default="collapse_first",
-        help='form of attention; collapse_first applies to "iha" layers only (default: collapse_first)',
+        default="sdpa",
+        help='form of attention; base is SDPA with "iha" layers that keep base states only (default: sdpa)',
     )
     parser.add_argument("--bytes", type=int, default=2, help="bytes of a cached or kept value (default: 2)")
     args = parser.parse_args(argv)

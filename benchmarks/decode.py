@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from benchmarks.cost import attention
 from benchmarks.harness import Attention, arguments, medians, ratios, report, write
-from modeling_iha.absorbed_decode import absorbed_attention
-from modeling_iha.attention_iha import collapse, interleave, mix
+from modeling_iha.attention_iha import collapse
 
 
 BASE_CACHES = ("absorbed", "remixing")
@@ -53,12 +52,10 @@ def one_token(step: Callable, hidden_states: torch.Tensor, cache: Cache) -> Call
 
 
 def layer_forms(
-    tokens: int, virtual: int, dtype: torch.dtype, batch: int = 1, device: str = "cpu", **others: Callable
+    tokens: int, virtual: int, dtype: torch.dtype, batch: int = 1, device: str = "cpu"
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """The forms, each a decoding step that returns the layer's output [batch, 1, 512], and `others`, each an
-    `attention_form`."""
-    # Functions, because a GPU has no forms of its own: of one new token, `choose_form` takes these on any device.
-    forms = dict(zip(BASE_CACHES, (absorbed_attention, "virtual"), strict=True)) | others
+    """The forms, each a decoding step that returns the layer's output [batch, 1, 512]."""
+    forms = dict(zip(BASE_CACHES, ("base", "virtual"), strict=True))
     readers = {name: Attention(form, dtype, num_pseudo_heads=virtual).to(device) for name, form in forms.items()}
     absorbed = readers["absorbed"]
     for reader in readers.values():
@@ -70,9 +67,11 @@ def layer_forms(
 
     def expand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rotation = tables["pseudo_head"]
-        query = layer.rotate_pseudo_heads(mix(query, layer.q_mix.weight), rotation)
-        key = layer.rotate_pseudo_heads(mix(key, layer.k_mix.weight), rotation)
-        return tuple(interleave(states) for states in (query, key, mix(value, layer.v_mix.weight)))
+        query, key = (
+            layer.expand(states, mixing.weight, rotation)
+            for states, mixing in ((query, layer.q_mix), (key, layer.k_mix))
+        )
+        return query, key, layer.expand(value, layer.v_mix.weight, None)
 
     hidden = torch.full((virtual, virtual), -torch.inf, dtype=dtype, device=device).triu(1)
     mask = torch.cat((hidden.new_zeros(virtual, tokens * virtual), hidden), dim=1)[None, None]

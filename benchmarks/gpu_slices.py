@@ -1,350 +1,458 @@
-"""What each slice of `python -m benchmarks.gpu` measures: its cases, cheapest first, and the forms of a case, which
-run interleaved. Everything is in bfloat16. On a CPU the cases are tiny, SDPA is the only core, and collapse-first
-attention stands in for the fused kernels: such a run shows that a slice is sound, and its figures mean nothing."""
+"""Measure one slice of `python -m benchmarks.gpu` in this process: the paper's layers, training steps or decoding. A
+form is checked, timed and written to NAME.json before the next one begins, and not repeated: the same command goes on
+from there. A form that raises, or ends the process, is recorded and left out until the commit is another.
 
+Everything is in bfloat16. On a CPU the sizes are tiny, the model takes its own forms for a CPU, and figures mean
+nothing: such a run shows that a slice is sound.
+
+example: python -m benchmarks.gpu_slices paper_layer --dry --out outputs/gpu_dry/cpu
+"""
+
+import argparse
 import gc
+import platform
+import signal
+import statistics
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
+import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.utils import is_flash_attn_4_available
 
-from benchmarks import decode, harness
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from benchmarks import cost, harness
 from benchmarks.harness import Attention, inference, training
 from benchmarks.schedule import schedules
-from gpu_kernels import fused_triton
-from gpu_kernels.attention import attention, stock_attention
-from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.collapse_first import IHAWeights, collapse_first_attention
+from command_io import UserError, current_commit, one_line, read_json, run_cli, write_json
+from gpu_kernels import mix_heads_triton
+from gpu_kernels.decode_triton import decode_attention
+from mechanisms.cost import score_products
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, attention_iha, virtual_sequence, window_blocks
+from modeling_iha.absorbed_decode import absorbed_attention
 from modeling_iha.package import flop_matched_window
 
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PASSES = ("forward", "forward + backward")
-# Longer global attention takes seconds a run: (N P)^2 d H multiply-adds.
+# Dense bfloat16 products and memory, a second, by the data sheets.
+PEAKS = {"NVIDIA H100 80GB HBM3": {"TFLOP": 989, "GB": 3350}, "NVIDIA H200": {"TFLOP": 989, "GB": 4800}}
+# Of SDPA, each by itself; PyTorch's own choice among them depends on its version.
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION}
+if DEVICE == "cuda":
+    BACKENDS |= {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+else:
+    BACKENDS |= {"math": SDPBackend.MATH}
+# Longer global attention, in virtual tokens, takes seconds a run.
 LONGEST = 131072
-# FlexAttention is compiled anew for each length, up to a minute: at one P only.
-FLEX_PSEUDO_HEADS = 4
-# Of the norm of the float32 result; bfloat16 keeps 8 bits.
-TOLERANCE = 0.03
-
-Prepare = Callable[[], Callable[[], None]]  # builds the tensors of a form and gives the function that is timed
-
-
-class Benchmark(NamedTuple):
-    """A slice that measures."""
-
-    cases: Callable[[bool], list[dict]]  # settings, of the dry size if so asked
-    forms: Callable[[dict], dict[str, Prepare]]
-    bases: tuple[str, ...]  # forms to which the others are ratios
-    x: str  # the key of a case on the plot's horizontal axis
-    panel: tuple[str, ...]  # keys of a case whose values have a panel of the plot each
-    peaks: bool = False  # whether memory is measured
-    together: bool = True  # whether all forms of a case are on the GPU at the same time
+# Blocks of queries that want more memory are left out.
+MAX_BLOCKS_BYTES = 40e9
+CHECK_TOKENS = 256
+# Times the error of the stock form in bfloat16, both against float32.
+TOLERANCE = 2
+ENDED = "ended the process, or was stopped"
+# Seconds that the timed runs of a form take, if they are not fewer than 3 or more than 20.
+TIMED_SECONDS = 0.5 if DEVICE == "cuda" else 0
 
 
-def missing_cores() -> dict[str, str]:
-    """The attention cores that cannot run here, and why."""
-    missing = {}
+class Work(NamedTuple):
+    """Hold what is timed and, by arithmetic, how much it does: "TFLOP", "GB" that it reads, "tokens"."""
+
+    run: Callable[[], None]
+    amounts: dict[str, float]
+
+
+Prepare = Callable[[], Work]  # builds what a form needs, on the device
+
+
+def within(context: Callable[[], AbstractContextManager], prepare: Prepare) -> Prepare:
+    """Put a form into a context, while it is built and whenever it runs."""
+
+    def build() -> Work:
+        with context():
+            work = prepare()
+
+        def run() -> None:
+            with context():
+                work.run()
+
+        return Work(run, work.amounts)
+
+    return build
+
+
+@contextmanager
+def in_blocks() -> Iterator[None]:
+    """Let windows go in blocks, as they do without `varlen_attn`."""
+    with (
+        mock.patch.object(virtual_sequence, "has_varlen", return_value=False),
+        mock.patch.object(window_blocks, "has_varlen", return_value=False),
+    ):
+        yield
+
+
+@contextmanager
+def by_mix_heads() -> Iterator[None]:
+    """Let "iha" layers expand and collapse by the Triton kernels; on a CPU, which has none, nothing changes."""
     if DEVICE == "cpu":
-        missing["flex_attention"] = "it needs a GPU for its backward"
-    if not is_flash_attn_2_available():
-        missing["flash_attention_2"] = "the flash-attn package is not installed, or there is no GPU"
-    if not is_flash_attn_4_available():
-        missing["flash_attention_4"] = "the flash-attn-4 package is not installed, or there is no GPU"
-    if DEVICE != "cpu" and fused_triton.triton is None:
-        missing["fused"] = "triton is not installed"
-    return missing
+        yield
+        return
+    with (
+        mock.patch.object(attention_iha.InterleavedHeadAttention, "expand", mix_heads_triton.expand),
+        mock.patch.object(attention_iha, "collapse", mix_heads_triton.collapse),
+    ):
+        yield
 
 
-def cores(pseudo_heads: int) -> list[str]:
-    """The cores that take tensors of the virtual sequence here."""
-    there = ["sdpa", "flash_attention_2", "flash_attention_4"]
-    there += ["flex_attention"] if pseudo_heads == FLEX_PSEUDO_HEADS else []
-    return [core for core in there if core not in missing_cores()]
+def fastest(row: dict, group: str) -> str | None:
+    """Return the name of the fastest form of a group so far."""
+    seconds = {name: value for name, value in row["seconds"].items() if name.partition(":")[0] == group}
+    return min(seconds, key=seconds.get, default=None)
 
 
-def fused_forms() -> dict[str, Callable]:
-    """The fused kernels as an `attention_form`, where they can run."""
-    if DEVICE == "cpu":
-        return {"fused": collapse_first_attention}
-    return {} if "fused" in missing_cores() else {"fused": fused_triton.fused_attention}
+def best_backend(row: dict) -> AbstractContextManager:
+    """Prefer the backend of SDPA that was the fastest for the "mha" layers of this row, where it takes the inputs."""
+    best = (fastest(row, row["base"]) or "flash").rpartition(" ")[2]
+    order = sorted(BACKENDS, key=lambda name: name != best)
+    return sdpa_kernel([*map(BACKENDS.get, order), SDPBackend.MATH], set_priority=True)
 
 
 def draw(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=DTYPE, device=DEVICE)
 
 
-def run(function: Callable, inputs: list[torch.Tensor], parameters: list[torch.Tensor], part: str) -> Callable:
-    return inference(function, *inputs) if part == "forward" else training(function, inputs, parameters)
-
-
-# Layers
-
-
 def sizes(case: dict) -> dict:
-    return {
-        "hidden_size": case["heads"] * case["head_dim"],
-        "num_attention_heads": case["heads"],
-        "num_key_value_heads": case["groups"],
-    }
+    heads = case["heads"]
+    return {"hidden_size": heads * case["head_dim"], "num_attention_heads": heads, "num_key_value_heads": heads}
 
 
-def sliding(window: int | None, length: int) -> dict:
-    """Config fields of layers with a window; one of the whole length or more hides nothing."""
-    if window is None or window >= length:
-        return {}
-    return {"layer_types": "sliding_attention", "sliding_window": window}
+def sliding(window: int | None) -> dict:
+    return {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
 
 
-def module(case: dict, core: str, form: Callable | None = None, **fields) -> Prepare:
-    """Attention modules, one layer unless `fields` say otherwise, on random hidden states."""
-    attention = Attention(form, DTYPE, attn_implementation=core, **sizes(case), **fields).to(DEVICE)
-    return run(attention, [draw(1, case["tokens"], sizes(case)["hidden_size"])], attention.leaves(), case["pass"])
+def modules(case: dict, **fields) -> Attention:
+    with torch.device(DEVICE):
+        return Attention(dtype=DTYPE, **sizes(case), **fields)
 
 
-def expanded(case: dict, core: str) -> Callable[[], None]:
-    """The core alone, on queries, keys and values of the virtual sequence that are there already."""
-    length, virtual_window = case["tokens"] * case["pseudo_heads"], (case["window"] or 0) * case["pseudo_heads"]
-    fields = sliding(virtual_window or None, length)
-    attention = Attention(None, DTYPE, attention_kinds="mha", attn_implementation=core, **sizes(case), **fields)
-    attention = attention.to(DEVICE)
-    states = [draw(1, heads, length, case["head_dim"]) for heads in (case["heads"], case["groups"], case["groups"])]
-    return run(attention.bare(length, DEVICE), states, [], case["pass"])
+def work(function: Callable, inputs: list[torch.Tensor], parameters: list, backward: bool, products: float) -> Work:
+    run = training(function, inputs, parameters) if backward else inference(function, *inputs)
+    return Work(run, {"TFLOP": 2e-12 * products})
 
 
-def layer_forms(case: dict) -> dict[str, Prepare]:
-    pseudo_heads = case["pseudo_heads"]
-    fields = {"num_pseudo_heads": pseudo_heads, **sliding(case["window"], case["tokens"])}
-    forms = {f"expanded, {core}": partial(expanded, case, core) for core in cores(pseudo_heads)}
-    mha = [core for core in cores(pseudo_heads) if core != "flex_attention"]
-    forms |= {f"mha layer, {core}": partial(module, case, core, attention_kinds="mha") for core in mha}
-    forms |= {f"iha layer, {core}": partial(module, case, core, **fields) for core in cores(pseudo_heads)}
-    return forms | {
-        f"iha layer, {name}": partial(module, case, "sdpa", form, **fields) for name, form in fused_forms().items()
-    }
+def layers(case: dict, form: str | None = None, **fields) -> Work:
+    """Build attention modules, one layer unless `fields` say otherwise, on random hidden states, and check them if
+    `form` names them."""
+    if form is not None:
+        check_layer(form, case["heads"], case["head_dim"], fields["num_pseudo_heads"], "sliding_window" in fields)
+    attention, tokens, backward = modules(case, **fields), case["tokens"], case["backward"]
+    config = attention.model.config
+    costs = [cost.attention(config, *kind, tokens, "sdpa") for kind in zip(config.attention_kinds, config.layer_types)]
+    products = sum(one.training if backward else one.prefill for one in costs)
+    return work(attention, [draw(1, tokens, config.hidden_size)], attention.leaves(), backward, products)
 
 
-def schedule_forms(case: dict) -> dict[str, Prepare]:
-    """The paper's schedule against five global "mha" layers."""
-    iha, mha = schedules(case["tokens"], case["pseudo_heads"]).values()
-    forms = {f"5 mha, {core}": partial(module, case, core, **mha) for core in cores(1)}
-    forms |= {f"4 iha + 1 mha, {core}": partial(module, case, core, **iha) for core in cores(case["pseudo_heads"])}
-    return forms | {
-        f"4 iha + 1 mha, {name}": partial(module, case, "sdpa", form, **iha) for name, form in fused_forms().items()
-    }
+def expanded(case: dict, virtual: int, window: int | None) -> Work:
+    """Build attention alone, on queries, keys and values of the virtual sequence that are there already."""
+    tokens, heads, head_dim, backward = (case[key] for key in ("tokens", "heads", "head_dim", "backward"))
+    attention = modules(case, attention_kinds="mha", **sliding(window and window * virtual))
+    states = [draw(1, tokens * virtual, heads, head_dim).transpose(1, 2) for _ in range(3)]
+    products = heads * head_dim * score_products("sdpa", tokens, virtual, window, backward)
+    return work(attention.bare(tokens * virtual, DEVICE), states, [], backward, products)
 
 
-def layer_or_schedule_forms(case: dict) -> dict[str, Prepare]:
-    return (schedule_forms if case["part"] == "schedule" else layer_forms)(case)
+@cache
+def check_layer(form: str, heads: int, head_dim: int, virtual: int, windowed: bool) -> None:
+    """Raise a RuntimeError where the output or a gradient of a layer, in the context that this is called in, is
+    further off eager attention in float32 than bfloat16 explains. `form` names it."""
+    case, fields = {"heads": heads, "head_dim": head_dim}, sliding(CHECK_TOKENS // 16 if windowed else None)
+    attention = modules(case, num_pseudo_heads=virtual, **fields)
+    states, upstream = draw(2, 1, CHECK_TOKENS, heads * head_dim)
+
+    def results(core: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        attention.to(dtype).model.set_attn_implementation(core)
+        inputs = states.to(dtype).requires_grad_()
+        output = attention(inputs)
+        return [output, *torch.autograd.grad(output, [inputs, *attention.leaves()], upstream.to(dtype))]
+
+    with by_mix_heads() if form.endswith("mix_heads") else nullcontext():
+        actual = results("flash_attention_4" if form.endswith("flash_attention_4") else "sdpa", DTYPE)
+        compare(form, actual, results("eager", DTYPE), results("eager", torch.float32))
 
 
-def paper_heads(dry: bool) -> dict:
-    """Those of the paper's 2.4B model."""
-    return {"heads": 4, "groups": 4, "head_dim": 8} if dry else {"heads": 20, "groups": 20, "head_dim": 128}
+def compare(form: str, *results: list[torch.Tensor]) -> None:
+    """Raise a RuntimeError where the first results are further off the last ones, the exact ones, than TOLERANCE
+    times the stock ones between."""
+    for actual, stock, exact in zip(*results):
+        error, usual = (((states - exact).norm() / exact.norm()).item() for states in (actual, stock))
+        if not error <= TOLERANCE * max(usual, torch.finfo(DTYPE).eps):
+            raise RuntimeError(f"{form} is off a float32 computation by {error:.1%}, the stock form by {usual:.1%}.")
 
 
-def layer_cases(dry: bool) -> list[dict]:
-    lengths, pseudo_heads = ([64], [2]) if dry else ([1024, 4096, 16384, 65536], [2, 4, 8, 20])
-    cases = []
-    for tokens, virtual, part in product(lengths, pseudo_heads, PASSES):
-        for window in (None, flop_matched_window(tokens, virtual)):
-            reach = tokens if window is None else window
-            if virtual**2 * tokens * reach <= LONGEST**2:
-                setting = {"tokens": tokens, "pseudo_heads": virtual, "window": window, "pass": part}
-                cases.append({"part": "layer", **setting, **paper_heads(dry)})
-    for tokens, part in product([64] if dry else [8192, 16384, 32768, 65536], PASSES):
-        virtual = 2 if dry else 4
-        setting = {"tokens": tokens, "pseudo_heads": virtual, "window": flop_matched_window(tokens, virtual)}
-        cases.append({"part": "schedule", **setting, "pass": part, **paper_heads(dry)})
-    return sorted(cases, key=lambda case: case["tokens"] * case["pseudo_heads"])
+def blocks_bytes(case: dict, virtual: int, window: int) -> float:
+    """Count what a layer in blocks as long as its window takes: queries, keys, values, output, keys and values twice
+    more, and the mask, boolean and as it is added; in training with the gradients."""
+    length = case["tokens"] * virtual
+    states = 8 * length * case["heads"] * case["head_dim"] * DTYPE.itemsize
+    mask = length * 2 * window * virtual * (1 + DTYPE.itemsize)
+    return (1 + case["backward"]) * states + mask
 
 
-def memory_cases(dry: bool) -> list[dict]:
-    """Training steps of a global layer."""
-    lengths, pseudo_heads = ([64], [2]) if dry else ([2048, 8192], [2, 4, 8])
-    return [
-        {"tokens": tokens, "pseudo_heads": virtual, "window": None, "pass": PASSES[1], **paper_heads(dry)}
-        for tokens, virtual in product(lengths, pseudo_heads)
-    ]
-
-
-# The kernels by themselves
-
-
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
-
-
-def check_kernels(kernel: Callable, inputs: list[torch.Tensor], rotation: tuple, window: int | None) -> None:
-    """Raises a RuntimeError where output or gradients of the kernels are further off a float32 computation than
-    bfloat16's rounding explains."""
-    results = []
-    for form, dtype in ((kernel, DTYPE), (stock_attention, torch.float32)):
-        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
-        output = form(*leaves[:3], IHAWeights(*leaves[3:], rotation), 0.1, window)
-        results.append([output, *torch.autograd.grad(output, leaves, torch.ones_like(output))])
-    worst = max(map(error, *results))
-    if not worst <= TOLERANCE:
-        raise RuntimeError(f"The kernels are off by {worst:.1%} of a float32 computation.")
-
-
-def in_tiles(rows: int, kernel: Callable) -> Callable:
-    """The kernel with at most `rows` rows to a tile of queries; the backward keeps the tiles of the forward."""
-
-    def kernel_in_tiles(*arguments):
-        with mock.patch.object(fused_triton, "QUERY_TILE", (rows, rows // 4)):
-            return kernel(*arguments)
-
-    return kernel_in_tiles
-
-
-def kernel(case: dict, rows: int, fused: Callable) -> Callable[[], None]:
-    """The fused attention on base states, compared at 200 tokens first."""
-    fused, heads, groups, virtual = in_tiles(rows, fused), case["heads"], case["groups"], case["pseudo_heads"]
-
-    def inputs(tokens: int) -> list[torch.Tensor]:
-        states = [draw(1, count, tokens, case["head_dim"]) for count in (heads, groups, groups)]
-        mixing = [draw(count, count, virtual) / count**0.5 for count in (heads, groups, groups)]
-        return [*states, *mixing, draw(heads, virtual) / virtual]
-
-    angles = draw(virtual, case["head_dim"] // 2).float()
-    rotation, short = (angles.cos(), angles.sin()), min(200, case["tokens"])
-    check_kernels(fused, inputs(short), rotation, case["window"] and min(case["window"], short))
-
-    def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        return fused(*tensors[:3], IHAWeights(*tensors[3:], rotation), case["head_dim"] ** -0.5, case["window"])
-
-    return run(attend, inputs(case["tokens"]), [], case["pass"])
-
-
-def kernel_forms(case: dict) -> dict[str, Prepare]:
-    forms = {f"expanded, {core}": partial(expanded, case, core) for core in cores(0)}
-    for rows, (name, fused) in product((32, 64, 128), fused_forms().items()):
-        forms[f"{name}, tiles of {rows}"] = partial(kernel, case, rows, fused)
+def schedule_forms(row: dict) -> dict[str, Prepare]:
+    """Set the paper's schedule against five global "mha" layers, on the two backends that are fast."""
+    mha = partial(layers, row, attention_kinds="mha", num_hidden_layers=5)
+    forms = {f"5 mha: {name}": within(partial(sdpa_kernel, BACKENDS[name]), mha) for name in list(BACKENDS)[:2]}
+    for virtual in row["pseudo_heads"]:
+        schedule = partial(layers, row, **schedules(row["tokens"], virtual)["4 iha + 1 mha"])
+        forms[f"4 iha + 1 mha: P = {virtual}"] = within(partial(best_backend, row), schedule)
     return forms
 
 
-def kernel_cases(dry: bool) -> list[dict]:
-    """16384 virtual tokens each, as the dense products' time depends on these alone."""
-    pseudo_heads, head_dims, length = ([2], [8], 64) if dry else ([1, 2, 4, 8, 16, 32], [64, 128], 16384)
-    heads = 4 if dry else 16
-    cases = []
-    # Triton compiles anew for each number of groups, size of a head and P.
-    for groups, part, windowed in product((heads, heads // 4), PASSES, (True, False)):
-        for head_dim, virtual in product(head_dims, pseudo_heads):
-            tokens = length // virtual
-            setting = {"tokens": tokens, "pseudo_heads": virtual, "window": tokens // 16 if windowed else None}
-            cases.append({**setting, "pass": part, "heads": heads, "groups": groups, "head_dim": head_dim})
-    return cases
+def layer_forms(row: dict) -> dict[str, Prepare]:
+    if row["base"] == "5 mha":
+        return schedule_forms(row)
+    mha = partial(layers, row, attention_kinds="mha")
+    forms = {f"mha: {name}": within(partial(sdpa_kernel, backend), mha) for name, backend in BACKENDS.items()}
+    best = partial(best_backend, row)
+    for virtual, windowed in product(row["pseudo_heads"], (True, False)):
+        window = flop_matched_window(row["tokens"], virtual) if windowed else None
+        if window is None and row["tokens"] * virtual > LONGEST:
+            continue
+        group = f"P = {virtual}, {'window' if windowed else 'global'}"
+        iha = partial(layers, row, num_pseudo_heads=virtual, **sliding(window))
+        forms[f"{group}: expanded"] = within(best, partial(expanded, row, virtual, window))
+        forms[f"{group}: iha"] = partial(iha, "iha")
+        forms[f"{group}: mix_heads"] = within(by_mix_heads, partial(iha, "mix_heads"))
+        if not windowed:
+            forms[f"{group}: best backend"] = within(best, partial(iha, "best backend"))
+        elif blocks_bytes(row, virtual, window) < MAX_BLOCKS_BYTES:
+            forms[f"{group}: in blocks"] = within(in_blocks, partial(iha, "in blocks"))
+        if is_flash_attn_4_available():
+            core = "flash_attention_4"
+            forms[f"{group}: {core}"] = partial(iha, core, attn_implementation=core)
+    return forms
 
 
-# Decoding
+def layer_cases(dry: bool) -> list[dict]:
+    size = {"heads": 4, "head_dim": 8} if dry else {"heads": 20, "head_dim": 128}
+    parts = {"mha": ([2048, 8192, 65536], [2, 4, 20]), "5 mha": ([8192, 32768, 65536], [4, 20])}
+    cases = [
+        {"tokens": 64 if dry else tokens, "backward": backward, "pseudo_heads": [2] if dry else virtual, "base": base}
+        for base, (lengths, virtual) in parts.items()
+        for tokens, backward in product(lengths[:1] if dry else lengths, (False, True))
+    ]
+    return sorted([case | size for case in cases], key=lambda case: case["tokens"])
 
 
-def decode_cases(dry: bool) -> list[dict]:
-    lengths, batches, pseudo_heads = ([64], [2], [2]) if dry else ([1024, 4096, 16384, 65536], [1, 8, 32], [2, 4])
-    cases = product(lengths, batches, pseudo_heads)
-    cases = [{"tokens": tokens, "batch": batch, "pseudo_heads": virtual} for tokens, batch, virtual in cases]
-    return sorted(cases, key=lambda case: case["tokens"] * case["batch"] * case["pseudo_heads"])
+def compile_ahead() -> None:
+    """Compile the Triton kernels of the layers for all P at the same time, into Triton's cache on disk. What fails
+    here is recorded in its turn."""
+    case = layer_cases(False)[0]
+    check = partial(check_layer, "mix_heads", case["heads"], case["head_dim"], windowed=True)
+    with suppress(Exception), ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(check, case["pseudo_heads"]))
 
 
-def decode_forms(case: dict) -> dict[str, Prepare]:
-    """Those of `benchmarks.decode` and the decoding kernel, in whose place `attention` takes the absorbed form on a
-    CPU."""
-    kernel = dict.fromkeys(fused_forms(), attention)
-    where = {"batch": case["batch"], "device": DEVICE}
-    steps = cache(partial(decode.agreeing_forms, case["tokens"], case["pseudo_heads"], DTYPE, **where, **kernel))
-    names = (*decode.BASE_CACHES, *kernel, *decode.PSEUDO_CACHES)
-    return {name: lambda name=name: inference(steps()[name]) for name in names}
-
-
-# Whole models
-
-SMOLLM2_135M = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
-
-
-def train_cases(dry: bool) -> list[dict]:
-    """SmolLM2-135M with every layer global, and the paper's schedule for one and for five periods of layers."""
-    small, paper = {"model": "SmolLM2-135M", "layers": 30}, {"model": "paper-2.4b-iha"}
-    if dry:
-        size = {"batch": 1, "tokens": 64, "pseudo_heads": 2}
-        return [{**small, **size, "layers": 2}, {**paper, **size, "layers": 5}]
-    cases = [{**small, "batch": 8, "tokens": 2048, "pseudo_heads": virtual} for virtual in (2, 4, 9)]
-    return cases + [{**paper, "layers": layers, "batch": 1, "tokens": 8192, "pseudo_heads": 20} for layers in (5, 25)]
-
-
-def model_config(case: dict, kind: str, core: str) -> IHAConfig:
-    """Of the model of a case, or with kind "mha" of its twin."""
-    fields = {"num_hidden_layers": case["layers"], "attn_implementation": core}
-    if DEVICE == "cpu":
-        fields |= TINY | {"num_key_value_heads": 4}
-    if case["model"] == "SmolLM2-135M":
-        iha = {"num_pseudo_heads": case["pseudo_heads"]}
-        return IHAConfig(**{**SMOLLM2_135M, "attention_kinds": kind, **fields, **(iha if kind == "iha" else {})})
-    if kind == "mha":
-        return IHAConfig.from_preset("paper-2.4b-global", **fields)
-    sequence = {"num_pseudo_heads": case["pseudo_heads"], "max_position_embeddings": case["tokens"]}
-    return IHAConfig.from_preset(case["model"], **sequence, **fields)
-
-
-def train_step(case: dict, kind: str, core: str, form: Callable | None = None) -> Callable[[], None]:
-    """A whole step of AdamW on a batch of random tokens, with random weights."""
-    config = model_config(case, kind, core)
+def paper_model(case: dict, preset: str) -> IHAForCausalLM:
+    """Build the preset at the length and depth of the case, with random weights."""
+    fields = {"num_hidden_layers": case["layers"], "max_position_embeddings": case["tokens"], **sizes(case)}
+    if case["heads"] == 4:
+        fields |= {"vocab_size": 64, "intermediate_size": 32}
+    if preset == "iha":
+        fields["num_pseudo_heads"] = case["pseudo_heads"]
     with torch.device(DEVICE):
-        model = IHAForCausalLM._from_config(config, dtype=DTYPE).train()
-    model.base_model.attention_form = form
+        return IHAForCausalLM._from_config(IHAConfig.from_preset(f"paper-2.4b-{preset}", **fields), dtype=DTYPE)
+
+
+def model_case(dry: bool, tokens: int, **fields) -> dict:
+    size = {"heads": 4, "head_dim": 8, "layers": 5, "tokens": 64, "pseudo_heads": 2}
+    full = {"heads": 20, "head_dim": 128, "layers": 26, "tokens": tokens, "pseudo_heads": 20}
+    return {**(size if dry else full), "base": "global", **fields}
+
+
+def train_step(case: dict, preset: str) -> Work:
+    """Build a whole step of AdamW on random tokens, with activation checkpointing."""
+    model = paper_model(case, preset).train()
+    model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    input_ids = torch.randint(config.vocab_size, (case["batch"], case["tokens"]), device=DEVICE)
+    input_ids = torch.randint(model.config.vocab_size, (1, case["tokens"]), device=DEVICE)
 
     def step() -> None:
         model(input_ids=input_ids, labels=input_ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    products = cost.model(model.config, case["tokens"], "sdpa").training
+    return Work(step, {"tokens": case["tokens"], "TFLOP": 2e-12 * products})
 
 
 def train_forms(case: dict) -> dict[str, Prepare]:
-    forms = {f"{kind}, {core}": partial(train_step, case, kind, core) for kind in ("mha", "iha") for core in cores(0)}
-    return forms | {
-        f"iha, {name}": partial(train_step, case, "iha", "sdpa", form) for name, form in fused_forms().items()
+    iha = partial(train_step, case, "iha")
+    return {
+        "global: mha": partial(train_step, case, "global"),
+        "schedule: iha": iha,
+        "global-local: mha": partial(train_step, case, "global-local"),
+        "schedule: mix_heads": within(by_mix_heads, iha),
+        "schedule: in blocks": within(in_blocks, iha),
     }
 
 
-EXPANDED = ("expanded, sdpa", "expanded, flash_attention_4")
-BENCHMARKS = {
-    "kernels": Benchmark(kernel_cases, kernel_forms, EXPANDED, "pseudo_heads", ("pass", "head_dim", "groups")),
-    "layer": Benchmark(
-        layer_cases,
-        layer_or_schedule_forms,
-        ("mha layer, sdpa", *EXPANDED, "5 mha, sdpa", "5 mha, flash_attention_4"),
-        "tokens",
-        ("pass", "part", "pseudo_heads"),
-    ),
-    "memory": Benchmark(memory_cases, layer_forms, ("mha layer, sdpa",), "tokens", ("pseudo_heads",), peaks=True),
-    "decode": Benchmark(decode_cases, decode_forms, decode.PSEUDO_CACHES, "tokens", ("pseudo_heads", "batch")),
-    "train": Benchmark(
-        train_cases, train_forms, ("mha, sdpa",), "pseudo_heads", ("model", "layers"), peaks=True, together=False
-    ),
+def train_cases(dry: bool) -> list[dict]:
+    """Take two periods of the schedule, then all layers."""
+    return [model_case(dry, 8192, layers=layers) for layers in ([5] if dry else [10, 26])]
+
+
+# Decoding
+
+
+class InPlaceLayer(DynamicLayer):
+    """Cache `tokens` random tokens and write each new one into the last place: what a full static ring does,
+    without a mask. A window keeps what its layer sees."""
+
+    def __init__(self, model: IHAModel, index: int, batch: int, tokens: int, dtype: torch.dtype):
+        super().__init__()
+        config, key = model.config, model.layers[index].mask_key
+        self.tokens, self.is_sliding, self.is_initialized = tokens, key.is_sliding, True
+        self.sliding_window = config.sliding_window + (key.num_pseudo_heads > 1) if key.is_sliding else tokens + 1
+        shape = (batch, config.num_key_value_heads, self.sliding_window, config.head_dim)
+        self.keys, self.values = draw(*shape).to(dtype), draw(*shape).to(dtype)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple:
+        self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.sliding_window, self.tokens + 1 - self.sliding_window
+
+
+def in_place_cache(model: IHAModel, batch: int, tokens: int, dtype: torch.dtype = DTYPE) -> tuple[Cache, float]:
+    """Build a cache of random tokens, and count the gigabytes of it and the weights, each read once a token."""
+    layers = [InPlaceLayer(model, index, batch, tokens, dtype) for index in range(len(model.layers))]
+    read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
+    return Cache(layers=layers), sum(tensor.nbytes for tensor in read) / 1e9
+
+
+def replayed(function: Callable[[], None]) -> Callable[[], None]:
+    """Capture the function as a CUDA graph, which takes no time of Python's. A CPU runs the function itself."""
+    if DEVICE == "cpu":
+        return function
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.reads = function  # the graph knows addresses only: what it reads must live as long
+    return replay
+
+
+def decode_model(case: dict, preset: str) -> Work:
+    model, batch = paper_model(case, preset).eval(), case["batch"]
+    past_key_values, gigabytes = in_place_cache(model.model, batch, case["tokens"])
+    position_ids = torch.full((1, 1), case["tokens"], device=DEVICE)
+    masks = model.model.create_masks(draw(batch, 1, 1), None, past_key_values, position_ids)
+    # Transformers takes the capture of a graph for tracing, under which masks are dense.
+    model.model.create_masks = lambda *_, **__: masks
+    step = partial(model, position_ids=position_ids, past_key_values=past_key_values)
+    run = inference(step, torch.zeros(batch, 1, dtype=torch.int, device=DEVICE))
+    return Work(replayed(run), {"tokens": batch, "GB": gigabytes})
+
+
+def decode_layer(case: dict, form: str) -> Work:
+    """Build one layer, its form checked against rebuilding in float32."""
+    attention = modules(case, num_pseudo_heads=case["pseudo_heads"]).requires_grad_(False)
+
+    def step(tokens: int, form: str, dtype: torch.dtype = DTYPE) -> tuple[Callable[[], torch.Tensor], float]:
+        torch.manual_seed(0)
+        attention.to(dtype).model.attention_form = form
+        states = draw(case["batch"], 1, sizes(case)["hidden_size"]).to(dtype)
+        past_key_values, gigabytes = in_place_cache(attention.model, case["batch"], tokens, dtype)
+        return partial(attention.attend(states, past_key_values), states), gigabytes
+
+    compared = ((form, DTYPE), ("virtual", DTYPE), ("virtual", torch.float32))
+    compare(form, *([step(CHECK_TOKENS, *each)[0]()] for each in compared))
+    function, gigabytes = step(case["tokens"], form)
+    return Work(replayed(inference(function)), {"GB": gigabytes})
+
+
+def decode_forms(case: dict) -> dict[str, Prepare]:
+    if case["base"] == "global":
+        presets = {"global: mha": "global", "global-local: mha": "global-local", "schedule: iha": "iha"}
+        return {name: partial(decode_model, case, preset) for name, preset in presets.items()}
+
+    def kernel(*inputs, attention_mask: None, **where) -> torch.Tensor:
+        # On a CPU, which has no kernel, the form in whose place it steps stands in.
+        return (decode_attention if DEVICE == "cuda" else absorbed_attention)(*inputs, **where)
+
+    instead = partial(mock.patch.object, attention_iha, "absorbed_attention", kernel)
+    absorbed = partial(decode_layer, case, "base")
+    return {
+        "rebuilt": partial(decode_layer, case, "virtual"),
+        "absorbed": absorbed,
+        "decode kernel": within(instead, absorbed),
+    }
+
+
+def decode_cases(dry: bool) -> list[dict]:
+    """Take whole models, and a global layer by itself."""
+    batches, heads = ([2], [4]) if dry else ([1, 4], [20, 8])
+    cases = [model_case(dry, 65536, batch=batch) for batch in batches]
+    return cases + [
+        model_case(dry, 65536, batch=batch, layers=1, heads=count, pseudo_heads=virtual, base="rebuilt")
+        for batch, count in product(batches, heads)
+        for virtual in ([2] if dry else [4, count])
+    ]
+
+
+# Of each slice the cases, cheapest first and of the dry size if so asked, and the forms of a case, named "group: form"
+# or "form". The base of a case is the group to whose fastest form the others are ratios.
+BENCHMARKS: dict[str, tuple[Callable[[bool], list[dict]], Callable[[dict], dict[str, Prepare]]]] = {
+    "paper_layer": (layer_cases, layer_forms),
+    "paper_train": (train_cases, train_forms),
+    "paper_decode": (decode_cases, decode_forms),
 }
 
 
-# Time and memory
+# Measuring
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else harness.processor()
+
+
+def environment(dry: bool) -> dict:
+    """Return what all rows of a table share."""
+    return {
+        "dry": dry,
+        "device": device_name(),
+        "peaks by the data sheet, a second": PEAKS.get(device_name(), {}),
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": getattr(mix_heads_triton.triton, "__version__", None),
+        "transformers": transformers.__version__,
+    }
 
 
 def synchronize() -> None:
@@ -353,7 +461,7 @@ def synchronize() -> None:
 
 
 def seconds_of(function: Callable[[], None]) -> float:
-    """By CUDA events; the wall clock on a CPU."""
+    """Time a run by CUDA events, on a CPU by the wall clock."""
     if DEVICE == "cpu":
         return harness.wall_seconds(function)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -364,23 +472,96 @@ def seconds_of(function: Callable[[], None]) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def held_bytes() -> int:
-    """What the allocator, or on a CPU the process, holds; its peak starts here."""
-    if DEVICE == "cpu":
-        return harness.resident_bytes()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def peak_bytes() -> int:
+@contextmanager
+def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iterator[None]:
+    """Record in `failed` what a form raises here; a form that ends the process is found there by the next one. A run
+    that is stopped records nothing. An error that leaves the GPU unusable ends the process."""
+    failed[name] = ENDED
+    save()
+    try:
+        yield
+        synchronize()
+    except KeyboardInterrupt:
+        del failed[name]
+        raise
+    except Exception as error:  # of a compiler, a kernel, the allocator: the other forms go on
+        failed[name] = one_line(error)[:300]
+    else:
+        del failed[name]
+    finally:
+        save()
     synchronize()
-    return harness.peak_resident_bytes() if DEVICE == "cpu" else torch.cuda.max_memory_allocated()
 
 
-def groups(benchmark: Benchmark, forms: dict[str, Prepare]) -> Iterator[dict[str, Prepare]]:
-    """The forms that are on the GPU at the same time; what they held is given back after each."""
-    for group in [forms] if benchmark.together else [{name: prepare} for name, prepare in forms.items()]:
-        yield group
-        gc.collect()
+def measure(name: str, prepare: Prepare, row: dict) -> None:
+    """Write the figures of a form into the row: the median of its runs after one that warms up, and the peak of
+    memory during them, weights and inputs included."""
+    work = prepare()
+    work.run()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = [seconds_of(work.run)]
+    repeats = max(3, min(20, int(TIMED_SECONDS / times[0])))
+    times += [seconds_of(work.run) for _ in range(repeats - 1)]
+    figures = {"seconds": statistics.median(times), "peak_bytes": torch.cuda.max_memory_allocated()}
+    for unit, amount in work.amounts.items():
+        figures[f"{unit} per second"] = amount / figures["seconds"]
+        if peak := PEAKS.get(device_name(), {}).get(unit):
+            figures[f"% of {unit} peak"] = 100 * figures[f"{unit} per second"] / peak
+    for figure, value in figures.items():
+        row.setdefault(figure, {})[name] = value
+    base = row["seconds"].get(fastest(row, row["base"]))
+    row["ratios"] = {} if base is None else {form: value / base for form, value in row["seconds"].items()}
+    print(f"  {name}: " + ", ".join(f"{value:.4g} {figure}" for figure, value in figures.items()), flush=True)
+
+
+def measure_case(forms: dict[str, Prepare], row: dict, commit: str, save: Callable[[], None]) -> None:
+    """Measure the forms that have no figures yet and have not failed at this commit."""
+    for name, prepare in forms.items():
+        if name in row["seconds"] or (name in row["failed"] and row["commit"][name] == commit):
+            continue
+        row["commit"][name] = commit
+        with attempt(name, row["failed"], save):
+            measure(name, prepare, row)
+        if name in row["failed"]:
+            print(f"  {name}: left out: {row['failed'][name]}", flush=True)
         if DEVICE == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
+
+
+def run_benchmark(name: str, out: Path, dry: bool, commit: str) -> None:
+    """Measure what a slice lacks. Raises `UserError`."""
+    (cases, forms), path, shared = BENCHMARKS[name], out / f"{name}.json", environment(dry)
+    table = read_json(path) if path.exists() else {**shared, "rows": []}
+    for key, value in shared.items():
+        if table.get(key) != value:
+            raise UserError(f"{path} was measured with {key} {table.get(key)}, and this is {value}: remove the file.")
+    if name == "paper_layer" and DEVICE == "cuda" and not dry:
+        compile_ahead()
+    for case in cases(dry):
+        row = next((row for row in table["rows"] if case.items() <= row.items()), None)
+        if row is None:
+            row = {**case, "commit": {}, "failed": {}, "seconds": {}, "ratios": {}}
+            table["rows"].append(row)
+        print(", ".join(f"{key} {value}" for key, value in case.items()), flush=True)
+        measure_case(forms(row), row, commit, partial(write_json, path, table))
+    write_json(path, {**table, "complete": commit})
+
+
+def main() -> None:
+    """Run the slice of the command line. Raises `UserError`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("slice", choices=BENCHMARKS)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the results")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too")
+    parser.add_argument("--commit", help="of a copy that has no git (what git says)")
+    args = parser.parse_args()
+    if DEVICE == "cpu" and not args.dry:
+        raise UserError("PyTorch sees no CUDA device here: --dry runs a slice in tiny sizes on a CPU.")
+    run_benchmark(args.slice, args.out, args.dry, args.commit or current_commit())
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run_cli(main)

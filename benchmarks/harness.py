@@ -19,7 +19,6 @@ from transformers.cache_utils import Cache
 
 from command_io import whole_file, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
-from modeling_iha.collapse_first import IHAWeights, collapse_first_attention
 
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -31,7 +30,7 @@ class Attention(torch.nn.Module):
     """The attention modules of a model: width 512, 8 heads and one layer, unless `overrides` of the config change
     them. `form` is that of `IHAModel.attention_form`."""
 
-    def __init__(self, form: Callable | str | None = None, dtype: torch.dtype = torch.float32, **overrides):
+    def __init__(self, form: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
         super().__init__()
         sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
         config = IHAConfig.from_preset("tiny", **{**sizes, "num_hidden_layers": 1, **overrides})
@@ -71,23 +70,6 @@ class Attention(torch.nn.Module):
         mask = self.model.create_masks(states, None, None, positions)[layer.mask_key]._asdict()
         options = {"sliding_window": layer.self_attn.sliding_window, "position_ids": positions, **mask}
         return lambda query, key, value: layer.self_attn.attend(query, key, value, **options)[0]
-
-    def from_base(self) -> Callable[..., torch.Tensor]:
-        """The layer's collapse-first attention without projections and RoPE: mixing, attention and collapse of
-        queries, keys and values [1, 8, N, 64]."""
-        layer = self.model.layers[0].self_attn
-        rotation = self.model.rotary_emb.tables(torch.empty(0), torch.zeros(1, 1))["pseudo_head"]
-        weights = IHAWeights(*(part.weight for part in self.mixing(layer)), rotation)
-        options = (weights, layer.scaling, layer.sliding_window)
-        return lambda query, key, value: collapse_first_attention(query, key, value, *options)
-
-    def mechanism(self) -> list[torch.nn.Parameter]:
-        """The parameters that `from_base` uses."""
-        return [part.weight for part in self.mixing(self.model.layers[0].self_attn)]
-
-    @staticmethod
-    def mixing(layer: torch.nn.Module) -> list[torch.nn.Module]:
-        return [getattr(layer, name) for name in layer.mixing_modules]
 
 
 def causal_lm(config: IHAConfig) -> IHAForCausalLM:
@@ -215,10 +197,11 @@ def write(
         rows: the measurements; benchmarks/report.py says what a row holds.
         x: the key of a row that the horizontal axis shows.
         panels: of each panel of the plot, the label of its vertical axis and a function from a row to {line: value}.
-        setting: what all rows have in common. Command, machine and versions are added.
+        setting: what all rows have in common. Command, machine and versions are added; `name` is the benchmark's where
+            the file has another.
     """
     environment = {
-        "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python -m", f"benchmarks.{setting.pop('name', name)}", *sys.argv[1:]]),
         "machine": processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

@@ -1,8 +1,7 @@
 """Compare an "iha" layer with bare SDPA on its virtual sequence and with a Llama layer. Width 512, 8 heads, fp32.
 
-The form "bare SDPA" runs on random queries, keys and values of the N * P virtual tokens. "attention" is what the layer
-does with base queries, keys and values: mixing, attention and collapse. "layer" is the whole layer with projections
-and RoPE. "mha layer" is Llama's.
+The form "bare SDPA" runs on random queries, keys and values of the N * P virtual tokens. "layer" is the whole layer
+with projections, RoPE, mixing and collapse. "mha layer" is Llama's.
 
 example: python -m benchmarks.layer --tokens 512 2048 --pseudo-heads 4 8
 """
@@ -15,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from benchmarks.cost import attention, linear
+from benchmarks.cost import attention
 from benchmarks.harness import Attention, arguments, inference, medians, ratios, report, training, write
 from mechanisms.cost import score_products
 
@@ -28,7 +27,6 @@ def measure(tokens: int, pseudo_heads: int, backward: bool, repeats: int) -> dic
     iha, mha = Attention(num_pseudo_heads=pseudo_heads), Attention(attention_kinds="mha")
     forms = {
         "bare SDPA": (bare_sdpa, [torch.randn(1, 8, tokens * pseudo_heads, 64) for _ in range(3)], []),
-        "attention": (iha.from_base(), [torch.randn(1, 8, tokens, 64) for _ in range(3)], iha.mechanism()),
         "layer": (iha, [torch.randn(1, tokens, 512)], iha.leaves()),
         "mha layer": (mha, [torch.randn(1, tokens, 512)], mha.leaves()),
     }
@@ -42,13 +40,11 @@ def measure(tokens: int, pseudo_heads: int, backward: bool, repeats: int) -> dic
         cost = attention(model.model.config, kind, "full_attention", tokens)
         return cost.training if backward else cost.prefill
 
-    projections = linear(tokens, 512, 4 * 512)
     predicted = {
         "bare SDPA": 512 * score_products("sdpa", tokens, pseudo_heads, training=backward),
         "layer": products(iha, "iha"),
         "mha layer": products(mha, "mha"),
     }
-    predicted["attention"] = predicted["layer"] - (projections.training if backward else projections.prefill)
     return {
         "tokens": tokens,
         "pseudo_heads": pseudo_heads,
@@ -84,7 +80,7 @@ def main() -> None:
 
         return lines
 
-    panels = {f"{name} / bare SDPA, time": panel(name) for name in ("attention", "layer")}
+    panels = {f"{name} / bare SDPA, time": panel(name) for name in ("layer",)}
     write(args.out, "layer", rows, "tokens", panels, dtype="float32", predicted_by="multiply-adds")
 
 

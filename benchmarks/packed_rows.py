@@ -15,7 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from benchmarks.harness import arguments, inference, medians, ratios, report, training, write
-from modeling_iha.window_blocks import document_attention
+from modeling_iha.virtual_sequence import document_bounds
+from modeling_iha.window_blocks import maskless_attention
 
 
 PASSES = {"forward": lambda form, states: inference(form, *states), "forward + backward": training}
@@ -29,7 +30,8 @@ class Heads(torch.nn.Module):
 
 
 def by_document(documents: torch.Tensor) -> Callable[..., torch.Tensor]:
-    return lambda *states: document_attention(sdpa_attention_forward, documents, Heads(), *states, None)[0]
+    bounds = document_bounds(documents)
+    return lambda *states: maskless_attention(sdpa_attention_forward, bounds, Heads(), *states)[0]
 
 
 def dense_mask(documents: torch.Tensor) -> Callable[..., torch.Tensor]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from benchmarks import default_form
 from benchmarks.harness import RESULTS
 from command_io import whole_file
 
@@ -34,29 +35,11 @@ class Target:
 
 def _targets() -> list[Target]:
     targets = []
-    for tokens, limit in ((512, 0.80), (2048, 0.90)):
-        for virtual in (4, 8):
-            setting = {"tokens": tokens, "pseudo_heads": virtual, "pass": "forward"}
-            title = f"attention of a layer, forward, N = {tokens}, P = {virtual}"
-            targets.append(Target(title, "layer", "attention / bare SDPA", limit, setting))
-    setting = {"tokens": 512, "pseudo_heads": 8, "pass": "forward + backward"}
-    title = "attention of a layer, forward + backward, N = 512, P = 8"
-    targets.append(Target(title, "layer", "attention / bare SDPA", 0.95, setting))
-    for form, base in (("attention", "bare SDPA, dense mask"), ("layer", "layer, dense mask")):
-        title = f"window {form}, N = 4096, P = 4, W = 128"
-        setting = {"tokens": 4096}
-        targets.append(Target(f"{title}, time", "window_layer", f"{form} / {base}", 1 / 32, setting))
-        targets.append(Target(f"{title}, memory", "window_layer", f"memory: {form} / {base}", 1 / 40, setting))
     for part, limits in (("forward", (1.10, 0.95)), ("forward + backward", (1.20, 1.10))):
         for tokens, limit in zip((4096, 8192), limits):
             setting = {"tokens": tokens, "part": f"attention, {part}"}
             title = f"schedule of attention modules, P = 4, {part}, N = {tokens}"
             targets.append(Target(title, "schedule", "4 iha + 1 mha / 5 mha", limit, setting))
-    setting = {"tokens": 4096}
-    targets += [
-        Target("training, N = 4096, P = 8, memory", "training_memory", "memory: iha / mha", 1.0, setting),
-        Target("training, N = 4096, P = 8, time", "training_memory", "iha / unchunked iha", 0.6, setting),
-    ]
     for virtual in (2, 4):
         setting = {"part": "cache", "pseudo_heads": virtual}
         targets.append(
@@ -75,30 +58,15 @@ def _targets() -> list[Target]:
 
 TARGETS = _targets()
 
-# Tables of an older version of the code; remove a name when its table is measured anew.
-BEFORE_SHARED_HEADS = ("window_layer", "schedule", "decode", "decode_model", "prefill", "mechanisms")
-
-_BLOCKS = (
-    "the version that was measured computed, for each block of 32 queries, the keys of 32 tokens more than the window, and its "
-    "softmax, which the prediction leaves out, took a sixth of the time"
+_WINDOWS = (
+    "SDPA takes 1.25 times the time a pair in blocks of 128 queries that it takes in a long causal row, computes a quarter more "
+    "pairs, and mixing, rotation and collapse come on top"
 )
 # Why a target is missed, by its title; shown only if it is missed.
 WHY: dict[str, str] = {
-    "attention of a layer, forward, N = 512, P = 4": "misses by less than 5%: the baseline does no mixing, and collapse-first "
-    "attention computes the blocks on the diagonal whole",
-    "window attention, N = 4096, P = 4, W = 128, time": _BLOCKS,
-    "window layer, N = 4096, P = 4, W = 128, time": "projections and RoPE take as long as with a dense mask; in the "
-    "version that was measured they were a quarter of the layer's time",
-    "window layer, N = 4096, P = 4, W = 128, memory": "base queries, keys and values and their projections take as much "
-    "memory as with a dense mask",
-    "schedule of attention modules, P = 4, forward, N = 4096": _BLOCKS,
-    "schedule of attention modules, P = 4, forward, N = 8192": _BLOCKS,
-    "schedule of attention modules, P = 4, forward + backward, N = 4096": _BLOCKS,
-    "training, N = 4096, P = 8, memory": "buffers hold the virtual keys and values of as many heads as there are "
-    "threads; their share falls as N grows",
-    "training, N = 4096, P = 8, time": "beyond 8192 virtual keys the backward goes through the keys in segments and takes "
-    "5.5 products where SDPA takes 7; the unchunked form needs half the memory that it needed when the target was set, which is 6.6 "
-    "times that of mha",
+    f"schedule of attention modules, P = 4, {part}, N = {tokens}": _WINDOWS
+    for part in ("forward", "forward + backward")
+    for tokens in (4096, 8192)
 }
 
 
@@ -122,40 +90,34 @@ def line(results: dict[str, dict], target: Target) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def default_lines(result: dict) -> list[str]:
-    """The default of an "iha" layer over SDPA, a row for each setting and a column for each number of threads."""
-    counts, rows = result["threads"], {}
-    for row in result["rows"]:
-        setting = tuple(row[key] for key in ("pass", "pseudo_heads", "tokens", "batch", "window", "form"))
-        rows.setdefault(setting, {})[row["threads"]] = row["ratios"]["default / sdpa"]
-    columns = [f"{count} thread{'s' * (count > 1)}" for count in counts]
-    lines = [
-        "## default_form",
-        'Time of the attention module of an "iha" layer in its default form, over the time of the same module on SDPA and the',
-        "virtual sequence. Where the form is `sdpa`, both run the same code, and the ratio shows the noise of the measurement.",
-        "",
-        f"| pass | P | tokens | batch | window | form | {' | '.join(columns)} |",
-        f"|---|---|---|---|---|---|{'---|' * len(counts)}",
-    ]
-    for (part, pseudo_heads, tokens, batch, window, form), ratios in sorted(rows.items(), key=str):
-        cells = (part, pseudo_heads, tokens, batch, window or "none", form)
-        figures = (f"{ratios[count]:.3f}" if count in ratios else "" for count in counts)
-        lines.append(f"| {' | '.join(map(str, cells))} | {' | '.join(figures)} |")
+def default_lines(results: list[dict]) -> list[str]:
+    """Return the default of an "iha" layer over SDPA on each CPU: a row for each setting, a column for each number of
+    threads and busy processes."""
+    lines = ["## default_form", *(default_form.__doc__.split("example:")[0].strip().splitlines())]
+    for result in results:
+        columns = sorted({(row["threads"], row["busy"]) for row in result["rows"]})
+        rows = {}
+        for row in result["rows"]:
+            setting = (row["pass"], row["pseudo_heads"], row["tokens"], row["window"] or "none", row["dtype"])
+            rows.setdefault(setting, {})[row["threads"], row["busy"]] = row["ratios"][default_form.RATIO]
+        titles = [f"{threads} thread{'s' * (threads > 1)}, {busy} busy" for threads, busy in columns]
+        lines += ["", f"### {result['machine']}", f"| pass | P | tokens | window | dtype | {' | '.join(titles)} |"]
+        lines.append(f"|---|---|---|---|---|{'---|' * len(columns)}")
+        for setting, ratios in sorted(rows.items(), key=str):
+            figures = (f"{ratios[column]:.2f}" if column in ratios else "" for column in columns)
+            lines.append(f"| {' | '.join(map(str, setting))} | {' | '.join(figures)} |")
     return lines
 
 
-def render(results: dict[str, dict]) -> str:
-    """The README as Markdown."""
+def render(results: dict[str, dict], defaults: list[dict]) -> str:
+    """Return the README as Markdown, from the results by name and those of default_form on each CPU."""
     lines = [
         "# Benchmarks: targets and results",
         "`python -m benchmarks.report` writes this file from the JSON files beside it; `make bench` measures anew. A time is",
         "a ratio of medians of interleaved runs in one process, and a memory is a ratio of peaks, each of a process of its own.",
         "`benchmarks/cost.py` makes the predictions.",
         "",
-        f"{', '.join(BEFORE_SHARED_HEADS)}: measured before collapse-first attention shared heads among threads and chose",
-        "longer blocks (docs/LOG.md, Threads): today's code may give other figures.",
-        "",
-        *default_lines(results["default_form"]),
+        *default_lines(defaults),
         "",
         "## Targets",
         "| | ratio | target | measured | predicted | met | why not |",
@@ -179,8 +141,6 @@ def render(results: dict[str, dict]) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     for name, result in results.items():
-        if name == "default_form":
-            continue
         lines += ["", f"## {name}"]
         for row in result["rows"]:
             setting = ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, dict))
@@ -194,14 +154,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (benchmarks/results)")
     args = parser.parse_args()
     names = (
-        *("default_form", "layer", "window_layer", "schedule", "training_memory", "decode", "decode_model", "prefill"),
+        *("layer", "window_layer", "schedule", "training_memory", "decode", "decode_model", "prefill"),
         *("mechanisms", "packed_rows", "training_plan"),
     )
     if missing := [name for name in names if not (args.out / f"{name}.json").exists()]:
         parser.error(f"{args.out} lacks {', '.join(missing)}: run these benchmarks first, or `make bench`.")
     results = {name: json.loads((args.out / f"{name}.json").read_text()) for name in names}
+    defaults = [json.loads(path.read_text()) for path in sorted(args.out.glob("default_form/*.json"))]
     with whole_file(args.out / "README.md") as path:
-        path.write_text(render(results), encoding="utf-8")
+        path.write_text(render(results, defaults), encoding="utf-8")
     print(f"Wrote {args.out / 'README.md'}")
 
 

@@ -1,7 +1,6 @@
-"""Measure the time and the extra memory of the forward of a sliding "iha" layer: collapse-first ("layer"), on SDPA in
-blocks of queries, and on SDPA with a dense mask. Width 512, 8 heads, fp32. "attention" is collapse-first attention on
-base queries, keys and values, and "bare SDPA, dense mask" is SDPA on virtual ones, both without projections and RoPE.
-The time of each form includes that of its mask.
+"""Measure the time and the extra memory of the forward of a sliding "iha" layer, which goes in blocks of queries, and
+of the same layer under a dense mask. Width 512, 8 heads, fp32. "bare SDPA, dense mask" is SDPA on virtual queries,
+keys and values, without projections, mixing and RoPE. The time of each form includes that of its mask.
 
 example: python -m benchmarks.window_layer --tokens 1024 2048 4096
 """
@@ -16,23 +15,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from benchmarks.cost import attention, linear
-from benchmarks.harness import Attention, arguments, extra_bytes, inference, medians, report, write
+from benchmarks.cost import attention
+from benchmarks.harness import Attention, arguments, extra_bytes, inference, medians, ratios, report, write
 from mechanisms.cost import score_products
 from modeling_iha import virtual_sequence
-from modeling_iha.collapse_first import BLOCK_BYTES
-from modeling_iha.window_blocks import BLOCK
+from modeling_iha.window_blocks import block_size
 
 
-LAYERS = {"layer": "collapse_first", "layer, blocks": "blocks", "layer, dense mask": "dense mask"}
-BASES = {"layer": "layer, dense mask", "layer, blocks": "layer, dense mask", "attention": "bare SDPA, dense mask"}
-FORMS = (*LAYERS, "attention", "bare SDPA, dense mask")
+LAYERS = {"layer": "blocks", "layer, dense mask": "dense mask"}
+BASE = "layer, dense mask"
+FORMS = (*LAYERS, "bare SDPA, dense mask")
 
 
-def window_attention(form: str, pseudo_heads: int, window: int) -> Attention:
-    attention_form = "base" if form in ("layer", "attention") else "virtual"
+def window_attention(pseudo_heads: int, window: int) -> Attention:
     sizes = {"num_pseudo_heads": pseudo_heads, "layer_types": "sliding_attention", "sliding_window": window}
-    return Attention(attention_form, **sizes)
+    return Attention(**sizes)
 
 
 def dense_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
@@ -44,54 +41,36 @@ def prepare(form: str, tokens: int, pseudo_heads: int, window: int) -> Callable[
     """A function of no arguments that runs the forward of a new layer."""
     if form == "bare SDPA, dense mask":
         return inference(dense_mask, *torch.randn(3, 1, 8, tokens * pseudo_heads, 64), window * pseudo_heads)
-    module = window_attention(form, pseudo_heads, window)
-    if form == "attention":
-        return inference(module.from_base(), *torch.randn(3, 1, 8, tokens, 64))
-    run = inference(module, torch.randn(1, tokens, 512))
+    run = inference(window_attention(pseudo_heads, window), torch.randn(1, tokens, 512))
     if form == "layer, dense mask":
         # Transformers' own mask.
-        run = mock.patch.object(virtual_sequence, "_mask_free", lambda *_: None)(run)
+        run = mock.patch.object(virtual_sequence, "_maskless", lambda *_: None)(run)
     return run
 
 
 def products(form: str, tokens: int, pseudo_heads: int, window: int) -> float:
-    """Multiply-adds of a form."""
+    """Return the multiply-adds of a form."""
     if form == "bare SDPA, dense mask":
         return 512 * score_products("dense mask", tokens, pseudo_heads, window)
-    config = window_attention(form, pseudo_heads, window).model.config
-    layer = attention(config, "iha", "sliding_attention", tokens).prefill
-    if form == "attention":
-        return layer - linear(tokens, 512, 4 * 512).prefill
-    difference = score_products(LAYERS[form], tokens, pseudo_heads, window)
-    difference -= score_products("collapse_first", tokens, pseudo_heads, window)
-    return layer + 512 * difference
+    config = window_attention(pseudo_heads, window).model.config
+    return attention(config, "iha", "sliding_attention", tokens, LAYERS[form]).prefill
 
 
 def extra(form: str, tokens: int, pseudo_heads: int, window: int) -> int:
-    """Bytes of the tensors that a form holds at its peak. SDPA turns a boolean mask into a float32 one."""
+    """Return the bytes of the tensors that a form holds at its peak. SDPA turns a boolean mask into a float32 one."""
     virtual_states, states = tokens * pseudo_heads * 512, tokens * 512
-    if form == "bare SDPA, dense mask":
-        return 4 * virtual_states + 5 * (tokens * pseudo_heads) ** 2
-    if form == "attention":
-        # The output, virtual keys, values and queries of one head, and scores.
-        return 4 * (states + 3 * virtual_states // 8) + BLOCK_BYTES
     if form == "layer":
-        # In addition queries, keys and values, and a second copy of one of them while its memory order changes.
-        return 4 * (5 * states + 3 * virtual_states // 8) + BLOCK_BYTES
-    if form == "layer, dense mask":
-        return 4 * (3 * states + 4 * virtual_states) + 5 * (tokens * pseudo_heads) ** 2
-    blocks, span = -(-tokens * pseudo_heads // BLOCK), BLOCK + window * pseudo_heads - 1
-    # Padded queries, keys and values; the blocks of one sequence are views of them.
-    return 4 * (3 * states + 6 * virtual_states) + 5 * BLOCK * blocks * span
+        # Queries, keys and values, and a block's of each; the blocks of one row are views.
+        block, span = block_size(window * pseudo_heads), window * pseudo_heads
+        return 4 * (3 * states + 6 * virtual_states) + 5 * block * (block + span)
+    projections = 0 if form == "bare SDPA, dense mask" else 3 * states
+    return 4 * (projections + 4 * virtual_states) + 5 * (tokens * pseudo_heads) ** 2
 
 
 def both_ratios(time: dict[str, float], memory: dict[str, float]) -> dict[str, float]:
-    """The ratio of each form to the one with a dense mask."""
-    return {
-        f"{kind}{form} / {base}": values[form] / values[base]
-        for kind, values in (("", time), ("memory: ", memory))
-        for form, base in BASES.items()
-    }
+    """Return the ratio of each form to the layer with a dense mask."""
+    of_memory = {f"memory: {name}": ratio for name, ratio in ratios(memory, BASE).items()}
+    return {**ratios(time, BASE), **of_memory}
 
 
 def measure(tokens: int, pseudo_heads: int, window: int, repeats: int) -> dict:

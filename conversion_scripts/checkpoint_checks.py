@@ -2,8 +2,6 @@
 weights, code that is known, a tokenizer that fits, and a load in a process that has none of this package."""
 
 import re
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -12,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from command_io import UserError, one_line, read_json
+from command_io import UserError, one_line, printable, read_json
 from conversion_scripts.check_remote_code import check_remote_code
 from conversion_scripts.checkpoint_io import (
     check_finite,
@@ -23,7 +21,7 @@ from conversion_scripts.checkpoint_io import (
     load_generation_config,
     load_tokenizer,
 )
-from modeling_iha import package
+from conversion_scripts.foreign_code import refuse_foreign_code
 
 
 # What Transformers reads beside weights and code.
@@ -43,7 +41,6 @@ READ_BY_PEOPLE = {"LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png"}
 EVAL_RESULTS = ".eval_results"  # the Hub's folder of results, one YAML file for each source
 PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
-PACKAGE = Path(package.__file__).parent
 
 SECRETS = {
     "a Hugging Face token": rb"hf_[A-Za-z0-9]{30,}",
@@ -79,16 +76,11 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
 
 def refuse_pickles(source: str | Path, names: list[str]) -> None:
     """Raises `UserError` if one of the file names is that of a pickle."""
-    if pickles := [shown(name) for name in names if Path(name).suffix.lower() in PICKLE_SUFFIXES]:
+    if pickles := [printable(name) for name in names if Path(name).suffix.lower() in PICKLE_SUFFIXES]:
         raise UserError(
             f"{source} holds {', '.join(pickles)}: pickles are refused, a checkpoint is safetensors only. Remove or "
             "convert them."
         )
-
-
-def shown(name: str) -> str:
-    """A file name as one line of text."""
-    return name if name.isprintable() else repr(name)
 
 
 def _code_files(directory: Path) -> set[str]:
@@ -127,34 +119,16 @@ def weight_files(directory: Path) -> set[str]:
     return {SAFE_WEIGHTS_NAME} if weight_map is None else {SAFE_WEIGHTS_INDEX_NAME, *weight_map.values()}
 
 
-def check_checkpoint(directory: Path, names: list[str], trust_code: bool) -> None:
-    """Checks all that can be checked of the files `names` that `checkpoint_files` found in `directory` without running
-    its code, which must be this package's byte for byte unless `trust_code`. Raises `UserError`."""
+def check_checkpoint(directory: Path, trust_code: bool) -> None:
+    """Check all that can be checked of the checkpoint `directory` without running its code, which must be this
+    package's byte for byte unless `trust_code`. Raises `UserError`."""
+    refuse_foreign_code(directory, trust_code)
     config = load_config(directory)
     if load_generation_config(directory) is None:
         raise UserError(f"{directory} holds no {GENERATION_CONFIG_NAME}: save the model's generation config there.")
     load_tokenizer(directory, config.vocab_size)
-    if not trust_code and (unknown := _unknown_code(directory, names)):
-        raise UserError(
-            f"{', '.join(unknown)} of {directory} differs from this package's code, and the check of a load runs it: "
-            "save the model again with this package, or read the code and give --trust-code."
-        )
     _check_weights(directory, config.tie_word_embeddings)
     check_shapes(directory, config)
-
-
-def _unknown_code(directory: Path, names: list[str]) -> list[str]:
-    """Those of the Python files that are not byte for byte what this package ships for such a config."""
-    code = [name for name in names if name.endswith(".py")]
-    if not code:
-        return []
-    with tempfile.TemporaryDirectory(prefix="code-") as temporary:
-        shipped = Path(temporary)
-        for path in PACKAGE.glob("*.py"):
-            shutil.copy(path, shipped)
-        package.remove_unused_code(shipped, load_config(directory).attention_kinds)
-        known = {path.name: path.read_bytes() for path in shipped.iterdir()}
-    return [name for name in code if (directory / name).read_bytes() != known.get(name)]
 
 
 def _check_weights(directory: Path, tied: bool) -> None:
@@ -163,9 +137,9 @@ def _check_weights(directory: Path, tied: bool) -> None:
     weight_map, found, size, embeddings = _weight_map(directory), {}, 0, {}
     files = {SAFE_WEIGHTS_NAME} if weight_map is None else set(weight_map.values())
     for file in sorted(files):
-        print(f"Checking {shown(file)}", flush=True)
+        print(f"Checking {printable(file)}", flush=True)
         if not (directory / file).is_file():
-            raise UserError(f"{directory} lacks {shown(file)}, which {SAFE_WEIGHTS_INDEX_NAME} names.")
+            raise UserError(f"{directory} lacks {printable(file)}, which {SAFE_WEIGHTS_INDEX_NAME} names.")
         try:
             with safe_open(directory / file, "pt") as tensors:
                 metadata = tensors.metadata() or {}

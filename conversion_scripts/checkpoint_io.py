@@ -46,6 +46,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 from command_io import UserError, file_sha256, one_line, read_json
+from conversion_scripts.foreign_code import code_elsewhere
 from modeling_iha.configuration_iha import MAX_LAYERS
 
 
@@ -116,6 +117,11 @@ def load_config_dict(source: str | os.PathLike) -> dict:
         raise UserError(f"{source} has no usable configuration: {_reason(error)}") from error
     if fault := _config_fault(entries):
         raise UserError(f"{source} has no usable configuration: {fault}.")
+    if elsewhere := code_elsewhere(entries):
+        raise UserError(
+            f"{source} has no usable configuration: {', '.join(elsewhere)} would load what is not in the checkpoint. "
+            f"Remove this from its {CONFIG_NAME}."
+        )
     return entries
 
 
@@ -177,6 +183,34 @@ def check_index(location: str) -> None:
                 raise UserError(f"{name} looks for {tensor} in {shard!r}: expected a file of the same directory.")
 
 
+def _check_shards(location: str) -> None:
+    """Refuse weights that contradict each other, of which a load would take either without a word: two shards with
+    different values of one tensor, and a whole file beside an index of others. Raises `UserError`."""
+    if (index := _optional_file(location, SAFE_WEIGHTS_INDEX_NAME)) is None:
+        return
+    weight_map = read_json(index)["weight_map"]
+    if (whole := _optional_file(location, SAFE_WEIGHTS_NAME)) is not None:
+        with safe_open(whole, "pt") as tensors:
+            if weight_map != dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME):
+                raise UserError(
+                    f"{SAFE_WEIGHTS_NAME} and {SAFE_WEIGHTS_INDEX_NAME} disagree: a load reads the first and ignores the "
+                    "other. Remove the older."
+                )
+    holders: dict[str, str] = {}
+    for shard in get_checkpoint_shard_files(location, index)[0]:
+        with safe_open(shard, "pt") as tensors:
+            for name in tensors.keys():
+                other = holders.setdefault(name, shard)
+                if other != shard:
+                    with safe_open(other, "pt") as earlier:
+                        first, second = earlier.get_tensor(name), tensors.get_tensor(name)
+                    if first.dtype != second.dtype or not torch.equal(first, second):
+                        raise UserError(
+                            f"{Path(other).name} and {Path(shard).name} hold different values of {name}: remove the "
+                            "older, or save the model again."
+                        )
+
+
 def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
     """The tensors of `source`, a directory or a Hub id, on CPU, from one file or several: safetensors or, if there are
     none, PyTorch's pickles, from which only tensors are read. Raises `UserError`."""
@@ -196,6 +230,7 @@ def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
 def _weight_files(location: str) -> list[str]:
     """The local paths of the weights that a load reads; none where there are none."""
     check_index(location)
+    _check_shards(location)
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
         if (file := _optional_file(location, name)) is not None:
             return get_checkpoint_shard_files(location, file)[0] if name.endswith(".json") else [file]
@@ -206,10 +241,13 @@ def check_shapes(source: str | os.PathLike, config: PreTrainedConfig) -> None:
     """Raises a `UserError` that names the first tensor of which `config` asks for another shape than the headers of
     the safetensors of `source` state. No tensor is made: one of a wrong size may fill the memory."""
     shapes = {}
-    for file in _weight_files(_locate(source)[0]):
-        if file.endswith(".safetensors"):
-            with safe_open(file, "pt") as tensors:
-                shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    try:
+        for file in _weight_files(_locate(source)[0]):
+            if file.endswith(".safetensors"):
+                with safe_open(file, "pt") as tensors:
+                    shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    except Exception as error:
+        raise UserError(f"{source} cannot be loaded: {_reason(error)}") from error
     layers = [int(number) for name in shapes for number in re.findall(r"\.(\d+)\.", name)[:1]]
     if not layers or getattr(config, "quantization_config", None):
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import UserError, one_line, read_json, run_cli
+from command_io import UserError, one_line, printable, read_json, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -28,7 +28,7 @@ import yaml
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 from safetensors import SafetensorError, safe_open
 
-from conversion_scripts.checkpoint_checks import EVAL_RESULTS, shown, weight_files
+from conversion_scripts.checkpoint_checks import EVAL_RESULTS, weight_files
 from conversion_scripts.checkpoint_io import load_config
 from conversion_scripts.hub_client import check_repo_id, hub_api, hub_errors
 from modeling_iha import IHAConfig
@@ -51,7 +51,7 @@ def local_rows(directory: Path) -> list[list[str]]:
                 name = path.name if path == directory else str(path.relative_to(directory))
                 rows.append(row(path, name, _parameters(path), UNKNOWN))
         except (UserError, OSError, SafetensorError) as error:
-            print(f"Passed over {shown(str(path))}: {one_line(error)}", file=sys.stderr)
+            print(f"Passed over {printable(str(path))}: {one_line(error)}", file=sys.stderr)
     return rows
 
 
@@ -92,7 +92,7 @@ def row(directory: Path, name: str, parameters: int | None, revision: str) -> li
         "; ".join(_results(directory, card)) or UNKNOWN,
         revision,
     ]
-    return [" ".join(cell.split()) for cell in cells]
+    return [printable(" ".join(cell.split())) for cell in cells]
 
 
 def _card(directory: Path) -> ModelCard | None:

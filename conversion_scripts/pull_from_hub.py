@@ -49,8 +49,8 @@ def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool
             print(f"Fetching {repo_id} at {commit}", flush=True)
             _copy_whole(api, repo_id, commit, temporary)
         try:
-            names, _ = checkpoint_files(temporary)
-            check_checkpoint(temporary, names, trust_code)
+            checkpoint_files(temporary)
+            check_checkpoint(temporary, trust_code)
             print(f"Loading {repo_id} at {commit} in a clean process", flush=True)
             loaded = load_in_clean_process(temporary)
         except UserError as error:  # the directory goes with it

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import UserError, one_line, run_cli
+from command_io import UserError, one_line, printable, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,14 +47,13 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from conversion_scripts.checkpoint_checks import (
     EVAL_RESULTS,
     LOADED_NAMES,
-    PACKAGE,
     check_checkpoint,
     check_links,
     check_secrets,
     checkpoint_files,
-    shown,
 )
 from conversion_scripts.checkpoint_io import load_cached_in_clean_process, load_config, load_in_clean_process
+from conversion_scripts.foreign_code import PACKAGE, refuse_foreign_code
 from conversion_scripts.hub_client import (
     check_repo_id,
     download,
@@ -107,18 +106,18 @@ def publish(
     with _staged(directory, names, card) as stage:
         names = sorted({*names, "README.md"})
         check_secrets(stage, names)
-        check_checkpoint(stage, names, trust_code)
+        check_checkpoint(stage, trust_code)
         print(f"Loading {directory} in a clean process", flush=True)
         load_in_clean_process(stage)
         print(f"{'Would upload' if dry_run else 'Publishing'} to {repo_id}:")
         for name in names:
-            print(f"  {shown(name)}  {(stage / name).stat().st_size:,} bytes")
+            print(f"  {printable(name)}  {(stage / name).stat().st_size:,} bytes")
         if others:
-            print(f"Not part of a checkpoint, not uploaded: {', '.join(map(shown, others))}", flush=True)
+            print(f"Not part of a checkpoint, not uploaded: {', '.join(map(printable, others))}", flush=True)
         if dry_run:
             return None
         with hub_errors(f"Publishing {repo_id}"):
-            return _push(stage, repo_id, private, tag, create_pr, collection)
+            return _push(stage, repo_id, private, tag, create_pr, collection, trust_code)
 
 
 def _check_options(repo_id: str, tag: str | None, create_pr: bool) -> None:
@@ -175,7 +174,15 @@ def _staged(directory: Path, names: list[str], card: str) -> Iterator[Path]:
             raise UserError(str(error).replace(temporary, str(directory))) from error
 
 
-def _push(stage: Path, repo_id: str, private: bool, tag: str | None, create_pr: bool, collection: str | None) -> str:
+def _push(
+    stage: Path,
+    repo_id: str,
+    private: bool,
+    tag: str | None,
+    create_pr: bool,
+    collection: str | None,
+    trust_code: bool,
+) -> str:
     api = hub_api()
     if collection is not None:
         api.get_collection(collection)
@@ -192,7 +199,9 @@ def _push(stage: Path, repo_id: str, private: bool, tag: str | None, create_pr: 
         raise UserError(
             f"{repo_id} at {revision} holds other content than was sent for {', '.join(left)}: push again."
         )
-    download(api, repo_id, revision, names=[path.relative_to(stage).as_posix() for path in stage.rglob("*")])
+    names = [path.relative_to(stage).as_posix() for path in stage.rglob("*")]
+    # The cache may hold more of this revision than what was just downloaded.
+    refuse_foreign_code(download(api, repo_id, revision, names), trust_code)
     print(f"Loading {repo_id} at {revision} in a clean process", flush=True)
     load_cached_in_clean_process(repo_id, revision, constants.HF_HUB_CACHE)
     if tag is not None and _target(api, repo_id, tag) is None:

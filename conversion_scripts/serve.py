@@ -8,6 +8,7 @@ example: python -m conversion_scripts.serve smollm2-iha --port 8000
 """
 
 import errno
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from transformers.utils.import_utils import is_serve_available
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, one_line, run_cli
+from conversion_scripts.checkpoint_io import load_config_dict
+from conversion_scripts.foreign_code import note_foreign_code
 from modeling_iha import IHAForCausalLM
 
 
@@ -53,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     def serve(**options):
         check_address(options["host"], options["port"])
         try:
+            if not options["trust_remote_code"] and os.path.isdir(options["force_model"] or ""):
+                load_config_dict(options["force_model"])
+                note_foreign_code(options["force_model"])
             start(**options)
         # The model is loaded before the server starts; the type of the error depends on the library that reads it.
         except Exception as error:

@@ -49,6 +49,7 @@ import torch
 from transformers import PreTrainedModel
 
 from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
+from conversion_scripts.foreign_code import note_foreign_code
 from mechanisms import all_mechanisms
 from modeling_iha import IHAForCausalLM
 
@@ -161,6 +162,7 @@ def main() -> None:
     tokenizer = load_tokenizer(args.src, config.vocab_size)
     tokens = read_tokens(tokenizer, args.text, args.tokens)
 
+    note_foreign_code(args.dst)
     print(f"Reading {args.dst}", flush=True)
     converted = load_model(args.dst, torch.float32)
     if not isinstance(converted, IHAForCausalLM):

@@ -159,6 +159,8 @@ def markdown(results: dict, plots: list[str]) -> str:
         ]
         missing = [task for task in ruler.TASKS if task not in results["ruler"]["tasks"]]
         lines += ["## RULER: mean of the tasks that were run\n", markdown_table(["length", *_RULER_METRICS], rows)]
+        if "ruler_cwe" in results["ruler"]["tasks"]:
+            lines.append("ruler_cwe begins with its worked example, as RULER's prompt does and lm-eval's does not.\n")
         lines += [f"Not run, and not in the means: {', '.join(missing)}.\n"] if missing else []
     beside = [
         f"### {table['title']}\n\n{_paper_table(results, table)}"

@@ -2,8 +2,8 @@
 
 What lm-eval 0.4.13 leaves to chance or passes over is settled here: the random state is seeded by run, task and
 length; the haystack is a local text; a length at which a task cannot be made, and which sends some generators into an
-endless loop, is refused, as are skipped samples; "fwe" leaves room for its answer; and samples are made only as many
-as are asked for.
+endless loop, is refused, as are skipped samples; "fwe" leaves room for its answer; "cwe" begins with its worked
+example, which lm-eval makes, counts and drops; and samples are made only as many as are asked for.
 """
 
 import io
@@ -138,7 +138,11 @@ def _settled(task: str, length: int, samples: int, seed: int, directory, tokeniz
         rows = fewer(original_fwe)(max_seq_length=max_seq_length - 50, **kwargs)
         return [{**row, "max_length": max_seq_length} for row in rows]
 
-    original_haystack, original_fwe = niah.get_haystack, fwe.sys_kwext
+    def with_example(*args):
+        example, prompt, answer = original_cwe(*args)
+        return "", f"{example}\n{prompt}", answer
+
+    original_haystack, original_fwe, original_cwe = niah.get_haystack, fwe.sys_kwext, cwe.generate_input_output
     states = random.getstate(), np.random.get_state(), cwe.RNG.getstate()
     number = random.Random(f"{seed}/{task}/{length}").getrandbits(32)
     random.seed(number), np.random.seed(number), cwe.RNG.seed(number)
@@ -151,6 +155,7 @@ def _settled(task: str, length: int, samples: int, seed: int, directory, tokeniz
                 (niah, "get_haystack", haystack),
                 (prepare_niah, "cached_sent_tokenize", split_sentences),
                 (vt, "sys_vartrack_w_noise_random", fewer(vt.sys_vartrack_w_noise_random)),
+                (cwe, "generate_input_output", with_example),
                 (cwe, "sys_word_pair_random", fewer(cwe.sys_word_pair_random)),
                 (fwe, "sys_kwext", frequent_words),
                 (qa, "generate_samples", fewer(qa.generate_samples)),

@@ -21,6 +21,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -28,7 +29,8 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import UserError, current_commit, read_json, run_cli, whole_file, write_json
+from command_io import UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
+from evaluation import run_code
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,6 +51,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
+    parser.add_argument(
+        run_code.FLAG,
+        action="store_true",
+        help="run programs that the model writes where the system cannot isolate them",
+    )
     parser.add_argument("--truncate-prompts", action="store_true", help="cut what does not fit, and count it")
     return parser.parse_args(argv)
 
@@ -57,11 +64,13 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import lm_eval
+from accelerate import Accelerator
 from lm_eval.api.task import ConfigurableTask
 from transformers import PreTrainedTokenizerBase
 
 from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer
-from evaluation import data, report, ruler, run_code, scores, suites
+from conversion_scripts.foreign_code import note_foreign_code
+from evaluation import data, report, ruler, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
 from evaluation.records import Records
 from model_cards.render import source_name
@@ -69,7 +78,10 @@ from model_cards.render import source_name
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
 # The modules of this directory that decide on a task's figures.
-_DECIDING = ("data", "recorded_model", "ruler", "run", "run_code", "scores", "suites", "task_rows")
+_DECIDING = (
+    *("data", "recorded_model", "replies", "ruler", "run", "run_code", "run_program", "scores", "suites"),
+    "task_rows",
+)
 
 
 def claim_output(directory: Path, identity: dict, rank: int) -> None:
@@ -84,7 +96,7 @@ def claim_output(directory: Path, identity: dict, rank: int) -> None:
             )
         return
     if directory.exists() and (
-        not directory.is_dir() or any(entry.name != "samples" for entry in directory.iterdir())
+        not directory.is_dir() or any(entry.name not in ("samples", ".lock") for entry in directory.iterdir())
     ):
         raise UserError(f"{directory} exists and is no output of this command: choose another --output.")
     if rank == 0:
@@ -153,6 +165,7 @@ def evaluate(
             apply_chat_template=chat,
             fewshot_as_multiturn=True,
             bootstrap_iters=1,
+            confirm_run_unsafe_code=True,  # `main` has asked
         )
         for part in merged if answer else ():
             merged[part] |= answer[part]
@@ -240,11 +253,21 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     but the first. Raises `UserError`."""
     args = complete(parse_arguments(argv))
     process = accelerator()
+    # The other processes of a run write beside the main one.
+    with sole_writer(args.output) if process.is_main_process else nullcontext():
+        return measure(args, process)
+
+
+def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
+    """Evaluates as the command line asks and returns what `main` does. Raises `UserError`."""
     config = load_config(args.model)
+    note_foreign_code(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
     tasks = suites.build_tasks(
         args.tasks, args.lengths, args.data, tokenizer, args.seed, args.limit, args.samples, args.max_new_tokens
     )
+    if any(task.config.unsafe_code for task in tasks.values()):
+        run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)
     if not args.no_chat:
         check_chat_template(tasks, tokenizer)
     identity = {
@@ -279,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         "chat_template": not args.no_chat,
         "commit": current_commit(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        "code_without_network": run_code.isolates_network(),
+        "isolated_code": run_code.isolates(),
         "minerva_comparison": scores.has_minerva_comparison(),
         "data_sha256": {
             name: data.file_sha256(args.data / name) for name in data.MANIFEST if _is_there(args.data, name)

@@ -17,8 +17,8 @@ from lm_eval.api.metrics import exact_match_fn
 from lm_eval.filters.extraction import RegexFilter
 from lm_eval.filters.selection import MajorityVoteFilter
 from lm_eval.tasks._yaml_loader import load_yaml
-from math_verify import parse, verify
 
+from evaluation.replies import equal_answers, math_answer, names_needed, program
 from evaluation.run_code import passes_each
 
 
@@ -55,23 +55,6 @@ def majority(answers: Sequence, equal: Callable[[object, object], bool]):
 
 
 # Mathematics
-
-
-@cache
-def math_answer(text: str) -> tuple | None:
-    """The final answer in `text` as math_verify reads it: in a box, else after "####" (GSM8K's marker), else the last
-    one; `None` when there is none."""
-    if r"\boxed" not in text and "####" in text:
-        # A base model goes on writing after its answer.
-        after = text.partition("####")[2].strip().partition("\n")[0]
-        if found := parse(after):
-            return tuple(found)
-    return tuple(parse(text)) or None
-
-
-def equal_answers(gold: tuple, answer: tuple) -> bool:
-    """Whether math_verify takes `answer` for the same as `gold`: 1,000 and 1000, 1/2 and 0.5. At most 5 seconds."""
-    return verify(list(gold), list(answer))
 
 
 def _math_metrics(gold: tuple, replies: list[str]) -> dict[str, float]:
@@ -163,21 +146,22 @@ def _lm_eval_math(document: dict, replies: list[str]) -> dict[str, float]:
 # Code
 
 
-def code_block(reply: str) -> str:
-    """The last fenced block of a reply that is Python or unlabelled; without any, the whole reply."""
-    blocks = re.findall(r"```(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", reply, re.DOTALL)
-    return blocks[-1] if blocks else reply
-
-
 def _first_block(reply: str) -> str:
     """What lm-eval's instruct tasks run: the first fenced block, whatever it is."""
     found = re.search(r"```(?:\w+)?\n?(.*?)\n?```", reply, re.DOTALL)
     return found.group(1) if found else ""
 
 
+def _with_futures_first(code: str) -> str:
+    """Return `code` with its imports from __future__, which Python wants first, before a prompt."""
+    futures = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
+    return "".join([*futures.findall(code), futures.sub("", code)])
+
+
 def _code_metrics(programs: list[str], stock_program: str) -> dict[str, float]:
     """P@1, the mean over the samples, P@10 when there are as many, and whether lm-eval's program passes."""
-    *passed, stock_passed = passes_each([*programs, stock_program])
+    # As the benchmarks' own harnesses run them: not as `__main__`.
+    *passed, stock_passed = passes_each([f"exec({text!r}, {{}})" for text in [*programs, stock_program]])
     count = len(passed)
     metrics = {f"pass@{k}": pass_at_k(count, sum(passed), k) for k in (1, 10) if k <= count}
     return metrics | {"lm_eval_pass@1": float(stock_passed)}
@@ -187,13 +171,16 @@ def _mbpp(document: dict, solutions: list[str], stock_solution: str) -> dict[str
     # The set-up of a test uses what the solution defines.
     tests = "\n".join([document["test_setup_code"], *document["test_list"]])
     stock_tests = "\n".join(document["test_list"][:3])
-    return _code_metrics([f"{code}\n{tests}" for code in solutions], f"{stock_solution}\n{stock_tests}")
+    return _code_metrics(
+        [f"{_with_futures_first(code)}\n{tests}" for code in solutions], f"{stock_solution}\n{stock_tests}"
+    )
 
 
 def mbpp(document: dict, results: list[list[str]]) -> dict[str, float]:
     """Of replies of a chat model."""
     (replies,) = results
-    return _mbpp(document, [code_block(reply) for reply in replies], _first_block(replies[0]))
+    names = names_needed("\n".join(document["test_list"]))
+    return _mbpp(document, [program(reply, names) for reply in replies], _first_block(replies[0]))
 
 
 def mbpp_completion(document: dict, results: list[list[str]]) -> dict[str, float]:
@@ -204,14 +191,14 @@ def mbpp_completion(document: dict, results: list[list[str]]) -> dict[str, float
 
 def _humaneval(document: dict, solutions: list[str], stock_solution: str) -> dict[str, float]:
     tests = f"{document['test']}\ncheck({document['entry_point']})"
-    return _code_metrics([f"{code}\n{tests}" for code in solutions], f"{stock_solution}\n{tests}")
+    return _code_metrics([f"{_with_futures_first(code)}\n{tests}" for code in solutions], f"{stock_solution}\n{tests}")
 
 
 def humaneval(document: dict, results: list[list[str]]) -> dict[str, float]:
     """Of replies of a chat model. The prompt stands before the reply's code, for its imports and helpers: what follows
     continues its function or defines it again."""
     (replies,) = results
-    solutions = [document["prompt"] + code_block(reply) for reply in replies]
+    solutions = [document["prompt"] + program(reply, {document["entry_point"]}) for reply in replies]
     return _humaneval(document, solutions, document["prompt"] + _first_block(replies[0]))
 
 

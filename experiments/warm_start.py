@@ -25,7 +25,7 @@ from statistics import mean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import ROOT, read_json, run_cli, run_module, whole_file, write_json
+from command_io import ROOT, path_from_root, read_json, run_cli, run_module, whole_file, write_json
 from experiments.options import RESULTS
 
 
@@ -36,8 +36,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=PSEUDO_HEADS, default=["mha", "iha_2"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=Path("outputs/warm_start"), help="where the runs are kept")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where warm_start.json and .png are written")
+    parser.add_argument(
+        "--output", type=path_from_root, default=Path("outputs/warm_start"), help="where the runs are kept"
+    )
+    parser.add_argument(
+        "--results", type=path_from_root, default=RESULTS, help="where warm_start.json and .png are written"
+    )
     return parser.parse_args(argv)
 
 

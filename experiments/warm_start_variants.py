@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import ROOT, new_directory, read_json, run_cli, sole_writer, whole_file, write_json
+from command_io import ROOT, new_directory, path_from_root, read_json, run_cli, sole_writer, whole_file, write_json
 from experiments.options import RESULTS
 
 
@@ -79,8 +79,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, dest="kinds", help="(all; iha_9 with --full only)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, help="where runs are kept (default: outputs/warm_start_variants)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the table and the plots are written")
+    parser.add_argument(
+        "--output", type=path_from_root, help="where runs are kept (default: outputs/warm_start_variants)"
+    )
+    parser.add_argument(
+        "--results", type=path_from_root, default=RESULTS, help="where the table and the plots are written"
+    )
     return parser.parse_args(argv)
 
 

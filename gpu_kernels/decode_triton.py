@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from gpu_kernels.fused_triton import MIN_SIDE, _load, _products, _store, checked, columns, jit, tl, triton
-from modeling_iha.collapse_first import IHAWeights
+from gpu_kernels.mix_heads_triton import MIN_SIDE, _columns, _load_halves, check, jit, tl, triton
+from modeling_iha.absorbed_decode import IHAWeights
 
 
 # Rows of a program, and tokens of a step through the cache.
@@ -43,7 +43,7 @@ def _rotated_queries(
     for head in range(0, M, HEADS):
         m = head + tl.arange(0, HEADS)
         share = tl.load(alpha_q + m * M * P + pair[:, None], mask=(m < M) & (pair < M * P)[:, None], other=0.0)
-        y1, y2 = _load(q, m, m < M, HALF, COLUMNS)
+        y1, y2 = _load_halves(q, m, m < M, 2 * HALF, HALF, COLUMNS)
         x1 = tl.dot(share.to(y1.dtype), y1, x1, input_precision="ieee")
         x2 = tl.dot(share.to(y2.dtype), y2, x2, input_precision="ieee")
     x1 = tl.reshape(tl.broadcast_to(x1[:, None, :], (PAIRS, PADDED, COLUMNS)), (PAIRS * PADDED, COLUMNS))
@@ -90,8 +90,9 @@ def _decode_forward(
         scores = tl.zeros([PAIRS * PADDED, KEYS], tl.float32)
         for m in range(G):
             share = tl.load(alpha_k + m * G * P + mixing, mask=row_valid, other=0.0).to(tl.float32)
-            k1, k2 = _load(k, m * N + u, valid, HALF, COLUMNS)
-            scores += share[:, None] * _products(r1, r2, k1, k2)
+            k1, k2 = _load_halves(k, (m * N + u).to(tl.int64), valid, 2 * HALF, HALF, COLUMNS)
+            products = tl.dot(r1, tl.trans(k1), input_precision="ieee")
+            scores += share[:, None] * tl.dot(r2, tl.trans(k2), products, input_precision="ieee")
         query, virtual = (N - 1) * P + i, u[None, :] * P + j[:, None]
         visible = (virtual <= query[:, None]) & (virtual > query[:, None] - window * P)
         visible &= row_valid[:, None] & valid[None, :]
@@ -106,13 +107,17 @@ def _decode_forward(
         for m in range(G):
             share = tl.load(alpha_v + m * G * P + mixing, mask=row_valid, other=0.0).to(tl.float32)
             mixed = tl.sum(weights * tl.reshape(share, (PAIRS, PADDED))[:, :, None], axis=1).to(dtype)
-            v1, v2 = _load(v, m * N + u, valid, HALF, COLUMNS)
+            v1, v2 = _load_halves(v, (m * N + u).to(tl.int64), valid, 2 * HALF, HALF, COLUMNS)
             o1 = tl.dot(mixed, v1, o1, input_precision="ieee")
             o2 = tl.dot(mixed, v2, o2, input_precision="ieee")
 
     total = tl.where(total > 0, total, 1.0)
     row = (batch * tl.num_programs(1) + part) * H * P + own
-    _store(out, o1 / total[:, None], o2 / total[:, None], row, own < H * P, HALF, COLUMNS)
+    column = tl.arange(0, COLUMNS)
+    offsets = row.to(tl.int64)[:, None] * (2 * HALF) + column
+    mask = (own < H * P)[:, None] & (column < HALF)
+    tl.store(out + offsets, o1 / total[:, None], mask=mask)
+    tl.store(out + HALF + offsets, o2 / total[:, None], mask=mask)
     tl.store(lse + row, peak + tl.log(total), mask=own < H * P)
 
 
@@ -125,19 +130,28 @@ def decode_attention(
     window: int | None = None,
     document_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Output [batch, 1, H, head_dim] of one new token, with the arguments of `fused_attention` but queries [batch, H,
-    1, head_dim]; keys and values [batch, G, N, head_dim] end with the new token's. It has no backward pass.
+    """Return what `absorbed_attention` does without a mask. It has no backward pass.
 
     Up to ROWS / P pairs of a head and a pseudo-head share a program, so that the cache is read once where H * P^2 is
     at most ROWS, and once for each ROWS of them elsewhere.
 
     Raises:
         ImportError: without Triton.
-        ValueError: as `fused_attention`.
+        ValueError: for another dtype, a collapse over all heads, an odd head_dim, a CPU tensor outside Triton's
+            interpreter, or bfloat16 in it.
     """
-    query, key, value, *mixing, window = checked(query, key, value, 1, weights, window, document_ids)
-    alpha_q, alpha_k, alpha_v, collapse, cos, sin, documents = mixing
+    check(value)
+    query, key, value = (states.to(value.dtype).contiguous() for states in (query, key, value))
+    alpha_q, alpha_k, alpha_v, collapse = (weight.contiguous() for weight in weights[:4])
     (batch, heads, _, head_dim), (groups, length), virtual = query.shape, key.shape[1:3], alpha_q.shape[-1]
+    if collapse.shape != (heads, virtual):
+        raise ValueError(f"collapse must have the shape {[heads, virtual]}, not {list(collapse.shape)}.")
+    cos = sin = documents = None
+    if weights.rotation is not None:
+        cos, sin = (table[:, : head_dim // 2].contiguous() for table in weights.rotation)
+    if document_ids is not None:
+        documents = document_ids.expand(batch, -1).contiguous()
+    window = length if window is None else min(window, length)
     # The window of all pseudo-heads but the last begins one token earlier.
     first = max(0, length - 1 - window)
     padded = triton.next_power_of_2(virtual)
@@ -150,7 +164,7 @@ def decode_attention(
     with torch.cuda.device_of(query):
         _decode_forward[blocks, splits, batch](
             query, key, value, alpha_q, alpha_k, alpha_v, cos, sin, documents, out, lse, scaling, window, first, split,
-            length, H=heads, G=groups, P=virtual, PADDED=padded, HALF=head_dim // 2, COLUMNS=columns(head_dim),
+            length, H=heads, G=groups, P=virtual, PADDED=padded, HALF=head_dim // 2, COLUMNS=_columns(head_dim),
             PAIRS=pairs, KEYS=KEYS, HEADS=MIN_SIDE, num_warps=8, num_stages=2,
         )  # fmt: skip
     # Not a product of matrices, which autocast would round.

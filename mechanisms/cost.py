@@ -1,10 +1,9 @@
 """What the cost functions of several mechanisms share: the class `Cost`, and the multiply-adds of a score matrix."""
 
-import math
 from dataclasses import astuple, dataclass
 
-from modeling_iha import IHAConfig, collapse_first
-from modeling_iha.window_blocks import BLOCK
+from modeling_iha import IHAConfig
+from modeling_iha.window_blocks import block_size
 
 
 @dataclass(frozen=True)
@@ -37,39 +36,28 @@ def visible_pairs(tokens: int, virtual: int = 1, window: int | None = None) -> i
     return span * (span + 1) // 2 + (length - span) * span
 
 
-def count_segments(tokens: int, virtual: int, window: int | None) -> int:
-    """The number of segments of keys that the backward of collapse-first attention goes through."""
-    if window is not None or tokens * virtual <= collapse_first.MAX_UNSEGMENTED_KEYS:
-        return 1
-    return math.ceil(tokens / max(1, collapse_first.SEGMENT_KEYS // virtual))
-
-
 def score_products(
     form: str, tokens: int, virtual: int = 1, window: int | None = None, training: bool = False
 ) -> float:
-    """Multiply-adds of the products of queries with keys and of weights with values, for one head of size 1: of a
-    forward or, with `training`, of a forward and its backward.
+    """Return the multiply-adds of the products of queries with keys and of weights with values, for one head of size
+    1: of a forward or, with `training`, of a forward and its backward.
 
     Args:
         form: "eager" and "dense mask" (SDPA with such a mask) compute all pairs, "sdpa" the visible pairs, and
             "blocks" the pairs in the blocks of `window_blocks.py`. They take 2 products in the forward and 4 in the
-            backward; all but "eager" compute one more in the backward, the scores. "collapse_first" computes the
-            visible pairs and takes 1 + 1/P products in the forward and 3 + 2/P in the backward, and 1 + 1/P more if
-            its backward goes through the keys in segments.
+            backward; all but "eager" compute one more in the backward, the scores. "base" is "sdpa" with the forward
+            once more in the backward.
     """
     length = tokens * virtual
     if form == "eager":
         return length**2 * (6 if training else 2)
-    if form == "dense mask":
-        return length**2 * (7 if training else 2)
-    if form == "blocks":
-        return length * (BLOCK + window * virtual - 1) * (7 if training else 2)
     pairs = visible_pairs(tokens, virtual, window)
-    if form == "sdpa":
-        return pairs * (7 if training else 2)
-    segmented = count_segments(tokens, virtual, window) > 1
-    backward = 3 + 2 / virtual + (1 + 1 / virtual if segmented else 0)
-    return pairs * (1 + 1 / virtual + (backward if training else 0))
+    if form == "dense mask":
+        pairs = length**2
+    elif form == "blocks":
+        span = window * virtual
+        pairs = visible_pairs(span) + (length - span) * (block_size(span) + span - 1)
+    return pairs * (2 + 5 * training + 2 * (training and form == "base"))
 
 
 def linear(tokens: int, inputs: int, outputs: int, bias: bool = False) -> Cost:

@@ -12,7 +12,7 @@ import torch
 from modeling_iha import IHAConfig
 
 from . import Mechanism
-from .cost import Cost, count_segments, score_products, visible_pairs
+from .cost import Cost, score_products
 
 
 # Rounding error of a sum over the pseudo-heads of offsets that binary numbers do not represent exactly.
@@ -70,38 +70,34 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Cost of Interleaved Head Attention between the projections: mixing, attention and collapse."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     virtual, per_head = config.num_pseudo_heads, config.pseudo_collapse == "per_head"
-    if not per_head or virtual == 1:
-        form = "sdpa" if form == "collapse_first" else form
     cached = tokens if window is None else min(tokens, window)
     keys = cached + 1
     mixing = (heads**2 + 2 * groups**2) * virtual
     collapse = heads * virtual * (1 if per_head else heads)
     base = tokens * (heads + 2 * groups) * d
     forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
-    cost = Cost(parameters=mixing + collapse, cache=2 * groups * d * cached)
-    if form == "collapse_first":
-        # The attention weights are collapsed. Keys and values are mixed for every head of a group, and the backward
-        # mixes everything once more; in segments of keys it does so twice, and mixes the queries for each segment that
-        # they see. Each pseudo-query of a new token is multiplied with every cached head.
-        pairs = heads * visible_pairs(tokens, virtual, window)
-        segments = count_segments(tokens, virtual, window)
-        passes = 1 if segments == 1 else 2
-        query_products, key_products = tokens * heads**2 * virtual * d, 2 * tokens * groups * heads * virtual * d
-        mixed_again = (passes + 2) * (query_products * (segments + 1) / 2 + key_products)
-        return cost + Cost(
-            prefill=forward + query_products + key_products + pairs,
-            training=training + query_products + key_products + mixed_again + 3 * pairs,
-            decode=heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + heads * d),
-            kept=base + tokens * heads * (d + virtual),
-        )
-    linear_parts = tokens * (mixing + collapse) * d
-    return cost + Cost(
-        prefill=forward + linear_parts,
-        training=training + 3 * linear_parts,
+    # A collapse per head is no product of matrices.
+    collapsing = 0 if per_head else collapse
+    linear_parts = tokens * (mixing + collapsing) * d
+    if form == "eager" or not per_head or virtual == 1:
         # The keys and values of all tokens are mixed again for each new token.
-        decode=(heads**2 + 2 * groups**2 * keys) * virtual * d + 2 * heads * d * virtual**2 * keys + collapse * d,
-        # SDPA keeps the output of the virtual tokens, and the collapse keeps it in another layout.
-        kept=base * (1 + virtual) + tokens * heads * (virtual * (2 * d + 1) + d),
+        decode = (heads**2 + 2 * groups**2 * keys) * virtual * d + 2 * heads * d * virtual**2 * keys + collapsing * d
+    else:
+        # Each pseudo-query of a new token is multiplied with every cached head (`absorbed_decode.py`).
+        decode = heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + heads * d)
+    # SDPA keeps the output of the virtual tokens, and a collapse over all heads keeps it in another layout.
+    copies = 1 if per_head else 2
+    kept = base * (1 + virtual) + tokens * heads * (virtual * (copies * d + 1) + d)
+    if form == "base" and virtual > 1:
+        kept = base + tokens * heads * d
+    return Cost(
+        parameters=mixing + collapse,
+        cache=2 * groups * d * cached,
+        prefill=forward + linear_parts,
+        # What recomputation stops at is the collapse, whose output nothing needs.
+        training=training + 3 * linear_parts + (tokens * mixing * d if form == "base" and virtual > 1 else 0),
+        decode=decode,
+        kept=kept,
     )
 
 

@@ -10,7 +10,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Cost of multi-head attention between the projections. Autograd keeps queries, keys, values, output and a sum for
     each query."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    form = "sdpa" if form == "collapse_first" else form
+    form = "sdpa" if form == "base" else form
     cached = tokens if window is None else min(tokens, window - 1)
     return Cost(
         prefill=heads * d * score_products(form, tokens, 1, window),

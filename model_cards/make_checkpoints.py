@@ -36,6 +36,7 @@ from command_io import (
     current_commit,
     file_sha256,
     new_directory,
+    path_from_root,
     read_json,
     run_cli,
     whole_file,
@@ -51,10 +52,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="checkpoints to make (default: all)")
     parser.add_argument(
-        "--warm-start", type=Path, help="output directory of experiments/warm_start.py; its card gets the results"
+        "--warm-start",
+        type=path_from_root,
+        help="output directory of experiments/warm_start.py; its card gets the results",
     )
-    parser.add_argument("--output", type=Path, default=OUTPUT, help=f"where they are made (default: {OUTPUT})")
-    parser.add_argument("--index", type=Path, default=INDEX, help="where the records are (default: model_cards)")
+    parser.add_argument(
+        "--output",
+        type=path_from_root,
+        default=OUTPUT,
+        help=f"where they are made (default: {OUTPUT} of the checkout)",
+    )
+    parser.add_argument(
+        "--index", type=path_from_root, default=INDEX, help="where the records are (default: model_cards)"
+    )
     return parser.parse_args(argv)
 
 

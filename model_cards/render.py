@@ -46,6 +46,7 @@ from benchmarks.cost import with_mha
 from conversion_scripts.checkpoint_io import fingerprint
 from mechanisms import mechanism_of
 from modeling_iha import IHAConfig
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -115,6 +116,9 @@ def render_card(
         license=license,
         datasets=datasets,
     )
+    modules = sorted({name for kind in config.attention_kinds for name in ATTENTION_CLASSES[kind].mixing_modules})
+    adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
+    length, pseudo_heads = min(16384, config.max_position_embeddings), config.num_pseudo_heads
     kinds = {kind: mechanism_of(kind) for kind in dict.fromkeys(config.attention_kinds)}
     weights = f"The weights are under {markdown(license)}." if license else "No licence of the weights is known."
     return str(
@@ -124,6 +128,9 @@ def render_card(
             title=markdown(name),
             python_name=json.dumps(name, ensure_ascii=False),
             shell_name=shlex.quote(name),
+            # What the recipe states and a checkpoint may not have.
+            recipe_sizes=f"--max_length {length} --num_pseudo_heads {pseudo_heads if 'iha' in kinds else 1}",
+            adapters=" ".join(adapters),
             mechanisms="\n".join(f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()),
             schedule=schedule(config),
             details=details.strip(),

@@ -8,12 +8,36 @@ Mixing and rotation are linear. For query pseudo-head i and key pseudo-head j of
 
 The bracket is as small as a query: mixing and rotation of the keys move into the query, and the scores are one product
 with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the collapse before
-it (see `collapse_first.py`).
+it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
 """
 
-import torch
+from typing import NamedTuple
 
-from .collapse_first import IHAWeights, rotate
+import torch
+from transformers.models.llama.modeling_llama import rotate_half
+
+from .cpu_precision import product_dtype
+
+
+# Cached tokens that are widened at a time where the CPU has no products of the cache's dtype.
+WIDENED_TOKENS = 1024
+
+
+class IHAWeights(NamedTuple):
+    """What an "iha" layer does to its heads' queries, keys and values (IHA, Algorithm 1)."""
+
+    q_mix: torch.Tensor  # alpha^Q, [H, H, P]
+    k_mix: torch.Tensor  # alpha^K, [G, G, P]
+    v_mix: torch.Tensor  # alpha^V, [G, G, P]
+    collapse: torch.Tensor  # R, [H, P] or [H, H * P]
+    # (cos, sin), each [P, head_dim], of R_p, which rotates pseudo-head p within its token; `None` for shared
+    # positions.
+    rotation: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return states [..., head_dim] turned by RoPE tables that broadcast to them."""
+    return states * cos + rotate_half(states) * sin
 
 
 def absorbed_attention(
@@ -24,51 +48,80 @@ def absorbed_attention(
     scaling: float,
     window: int | None = None,
     document_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Output [batch, 1, H, head_dim] of one new token, with the arguments of `collapse_first_attention`."""
+    """Return the output [batch, 1, H, head_dim] of one new token (IHA, Algorithm 1, steps 2 to 5).
+
+    Args:
+        query: [batch, H, 1, head_dim], rotated as an "iha" layer caches keys.
+        key, value: [batch, G, N, head_dim]. Without a mask the last one is the new token's.
+        weights: with the collapse [H, P].
+        scaling: factor of the scores.
+        window: W in tokens, or `None`; read without a mask.
+        document_ids: int [batch or 1, N], equal where tokens may see each other, or `None`; read without a mask.
+        attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.
+    """
     # Autocast would round what is in float32 on purpose.
     with torch.autocast(query.device.type, enabled=False):
         batch, heads, _, head_dim = query.shape
-        num_pseudo_heads, dtype = weights.collapse.shape[1], query.dtype
-        if window is not None:
+        num_pseudo_heads, dtype = weights.collapse.shape[1], value.dtype
+        products = product_dtype(value)
+        if attention_mask is None and window is not None:
             # The window of all pseudo-heads but the last begins one token earlier.
             key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
             document_ids = None if document_ids is None else document_ids[:, -window - 1 :]
         groups, num_keys = key.shape[1:3]
-        q_mix, k_mix = weights.q_mix.to(dtype), weights.k_mix.to(dtype).repeat_interleave(heads // groups, dim=1)
-        v_mix = weights.v_mix.to(value.dtype).repeat_interleave(heads // groups, dim=1)
+        query = query.to(products)
+        q_mix, k_mix, v_mix = (alpha.to(products) for alpha in weights[:3])
+        k_mix, v_mix = (alpha.repeat_interleave(heads // groups, dim=1) for alpha in (k_mix, v_mix))
+        chunk = num_keys if key.dtype == products else WIDENED_TOKENS
 
         query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
         query = query.view(batch, heads, num_pseudo_heads, 1, head_dim)
         if weights.rotation is not None:
-            cos, sin = weights.rotation
+            cos, sin = (table.to(products) for table in weights.rotation)
             # R_i, then R_j^T for every j: [batch, H, i, j, head_dim].
             query = rotate(rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)
         # [batch, m, H * i * j, head_dim]
         absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
-        if dtype == torch.float32:
-            scores = query.new_zeros(batch, absorbed.shape[2], num_keys)
-            for m in range(groups):
-                scores.baddbmm_(absorbed[:, m], key[:, m].transpose(1, 2))
-        else:
-            # One product over all cached heads rounds a score once, and is the faster one in half precision.
-            # (Row by row of the batch: a batched product would first transpose the keys.)
-            rows = zip(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2))
-            scores = torch.stack([torch.mm(queries, keys.t()) for queries, keys in rows])
+        scores = torch.cat([_scores(absorbed, keys.to(products)) for keys in key.split(chunk, dim=2)], dim=-1)
         scores = scores.view(batch, heads, num_pseudo_heads, num_pseudo_heads, num_keys)
 
-        hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
-        scores[..., -1] += hidden.triu(1)
-        if window is not None and num_keys == window + 1:
-            scores[..., 0] += hidden.tril()
-        if document_ids is not None:
-            apart = document_ids != document_ids[:, -1:]
-            scores = scores.masked_fill(apart[:, None, None, None], -torch.inf)
+        if attention_mask is not None:
+            # [batch, heads, i, N * j] as [batch, heads, i, j, N]
+            mask = attention_mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        else:
+            hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
+            scores[..., -1] += hidden.triu(1)
+            if window is not None and num_keys == window + 1:
+                scores[..., 0] += hidden.tril()
+            if document_ids is not None:
+                apart = document_ids != document_ids[:, -1:]
+                scores = scores.masked_fill(apart[:, None, None, None], -torch.inf)
         # At least float32, as in the eager core.
-        probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(dtype, torch.float32))
+        probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(products, torch.float32))
 
         collapse = weights.collapse.to(probabilities.dtype).unsqueeze(1)
-        collapsed = torch.matmul(collapse, probabilities).to(value.dtype)
-        output = torch.matmul(collapsed.view(batch, 1, heads * num_pseudo_heads, num_keys), value)
+        collapsed = torch.matmul(collapse, probabilities).to(products)
+        collapsed = collapsed.view(batch, 1, heads * num_pseudo_heads, num_keys)
+        parts = zip(collapsed.split(chunk, dim=-1), value.split(chunk, dim=2))
+        output = sum(torch.matmul(shares, values.to(products)) for shares, values in parts)
         output = output.unflatten(2, (heads, num_pseudo_heads))  # [batch, m, H, j, head_dim]
-        return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1)
+        return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1).to(dtype)
+
+
+def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return sum_m absorbed[m] . key[m], [batch, rows, N], of [batch, G, rows, head_dim] and [batch, G, N,
+    head_dim]."""
+    if key.device.type != "cpu":
+        return torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
+    if key.dtype == torch.float32:
+        scores = absorbed.new_zeros(len(key), absorbed.shape[2], key.shape[2])
+        for m in range(key.shape[1]):
+            scores.baddbmm_(absorbed[:, m], key[:, m].transpose(1, 2))
+        return scores
+    # One product over all cached heads rounds a score once, and is the faster one in half precision. (Row by row of
+    # the batch: a batched product would first transpose the keys.)
+    rows = zip(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2))
+    return torch.stack([torch.mm(queries, keys.t()) for queries, keys in rows])

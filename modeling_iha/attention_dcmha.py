@@ -136,6 +136,7 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     kind = "dcmha"
     options_class = CompositionOptions
     example_options = {"rank": 1, "base_map": True, "num_groups": 2}
+    mixing_modules = ("pre_base", "post_base")
     caches_like_llama = False
 
     @classmethod

@@ -4,15 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from transformers import initialization as init
 
+from .absorbed_decode import IHAWeights, absorbed_attention, rotate
 from .attention_mha import MultiHeadAttention
-from .collapse_first import IHAWeights, rotate
 from .virtual_sequence import virtual_kwargs
 
 
@@ -85,7 +85,8 @@ def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) 
     """Heads [batch, N, H, head_dim] of the virtual sequence's output [batch, N * P, H, head_dim], by R (step 5)."""
     states, weight = states.unflatten(1, (-1, num_pseudo_heads)), weight.to(states.dtype)
     if weight.shape[1] == num_pseudo_heads:
-        return torch.einsum("hp,bnphd->bnhd", weight, states)
+        # As a product and a sum it keeps no copy of the states for the backward.
+        return (states * weight.t().unsqueeze(-1)).sum(dim=2)
     return torch.einsum("hgp,bnpgd->bnhd", weight.unflatten(1, (-1, num_pseudo_heads)), states)
 
 
@@ -116,12 +117,16 @@ class InterleavedHeadAttention(MultiHeadAttention):
         self.v_mix = HeadMixing(num_groups, config.num_pseudo_heads)
         self.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
 
-    def rotate_pseudo_heads(self, states: torch.Tensor, rotation: tuple | None) -> torch.Tensor:
-        """Pseudo-heads [batch, N, P, M, head_dim], each turned by its R_p."""
-        if rotation is None:
-            return states
-        cos, sin = rotation
-        return rotate(states, cos.unsqueeze(1), sin.unsqueeze(1))
+    def expand(
+        self, states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2 and 3);
+        `rotation` is R_p, that of [`IHAWeights`]."""
+        states = mix(states, alpha)
+        if rotation is not None:
+            cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
+            states = rotate(states, cos, sin)
+        return interleave(states)
 
     def attend(
         self,
@@ -130,23 +135,37 @@ class InterleavedHeadAttention(MultiHeadAttention):
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         document_ids: torch.Tensor | None = None,
-        attention_form: Callable | None = None,
+        attention_form: str | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Steps 2 to 5 for base states: output as in [`MultiHeadAttention.attend`], weights [batch, H, N * P,
-        keys * P]. `rotation` is that of [`IHAWeights`]. `attention_form` computes the same from the base states,
-        sooner (`choose_form` in virtual_sequence.py says when, collapse_first.py and absorbed_decode.py how)."""
-        states = (query_states, key_states, value_states)
+        keys * P]. `choose_form` in virtual_sequence.py decides the `attention_form`."""
+        # Autocast leaves rotated queries and keys in float32, and their virtual tokens would be as wide.
+        states = (query_states.to(value_states.dtype), key_states.to(value_states.dtype), value_states)
         mixing = (self.q_mix(query_states), self.k_mix(key_states), self.v_mix(value_states))
         weights = IHAWeights(*mixing, self.collapse(query_states), rotation)
-        if attention_form is not None:
-            return attention_form(*states, weights, self.scaling, self.sliding_window, document_ids), None
+        if attention_form == "absorbed":
+            where = {"window": self.sliding_window, "document_ids": document_ids, "attention_mask": attention_mask}
+            return absorbed_attention(*states, weights, self.scaling, **where), None
+        arguments = (*states, weights, attention_mask)
+        kwargs = virtual_kwargs({**kwargs, "document_ids": document_ids}, self.num_pseudo_heads)
+        if attention_form == "recomputed":
+            return torch.utils.checkpoint.checkpoint(self.attend_virtual, *arguments, use_reentrant=False, **kwargs)
+        return self.attend_virtual(*arguments, **kwargs)
 
-        query_states, key_states, value_states = map(mix, states, mixing)
-        query_states = self.rotate_pseudo_heads(query_states, rotation)
-        key_states = self.rotate_pseudo_heads(key_states, rotation)
-        virtual = virtual_kwargs({**kwargs, "document_ids": document_ids}, self.num_pseudo_heads)
-        virtual_states = map(interleave, (query_states, key_states, value_states))
-        attn_output, attn_weights = super().attend(*virtual_states, attention_mask, **virtual)
+    def attend_virtual(
+        self,
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        weights: IHAWeights,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Steps 2 to 5 on the virtual sequence; `kwargs` count virtual tokens."""
+        query_states = self.expand(query_states, weights.q_mix, weights.rotation)
+        key_states = self.expand(key_states, weights.k_mix, weights.rotation)
+        value_states = self.expand(value_states, weights.v_mix, None)
+        attn_output, attn_weights = super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
         return collapse(attn_output, weights.collapse, self.num_pseudo_heads), attn_weights

@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .window_blocks import document_attention, window_attention
+from .cpu_precision import in_product_dtype
+from .window_blocks import maskless_attention
 
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ class MultiHeadAttention(LlamaAttention):
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         document_ids: torch.Tensor | None = None,
-        attention_form: Callable | None = None,
+        document_bounds: tuple[torch.Tensor, int] | None = None,
+        attention_form: str | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -116,8 +118,7 @@ class MultiHeadAttention(LlamaAttention):
             self.config._attn_implementation, eager_attention_forward
         )
         if document_ids is not None:
-            by_document = document_attention if self.sliding_window is None else window_attention
-            attention_interface = partial(by_document, attention_interface, document_ids)
+            attention_interface = partial(maskless_attention, attention_interface, document_bounds)
         return attention_interface(
             self,
             query_states,
@@ -137,11 +138,14 @@ class MultiHeadAttention(LlamaAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Llama's; `position_embeddings` are `IHARotaryEmbedding.tables`. `document_ids`, int [batch or 1, keys],
-        among `kwargs` stand in place of a mask where attention builds none: causal attention within the layer's window
-        among tokens of equal ids (see `LayerMask`)."""
-        attn_output, attn_weights = self.attend(
-            *self.project(hidden_states, position_embeddings, past_key_values),
+        """As Llama's; `position_embeddings` are `IHARotaryEmbedding.tables`. `document_ids` and
+        `document_bounds` among `kwargs` stand in place of a mask where attention builds none (see `LayerMask`)."""
+        states = self.project(hidden_states, position_embeddings, past_key_values)
+        # One query multiplies fast in every dtype, and keys that are cached need no copy for it.
+        one_query = hidden_states.shape[1] * self.num_pseudo_heads == 1 or kwargs.get("attention_form") == "absorbed"
+        attend = self.attend if one_query else in_product_dtype(self.attend)
+        attn_output, attn_weights = attend(
+            *states,
             attention_mask,
             sliding_window=self.sliding_window,
             rotation=position_embeddings.get("pseudo_head"),

@@ -5,7 +5,7 @@
 from dataclasses import fields
 from difflib import get_close_matches
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils.versions import require_version
 
@@ -20,6 +20,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 from transformers.models.llama.configuration_llama import LlamaConfig  # noqa: E402
 
 from .attention_kinds import ATTENTION_CLASSES  # noqa: E402
+
+
+if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone (mergekit) brings the model's code too.
+    from .modeling_iha import IHAModel  # noqa: F401
 
 
 # The classes a checkpoint can be loaded as. Every saved config.json names all of them, whichever class saved it.

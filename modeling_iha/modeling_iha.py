@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama with the attention mechanism chosen per layer; the default is Interleaved Head Attention (IHA)."""
 
-from collections.abc import Callable
+import warnings
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .virtual_sequence import LayerMask, MaskInputs, MaskKey, check_packing, create_masks
+from .virtual_sequence import LayerMask, MaskInputs, MaskKey, check_packing, choose_form, create_masks
 
 
 class IHARotaryEmbedding(LlamaRotaryEmbedding):
@@ -53,13 +53,12 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
     def tables(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """(cos, sin) tables in the dtype of x from token positions n [batch, N]: `"token"` at n, [batch, N, head_dim],
         and for interleaved positions n * P + p also `"interleaved"` at n * P, [batch, N, head_dim], and
-        `"pseudo_head"` at p, [P, head_dim / 2]. Length-dependent RoPE types choose their frequencies by length in
+        `"pseudo_head"` at p, [P, head_dim]. Length-dependent RoPE types choose their frequencies by length in
         tokens."""
         tables = {"token": self(x, position_ids)}
         if self.interleaved:
             cos, sin = self._table(position_ids * self.num_pseudo_heads, x)
-            scaling = self.attention_scaling
-            tables["interleaved"] = (torch.cat((cos, cos), dim=-1) * scaling, torch.cat((sin, sin), dim=-1) * scaling)
+            tables["interleaved"] = (cos * self.attention_scaling, sin * self.attention_scaling)
             tables["pseudo_head"] = self._table(torch.arange(self.num_pseudo_heads, device=x.device), x)
         return tables
 
@@ -68,6 +67,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         # At n * P near a million a float32 angle is off by 0.03 rad. (MPS has no float64.)
         dtype = torch.float32 if x.device.type == "mps" else torch.float64
         angles = positions[..., None].to(dtype) * self.inv_freq.to(x.device, dtype)
+        angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
@@ -116,6 +116,14 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
+    @staticmethod
+    def token_attentions(attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Return the attention maps of an output for a call with `num_tokens` tokens N, [batch, H, N, keys], from
+        those that "iha" layers return, [batch, H, N * P, keys * P]: the sum over the pseudo-heads of a key, the mean
+        over those of a query. The maps of other layers stay as they are."""
+        by_query = [(weights, (-1, weights.shape[-2] // num_tokens)) for weights in attentions]
+        return tuple(w.unflatten(-1, split).sum(-1).unflatten(-2, split).mean(-2) for w, split in by_query)
+
     @classmethod
     def is_backend_compatible(cls) -> bool:
         """No: what servers such as vLLM and SGLang ask before they run a Transformers model on their own attention and
@@ -133,14 +141,13 @@ class IHAModel(IHAPreTrainedModel):
     """The decoder: token embedding, layers, final norm.
 
     Attributes:
-        attention_form (`str` or `Callable`, *optional*): how "iha" layers compute under `attn_implementation="sdpa"`.
-            `None` lets `choose_form` choose, for speed or memory; `"virtual"` is SDPA on the virtual
-            sequence; `"base"` is collapse-first attention and absorbed decoding at every length, which train in the
-            memory of multi-head attention; or a function with the arguments of `collapse_first_attention`, which is
-            called for whole inputs and for one new token. It is not saved.
+        attention_form (`str`, *optional*): how "iha" layers compute. `None` leaves it to `choose_form`; `"virtual"`
+            is the algorithm as written at every length; `"base"` keeps base queries, keys and values only, as
+            multi-head attention does: training expands them once more in the backward, and one token is decoded from
+            them. It is not saved.
     """
 
-    attention_form: Callable | str | None = None
+    attention_form: str | None = None
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
@@ -158,8 +165,17 @@ class IHAModel(IHAPreTrainedModel):
         """The mask of every kind of layer, from the fields of [`MaskInputs`] after `config`; `kwargs` are those of the
         forward, which may declare packed documents."""
         inputs = MaskInputs(self.config, *inputs, attention_form=self.attention_form)
+        core, device = self.config._attn_implementation, inputs.inputs_embeds.device.type
+        if core == "flex_attention" and device == "cpu" and not torch.compiler.is_compiling():
+            warnings.warn("FlexAttention compiled for a CPU may fail, crash or err in silence: use 'sdpa' or 'eager'.")
         check_packing(inputs, **kwargs)
         return create_masks(inputs, [layer.mask_key for layer in self.layers])
+
+    def prepared_mask(self, key: MaskKey, mask: torch.Tensor | None, inputs_embeds: torch.Tensor) -> LayerMask:
+        """The mask of a kind of layer from one over virtual tokens, [batch, 1, N * P, keys * P]."""
+        inputs = MaskInputs(self.config, inputs_embeds, attention_form=self.attention_form)
+        num_keys = 0 if mask is None else mask.shape[-1] // key.num_pseudo_heads
+        return LayerMask(mask, attention_form=choose_form(inputs, key, num_keys))
 
     @merge_with_config_defaults
     @capture_outputs
@@ -175,7 +191,7 @@ class IHAModel(IHAPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         r"""As [`LlamaModel.forward`]: every argument counts tokens, never virtual tokens. `attention_mask` may be
         [batch, cached + N] or [batch, 1, N, cached + N], or one such mask for each [`MaskKey`], over virtual
-        tokens."""
+        tokens. But the `attentions` that "iha" layers return are over virtual tokens: see `token_attentions`."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
@@ -191,7 +207,7 @@ class IHAModel(IHAPreTrainedModel):
             position_ids = position_ids.unsqueeze(0)
 
         if isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
-            masks = {key: LayerMask(mask) for key, mask in attention_mask.items()}
+            masks = {key: self.prepared_mask(key, mask, inputs_embeds) for key, mask in attention_mask.items()}
         else:
             masks = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
 

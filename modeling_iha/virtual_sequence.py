@@ -9,7 +9,6 @@ translation between the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,9 +18,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
-from .absorbed_decode import absorbed_attention
-from .collapse_first import collapse_first_attention, share_lanes
-from .window_blocks import BLOCK
+from .window_blocks import MIN_BLOCK, has_varlen
 
 
 if TYPE_CHECKING:
@@ -55,7 +52,9 @@ class LayerMask(NamedTuple):
     # Int [batch or 1, keys], equal where tokens may see each other, -1 for padding. Attention is causal and within the
     # layer's window.
     document_ids: torch.Tensor | None = None
-    attention_form: Callable | None = None  # `None` for the stock core on the virtual sequence (see `choose_form`)
+    # The same for `maskless_attention`; `None` where every row is one document.
+    document_bounds: tuple[torch.Tensor, int] | None = None
+    attention_form: str | None = None  # see `choose_form`
 
 
 @dataclass
@@ -69,19 +68,34 @@ class MaskInputs:
     attention_mask: torch.Tensor | None = None
     past_key_values: Cache | None = None  # the cache before it takes the N tokens
     position_ids: torch.Tensor | None = None  # [batch or 1, N]; a restart begins a packed document
-    attention_form: Callable | str | None = None  # see `IHAModel.attention_form`
+    attention_form: str | None = None  # see `IHAModel.attention_form`
+    # Answers that a GPU is waited for, so that it is asked once.
+    _packed: bool | None = None
+    _padded: bool | None = None
 
     @property
     def has_custom_mask(self) -> bool:
         return self.attention_mask is not None and self.attention_mask.ndim == 4
 
     @property
-    def is_packed_row(self) -> bool:
-        """Whether the input is one row of several documents, which SDPA takes one by one (`document_attention`)."""
-        positions = self.position_ids
-        if self.attention_mask is not None or self.past_key_values is not None or positions is None:
+    def may_be_packed(self) -> bool:
+        """Whether positions restart in an input that has neither mask nor cache. Traced positions have no values to
+        look at: they may."""
+        if self.position_ids is None or self.attention_mask is not None or self.past_key_values is not None:
             return False
-        return len(self.inputs_embeds) == len(positions) == 1 and bool((positions.diff() != 1).any())
+        if self._packed is None:
+            traced = is_tracing(self.inputs_embeds)
+            self._packed = traced or bool((self.position_ids.diff(dim=-1) != 1).any())
+        return self._packed
+
+    @property
+    def may_be_padded(self) -> bool:
+        """Whether a mask [batch, keys] hides tokens; a traced one may."""
+        if self.attention_mask is None:
+            return False
+        if self._padded is None:
+            self._padded = is_tracing(self.inputs_embeds) or not bool(self.attention_mask.all())
+        return self._padded
 
     def key_span(self, layer_idx: int) -> tuple[int, int, int]:
         """(cached tokens in all, tokens that the layer will see, position of the first that it sees)."""
@@ -95,79 +109,88 @@ class MaskInputs:
 
 
 def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, LayerMask]:
-    """The mask of each kind of layer among `layers`, the keys of a model's layers in order. Raises a ValueError for a
-    custom mask that the core does not take, and for a dense mask above MAX_MASK_BYTES."""
+    """Return the mask of each kind of layer among `layers`, the keys of a model's layers in order. Raises a ValueError
+    for a custom mask that the core does not take, and for a dense mask above MAX_MASK_BYTES."""
+    if inputs.attention_form not in (None, "virtual", "base"):
+        raise ValueError(f'attention_form is {inputs.attention_form!r}: expected None, "virtual" or "base".')
     if inputs.past_key_values is not None:
         keep_window_edge(inputs.past_key_values, layers, inputs.config.sliding_window)
     masks = {}
     for layer_idx, key in enumerate(layers):
         if key not in masks:
-            masks[key] = _mask_free(inputs, key, layer_idx) or LayerMask(_dense_mask(inputs, key, layer_idx))
+            form = choose_form(inputs, key, inputs.key_span(layer_idx)[1])
+            maskless = _maskless(inputs, key, layer_idx, form)
+            masks[key] = maskless or LayerMask(_dense_mask(inputs, key, layer_idx), attention_form=form)
     return masks
 
 
-def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> Callable | None:
-    """The form in which "iha" layers compute steps 2 to 5 of IHA, Algorithm 1: the one place where it is decided.
+def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> str | None:
+    """Return the form in which "iha" layers compute steps 2 to 5 of IHA, Algorithm 1: the one place where it is
+    decided.
 
-    `None` is the algorithm as written on the core of `attn_implementation`. Under "sdpa" on a CPU two functions
-    compute the same from the base states: `absorbed_attention` for one new token, and `collapse_first_attention` for
-    more. `num_keys` tokens are seen, cached ones included.
-
-    The bounds were measured with one and two threads on two CPU cores (benchmarks/default_form.py): within them
-    collapse-first attention is faster than SDPA, or is chosen for its memory: beyond MAX_UNSEGMENTED_KEYS virtual keys
-    a training step takes up to 1.2 times SDPA's time and, at P = 8, a sixth of the memory.
+    `None` is the algorithm as written, on the core of `attn_implementation`. `"absorbed"` computes one new token from
+    the base states that are cached (`absorbed_attention`), in fewer operations than their `num_keys` tokens take to
+    be expanded. `"recomputed"` expands them once more in the backward, and keeps the base states only.
     """
-    config, (rows, length) = inputs.config, inputs.inputs_embeds.shape[:2]
-    wanted, virtual = inputs.attention_form, key.num_pseudo_heads
-    if virtual == 1 or wanted == "virtual" or config._attn_implementation != "sdpa":
+    config, rows, length = inputs.config, *inputs.inputs_embeds.shape[:2]
+    if key.num_pseudo_heads == 1 or inputs.attention_form == "virtual":
         return None
-    if config.pseudo_collapse != "per_head" or config.attention_dropout:
-        return None
-    if callable(wanted):
-        return wanted if length in (1, num_keys) else None
-    if inputs.inputs_embeds.device.type != "cpu":
-        return None
-    if length == 1:
-        return absorbed_attention if wanted == "base" or rows * num_keys >= 128 else None
-    if torch.is_grad_enabled():
-        long_enough = virtual >= 4 and num_keys * virtual >= 2048
-    else:
-        long_enough = num_keys * virtual >= (1024 if virtual >= 4 else 2048)
-    # Blocks of queries are longer than a short window.
-    long_enough &= not key.is_sliding or config.sliding_window >= 64
-    # Threads share heads and rows of the batch. SDPA also shares blocks of queries: it wins where threads would idle.
-    wins = long_enough and share_lanes(rows, config.num_attention_heads)[-1] >= 0.8
-    return collapse_first_attention if wanted == "base" or wins else None
+    is_plain = config._attn_implementation == "sdpa" and config.pseudo_collapse == "per_head"
+    if length == 1 and is_plain and not config.attention_dropout:
+        # On a CPU, few tokens are expanded sooner (benchmarks/default_form.py).
+        on_cpu = inputs.inputs_embeds.device.type == "cpu"
+        return None if on_cpu and inputs.attention_form is None and rows * num_keys < 128 else "absorbed"
+    return "recomputed" if inputs.attention_form == "base" and torch.is_grad_enabled() else None
 
 
-def _mask_free(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> LayerMask | None:
-    """Form and documents of a layer whose attention builds no dense mask, `None` where it needs one."""
-    config, embeds, mask, cache = inputs.config, inputs.inputs_embeds, inputs.attention_mask, inputs.past_key_values
-    past, num_keys, first = inputs.key_span(layer_idx)
+def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None) -> LayerMask | None:
+    """Return form and documents of a layer whose attention builds no dense mask, `None` where it needs one."""
+    config, embeds, cache = inputs.config, inputs.inputs_embeds, inputs.past_key_values
     length = embeds.shape[1]
-    if is_tracing(embeds) or inputs.has_custom_mask:
+    if config._attn_implementation != "sdpa" or inputs.has_custom_mask or torch.compiler.is_exporting():
         return None
     # The keys of a static cache need not end with the new tokens, and the mask of one token may go to a compiled
-    # forward.
-    if first + num_keys != past + length or (length == 1 and cache is not None and cache.is_compileable):
+    # forward. The lengths of a traced cache have no values.
+    if cache is not None and (is_tracing(embeds) or (length == 1 and cache.is_compileable)):
         return None
-    form = choose_form(inputs, key, num_keys)
-    if form is None:
-        if config._attn_implementation != "sdpa" or past > 0:
-            return None
-        # SDPA in blocks of queries (`window_attention`). For short inputs and chunks its own mask is as good.
-        in_blocks = key.is_sliding and (length - config.sliding_window) * key.num_pseudo_heads > BLOCK
-        if not in_blocks and (key.is_sliding or not inputs.is_packed_row):
-            return None
+    past, num_keys, first = inputs.key_span(layer_idx)
+    if first + num_keys != past + length:
+        return None
+    if form == "absorbed":
+        return LayerMask(document_ids=_document_ids(inputs, first, num_keys), attention_form=form)
+    varlen = has_varlen(embeds)
+    apart = inputs.may_be_packed or inputs.may_be_padded
+    if past > 0 or (is_tracing(embeds) and apart):
+        return None
+    # For short inputs and padded rows SDPA's own mask is as good.
+    windowed = key.is_sliding and (length - config.sliding_window) * key.num_pseudo_heads > (
+        0 if varlen else MIN_BLOCK
+    )
+    by_document = apart if varlen else inputs.may_be_packed and len(embeds) == 1
+    if not windowed and (key.is_sliding or not by_document):
+        return None
+    ids = _document_ids(inputs, first, num_keys)
+    bounds = document_bounds(ids.expand(len(embeds), -1)) if apart or varlen else None
+    return LayerMask(document_ids=ids, document_bounds=bounds, attention_form=form)
+
+
+def _document_ids(inputs: MaskInputs, first: int, num_keys: int) -> torch.Tensor:
+    """Return the document of each of `num_keys` keys from `first` on, as in [`LayerMask`]."""
+    embeds, mask, positions = inputs.inputs_embeds, inputs.attention_mask, inputs.position_ids
     if mask is not None:
         # As in Transformers' masks: it may come from another device, and be long enough for tokens to come.
-        document_ids = -(mask[:, first : first + num_keys].to(embeds.device) == 0).int()
-    elif cache is None and inputs.position_ids is not None:
-        positions = inputs.position_ids
-        document_ids = (positions.diff(prepend=positions[:, :1] - 1) != 1).int().cumsum(dim=-1)
-    else:
-        document_ids = torch.zeros(1, num_keys, dtype=torch.int, device=embeds.device)
-    return LayerMask(document_ids=document_ids, attention_form=form)
+        return -(mask[:, first : first + num_keys].to(embeds.device) == 0).int()
+    if inputs.may_be_packed:
+        return (positions.diff(prepend=positions[:, :1] - 1) != 1).int().cumsum(dim=-1)
+    return torch.zeros(1, num_keys, dtype=torch.int, device=embeds.device)
+
+
+def document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the bounds that `maskless_attention` takes of ids [batch, N]; this waits for a GPU once."""
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[:, 1:] = document_ids.diff(dim=-1) != 0
+    bounds = torch.nn.functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).int()
+    return bounds, int(bounds.diff().max())
 
 
 def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor | None:
@@ -255,6 +278,9 @@ def virtual_kwargs(kwargs: dict, num_pseudo_heads: int) -> dict:
         virtual["position_ids"] = virtual_positions(kwargs["position_ids"], num_pseudo_heads)
     if kwargs.get("document_ids") is not None:
         virtual["document_ids"] = kwargs["document_ids"].repeat_interleave(num_pseudo_heads, dim=1)
+    if kwargs.get("document_bounds") is not None:
+        bounds, longest = kwargs["document_bounds"]
+        virtual["document_bounds"] = bounds * num_pseudo_heads, longest * num_pseudo_heads
     for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
         if kwargs.get(name) is not None:
             virtual[name] = kwargs[name] * num_pseudo_heads
@@ -286,9 +312,10 @@ def keep_window_edge(past_key_values: Cache, layers: list[MaskKey], sliding_wind
 def _check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
     """Raises a ValueError for a dense mask above MAX_MASK_BYTES, which "eager" always builds and "sdpa" for windows,
     padding, packing and chunks on a cache."""
-    config, embeds, mask = inputs.config, inputs.inputs_embeds, inputs.attention_mask
+    config, embeds = inputs.config, inputs.inputs_embeds
     core, virtual = config._attn_implementation, key.num_pseudo_heads
-    if core not in ("eager", "sdpa") or is_tracing(embeds):
+    # An export may leave the sizes open.
+    if core not in ("eager", "sdpa") or torch.compiler.is_exporting():
         return
     rows, queries = embeds.shape[:2]
     past, keys, _ = inputs.key_span(layer_idx)
@@ -299,9 +326,7 @@ def _check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
     # SDPA needs no mask for causal attention over the whole input.
     if not additive:
         windowed = key.is_sliding and keys >= config.sliding_window
-        padded = mask is not None and not mask.all()
-        packed = inputs.position_ids is not None and bool((inputs.position_ids.diff(dim=-1) != 1).any())
-        if not (windowed or past != 0 or padded or packed):
+        if not (windowed or past != 0 or inputs.may_be_padded or inputs.may_be_packed):
             return
     raise ValueError(
         f"attn_implementation={core!r} needs a mask of {size / 2**30:.3g} GiB here: {rows} rows of {queries} x {virtual} "

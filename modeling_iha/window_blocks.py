@@ -1,73 +1,128 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention within sliding windows and within packed documents for SDPA, a core that knows masks but neither of them.
+"""Causal attention within sliding windows and within documents for SDPA, a core that knows masks but neither of them.
 
 A dense mask of L queries and L keys costs O(L^2) time and memory whatever the window. Here every block of queries gets
-the keys that its window reaches, all blocks go through the core in one call as a batch, and the cost is
-O(L * (window + BLOCK)). In an "iha" layer L = N * P and the window spans W * P virtual tokens: O(N W P^2) in all.
-Without a window each document goes through the core by itself, which costs the sum of their squares and no mask.
+the keys that its window reaches, and all blocks go through the core in one call, as a batch with one small mask: the
+cost is O(L * window). In an "iha" layer L = N * P and the window spans W * P virtual tokens: O(N W P^2) in all.
+Documents go through the core one by one. On a GPU in half precision one call of PyTorch's FlashAttention does both.
 """
 
+import inspect
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
+from transformers.models.llama.modeling_llama import repeat_kv
 
 
-# Queries to a block: long enough to keep the core busy, short enough that few keys outside the window are computed.
-BLOCK = 128
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # a build of PyTorch without it
+    varlen_attn = None
+
+# The fewest queries of a block. Longer blocks copy fewer keys and compute more pairs outside the window: a quarter of
+# the window copies each key five times and computes a quarter more.
+MIN_BLOCK = 128
+
+
+def block_size(window: int) -> int:
+    """Return the number of queries of a block for a window of so many keys."""
+    return max(MIN_BLOCK, window // 4)
+
+
+def has_varlen(states: torch.Tensor) -> bool:
+    """Return whether `varlen_attn` takes the states, or what autocast makes of them: half precision on a GPU."""
+    if varlen_attn is None or states.device.type != "cuda":
+        return False
+    autocast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else states.dtype
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def maskless_attention(
+    core: Callable,
+    document_bounds: tuple[torch.Tensor, int] | None,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Return the output [batch, L, H, head_dim] of attention in which query v sees the keys u of its own document with
+    v - sliding_window < u <= v.
+
+    Args:
+        core: an attention function of Transformers that takes a boolean mask.
+        document_bounds: where documents begin among the batch * L tokens of all rows, and the last one ends, int32
+            [documents + 1], and the length of the longest; `None` where every row is one document.
+        query, key, value: [batch, H or G, L, head_dim].
+    """
+    if document_bounds is None:
+        return window_attention(core, module, query, key, value, sliding_window, **kwargs)
+    if has_varlen(query):
+        return varlen_attention(document_bounds, module, query, key, value, sliding_window, **kwargs)
+    (batch, _, length, _), outputs = query.shape, []
+    for start, stop in pairwise(document_bounds[0].tolist()):
+        row, first = divmod(start, length)
+        document = (states[row : row + 1, :, first : first + stop - start] for states in (query, key, value))
+        outputs.append(window_attention(core, module, *document, sliding_window, **kwargs)[0])
+    return torch.cat(outputs, dim=1).view(batch, length, *outputs[0].shape[2:]), None
 
 
 def window_attention(
     core: Callable,
-    document_ids: torch.Tensor,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None,
-    sliding_window: int,
+    window: int | None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Output [batch, L, H, head_dim] of causal attention in which query v sees the keys u with v - sliding_window < u
-    <= v of its own document.
-
-    Args:
-        core: an attention function of Transformers that takes a boolean mask.
-        document_ids: int [batch or 1, L], equal where tokens may see each other; padding is a document of its own.
-        query, key, value: [batch, H or G, L, head_dim].
-    """
-    batch, _, length, head_dim = query.shape
-    reach = sliding_window - 1
-    end = -length % BLOCK
-    span = BLOCK + reach
+    """Return the output [batch, L, H, head_dim] of causal attention, within a window where there is one."""
+    batch, _, length, _ = query.shape
+    if window is None or length <= window:
+        return core(module, query, key, value, None, **kwargs)
+    # The first queries see every key before them. (As views they would keep all states for the backward.) The others
+    # go in blocks, the last one filled up.
+    first, _ = core(module, *(states[:, :, :window].contiguous() for states in (query, key, value)), None, **kwargs)
+    block = block_size(window)
+    reach, end = window - 1, -(length - window) % block
+    query, key, value = (torch.nn.functional.pad(states, (0, 0, 0, end)) for states in (query, key, value))
 
     def key_blocks(states: torch.Tensor) -> torch.Tensor:
-        states = torch.nn.functional.pad(states, (0, 0, reach, end)).unfold(2, span, BLOCK)
-        return states.permute(0, 2, 1, 4, 3).flatten(0, 1)
+        return states[:, :, 1:].unfold(2, block + reach, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
-    query = torch.nn.functional.pad(query, (0, 0, 0, end)).unflatten(2, (-1, BLOCK)).transpose(1, 2).flatten(0, 1)
-    # The filling at the start and at the end is a document too, so that every query sees at least itself.
-    document_ids = torch.nn.functional.pad(document_ids.expand(batch, -1), (reach, end), value=-2)
-    key_ids = document_ids.unfold(1, span, BLOCK)
-    i, j = torch.arange(BLOCK, device=query.device)[:, None], torch.arange(span, device=query.device)
-    mask = (i <= j) & (j <= i + reach) & (key_ids[..., reach:, None] == key_ids[..., None, :])
-
-    output, _ = core(module, query, key_blocks(key), key_blocks(value), mask.flatten(0, 1).unsqueeze(1), **kwargs)
-    return output.reshape(batch, -1, *output.shape[2:])[:, :length], None
+    query = query[:, :, window:].unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
+    i = torch.arange(block, device=query.device)[:, None]
+    j = torch.arange(block + reach, device=query.device)
+    mask = ((i <= j) & (j <= i + reach))[None, None]
+    rest, _ = core(module, query, key_blocks(key), key_blocks(value), mask, **kwargs)
+    return torch.cat((first, rest.reshape(batch, -1, *rest.shape[2:])[:, : length - window]), dim=1), None
 
 
-def document_attention(
-    core: Callable,
-    document_ids: torch.Tensor,
+def varlen_attention(
+    document_bounds: tuple[torch.Tensor, int],
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None,
+    window: int | None,
+    scaling: float,
+    dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Output [1, L, H, head_dim] of causal attention within each run of equal `document_ids`, int [1, L]; the other
-    arguments as in `window_attention`, of one row."""
-    lengths = document_ids[0].unique_consecutive(return_counts=True)[1].tolist()
-    documents = zip(*(states.split(lengths, dim=2) for states in (query, key, value)))
-    return torch.cat([core(module, *states, None, **kwargs)[0] for states in documents], dim=1), None
+    """Return what `maskless_attention` does, by one call of FlashAttention on the tokens of all rows."""
+    bounds, longest = document_bounds
+    batch, length = query.shape[0], query.shape[2]
+    options = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    else:
+        key, value = (repeat_kv(states, query.shape[1] // states.shape[1]) for states in (key, value))
+    # Autocast leaves rotated queries and keys in float32, and does not reach this operator.
+    states = (states.to(value.dtype).transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    output = varlen_attn(*states, bounds, bounds, longest, longest, **options)
+    return output.unflatten(0, (batch, length)), None

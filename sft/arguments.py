@@ -17,7 +17,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import TrlParser
 
-from command_io import UserError, one_line
+from command_io import UserError, one_line, read_yaml
 from model_cards.render import source_base_model, source_license
 from sft.data import read_chat_template
 from sft.run_arguments import RunArguments
@@ -45,6 +45,8 @@ class RecipeParser(TrlParser):
         """Parse `--config FILE [--key value ...]`. Raises `UserError` for an unknown key or an impossible value."""
         self._given = argv
         try:
+            if "--config" in argv:
+                read_yaml(argv[argv.index("--config") + 1])  # TRL would take the last of two equal keys
             return self.parse_args_and_config(argv)
         except IndexError:
             self.error("--config needs a YAML file")
@@ -101,7 +103,8 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
         (
             *("max_length", "per_device_train_batch_size", "per_device_eval_batch_size"),
             *("gradient_accumulation_steps", "lora_r", "lora_alpha", "dataset_num_proc"),
-            *("num_pseudo_heads", "max_position_embeddings", "sliding_window", "max_completion_length"),
+            *("num_pseudo_heads", "max_position_embeddings", "sliding_window", "save_total_limit"),
+            *("max_completion_length", "num_iterations"),
         ),
     ),
     (
@@ -109,15 +112,20 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
         "a finite number, 0 or more",
         (
             *("learning_rate", "mixing_lr_multiplier", "mixing_learning_rate", "weight_decay", "max_grad_norm"),
-            *("warmup_steps", "eval_size", "eval_delay", "sample_prompts", "dataloader_num_workers"),
+            *("warmup_steps", "eval_size", "eval_delay", "sample_prompts", "dataloader_num_workers", "beta"),
             "neftune_noise_alpha",
         ),
     ),
     (
         lambda value: 0 < value < inf,
         "a finite number above 0",
-        ("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon", "rope_theta", "memory_gb"),
+        (
+            *("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon", "rope_theta"),
+            *("memory_gb", "temperature"),
+        ),
     ),
+    (lambda value: value < 1 or value % 1 == 0, "a share below 1, or a whole number of rows", ("eval_size",)),
+    (lambda value: 0 <= value < 0.5, "at least 0 and below 0.5", ("label_smoothing",)),
     (
         lambda value: 0 <= value < 1,
         "at least 0 and below 1",

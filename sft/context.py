@@ -102,14 +102,10 @@ def _check_attention_form(config: PreTrainedConfig, run: RunArguments, args: Tra
     obstacle = None
     if not _has_iha_layers(config):
         obstacle = f"{run.model_name_or_path} has no 'iha' layer"
-    elif run.attn_implementation not in (None, "sdpa"):
-        obstacle = f"attn_implementation is {run.attn_implementation!r}"
-    elif run.attention_form == "base" and args.device.type != "cpu":
-        obstacle = "the run is not on a CPU"
-    elif run.attention_form == "base" and config.pseudo_collapse != "per_head":
-        obstacle = f"pseudo_collapse is {config.pseudo_collapse!r}"
-    elif run.attention_form == "base" and config.attention_dropout:
-        obstacle = f"attention_dropout is {config.attention_dropout:g}"
+    elif run.attention_form == "base" and config.num_pseudo_heads == 1:
+        obstacle = "num_pseudo_heads is 1"
+    elif run.attention_form == "base" and args.gradient_checkpointing:
+        obstacle = "gradient_checkpointing recomputes whole layers"
     if obstacle:
         raise UserError(f"attention_form={run.attention_form!r} would be ignored: {obstacle}. Remove the key.")
 

@@ -4,23 +4,26 @@ TRL ignores OpenThoughts' `system` column and does not rename its roles, and it 
 without a word, so both steps are done here, where a bad row can be named.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-from command_io import UserError, one_line, open_plain_or_gzip, read_jsonl
+from command_io import UserError, file_sha256, one_line, open_plain_or_gzip, read_jsonl
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 # column of a row -> the names under which its turns hold the role and the text
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+# Of a turn, what a chat template may render and `to_messages` does not read.
+UNREAD_KEYS = ("tool_calls", "function_call", "reasoning_content", "thinking")
 IGNORED_LABEL = -100
 # Kind of a dataset's rows, the column that holds them -> its type.
 KINDS = {"messages": List({"role": Value("string"), "content": Value("string")}), "text": Value("string")}
@@ -56,13 +59,15 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
     (`conversations` of {from: human|gpt, value}) and rows that already hold `messages`. `where` names the row in
     errors. Raises `UserError` naming the row and the column.
     """
-    column = next((name for name in TURN_KEYS if row.get(name) is not None), None)
-    if column is None:
+    columns = [name for name in TURN_KEYS if row.get(name) is not None]
+    if not columns:
         raise UserError(
             f"{where}: column 'conversations' (or 'messages') is missing; the row has {sorted(row)}. "
             "Expected OpenThoughts rows or rows with 'messages'."
         )
-    turns = row[column]
+    if len(columns) > 1:
+        raise UserError(f"{where}: columns 'messages' and 'conversations' both hold turns; remove one of them.")
+    turns = row[column := columns[0]]
     if not isinstance(turns, list) or not turns:
         raise UserError(f"{where}, column '{column}': expected a list with at least one turn, got {turns!r:.80}.")
     role_key, text_key = TURN_KEYS[column]
@@ -73,6 +78,8 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
         place = f"{where}, column '{column}', turn {number}"
         if not isinstance(turn, dict) or turn.get(role_key) is None or text_key not in turn:
             raise UserError(f"{place}: expected an object with '{role_key}' and '{text_key}', got {turn!r:.80}.")
+        if lost := [name for name in UNREAD_KEYS if turn.get(name)]:
+            raise UserError(f"{place}: '{lost[0]}' would be lost; write it into '{text_key}' or drop the row.")
         role = turn[role_key]
         if not isinstance(role, str) or role not in ROLES:
             raise UserError(f"{place}: unknown role {role!r:.80}; known are {', '.join(ROLES)}.")
@@ -123,7 +130,19 @@ def local_files(name: str) -> list[Path]:
     files = sorted(file for file in path.iterdir() if not file.name.startswith(".")) if path.is_dir() else [path]
     if not files or len({_suffix(file) for file in files}) > 1 or _suffix(files[0]) not in SUFFIXES:
         raise UserError(f"{name}: expected a file or a folder of files of one type among {', '.join(SUFFIXES)}.")
+    if special := [file for file in files if not file.is_file()]:
+        raise UserError(
+            f"{special[0]} is no regular file; rows are read more than once, so write them into one first."
+        )
     return files
+
+
+def check_split(name: str, split: str) -> None:
+    """Raises `UserError` for a split of a local source, which has none."""
+    if split != "train" and Path(name).exists():
+        raise UserError(
+            f"{name} is local and has no split {split!r}: leave the split out, or give the id of a dataset on the Hub."
+        )
 
 
 def _suffix(path: Path) -> str:
@@ -144,8 +163,8 @@ def _read_rows(files: list[Path]) -> Iterator[tuple[dict, str]]:
                 yield row, f"{file}, row {number}"
 
 
-def _converted(files: list[Path], versions: list, convert: Callable[[dict, str], dict]) -> Iterator[dict]:
-    # `versions` is not read: it makes the cached conversion of a file that has changed invalid.
+def _converted(files: list[Path], hashes: list[str], convert: Callable[[dict, str], dict]) -> Iterator[dict]:
+    # `hashes` is not read: it makes the cached conversion of a file that has changed invalid.
     for row, where in _read_rows(files):
         yield convert(row, where)
 
@@ -171,13 +190,16 @@ def load_rows(
     Raises `UserError` for a missing or empty source and for a bad row.
     """
     files = local_files(name)
+    hashes = ["" if streaming else file_sha256(file) for file in files]  # a stream is not cached
     try:
         if files and _suffix(files[0]) != ".parquet":
             first, where = next(_read_rows(files), (None, name))
             source = None
         else:
-            paths = [str(file) for file in files]
-            arguments = {"path": "parquet", "data_files": paths, "split": "train"} if files else {"path": name}
+            # The name of a configuration is part of the name of its cache.
+            content = hashlib.sha256("".join(hashes).encode()).hexdigest()
+            parquet = {"path": "parquet", "name": content, "data_files": list(map(str, files)), "split": "train"}
+            arguments = parquet if files else {"path": name}
             source = load_dataset(**{"split": split, **arguments}, streaming=streaming)
             first, where = next(iter(source), None), f"{name}, row 1"
         if first is None:
@@ -186,9 +208,8 @@ def load_rows(
         convert = partial(convert, kind=kind)
         features = Features({kind: KINDS[kind], **dict.fromkeys(columns, Value("string"))})
         if source is None:
-            versions = [(file.stat().st_mtime_ns, file.stat().st_size) for file in files]
             make = IterableDataset.from_generator if streaming else Dataset.from_generator
-            arguments = {"files": files, "versions": versions, "convert": convert}
+            arguments = {"files": files, "hashes": hashes, "convert": convert}
             return make(_converted, features=features, gen_kwargs=arguments)
         progress = {} if streaming else {"desc": "Converting rows"}
         return source.map(
@@ -221,12 +242,24 @@ def read_chat_template(path: str) -> str:
         raise UserError(f"chat_template_path: {template} is not UTF-8 text: {one_line(error)}") from error
 
 
+@contextmanager
+def rendering(what: str) -> Iterator[None]:
+    """Raises `UserError` for whatever a chat template fails with in the block: it is a program, and divides by zero,
+    loops and fails in other ways than Jinja's own."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{what}: the chat template does not take it: {one_line(error)}") from None
+
+
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> None:
     """Raises `UserError` for a tokenizer without a chat template and, for a loss on the assistant's text only, for one
     that does not mark this text with its end-of-turn token."""
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template: set chat_template_path (see sft/chat_templates).")
-    if assistant_only and not is_chat_template_stop_token_trained(tokenizer):
+    with rendering("a question and its answer"):
+        learns_to_stop = not assistant_only or is_chat_template_stop_token_trained(tokenizer)
+    if not learns_to_stop:
         raise UserError(
             "assistant_only_loss needs a chat template whose {% generation %} block holds the assistant's text and an "
             "end-of-turn token that the tokenizer knows as one token: set chat_template_path to the template of this "
@@ -258,10 +291,8 @@ def tokenize(
         encode = partial(_encode_text, tokenizer=tokenizer)
 
     def token_columns(row: dict, index: int) -> dict:
-        try:
+        with rendering(f"row {index + 1}"):
             ids, mask = encode(row)
-        except TemplateError as error:
-            raise UserError(f"row {index + 1}: the chat template does not take it: {one_line(error)}") from None
         if not ids:
             raise UserError(f"row {index + 1}: the chat template renders nothing; expected the text of its messages.")
         labels = [token if kept else IGNORED_LABEL for token, kept in zip(ids, mask, strict=True)]

@@ -27,8 +27,7 @@ from command_io import UserError, run_cli
 from configuration_iha import PRESETS
 from mechanisms import mechanism_of
 from modeling_iha import IHAConfig
-from modeling_iha.virtual_sequence import MaskInputs, MaskKey, choose_form
-from modeling_iha.window_blocks import BLOCK
+from modeling_iha.window_blocks import MIN_BLOCK, block_size
 from sft.arguments import RecipeParser, RunArguments
 from sft.context import run_config
 from sft.model import lora_config
@@ -168,41 +167,43 @@ def count_parameters(config: PreTrainedConfig, run: RunArguments) -> Parameters:
     )
 
 
-def attention_form(setting: Setting, kind: str, layer_type: str) -> str:
-    """The form of a layer, as `benchmarks.cost.attention` calls it, or "blocks" for SDPA in blocks of a window."""
-    config, virtual = setting.config, setting.config.num_pseudo_heads if kind == "iha" else 1
-    if config._attn_implementation != "sdpa":
-        return config._attn_implementation
-    embeds = torch.empty(setting.batch, setting.tokens, 0, device="cpu" if setting.on_cpu else "meta")
-    inputs = MaskInputs(config, embeds, attention_form=setting.attention_form)
-    if choose_form(inputs, MaskKey(layer_type, virtual), setting.tokens) is not None:
-        return "collapse_first"
-    is_long = (setting.tokens - (config.sliding_window or 0)) * virtual > BLOCK
-    return "blocks" if layer_type == "sliding_attention" and is_long else "sdpa"
+def goes_in_blocks(setting: Setting, virtual: int, layer_type: str) -> bool:
+    """Return whether a layer of `virtual` tokens a token attends by blocks of queries, which copy keys and values: a
+    window on SDPA, but on a GPU in half precision."""
+    config, half_on_gpu = setting.config, not setting.on_cpu and setting.compute_bytes == 2
+    if layer_type != "sliding_attention" or config._attn_implementation != "sdpa" or half_on_gpu:
+        return False
+    return (setting.tokens - config.sliding_window) * virtual > MIN_BLOCK
 
 
 def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, float]:
-    """(what autograd keeps of a layer, what its backward needs beside that) on one device."""
-    config, form = setting.config, attention_form(setting, kind, layer_type)
+    """Return what autograd keeps of a layer, and what its backward needs beside that, on one device."""
+    config, form = setting.config, "eager" if setting.config._attn_implementation == "eager" else "sdpa"
     tokens = setting.batch * setting.tokens // setting.layout.sequence_parallel
     compute, residual = setting.compute_bytes, setting.weight_bytes
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     virtual = config.num_pseudo_heads if kind == "iha" else 1
 
-    # The cost model counts one sequence, and sequences have equal costs.
-    share = tokens / setting.tokens
-    of_attention = attention(config, kind, layer_type, setting.tokens, form).kept * share * compute
+    def kept(form: str) -> float:
+        # The cost model counts one sequence, and sequences have equal costs.
+        return attention(config, kind, layer_type, setting.tokens, form).kept * tokens / setting.tokens * compute
+
+    of_attention = kept(form)
     query, key = tokens * virtual * heads * d, tokens * virtual * groups * d
-    # Keys and values of the blocks of a window, which overlap.
-    span = 1 + (config.sliding_window * virtual - 1) / BLOCK if form == "blocks" else 1
-    blocked = 2 * query * span
-    if form == "blocks":
-        # A single row is kept as views, unless its keys and values are repeated for each head of a group.
-        is_copied = setting.batch > 1 or groups < heads
-        mask = tokens * virtual * span * BLOCK
-        of_attention += ((blocked - 2 * key if is_copied else 0) + mask) * compute
+    attention_working = (2 * query + 2 * key) * compute
+    if goes_in_blocks(setting, virtual, layer_type):
+        # Keys and values of the blocks, which overlap; of a single row they are kept as views, unless they are
+        # repeated for each head of a group.
+        window = config.sliding_window * virtual
+        blocked = 2 * query * (1 + (window - 1) / block_size(window))
+        of_attention += (blocked - 2 * key) * compute * (setting.batch > 1 or groups < heads)
+        attention_working = (2 * query + blocked) * compute
     elif form == "eager":
         of_attention += tokens * virtual * setting.tokens * virtual * heads * 4
+        attention_working += of_attention
+    if setting.attention_form == "base" and virtual > 1:
+        attention_working += of_attention
+        of_attention = kept("base")
     of_ffn, of_norm = ffn(config, tokens).kept * compute, norm(config, tokens).kept / 2 * (4 + residual)
     if setting.autocast:
         # Each of several linear maps has a copy of the same input.
@@ -211,13 +212,6 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
 
     # Gradients of the inner width, or of the (virtual) queries, keys, values and output.
     ffn_working = (3 if config.gated_mlp else 2) * tokens * config.intermediate_size * compute
-    if form == "collapse_first":
-        attention_working = (2 * heads + 2 * groups) * tokens * d * 4
-    elif form == "blocks":
-        attention_working = (2 * query + blocked) * compute
-    else:
-        attention_working = (2 * query + 2 * key) * compute
-        attention_working += of_attention if form == "eager" else 0
     return of_attention + of_ffn + 2 * of_norm, max(ffn_working, attention_working - of_ffn)
 
 
@@ -322,8 +316,6 @@ def smallest_change(setting: Setting, config: PreTrainedConfig, run: RunArgument
         options.append((words, {"batch": 1}))
     if not setting.checkpointing:
         options.append(("gradient_checkpointing", {"checkpointing": True}))
-    if setting.on_cpu and setting.attention_form != "base" and "iha" in setting.config.attention_kinds:
-        options.append(("attention_form base", {"attention_form": "base"}))
     if not run.use_peft:
         options.append(("use_peft (LoRA)", {"parameters": count_parameters(config, replace(run, use_peft=True))}))
     for devices in (2, 4, 8, 16, 32, 64, 128):
@@ -380,9 +372,9 @@ def layouts(setting: Setting) -> dict[str, Memory]:
     forms = {"": setting}
     other = not setting.checkpointing
     forms[f"{'with' if other else 'without'} checkpointing"] = replace(setting, checkpointing=other)
-    if "iha" in setting.config.attention_kinds:
+    if "iha" in setting.config.attention_kinds and not setting.checkpointing:
         form = "virtual" if setting.attention_form == "base" else "base"
-        forms[f"attention_form {form} (on a CPU)"] = replace(setting, attention_form=form, on_cpu=True)
+        forms[f"attention_form {form}"] = replace(setting, attention_form=form)
     rows = {" ".join(filter(None, (f"{setting.layout}", name))): estimate(form) for name, form in forms.items()}
     for layout in (Layout(8), Layout(8, True), Layout(64, True), Layout(8, True, 8), Layout(64, True, 8)):
         if layout != setting.layout:
@@ -393,17 +385,22 @@ def layouts(setting: Setting) -> dict[str, Memory]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan of the command line. Raises `UserError`."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    config = None
+    config = name = None
     if "--preset" in argv:
         place = argv.index("--preset")
         name = argv[place + 1] if place + 1 < len(argv) else ""
         if name not in PRESETS:
             raise UserError(f"--preset {name}: expected one of {', '.join(PRESETS)}.")
         del argv[place : place + 2]
-        config = IHAConfig.from_preset(name)
     # A recipe may be planned on another machine than it runs on: without a GPU, TRL takes bf16 only with use_cpu.
     on_cpu = "--use_cpu" in argv and argv[argv.index("--use_cpu") + 1 :][:1] == ["true"]
     run, args = RecipeParser(SFTConfig, USAGE).parse([*argv, "--use_cpu", "true"])
+    if name is not None:
+        # The window of the paper's schedule follows the length.
+        length = (
+            {} if run.max_position_embeddings is None else {"max_position_embeddings": run.max_position_embeddings}
+        )
+        config = IHAConfig.from_preset(name, **length)
     config = run_config(run, args, config)
     setting = run_setting(config, run, args)
     if setting is None:

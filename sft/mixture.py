@@ -6,7 +6,7 @@ import numpy as np
 import yaml
 from datasets import interleave_datasets
 
-from command_io import UserError, one_line
+from command_io import UserError, one_line, read_yaml
 from sft.data import Rows, column
 
 
@@ -17,7 +17,7 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
     if file.suffix not in (".yaml", ".yml"):
         return [(dataset_name, 1.0)]
     try:
-        entries = yaml.safe_load(file.read_text(encoding="utf-8"))
+        entries = read_yaml(file)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"dataset_name: {dataset_name} cannot be read: {one_line(error)}") from error
     expected = "expected a list of {path: NAME, share: NUMBER}"

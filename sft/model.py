@@ -6,8 +6,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from command_io import UserError, one_line
 from conversion_scripts.checkpoint_io import load_model, load_tokenizer
+from modeling_iha.attention_mha import MultiHeadAttention
 from sft.arguments import RunArguments, chat_template
-from sft.trainer import MIXING_MODULES
 
 
 def prepare_model(
@@ -38,13 +38,18 @@ def prepare_model(
 
 
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
-    """The adapters that `run` asks for, or None. The mixing and collapse weights are no linear layers, which adapters
-    are for, and small: they are trained in full beside them. Raises `UserError` for a target that the model does not
-    have."""
+    """The adapters that `run` asks for, or None. The modules that a kind of attention initialises by itself, such as
+    the mixing, are small and start where an adapter would not: they are trained in full beside the adapters. Raises
+    `UserError` for a target that the model does not have."""
     if not run.use_peft:
         return None
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if unknown := set(run.lora_target_modules or ()) - names:
+    modules = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
+    in_full = [
+        name
+        for name, module in modules.items()
+        if hasattr(module, "init_mechanism") and not isinstance(module, MultiHeadAttention)
+    ]
+    if unknown := set(run.lora_target_modules or ()) - modules.keys():
         raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -52,6 +57,6 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,
         target_modules=run.lora_target_modules or "all-linear",
-        modules_to_save=sorted(MIXING_MODULES & names) or None,
+        modules_to_save=sorted(in_full) or None,
         use_dora=run.use_dora,
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import UserError, new_directory, one_line, read_json, run_cli
+from command_io import UserError, file_sha256, new_directory, one_line, read_json, run_cli
 
 
 EXAMPLE = """
@@ -88,6 +88,7 @@ from trl import pack_dataset
 
 from conversion_scripts.checkpoint_io import load_tokenizer
 from sft.data import (
+    check_split,
     column,
     cut_summary,
     kind_of,
@@ -285,7 +286,7 @@ def save(
         **fingerprints(tokenizer, kind, kind == "messages" and not args.learn_all),
         "source": Path(args.source).name if files else args.source,
         "split": None if files else args.split,
-        "files": {file.name: _file_hash(file) for file in files},
+        "files": {file.name: file_sha256(file) for file in files},
         "options": {name: getattr(args, name) for name in options},
         "rows": report["rows"],
         "tokens": report["tokens"],
@@ -305,11 +306,6 @@ def save(
     return report
 
 
-def _file_hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # The command
 
 
@@ -324,6 +320,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with new_directory(args.out) as directory:
         local_files(args.source)
+        check_split(args.source, args.split)
         tokenizer = load_tokenizer(args.tokenizer, sys.maxsize)
         if args.chat_template is not None:
             tokenizer.chat_template = read_chat_template(args.chat_template)

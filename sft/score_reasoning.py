@@ -42,7 +42,7 @@ from reasoning_gym.factory import DATASETS
 from tqdm import tqdm
 
 from conversion_scripts.checkpoint_io import load_model, load_tokenizer
-from sft.data import to_messages
+from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 
 
@@ -82,16 +82,29 @@ def is_right(reply: str, generator: str, entry: dict) -> bool:
         return False
 
 
+def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int) -> None:
+    """Raises `UserError` for chat prompts that leave no room for `new_tokens` more in the model's positions."""
+    with rendering("the prompts"):
+        encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)
+    longest, positions = max(map(len, encoded["input_ids"])), model.config.max_position_embeddings
+    if longest + new_tokens > positions:
+        raise UserError(
+            f"the longest prompt has {longest} tokens and its reply may have {new_tokens} more, but the model has only "
+            f"{positions} positions: generate fewer tokens or leave long prompts out."
+        )
+
+
 @torch.inference_mode()
 def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: int, max_new_tokens: int) -> list[str]:
     """The model's greedy replies to chat prompts, in batches padded on the left, with a progress bar. Raises
-    `UserError` for a tokenizer without a chat template or without a token to pad with."""
+    `UserError` for a tokenizer without a chat template or without a token to pad with, and see `check_positions`."""
     if tokenizer.chat_template is None:
         raise UserError("The tokenizer has no chat template: score a chat model, or add one (see sft/chat_templates).")
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise UserError("The tokenizer has neither a padding nor an end-of-sequence token: set one of them.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    check_positions(model, tokenizer, prompts, max_new_tokens)
     texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
     replies = []
     for start in tqdm(range(0, len(texts), batch_size), desc="Answering", unit="batch"):
@@ -142,8 +155,8 @@ def check_rows(rows: list[dict]) -> list[list[dict]]:
 def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_tokens: int = 96) -> dict:
     """Accuracy of a model on rows of make_reasoning_data.py: {"accuracy", "correct", "rows", "replies"}.
 
-    A reply counts when it `is_right`. Raises `UserError` for
-    a bad row (see `check_rows`) and for a tokenizer that cannot write a chat.
+    A reply counts when it `is_right`. Raises `UserError` for a bad row (see `check_rows`) and for a tokenizer and
+    prompts that `generate_replies` refuses.
     """
     prompts = check_rows(rows)
     replies = generate_replies(model, tokenizer, prompts, batch_size, max_new_tokens)

@@ -54,6 +54,9 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
         peft_config=lora_config(run, model),
         mixing_learning_rate=run.mixing_rate(args.learning_rate),
     )
+    if run.streaming:
+        # A resume skips the batches that were seen; a stream that ends would end the skipping with its first pass.
+        trainer.train_dataset = trainer.train_dataset.repeat(None)
     if eval_rows is not None:
         trainer.add_callback(SampleReplies(eval_rows, run.sample_prompts, tokenizer, trainer.accelerator))
     trainer.accelerator.print(epoch_summary(trainer, train_rows))

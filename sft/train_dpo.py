@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
 from sft.context import run_config
-from sft.data import to_messages
+from sft.data import check_split, rendering, to_messages
 from sft.model import lora_config, prepare_model
 from sft.run import run_recipe
 from sft.trainer import RecipeTrainer
@@ -71,8 +71,11 @@ def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
     for column in ("chosen", "rejected"):
         if pair[column][0]["role"] != "assistant":
             raise UserError(f"{where}, column '{column}': the first turn must be the assistant's.")
-    if pair["chosen"] == pair["rejected"]:
-        raise UserError(f"{where}: 'chosen' and 'rejected' are the same; remove the row.")
+    chosen, rejected = (
+        [(turn["role"], turn["content"].split()) for turn in pair[column]] for column in ("chosen", "rejected")
+    )
+    if chosen == rejected:
+        raise UserError(f"{where}: 'chosen' and 'rejected' are the same but for white space; remove the row.")
     return pair
 
 
@@ -82,6 +85,7 @@ def load_pairs(name: str, split: str) -> Dataset:
     if name.endswith((".jsonl", ".json")) or Path(name).exists():
         if not Path(name).is_file():
             raise UserError(f"{name}: no such file; expected a JSON-lines file or the id of a dataset on the Hub.")
+        check_split(name, split)
         rows = read_jsonl(name)
     else:
         try:
@@ -107,9 +111,10 @@ def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOC
     kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     cut = 0
     for number, pair in enumerate(pairs, 1):
-        chosen, rejected = tokenizer.apply_chat_template(
-            [pair["prompt"] + pair[column] for column in ("chosen", "rejected")], return_dict=True
-        )["input_ids"]
+        with rendering(f"row {number}"):
+            chosen, rejected = tokenizer.apply_chat_template(
+                [pair["prompt"] + pair[column] for column in ("chosen", "rejected")], return_dict=True
+            )["input_ids"]
         if chosen[kept] == rejected[kept]:
             raise UserError(
                 f"row {number}: its answers do not differ within max_length={args.max_length} tokens; raise "
@@ -123,6 +128,8 @@ def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOC
 
 def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
     """The trainer of a recipe with its model and rows loaded. Raises `UserError`."""
+    if args.beta == 0:
+        raise UserError("beta is 0, with which no answer is preferred: expected above 0.")
     pairs = load_pairs(run.dataset_name, run.dataset_split)
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     check_lengths(pairs, tokenizer, args)

@@ -39,7 +39,7 @@ from trl import GRPOConfig, GRPOTrainer
 from sft.context import run_config
 from sft.model import lora_config, prepare_model
 from sft.run import run_recipe
-from sft.score_reasoning import check_rows, is_right
+from sft.score_reasoning import check_positions, check_rows, is_right
 from sft.trainer import RecipeTrainer
 from sft.training_rows import split_rows
 
@@ -101,13 +101,7 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template: fine-tune the model with sft/train.py first.")
-    encoded = tokenizer.apply_chat_template(list(rows["prompt"]), add_generation_prompt=True, return_dict=True)
-    longest = max(map(len, encoded["input_ids"])) + args.max_completion_length
-    if longest > model.config.max_position_embeddings:
-        raise UserError(
-            f"the longest prompt and max_completion_length={args.max_completion_length} are {longest} tokens, more "
-            f"than the model's {model.config.max_position_embeddings} positions: lower max_completion_length."
-        )
+    check_positions(model, tokenizer, list(rows["prompt"]), args.max_completion_length)
     train_rows, eval_rows = split_rows(rows, run, args)
     return MixingGRPOTrainer(
         model=model,

@@ -36,7 +36,8 @@ class RecipeTrainer(DistributedTrainer):
 
     Their entries are of order 1, so Adam at a usual fine-tuning rate of 5e-5 moves them by less than 0.003 in 60
     steps: the group learns at the peak rate `mixing_learning_rate`, on the backbone's schedule, and without weight
-    decay, which would pull the exact warm start towards zero. A model without such weights trains as usual.
+    decay, which would pull the exact warm start towards zero. Of the other weights the matrices decay, and no vector
+    does.
 
     Logs beside TRL's figures `mixing_learning_rate`; `mixing_distance`, the mean distance of those weights from where
     the run began over their mean size there; `tokens_per_second` in training, of all processes; and
@@ -53,11 +54,19 @@ class RecipeTrainer(DistributedTrainer):
         self.clock = TrainingClock()
         self.add_callback(self.clock)
         self._logged_tokens = self._logged_seconds = 0
+        self._losses: torch.Tensor | int = 0  # of a step's micro-batches, summed
         self._start = [weight.detach().clone() for weight in self._mixing_weights()]
 
     def _mixing_weights(self, model: torch.nn.Module | None = None) -> list[torch.nn.Parameter]:
         parameters = (self.model if model is None else model).named_parameters()
         return [value for name, value in parameters if value.requires_grad and MIXING_MODULES & set(name.split("."))]
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        # Transformers goes by names, and would decay vectors such as those of differential attention's lambda.
+        # ZeRO-3 leaves an empty vector of each parameter, beside its shape.
+        shapes = {name: getattr(value, "ds_shape", value.shape) for name, value in model.named_parameters()}
+        vectors = {name for name, shape in shapes.items() if len(shape) < 2}
+        return [name for name in super().get_decay_parameter_names(model) if name not in vectors]
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is not None:
@@ -85,12 +94,15 @@ class RecipeTrainer(DistributedTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if model.training:
-            self._refuse_not_finite("loss", result[0] if return_outputs else result)
+            # Looked at once a step, where the norm of the gradients waits for a GPU anyway.
+            self._losses = self._losses + (result[0] if return_outputs else result).detach()
         return result
 
     def _get_grad_norm(self, model, grad_norm=None):
         # The last call before the optimiser's step that knows the norm.
         grad_norm = super()._get_grad_norm(model, grad_norm)
+        losses, self._losses = self._losses, 0
+        self._refuse_not_finite("loss", losses)
         # In float16 a norm is infinite now and then: the scaler passes over such a step by itself.
         if self.accelerator.scaler is None and grad_norm is not None:
             self._refuse_not_finite("gradient norm", grad_norm)

@@ -11,7 +11,7 @@ from trl import SFTConfig
 
 from command_io import UserError, one_line
 from sft.arguments import RunArguments
-from sft.data import Rows, check_labels, column, cut_summary, kind_of, load_rows, local_files, tokenize
+from sft.data import Rows, check_labels, check_split, column, cut_summary, kind_of, load_rows, local_files, tokenize
 from sft.mixture import mix, sources
 from sft.packing import check_packing_keys, check_strategy
 from sft.prepare import is_prepared, load_prepared
@@ -35,6 +35,8 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
             raise UserError(f"{key} is not used here: rows are tokenized whole and cut on the right. Remove the key.")
     check_packing_keys(args)
     parts = sources(run.dataset_name)
+    if len(parts) == 1:
+        check_split(run.dataset_name, run.dataset_split)
     if run.streaming and len(parts) > 1:
         raise UserError("streaming reads one source: a mixture needs the lengths of all its rows.")
     for name, _ in parts:
@@ -70,6 +72,8 @@ def training_rows(
     if isinstance(rows, IterableDataset):
         limit = math.inf if max_length is None else max_length
         rows = rows.filter(lambda row: 0 <= row["first_label"] < limit)
+        if next(iter(rows), None) is None:
+            raise UserError(f"no streamed row has a token to learn within max_length={max_length}: raise max_length.")
         say(
             f"Rows are streamed: how many are longer than max_length={args.max_length} is not known. Those without a "
             "token to learn are passed over."

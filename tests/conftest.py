@@ -13,7 +13,7 @@ import fake_flash  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from helpers import collapse_short_inputs_first  # noqa: E402
+from helpers import keep_base_states  # noqa: E402
 
 
 torch.set_num_threads(1)
@@ -23,20 +23,18 @@ STARTED = time.monotonic()
 @pytest.fixture
 def cpu_cores(monkeypatch):
     """Every attention core on CPU: a stand-in for flash (yields its calls), and flex_attention in its uncompiled form,
-    which is the same mathematics without minutes of compilation. "iha" layers on SDPA collapse first however short the
-    input."""
+    which is the same mathematics without minutes of compilation. "iha" layers on SDPA keep base states only."""
     calls = fake_flash.install(monkeypatch)
-    collapse_short_inputs_first(monkeypatch)
+    keep_base_states(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield calls
 
 
-@pytest.fixture(params=["virtual", "collapse_first"])
+@pytest.fixture(params=["virtual", "base"])
 def form(request, monkeypatch):
-    """How "iha" layers compute on SDPA: on the virtual sequence, which is the default for inputs as short as a test's,
-    or collapsing first, in several blocks and segments."""
-    if request.param == "collapse_first":
-        collapse_short_inputs_first(monkeypatch)
+    """How "iha" layers compute on SDPA: as the algorithm is written, or from base states that alone are kept."""
+    if request.param == "base":
+        keep_base_states(monkeypatch)
     return request.param
 
 

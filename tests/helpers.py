@@ -1,6 +1,7 @@
 """What the tests share: small models with weights that leave nothing at its neutral value, so that no part can drop
 out unnoticed; inputs for them; and comparisons, relative to the largest entry of what is compared."""
 
+import json
 import sys
 from copy import deepcopy
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from command_io import run_cli
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, collapse_first
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
@@ -68,7 +69,7 @@ LLAMA = {
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
-CORES = ["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"]
+CORES = ["base", "eager", "sdpa", "flash_attention_2", "flex_attention"]
 _WINDOW_AND_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 
 
@@ -122,7 +123,7 @@ SCORE_MATRIX = {
 IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "virtual_sequence.py"),
     *("attention_kinds.py", "attention_mha.py", "attention_iha.py"),
-    *("collapse_first.py", "absorbed_decode.py", "window_blocks.py"),
+    *("absorbed_decode.py", "cpu_precision.py", "window_blocks.py"),
 }
 
 
@@ -176,19 +177,15 @@ def random_ids(*shape, vocab_size=61, seed=1):
 
 
 def set_core(model, core):
-    """Sets the attention implementation. "sdpa" is the stock core on the virtual sequence, "collapse_first" the forms
-    that SDPA stands for on a CPU, at every length."""
-    model.set_attn_implementation("sdpa" if core == "collapse_first" else core)
-    model.base_model.attention_form = "base" if core == "collapse_first" else "virtual"
+    """Set the attention implementation. "sdpa" is the stock core on the virtual sequence; "base" is SDPA with an
+    `attention_form` that keeps base states only and decodes from them at every length."""
+    model.set_attn_implementation("sdpa" if core == "base" else core)
+    model.base_model.attention_form = "base" if core == "base" else "virtual"
 
 
-def collapse_short_inputs_first(monkeypatch):
-    """From here on "iha" layers on SDPA collapse first however short the input, in several blocks and segments."""
+def keep_base_states(monkeypatch):
+    """From here on "iha" layers keep base states only, and decode from them however few are cached."""
     monkeypatch.setattr(IHAModel, "attention_form", "base")
-    monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", 10)
-    monkeypatch.setattr(collapse_first, "SEGMENT_KEYS", 6)
-    monkeypatch.setattr(collapse_first, "MIN_BLOCK", 1)
-    monkeypatch.setattr(collapse_first, "MAX_BLOCK", 3)
 
 
 def learn_one_batch(model, optimizer):
@@ -219,6 +216,30 @@ def reload(model, directory):
     loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return loaded
+
+
+def plant(directory, mark):
+    """Put code into a checkpoint that appends its name to the file `mark` when it runs: of a tokenizer, a processor
+    and `custom_generate`, and under the name of another kind of model in the config. Return the names of the files."""
+    auto_maps = {
+        "config.json": {"AutoModelForTokenClassification": "planted_model.Planted"},
+        "tokenizer_config.json": {"AutoTokenizer": [None, "planted_tokenizer.Planted"]},
+        "processor_config.json": {"AutoProcessor": "planted_processor.Planted"},
+    }
+    for name, auto_map in auto_maps.items():
+        path = directory / name
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**content, "auto_map": content.get("auto_map", {}) | auto_map}))
+    names = [f"planted_{part}.py" for part in ("model", "processor", "tokenizer")] + ["custom_generate/generate.py"]
+    (directory / "custom_generate").mkdir()
+    for name in names:
+        (directory / name).write_text(
+            "from transformers import PreTrainedTokenizerFast\n\n"
+            f"with open({str(mark)!r}, 'a') as file:\n    print({name!r}, file=file)\n\n\n"
+            "class Planted(PreTrainedTokenizerFast):\n    pass\n\n\n"
+            "def generate(model, *inputs, **arguments):\n    raise SystemExit('planted')\n"
+        )
+    return names
 
 
 def padding(real):

@@ -165,8 +165,8 @@ class LoopbackHub:
 
     def add(self, repo_id: str, directory) -> str:
         """Puts the files of `directory` into a new public repository, without HTTP; returns the commit."""
-        paths = (path for path in directory.iterdir() if path.is_file())
-        files = {path.name: File(path.read_bytes(), path.name.endswith(LFS_SUFFIXES)) for path in paths}
+        paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+        files = {name: File(path.read_bytes(), name.endswith(LFS_SUFFIXES)) for name, path in paths.items()}
         repository = self.repositories[repo_id] = Repository(private=False)
         return repository.commit("main", files)
 

@@ -89,7 +89,7 @@ class Mechanism:
         """What `set_core` is to choose: None for the model's own choice and, where a token is several virtual ones,
         the form that trains in the memory of multi-head attention."""
         num_pseudo_heads = random_model(self.config()).model.layers[0].self_attn.num_pseudo_heads
-        return [None, "collapse_first"] if num_pseudo_heads > 1 else [None]
+        return [None, "base"] if num_pseudo_heads > 1 else [None]
 
     def is_refused_on(self, core):
         """Whether the kind needs scores that the core never builds."""

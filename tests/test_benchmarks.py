@@ -24,11 +24,12 @@ from benchmarks import (
     training_plan,
     window_layer,
 )
+from command_io import UserError
+from modeling_iha import cpu_precision
 
 
 TOKENS = 128
 COMMANDS = {
-    default_form: ["--pseudo-heads", "2", "8", "--batch", "1", "--threads", "1"],
     layer: ["--pseudo-heads", "4", "8"],
     window_layer: ["--window", "16"],
     schedule: [],
@@ -103,7 +104,7 @@ def test_report(results, monkeypatch):
 
 def test_report_wants_every_row(results):
     tables = {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
-    with pytest.raises(KeyError, match="layer.json has 0 rows"):
+    with pytest.raises(KeyError, match="schedule.json has 0 rows"):
         report.find(tables, report.TARGETS[0])
 
 
@@ -112,7 +113,7 @@ def test_report_wants_every_file(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         report.main()
     assert (
-        "lacks default_form, layer, window_layer, schedule, training_memory, decode, decode_model, prefill, mechanisms, packed_rows, training_plan"
+        "lacks layer, window_layer, schedule, training_memory, decode, decode_model, prefill, mechanisms, packed_rows, training_plan"
         in capsys.readouterr().err
     )
     assert not list(tmp_path.iterdir())
@@ -181,9 +182,48 @@ def test_forms_of_a_window_layer(monkeypatch):
         window_layer.prepare(form, TOKENS, 4, 16)()
         shapes[form], masks = masks, []
     assert shapes == {
-        "layer": [],
-        "layer, blocks": [(4, 1, 128, 191)],
+        "layer": [(1, 1, 128, 191)],
         "layer, dense mask": [(1, 1, 512, 512)],
-        "attention": [],
         "bare SDPA, dense mask": [(512, 512)],
     }
+
+
+def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):
+    """Results of one CPU are renewed row by row; a default that loses fails the command, and the report shows all."""
+    cases = [("forward", 64, 2, None), ("training", 200, 2, 16), ("decoding", 200, 2, None)]
+    monkeypatch.setattr(default_form, "CASES", cases)
+    monkeypatch.setattr(default_form, "IDLE_LIMIT", 1e9)
+    options = ["--out", str(tmp_path), "--tokens", "64", "--threads", "1", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["any", *options, "--busy", "0", "1", "--dtypes", "float32"])
+    default_form.main()
+    (path,) = tmp_path.glob("default_form/*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["pass"], row["busy"]) for row in rows] == [
+        *[(part, 0) for part in ("forward", "training", "decoding", "schedule")],
+        *[(part, 1) for part in ("forward", "training", "decoding")],
+    ]
+    assert path.with_suffix(".png").exists() and path.stem == default_form.cpu_name()
+    monkeypatch.setattr(default_form, "IDLE_LIMIT", 0)
+    monkeypatch.setattr(sys, "argv", ["any", *options, "--busy", "0", "--dtypes", "float32", "--cases", "decoding"])
+    with pytest.raises(UserError, match="3 of 7 settings take more than 0 of SDPA's time idle"):
+        default_form.main()
+    assert len(json.loads(path.read_text())["rows"]) == 7
+    lines = report.default_lines([json.loads(path.read_text())])
+    assert any(line.startswith("| training | 2 | 200 | 16 | float32 | ") for line in lines)
+
+
+def test_what_the_default_is_compared_with(monkeypatch):
+    """SDPA under a dense mask in the dtype of the states, and not what the default makes of them."""
+    calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, *args, attn_mask=None, **kwargs):
+        calls.append((query.dtype, None if attn_mask is None else attn_mask.shape[-1]))
+        return sdpa(query, *args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
+    runs = default_form.forms(torch.bfloat16, "forward", 128, 2, 16)
+    runs["sdpa"]()
+    assert calls == [(torch.bfloat16, 256)]
+    runs["default"]()
+    assert calls[1:] == [(torch.float32, None), (torch.float32, 128 + 31)]

@@ -1,19 +1,18 @@
-"""The form of an "iha" layer under SDPA on a CPU, by default: the bounds that benchmarks/default_form.py measured."""
+"""The form in which an "iha" layer computes, and what goes without a dense mask."""
 
 import pytest
 import torch
-from helpers import random_model, small_config
+from helpers import assert_close, causal_4d, logits_in_chunks, random_ids, random_model, set_core, small_config
 from transformers import DynamicCache
 
-from modeling_iha.absorbed_decode import absorbed_attention
-from modeling_iha.collapse_first import collapse_first_attention, share_lanes
+from modeling_iha import attention_iha, virtual_sequence
 from modeling_iha.virtual_sequence import MaskInputs, MaskKey, create_masks
 
 
-def chosen(length, pseudo_heads=4, batch=1, cached=0, grad=False, form=None, **overrides):
+def chosen(length, pseudo_heads=4, batch=1, cached=0, grad=False, form=None, core="sdpa", **overrides):
     """The form for `length` new tokens; no layer runs."""
     config = small_config(num_pseudo_heads=pseudo_heads, **overrides)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = core
     key, cache = MaskKey(config.layer_types[0], pseudo_heads), None
     if cached:
         cache = DynamicCache(config=config)
@@ -23,54 +22,165 @@ def chosen(length, pseudo_heads=4, batch=1, cached=0, grad=False, form=None, **o
         return create_masks(inputs, [key])[key].attention_form
 
 
-@pytest.mark.parametrize(
-    ("pseudo_heads", "grad", "first"),
-    [(4, False, 256), (8, False, 128), (2, False, 1024), (4, True, 512), (8, True, 256), (2, True, None)],
-)
-def test_lengths(pseudo_heads, grad, first):
-    """From the first length on that wins; training with P = 2 never."""
-    assert chosen((first or 8192) - 1, pseudo_heads, grad=grad) is None
-    expected = collapse_first_attention if first else None
-    assert chosen(first or 8192, pseudo_heads, grad=grad) is expected
-
-
-def test_threads_that_would_idle(monkeypatch):
-    """Four heads keep up to five threads busy for 80% of the time, 16 only with rows of the batch."""
-    for threads, batch, expected in ((4, 1, True), (5, 1, True), (6, 1, False), (16, 1, False), (16, 4, True)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        rows, heads, share = share_lanes(batch, 4)
-        assert rows * heads <= threads and share == pytest.approx(min(1, batch * 4 / threads))
-        assert (chosen(512, batch=batch) is not None) == expected, (threads, batch)
-
-
-def test_windows():
-    sliding = {"layer_types": "sliding_attention"}
-    assert chosen(512, **sliding, sliding_window=63) is None
-    assert chosen(512, **sliding, sliding_window=64) is collapse_first_attention
-
-
 @pytest.mark.parametrize("grad", [False, True])
 def test_one_token(grad):
-    """Absorbed from 128 keys on, over the rows of the batch; never a form without gradients."""
+    """Absorbed from 128 cached keys on, over the rows of the batch; never a form without gradients."""
     assert chosen(1, cached=126, grad=grad) is None
-    assert chosen(1, cached=127, grad=grad) is absorbed_attention
-    assert chosen(1, cached=31, batch=4, grad=grad) is absorbed_attention
+    assert chosen(1, cached=127, grad=grad) == "absorbed"
+    assert chosen(1, cached=31, batch=4, grad=grad) == "absorbed"
+    assert chosen(2, cached=500, grad=grad) is None
 
 
 def test_the_switch():
-    assert chosen(4096, form="virtual") is None and chosen(1, cached=4096, form="virtual") is None
-    assert chosen(2, form="base") is collapse_first_attention and chosen(1, form="base") is absorbed_attention
-
-    def own(*args):
-        """A kernel of the user's own, for whole inputs and single tokens."""
-
-    assert chosen(2, form=own) is own and chosen(1, cached=3, form=own) is own
-    assert chosen(2, cached=3, form=own) is None
+    assert chosen(1, cached=4096, form="virtual") is None and chosen(1, cached=1, form="base") == "absorbed"
+    assert chosen(512) is None and chosen(512, grad=True) is None
+    for core in ("sdpa", "eager", "flex_attention"):
+        assert chosen(5, form="base", core=core) is None
+        assert chosen(5, form="base", core=core, grad=True) == "recomputed"
+        assert chosen(5, form="base", core=core, grad=True, pseudo_heads=1) is None
     assert random_model(small_config()).base_model.attention_form is None
+    with pytest.raises(ValueError, match='attention_form is \'collapse_first\': expected None, "virtual" or "base"'):
+        chosen(5, form="collapse_first")
 
 
 @pytest.mark.parametrize(
-    "overrides", [{"pseudo_collapse": "all_heads"}, {"attention_dropout": 0.1}, {"pseudo_heads": 1}], ids=str
+    "overrides",
+    [{"pseudo_collapse": "all_heads"}, {"attention_dropout": 0.1}, {"pseudo_heads": 1}, {"core": "eager"}],
+    ids=str,
 )
-def test_what_neither_form_computes(overrides):
-    assert chosen(4096, **overrides) is None and chosen(1, cached=4096, **overrides) is None
+def test_what_is_not_absorbed(overrides):
+    assert chosen(1, cached=4096, **overrides) is None
+    assert chosen(1, cached=1, form="base", **overrides) is None
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The (queries, keys) of each layer that attended to one token from its base states."""
+    calls, absorbed = [], attention_iha.absorbed_attention
+
+    def spied(query, key, *args, **kwargs):
+        calls.append((query.shape[2], key.shape[2]))
+        return absorbed(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(attention_iha, "absorbed_attention", spied)
+    return calls
+
+
+@torch.no_grad()
+def test_what_a_model_takes(calls):
+    """Nothing but the core is named in a config.json."""
+    model = random_model(small_config(num_hidden_layers=1))
+    model.base_model.attention_form = "base"
+    logits_in_chunks(model, random_ids(1, 9), [5, 3, 1])
+    assert calls == [(1, 9)]
+    assert "attn_implementation" not in model.config.to_json_string()
+
+
+@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_generation_with_a_cache_of_any_kind(implementation, window, calls):
+    """A static cache is longer than what it holds: one token is absorbed under a mask."""
+    fields = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
+    model = random_model(small_config(num_hidden_layers=2, **fields))
+    inputs = {"input_ids": random_ids(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    inputs["attention_mask"][0, :4] = 0
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    model.base_model.attention_form = "virtual"
+    expected = model.generate(**inputs, **settings, output_logits=True, return_dict_in_generate=True)
+    assert not calls
+    model.base_model.attention_form = "base"
+    settings |= {"cache_implementation": implementation, "disable_compile": True}
+    actual = model.generate(**inputs, **settings, output_logits=True, return_dict_in_generate=True)
+    assert torch.equal(actual.sequences, expected.sequences) and len(calls) == 2 * 7
+    for logits, target in zip(actual.logits, expected.logits):
+        torch.testing.assert_close(logits, target, atol=2e-5, rtol=2e-5)
+
+
+def test_one_token_under_a_custom_mask(calls):
+    model = random_model(small_config(num_hidden_layers=1), dtype=torch.float64)
+    input_ids, hidden = random_ids(1, 6), causal_4d(torch.tensor([[1, 1, 0, 1, 1, 1]]), "additive").double()
+    logits = {}
+    for form in ("virtual", "base"):
+        model.base_model.attention_form = form
+        cache = model(input_ids[:, :5], use_cache=True).past_key_values
+        logits[form] = model(input_ids[:, 5:], attention_mask=hidden[..., 5:, :], past_key_values=cache).logits
+    assert calls == [(1, 6)]
+    assert_close(logits["base"], logits["virtual"], 1e-10)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"layer_types": "sliding_attention", "sliding_window": 3}], ids=str)
+def test_packed_long_rows_build_no_dense_mask(overrides, monkeypatch):
+    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 0)
+    monkeypatch.setattr(virtual_sequence, "MIN_BLOCK", 0)
+    model = random_model(small_config(**overrides))
+    positions = torch.cat([torch.arange(n) for n in (5, 1, 4)])[None]
+    model(random_ids(1, 10), position_ids=positions, use_cache=False).logits.sum().backward()
+
+
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@torch.no_grad()
+def test_bfloat16_weights_and_autocast(positions):
+    """No further from float32 than the eager core is, decoding included."""
+    config = small_config(num_pseudo_heads=3, pseudo_positions=positions)
+    input_ids = random_ids(2, 40)
+    expected = random_model(config)(input_ids).logits
+
+    def error(core, dtype, autocast):
+        model = random_model(config, dtype=dtype)
+        set_core(model, core)
+        with torch.autocast("cpu", enabled=autocast):
+            logits = logits_in_chunks(model, input_ids, [30, 8, 1, 1])
+        return ((logits - expected).square().mean() / expected.square().mean()).sqrt()
+
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
+        assert error("base", dtype, autocast) < 1.2 * error("eager", dtype, autocast) < 0.1
+
+
+def test_gradients_under_autocast():
+    """What autocast rounds are the projections, not the scores; every parameter's gradient stays float32."""
+    model = random_model(small_config(num_pseudo_heads=3))
+    gradients = {}
+    for core in ("base", "eager", None):
+        set_core(model, core or "eager")
+        model.zero_grad()
+        with torch.autocast("cpu", enabled=core is not None):
+            model(random_ids(2, 40)).logits.float().square().mean().backward()
+        gradients[core] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    errors = {core: (gradients[core] - gradients[None]).norm() / gradients[None].norm() for core in gradients}
+    assert errors["base"] < 1.2 * errors["eager"] < 0.1
+
+
+def test_only_base_states_are_kept_for_the_backward():
+    """Nothing saved for the backward is larger than the layer's widest projection, P = 8 notwithstanding."""
+    model = random_model(small_config(num_pseudo_heads=8, num_key_value_heads=4, num_hidden_layers=1))
+    attention = model.model.layers[0].self_attn
+    hidden = torch.randn(1, 64, 32, requires_grad=True)
+    tables = model.model.rotary_emb.tables(hidden, torch.arange(64)[None])
+    largest = {}
+    for form in (None, "recomputed"):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
+            attention(hidden, tables, attention_form=form)
+        largest[form] = max(kept)
+    assert largest == {None: 8 * hidden.numel(), "recomputed": hidden.numel()}
+
+
+@pytest.mark.parametrize("form", [None, "base"])
+def test_frozen_backbone_and_offloaded_mixing(form):
+    """The mixing's gradient does not need those of the states; its weights are read through forward, where a wrapper
+    acts."""
+    model = random_model(small_config(num_hidden_layers=1))
+    model.base_model.attention_form = form
+    expected = torch.autograd.grad(model(random_ids(1, 9)).logits.sum(), model.model.layers[0].self_attn.k_mix.weight)
+    model.requires_grad_(False)
+    k_mix = model.model.layers[0].self_attn.k_mix
+    k_mix.weight.requires_grad_(True)
+    kept = k_mix.weight.detach().clone()
+    k_mix.weight.data.zero_()
+
+    def fetch(module, args):
+        module.weight.data.copy_(kept)
+
+    k_mix.register_forward_pre_hook(fetch)
+    actual = torch.autograd.grad(model(random_ids(1, 9)).logits.sum(), k_mix.weight)
+    assert_close(actual[0], expected[0], 1e-6)

@@ -571,6 +571,19 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+def contradict(source):
+    """The last shard holds a tensor of the first too, with other values."""
+    first, *_, last = shards(source)
+    name, value = next(iter(load_file(first).items()))
+    save_file({**load_file(last), name: value + 1}, last, metadata={"format": "pt"})
+
+
+def whole_file_beside(source):
+    """Of other weights than the shards, in every tensor."""
+    tensors = {name: value + 1 for shard in shards(source) for name, value in load_file(shard).items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -588,6 +601,9 @@ def truncate(path):
             lambda source: edit_config(source, intermediate_size=20),
             "model.layers.0.mlp.gate_proj.weight has the shape [",
         ),
+        (contradict, "hold different values of"),
+        (whole_file_beside, "model.safetensors and model.safetensors.index.json disagree"),
+        (lambda source: edit_config(source, _attn_implementation="org/kernel"), "'org/kernel' would load what is not"),
         (lambda source: edit_config(source, hidden_act="warp"), "hidden_act='warp'"),
         (lambda source: edit_config(source, model_type="gemma"), "'gemma' cannot be converted"),
         (lambda source: edit_config(source, num_attention_heads=3), "number of attention heads (3)"),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import collapse_short_inputs_first, random_ids, random_model, set_core, small_config
+from helpers import keep_base_states, random_ids, random_model, set_core, small_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 
@@ -13,7 +13,7 @@ import mechanisms.cost
 import mechanisms.iha
 from benchmarks import cost
 from configuration_iha import PRESETS
-from modeling_iha import IHAConfig, IHAForCausalLM, collapse_first
+from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.package import flop_matched_window
 
 
@@ -137,45 +137,27 @@ def test_eager_products(variant, windows):
     assert counted == expected.training
 
 
-@pytest.mark.parametrize("window", [None, 32])
-def test_collapse_first_products(monkeypatch, window):
-    """With one token to a block hardly a pair is computed that is not visible."""
-    collapse_short_inputs_first(monkeypatch)
-    monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", 8192)
-    monkeypatch.setattr(collapse_first, "MAX_BLOCK", 1)
-    windows = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
-    config, tokens = small_config(num_hidden_layers=1, **windows), 64
-    model, expected, ids = random_model(config), cost.model(config, tokens), random_ids(1, tokens)
-    with torch.no_grad():
-        counted = multiply_adds(lambda: model(ids, use_cache=False))
-    assert counted == pytest.approx(expected.prefill, rel=0.02)
-    counted = multiply_adds(lambda: model(ids, use_cache=False).logits.sum().backward())
-    assert counted == pytest.approx(expected.training, rel=0.02)
-
-
-def test_collapse_first_products_in_segments(monkeypatch):
-    """What a second pass over the segments adds."""
-    collapse_short_inputs_first(monkeypatch)
-    monkeypatch.setattr(collapse_first, "MAX_BLOCK", 1)
-    config, tokens = small_config(num_hidden_layers=1, num_pseudo_heads=4), 64
-    model, ids = random_model(config), random_ids(1, tokens)
-    counted, expected = {}, {}
-    for segment in (4096, 128):
-        monkeypatch.setattr(collapse_first, "SEGMENT_KEYS", segment)
-        monkeypatch.setattr(collapse_first, "MAX_UNSEGMENTED_KEYS", segment)
-        counted[segment] = multiply_adds(lambda: model(ids, use_cache=False).logits.sum().backward())
-        expected[segment] = cost.model(config, tokens).training
-    assert counted[128] - counted[4096] == pytest.approx(expected[128] - expected[4096], rel=0.1)
+def test_recomputed_products():
+    """What "base" adds to training: the forward between the projections once more."""
+    config, tokens = small_config(num_hidden_layers=1, num_pseudo_heads=3), 64
+    model, ids, counted = random_model(config), random_ids(1, tokens), {}
+    for form in ("virtual", "base"):
+        model.base_model.attention_form = form
+        counted[form] = multiply_adds(lambda: model(ids, use_cache=False).logits.sum().backward())
+    # PyTorch counts no product of SDPA on a CPU.
+    mixed = cost.model(config, tokens, "base").training - cost.model(config, tokens, "sdpa").training
+    pairs = 2 * 4 * 8 * mechanisms.cost.visible_pairs(tokens, 3)
+    assert counted["base"] - counted["virtual"] == mixed - pairs
 
 
 # PyTorch's counter does not know SDPA on a CPU, so what is counted does without.
 @pytest.mark.parametrize(
     "variant, form",
-    [*((variant, "eager") for variant in VARIANTS), *((name, "collapse_first") for name in list(VARIANTS)[:2])],
+    [*((variant, "eager") for variant in VARIANTS), *((name, "base") for name in list(VARIANTS)[:2])],
 )
 @pytest.mark.parametrize("windows", [{}, WINDOWS], ids=["full", "window"])
 def test_decode_and_cache(monkeypatch, variant, windows, form):
-    collapse_short_inputs_first(monkeypatch)
+    keep_base_states(monkeypatch)
     config, tokens = small_config(**VARIANTS[variant], **windows), 11
     model = random_model(config)
     set_core(model, form)
@@ -187,11 +169,11 @@ def test_decode_and_cache(monkeypatch, variant, windows, form):
     assert counted == expected.decode
 
 
-@pytest.mark.parametrize("form", ["collapse_first", "sdpa"])
+@pytest.mark.parametrize("form", ["base", "sdpa"])
 @pytest.mark.parametrize("kind", ["iha", "mha"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_kept_for_the_backward(monkeypatch, kind, gated, form):
-    collapse_short_inputs_first(monkeypatch)
+    keep_base_states(monkeypatch)
     config, tokens = small_config(attention_kinds=kind, gated_mlp=gated, num_key_value_heads=4), 300
     model = random_model(config)
     set_core(model, form)

@@ -21,8 +21,21 @@ from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 
 pytest.importorskip("math_verify", reason='the extra "evaluation" is not installed')
 
-from command_io import UserError, run_cli
-from evaluation import compare, data, recorded_model, replay_gold, report, ruler, run, scores, suites, task_rows
+from command_io import UserError, read_jsonl, run_cli, sole_writer
+from evaluation import (
+    compare,
+    data,
+    recorded_model,
+    replay_gold,
+    replies,
+    report,
+    ruler,
+    run,
+    run_code,
+    scores,
+    suites,
+    task_rows,
+)
 from evaluation.recorded_model import RecordedModel, SeededSampling
 from evaluation.records import Records, sample_key
 
@@ -32,6 +45,12 @@ DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[2] / "share
 needs_data = pytest.mark.skipif(
     not (DATA / "gsm8k").is_dir(), reason="no data files: set EVALUATION_DATA to a directory as in data_manifest.json"
 )
+
+
+@pytest.fixture(autouse=True)
+def confirmed(monkeypatch):
+    """Where the system isolates no programs, the few of these tests run all the same."""
+    monkeypatch.setattr(run_code, "_confirmed", True)
 
 
 # Scorers
@@ -85,6 +104,12 @@ def test_gsm8k_answers(gold, reply, right):
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"$\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", True),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"$\boxed{\begin{pmatrix} 2 \\ 1 \end{pmatrix}}$", False),
         ("12", r"$\boxed{}$", False),
+        ("2", r"$\boxed{2\mathrm{i}}$", False),
+        ("2i", r"$\boxed{2\mathrm{i}}$", True),
+        (r"3\mathbf{i} - 2\mathbf{j}", r"$\boxed{3\mathbf{i} - 2\mathbf{k}}$", False),
+        ("10", r"$\boxed{10\text{ or more}}$", False),
+        (r"\cot x", r"The final answer is $\cot x$. I hope it is correct.", True),
+        (r"\pi", r"Answer: $\pi$", True),
     ],
 )
 def test_math_answers(gold, reply, right):
@@ -126,19 +151,55 @@ def test_mbpp_runs_the_set_up_of_its_tests():
     assert scores.mbpp_completion(row, [[row["code"]]]) == {"pass@1": 1.0, "lm_eval_pass@1": 0.0}
 
 
+def fenced(*blocks):
+    return "\nText:\n".join(f"```python\n{block}\n```" for block in blocks)
+
+
 @pytest.mark.parametrize(
     ("reply", "code"),
     [
-        ("```python\na\n```", "a\n"),
-        ("Draft:\n```python\na\n```\nFinal:\n```python\nb\n```", "b\n"),
-        ("```\na\n```", "a\n"),
+        (fenced("def f(): a"), "def f(): a\n"),
+        (fenced("def f(): a", "def f(): b"), "def f(): b\n"),
+        (fenced("def f(): a", "def f(): (b"), "def f(): (b\n"),
+        (fenced("def f(): a", "from answer import f\nprint(f())"), "def f(): a\n"),
+        (
+            fenced("import g", "def f(): return g.h(x)", "x = 1", "f()"),
+            "import g\n\ndef f(): return g.h(x)\n\nx = 1\n",
+        ),
+        (fenced("def f(x): return x", "x = input()"), "def f(x): return x\n"),
+        (fenced("    return a"), "    return a\n"),
+        ("```\ndef f(): a\n```", "def f(): a\n"),
+        ("```\nf() == 1\n```\n~~~py\ndef f(): a\n~~~\n```\n1\n```", "def f(): a\n"),
+        ("- f:\n\n      ```{.Python3}\n      def f():\n        a\n      ```", "def f():\n  a\n"),
+        ("<answer>\n```python\ndef f(): a\n```\n</answer>", "def f(): a\n"),
         ("```python\nunclosed", "unclosed"),
+        (fenced("    return a", "f()", ""), "    return a\n"),
+        ("```pycon\n>>> f()\n```", "```pycon\n>>> f()\n```"),
         ("no block", "no block"),
-        ("```python\na\n```\n```text\noutput\n```", "a\n"),
+        ("<think>\n```python\ndef f(): a\n```\n", ""),
     ],
 )
-def test_code_block(reply, code):
-    assert scores.code_block(reply) == code
+def test_the_program_in_a_reply(reply, code):
+    assert replies.program(reply, {"f"}) == code
+
+
+REPLIES = list(read_jsonl(Path(__file__).with_name("replies.jsonl")))
+
+
+@pytest.mark.parametrize("group", REPLIES)
+def test_scorers_agree_with_a_reader(group):
+    """Of {"task", "part", "document", "right": [reply], "missed", "wrong"}: the reader takes the "missed" ones for
+    right, the scorer does not. The parts, in the order of writing, are described in evaluation/README.md."""
+    for verdict in ("right", "missed", "wrong"):
+        for reply in group[verdict]:
+            score = getattr(scores, group["task"])(group["document"], [[reply]])
+            figure = next(value for name, value in score.items() if not name.startswith("lm_eval"))
+            assert figure == (verdict == "right"), reply
+
+
+def test_scorers_agree_with_a_reader_on_98_of_100_replies():
+    verdicts = {verdict: sum(len(group[verdict]) for group in REPLIES) for verdict in ("right", "missed", "wrong")}
+    assert sum(verdicts.values()) >= 200 and verdicts["missed"] <= 0.02 * sum(verdicts.values())
 
 
 def test_a_humaneval_reply_may_continue_or_begin_again():
@@ -206,6 +267,17 @@ def test_ruler_is_the_same_every_time(task):
         room = ruler.stock_config(task)["generation_kwargs"]["max_gen_toks"]
         assert len(tiny_tokenizer()(prompt)["input_ids"]) + room <= 1024 == document["max_length"]
         assert all(answer in prompt for answer in document["outputs"])
+
+
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_common_words_are_asked_for_after_a_worked_example(length):
+    """The prompt of RULER's own generator. lm-eval counts the example and drops it: 677 of 1,024 tokens are left."""
+    (document,) = ruler.samples("ruler_cwe", length, 1, 0, data.SMOKE, tiny_tokenizer())
+    example, prompt = document["input"].split("\nBelow is")
+    question = "What are the 10 most common words in the above list?"
+    assert f"{question} {document['gen_prefix']}1. " in example and prompt.endswith(question)
+    assert 0.95 * length < document["length"] <= length
+    assert suites._config("ruler_cwe")["target_delimiter"] == " "
 
 
 def squad_file(directory):
@@ -769,6 +841,26 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     assert (files / "notes.txt").read_text() == "mine" and not (tmp_path / "out" / "results.json").exists()
 
 
+def test_a_second_run_in_one_output_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "load_config", lambda *_: pytest.fail("the second run begins"))
+    with sole_writer(tmp_path / "out"), pytest.raises(UserError, match="Another run is writing .*out"):
+        run.main([str(tiny), "--suite", "smoke", "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_code_that_cannot_be_isolated_is_not_run_unasked(tiny, tmp_path, offline, monkeypatch):
+    monkeypatch.setattr(run_code, "_confirmed", False)
+    monkeypatch.setattr(run_code, "isolates", lambda: False)
+    smoke = [str(tiny), "--suite", "smoke", "--limit", "1", "--output", str(tmp_path / "out"), "--tasks"]
+    for task in ("mbpp", "humaneval", "mbpp_5shot", "humaneval_completion"):
+        with pytest.raises(UserError, match="leave their tasks out, or give --confirm-run-unsafe-code"):
+            run.main([*smoke, task])
+    assert not (tmp_path / "out").exists()
+    run.main([*smoke, "gsm8k"])
+    results = run.main([*smoke, "gsm8k", "humaneval_completion", "--confirm-run-unsafe-code"])
+    assert "humaneval_completion" in results["tasks"] and not results["isolated_code"]
+
+
 # The report
 
 
@@ -800,6 +892,7 @@ def test_the_mean_of_some_ruler_tasks_does_not_stand_beside_the_papers(tmp_path,
     text = (tmp_path / "report.md").read_text()
     assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == (left_out == 0)
     assert (tmp_path / "paper.png").exists() == (left_out == 0)
+    assert "ruler_cwe begins with its worked example" in text
 
 
 def test_every_figure_of_the_paper_belongs_to_a_task_and_metric():

@@ -9,14 +9,15 @@ import json
 import os
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from fetch_chromium import CHROMIUM
-from helpers import EVERY_KIND, LLAMA, command, last_line, random_model, small_config
+from helpers import EVERY_KIND, HYBRID, LLAMA, command, last_line, random_ids, random_model, small_config
 from tiny_training import byte_tokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig
 
 from experiments import explore_attention
 from experiments.explore_attention import LayerShape, Recorded, page, token_limit
@@ -101,6 +102,24 @@ def test_the_page_holds_what_the_model_computes(name, checkpoints, tmp_path):
         for matrix, rows in layers[i]["mixing"].items():
             torch.testing.assert_close(torch.tensor(rows), modules[matrix].weight.detach(), rtol=5e-4, atol=0)
     assert signs == ({False, True} if name == "every_kind" else {False})
+
+
+def test_attentions_in_tokens():
+    """Whole and cached, as clients read them: each token has a row that sums to 1; others stay."""
+    model = random_model(small_config(**HYBRID, sliding_window=3, num_pseudo_heads=3))
+    model.set_attn_implementation("eager")
+    ids, cache = random_ids(2, 7), DynamicCache(config=model.config)
+    for part in (ids[:, :6], ids[:, 6:]):
+        output = model(part, past_key_values=cache, output_attentions=True)
+        maps = model.token_attentions(output.attentions, part.shape[1])
+        for kind, virtual, weights in zip(model.config.attention_kinds, output.attentions, maps, strict=True):
+            assert weights.shape[:3] == (2, 4, part.shape[1])
+            torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
+            if kind == "mha":
+                assert torch.equal(weights, virtual)
+            for n, m in product(range(weights.shape[2]), range(weights.shape[3]) if kind == "iha" else ()):
+                expected = sum(virtual[..., 3 * n + p, 3 * m + r] for p, r in product(range(3), repeat=2)) / 3
+                torch.testing.assert_close(weights[..., n, m], expected)
 
 
 def test_a_kind_without_weights_leaves_its_layer_out(checkpoints, tmp_path):
@@ -277,6 +296,11 @@ def test_in_a_browser(browser, checkpoints, tmp_path):
         assert float(shown) == pytest.approx(value, abs=0.01)
         assert f"is {shown}, from query" in opened.status()
 
+    # First, all pseudo-heads together, as anybody reduces the model's attentions.
+    model, ids = checkpoints[1]["per_head"], byte_tokenizer()(PROMPT, return_tensors="pt")["input_ids"]
+    output = model(ids, output_attentions=True, use_cache=False)
+    assert_shows(model.token_attentions(output.attentions, ids.shape[1])[0][0, 0].detach())
+    tab.select_option("#query", "0")
     assert_shows(weights[0][0][0, :, 0].sum(-1))
     tab.select_option("#layer", "1")
     tab.select_option("#head", "2")

@@ -12,7 +12,7 @@ from helpers import (
     IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
-    collapse_short_inputs_first,
+    keep_base_states,
     logits_in_chunks,
     random_ids,
     random_model,
@@ -45,11 +45,11 @@ from modeling_iha import (
 LENGTH = 11
 
 
-@pytest.fixture(params=["collapse_first", "eager", "sdpa", "flash_attention_2", "flex_attention"])
+@pytest.fixture(params=["base", "eager", "sdpa", "flash_attention_2", "flex_attention"])
 def core(request, monkeypatch):
     """Every attention core: the flash one is the CPU stand-in, flex_attention runs uncompiled."""
     fake_flash.install(monkeypatch)
-    collapse_short_inputs_first(monkeypatch)
+    keep_base_states(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield request.param
 

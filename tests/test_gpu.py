@@ -4,14 +4,11 @@ Skipped without one; `make test` on a CPU covers eager, sdpa, flex (forward) and
 kernels.
 """
 
-import importlib.util
-
 import pytest
 import torch
 from helpers import set_core
 from transformers.utils import is_flash_attn_2_available
 
-from gpu_kernels.attention import attention
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -28,10 +25,7 @@ def flash_4_available():
 
 CORES = [
     "sdpa",
-    pytest.param(
-        "fused_triton",
-        marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-    ),
+    "base",
     "flex_attention",
     pytest.param(
         "flash_attention_2",
@@ -65,9 +59,7 @@ def build(geometry, core, dtype=torch.bfloat16):
         "tiny", **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, **GEOMETRIES[geometry]}
     )
     model = IHAForCausalLM(config).to(torch.bfloat16).to("cuda", dtype)
-    set_core(model, "sdpa" if core == "fused_triton" else core)
-    if core == "fused_triton":
-        model.model.attention_form = attention
+    set_core(model, core)
     return model.train()
 
 

@@ -49,8 +49,10 @@ from transformers import (
 )
 repo_id, first, prompt = request["repo_id"], request["first"], request["prompt"]
 pinned = {"revision": first, "trust_remote_code": True}
-tokenizer = AutoTokenizer.from_pretrained(repo_id, **pinned)
+tokenizer = AutoTokenizer.from_pretrained(repo_id, revision=first, trust_remote_code=False)
+result = {"code_for_the_tokenizer": [name for name in sys.modules if name.startswith("transformers_modules.")]}
 config = AutoConfig.from_pretrained(repo_id, **pinned)
+config.save_pretrained(request["again"] + "config")
 inputs = tokenizer(prompt, return_tensors="pt")
 
 def describe(model):
@@ -63,7 +65,7 @@ def describe(model):
         }
 
 model = AutoModelForCausalLM.from_pretrained(repo_id, **pinned)
-result = {"config": type(config).__name__, "first": describe(model)}
+result |= {"config": type(config).__name__, "first": describe(model)}
 model.save_pretrained(request["again"])
 tokenizer.save_pretrained(request["again"])
 result["newest"] = describe(AutoModelForCausalLM.from_pretrained(repo_id, trust_remote_code=True))
@@ -109,7 +111,7 @@ def test_the_code_of_a_checkpoint_is_short_enough_to_read(tmp_path):
     """A stranger reads it before trusting it: `wc -l` of what an "iha" model ships. The aim is 1,600."""
     random_model(small_config()).save_pretrained(tmp_path)
     lines = {path.name: path.read_text().count("\n") for path in tmp_path.glob("*.py")}
-    assert lines.keys() == IHA_CODE and sum(lines.values()) <= 1756, lines
+    assert lines.keys() == IHA_CODE and sum(lines.values()) <= 1772, lines
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +252,7 @@ def test_load_by_id_at_a_revision(hub, commits, trained, second, tmp_path, monke
             torch.testing.assert_close(torch.tensor(result[name]["logits"]), model(inputs["input_ids"]).logits)
         assert result[name]["tokens"] == tokens.tolist() and result[name]["revision"] == revision
         assert result[name]["module"].startswith("transformers_modules.me.iha.")
-    assert result["config"] == "IHAConfig" and result["tag"] == 1
+    assert result["config"] == "IHAConfig" and result["tag"] == 1 and result["code_for_the_tokenizer"] == []
     length = inputs["input_ids"].shape[1]
     assert result["heads"] == {
         "IHAForSequenceClassification": [[1, 3], ["score"]],
@@ -260,7 +262,8 @@ def test_load_by_id_at_a_revision(hub, commits, trained, second, tmp_path, monke
     text = tokenizer.decode(result["first"]["tokens"][length:], skip_special_tokens=True)
     assert result["pipeline"] == text
 
-    for directory in (again, *(Path(f"{again}{head}") for head in result["heads"])):
+    # A config that is saved alone, as merging tools do, brings the code of the model too.
+    for directory in (again, *(Path(f"{again}{name}") for name in ("config", *result["heads"]))):
         assert json.loads((directory / "config.json").read_text())["auto_map"] == AUTO_MAP
         assert {path.name for path in directory.glob("*.py")} == IHA_CODE
         for name in IHA_CODE:

@@ -12,8 +12,8 @@ from helpers import (
     SCORE_MATRIX,
     assert_close,
     causal_4d,
-    collapse_short_inputs_first,
     cumulative_lengths,
+    keep_base_states,
     random_ids,
     random_model,
     set_core,
@@ -36,7 +36,7 @@ ONES = torch.ones(1, 10, dtype=torch.long)
 def on_cpu(monkeypatch):
     """The flash core is the CPU stand-in, flex_attention runs uncompiled."""
     fake_flash.install(monkeypatch)
-    collapse_short_inputs_first(monkeypatch)
+    keep_base_states(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -100,7 +100,7 @@ def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("core", ["collapse_first", "eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("core", ["base", "eager", "sdpa", "flex_attention"])
 @torch.no_grad()
 def test_custom_masks_equal_the_padding_they_express(core, geometry, kind):
     """At once, and in chunks through a cache; window layers keep their window."""
@@ -143,6 +143,17 @@ def test_flash_refuses_a_custom_mask():
         geometry_model("global", FLASH)(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
 
 
+@pytest.mark.parametrize("core", ["eager", "sdpa", "flex_attention"])
+def test_flex_attention_on_a_cpu_warns(core, recwarn):
+    """Compiled, it is killed by a custom mask: the warning comes before."""
+    model = geometry_model("global", core)
+    recwarn.clear()
+    with torch.no_grad():
+        model(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
+    warned = [str(warning.message) for warning in recwarn if "FlexAttention" in str(warning.message)]
+    assert len(warned) == (core == "flex_attention") and all("use 'sdpa' or 'eager'" in text for text in warned)
+
+
 # Packing
 
 
@@ -171,11 +182,11 @@ PACKINGS = {
     "positions": ({"position_ids": POSITIONS, "use_cache": False}, CORES),
     "positions_in_two_rows": (
         {"position_ids": POSITIONS.expand(2, -1), "use_cache": False, "rows": 2},
-        ["collapse_first", "eager", "sdpa", "flex_attention"],
+        ["base", "eager", "sdpa", "flex_attention"],
     ),
     "positions_for_two_rows": (
         {"position_ids": POSITIONS, "use_cache": False, "rows": 2},
-        ["collapse_first", "eager", "sdpa", "flex_attention"],
+        ["base", "eager", "sdpa", "flex_attention"],
     ),
     "positions_with_a_cache": ({"position_ids": POSITIONS, "use_cache": True}, [FLASH]),
     "positions_with_a_mask": ({"position_ids": POSITIONS, "attention_mask": ONES, "use_cache": False}, [FLASH]),
@@ -216,7 +227,7 @@ def test_packing_is_kept_apart_or_refused(core, case):
         LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4),
         LlamaForCausalLM,
     )
-    llama.set_attn_implementation("sdpa" if core == "collapse_first" else core)
+    llama.set_attn_implementation("sdpa" if core == "base" else core)
     if core in cores:
         assert packing_error(model, **inputs) < 1e-5
         assert packing_error(llama, **inputs) < 1e-5

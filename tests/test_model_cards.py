@@ -338,6 +338,20 @@ def test_what_differs_from_its_record_is_named(made, tmp_path, index, monkeypatc
         make_checkpoints.main(arguments)
 
 
+def test_an_output_is_a_place_of_the_caller(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(make_checkpoints, "recipes", lambda _: {"a": lambda output, name: seen.append(output)})
+    monkeypatch.setattr(make_checkpoints, "write_index", lambda index: seen.append(index))
+    monkeypatch.chdir(tmp_path)
+    make_checkpoints.main(["--output", "out", "--index", "index"])
+    assert seen == [tmp_path / "out", tmp_path / "index"]
+    # In the checkout, paths stay relative to it: they stand in the commands of a record.
+    monkeypatch.chdir(make_checkpoints.ROOT / "docs")
+    make_checkpoints.main(["--output", "../outputs/a"])
+    make_checkpoints.main([])
+    assert seen[2::2] == [Path("outputs/a"), make_checkpoints.OUTPUT]
+
+
 def test_the_commands_name_no_place_of_this_machine(made):
     script = make_checkpoints.script(made.commands)
     assert script.endswith("python -m module 'an argument' \"$STORY\"\n") and "SMOLLM2" not in script

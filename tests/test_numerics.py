@@ -23,7 +23,7 @@ from helpers import (
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from modeling_iha import IHAForCausalLM
+from modeling_iha import IHAForCausalLM, absorbed_decode, cpu_precision
 
 
 # In half precision "diff" is DiffLlama bit by bit (test_diff.py): no figure of its own, since the gradient of lambda
@@ -67,6 +67,36 @@ def test_half_precision(kinds, dtype, core, how, monkeypatch):
     assert_close(logits.float(), expected_logits, LOGITS[dtype])
     for name, gradient in gradients.items():
         assert_close(gradient, expected[name], GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("how", ["loaded", "autocast"])
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", EVERY_KIND["attention_kinds"])
+def test_half_precision_on_a_cpu_without_products_of_it(kind, core, how, monkeypatch):
+    """Attention in float32, from and into bfloat16: no further from float32 than bfloat16's own products, with a mask
+    that is added, gradients, and decoding that widens the cache in parts."""
+    monkeypatch.setattr(absorbed_decode, "WIDENED_TOKENS", 5)
+    config = small_config(attention_kinds=kind, num_key_value_heads=4)
+    input_ids = random_ids(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    outputs = {}
+    for name in ("exact", "native", "widened"):
+        monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16] if name == "widened" else [])
+        half = name != "exact"
+        model = random_model(config, dtype=torch.bfloat16 if half and how == "loaded" else torch.float32)
+        set_core(model, "base" if core == "sdpa" else core)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half and how == "autocast"):
+            logits = model(input_ids, attention_mask=mask, use_cache=False).logits
+            gradients = torch.autograd.grad(logits[mask.bool()].float().square().mean(), list(model.parameters()))
+            with torch.no_grad():
+                cache = model(input_ids[:, :11], use_cache=True).past_key_values
+                token = model(input_ids[:, 11:], past_key_values=cache).logits
+        outputs[name] = [logits[mask.bool()], torch.cat([g.flatten() for g in gradients]), token]
+        assert not half or how != "loaded" or logits.dtype == token.dtype == torch.bfloat16
+    for exact, native, widened in zip(*outputs.values()):
+        errors = [(states.float() - exact).norm() / exact.norm() for states in (native, widened)]
+        assert errors[1] < max(1.2 * errors[0], 0.01), errors
 
 
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])

@@ -23,7 +23,6 @@ from trl import SFTConfig
 
 from command_io import UserError
 from modeling_iha import score_matrix, virtual_sequence, window_blocks
-from modeling_iha.virtual_sequence import MaskInputs
 from sft.packing import check_packing
 from sft.trainer import MixingTrainer
 
@@ -89,8 +88,9 @@ def model_of(geometry: str, core: str):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Queries go in blocks of 4, so that documents begin inside, at and across the ends of blocks."""
-    for module in (virtual_sequence, window_blocks, score_matrix):
-        monkeypatch.setattr(module, "BLOCK", 4)
+    for module in (virtual_sequence, window_blocks):
+        monkeypatch.setattr(module, "MIN_BLOCK", 4)
+    monkeypatch.setattr(score_matrix, "BLOCK", 4)
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -120,7 +120,7 @@ def test_a_packed_batch_is_learned_as_its_documents_alone(geometry, core, cpu_co
 def test_a_packed_llama_is_learned_as_its_documents_alone(core, cpu_cores, tmp_path):
     """The twin that IHA is compared with trains on the same packed rows."""
     model = random_model(LLAMA, LlamaForCausalLM, dtype=torch.float64)
-    model.set_attn_implementation("sdpa" if core == "collapse_first" else core)
+    model.set_attn_implementation("sdpa" if core == "base" else core)
     trainer = packed_trainer(model, tmp_path)
     check_packing(model, trainer.args)
     batch = next(iter(trainer.get_train_dataloader()))
@@ -138,10 +138,10 @@ def test_packed_layers_build_no_mask_on_sdpa(geometry, form):
     for mask in model.base_model.create_masks(torch.empty(1, 301, 0), None, None, position_ids).values():
         assert mask.attention_mask is None and mask.document_ids.unique().numel() == 3
     # One document, and several rows of documents, keep the mask that Transformers makes.
-    inputs = MaskInputs(model.config, torch.empty(2, 301, 0), position_ids=position_ids.expand(2, -1))
-    assert not inputs.is_packed_row
-    inputs = MaskInputs(model.config, torch.empty(1, 301, 0), position_ids=torch.arange(301)[None])
-    assert not inputs.is_packed_row
+    for positions in (position_ids.expand(2, -1), torch.arange(301)[None]):
+        embeds = torch.empty(len(positions), 301, 0)
+        for key, mask in model.base_model.create_masks(embeds, None, None, positions).items():
+            assert key.is_sliding or mask.document_ids is None
 
 
 def test_cores_that_are_not_known_to_keep_documents_apart_are_refused(monkeypatch, tmp_path):

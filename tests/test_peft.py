@@ -1,20 +1,27 @@
 """PEFT: adapters on the projections beside mixing and collapse weights that stay trainable, and learned prompts."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from datasets import Dataset
 from helpers import GEOMETRIES, PROJECTIONS, assert_close, greedy, random_ids, random_model, small_config, take_a_step
+from mechanism_checks import Mechanism
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny_sources import tiny_source
-from tiny_training import LONG_ROPE, byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from tiny_training import LONG_ROPE, ROOT, byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from trl import SFTConfig
+from trl.scripts import sft as trl_sft
 
 from command_io import UserError
 from conversion_scripts.checkpoint_io import load_in_clean_process, run_in_clean_process
+from model_cards.render import render_card
 from modeling_iha import IHAForCausalLM
+from modeling_iha.attention_dcmha import CompositionWeights
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from sft import train
 from sft.arguments import RunArguments
@@ -76,7 +83,8 @@ def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
 def test_each_mixing_module_counts_from_the_adapter(kind, module):
     """The saved copy of a module is what runs: PEFT replaces a module, and would change nothing for a bare
     parameter."""
-    model = get_peft_model(random_model(small_config(attention_kinds=kind)), lora(modules_to_save=[module]))
+    config = Mechanism(kind, ATTENTION_CLASSES[kind].example_options).config()
+    model = get_peft_model(random_model(config), lora(modules_to_save=[module]))
     before = logits_of(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -157,6 +165,54 @@ def test_prefix_tuning(geometry, tmp_path):
     assert torch.equal(generated, greedy(model, random_ids(2, 9), 6))
 
 
+# Commands of cards and documents
+
+COMMAND = re.compile(r"^(?:trl|accelerate launch) .*(?:--use_peft|recipes/lora/).*$", re.MULTILINE)
+CARDS = {
+    kind: small_config(vocab_size=300, attention_kinds=kind, rope_parameters=LONG_ROPE)
+    for kind in ("iha", "mha", "talking_heads", "dcmha")
+}
+DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/SUPPORT.md", "sft/recipes/README.md")}
+NAMED = [
+    pytest.param(command, config, id=f"{name}-{shlex.split(command)[0]}")
+    for name, text, config in (
+        *((kind, render_card(config, "smollm2-iha"), config) for kind, config in CARDS.items()),
+        *((name, text, CARDS["iha"]) for name, text in DOCUMENTS.items()),
+    )
+    for command in COMMAND.findall(text)
+]
+
+
+@pytest.mark.parametrize(("command", "config"), NAMED)
+def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, monkeypatch):
+    """With a model, rows and a size of the test; its adapters are those of `sft/train.py`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    model, tokenizer = random_model(config), byte_tokenizer()
+    model.save_pretrained("smollm2-iha")
+    tokenizer.save_pretrained("smollm2-iha")
+    (tmp_path / "sft").symlink_to(ROOT / "sft")
+    write_jsonl(Path("rows.jsonl"), training_rows(20))
+    Path("rows").mkdir()
+    messages = [{"role": role, "content": "1+1?"} for role in ("user", "assistant")]
+    write_jsonl(Path("rows/train.jsonl"), [{"messages": messages}] * 4)
+
+    size = (
+        "--max_steps 1 --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --use_cpu true --report_to none"
+    )
+    program, _, *arguments = shlex.split(f"{command.replace('$name', 'smollm2-iha')} {size}")
+    if program == "trl":
+        parsed = trl_sft.make_parser().parse_args_and_config(arguments)
+        trl_sft.main(*parsed)
+    else:
+        train.main(arguments[arguments.index("--config") :])
+    [saved] = Path("tuned").glob("checkpoint-*")
+    adapters, expected = LoraConfig.from_pretrained(saved), lora_config(RunArguments("", "", use_peft=True), model)
+    assert adapters.modules_to_save == expected.modules_to_save
+    targets = [get_peft_model(random_model(config), each).targeted_module_names for each in (adapters, expected)]
+    assert targets[0] == targets[1]
+
+
 # sft/train.py
 
 
@@ -170,9 +226,34 @@ def tiny(tmp_path_factory) -> str:
     return str(directory)
 
 
-def test_mixing_keeps_its_parameter_group_under_peft(tiny, tmp_path):
-    model = IHAForCausalLM.from_pretrained(tiny)
-    run = RunArguments(tiny, "", use_peft=True)
+# What `MixingTrainer` makes of the parameters that a kind has beside its projections: (learning rate, weight decay,
+# whether they are trained beside adapters). The table of sft/recipes/README.md says the same.
+MIXES, MATRIX, VECTOR = (1e-2, 0.0, True), (1e-3, 0.1, True), (1e-3, 0.0, False)
+OWN_PARAMETERS = {
+    "mha": {},
+    "iha": dict.fromkeys(("q_mix.weight", "k_mix.weight", "v_mix.weight", "collapse.weight"), MIXES),
+    "talking_heads": dict.fromkeys(("score_mix.weight", "weight_mix.weight"), MIXES),
+    "diff": dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), VECTOR),
+    "dcmha": {
+        **dict.fromkeys(("pre_base.weight", "post_base.weight"), MIXES),
+        **{
+            f"{stage}_{side}.{part}": MATRIX
+            for stage in ("pre", "post")
+            for side in ("query", "key")
+            for part in ("w1.weight", "w2", "gate.weight")
+        },
+    },
+    "hyper_feature": {},
+    "hyper": {},
+    "simplicial": {},
+}
+
+
+@pytest.mark.parametrize("use_peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ATTENTION_CLASSES)
+def test_what_trains_and_what_decays(kind, use_peft, tmp_path):
+    model = random_model(Mechanism(kind, ATTENTION_CLASSES[kind].example_options).config(num_hidden_layers=1))
+    run = RunArguments("", "", use_peft=use_peft)
     trainer = MixingTrainer(
         model=model,
         args=SFTConfig(str(tmp_path), learning_rate=1e-3, weight_decay=0.1, use_cpu=True, report_to="none"),
@@ -181,23 +262,45 @@ def test_mixing_keeps_its_parameter_group_under_peft(tiny, tmp_path):
         peft_config=lora_config(run, model),
         mixing_learning_rate=1e-2,
     )
-    groups = trainer.create_optimizer().param_groups
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
-    grouped = [{names[id(parameter)] for parameter in group["params"]} for group in groups]
-    assert set.union(*grouped) == set(names.values())
-    assert grouped[-1] == {
-        f"base_model.model.model.layers.{layer}.self_attn.{module}.modules_to_save.default.weight"
-        for layer in range(2)
-        for module in MIXING
+    trained = {
+        names.pop(id(parameter)).replace(".modules_to_save.default", "").rpartition("layers.0.")[2]: (
+            *(group["lr"], group["weight_decay"]),
+            True,
+        )
+        for group in trainer.create_optimizer().param_groups
+        for parameter in group["params"]
     }
-    assert groups[-1]["lr"] == pytest.approx(1e-2) and groups[-1]["weight_decay"] == 0.0
-    assert {group["lr"] for group in groups[:-1]} == {1e-3}
+    assert not names  # each in one group
+    own = {f"self_attn.{name}": how for name, how in OWN_PARAMETERS[kind].items() if how[2] or not use_peft}
+    others = {name: how[:2] for name, how in trained.items() if name not in own}
+    assert {name: trained[name][:2] for name in own} == {name: how[:2] for name, how in own.items()}
+    if use_peft:
+        assert set(others.values()) == {(1e-3, 0.1)} and all("lora_" in name for name in others)
+    else:
+        assert others == {name: (1e-3, 0.0 if "norm" in name else 0.1) for name in others}
+        assert {name.split(".")[1] for name in others if name.startswith("self_attn.")} == set(PROJECTIONS)
 
 
-@pytest.mark.parametrize("kind", ["iha", "talking_heads"])
-def test_adapters_leave_the_mixing_trainable(kind):
-    model = random_model(small_config(attention_kinds=kind))
-    assert lora_config(RunArguments("", "", use_peft=True), model).modules_to_save == MODULES[kind]
+def test_matrices_that_deepspeed_has_taken_apart_decay():
+    linear = torch.nn.Linear(3, 2)
+    linear.weight.ds_shape, linear.weight.data = linear.weight.shape, torch.empty(0)
+    assert MixingTrainer.__new__(MixingTrainer).get_decay_parameter_names(linear) == ["weight"]
+
+
+def test_adapters_learn_a_composition_from_its_exact_start():
+    """`w2` is zero there in one half, without which `w1` has no gradient; no adapter fits it."""
+    model = random_model(small_config(attention_kinds="dcmha"))
+    for module in model.modules():
+        if isinstance(module, CompositionWeights):
+            module.init_identity()
+    adapted = get_peft_model(model, lora_config(RunArguments("", "", use_peft=True), model))
+    composition = {name: value for name, value in adapted.named_parameters() if ".modules_to_save." in name}
+    before = {name: value.detach().clone() for name, value in composition.items()}
+    for _ in range(2):
+        take_a_step(adapted)
+    assert {name.rpartition(".default.")[2] for name in composition} == {"w1.weight", "w2", "gate.weight"}
+    assert not any(torch.equal(value, before[name]) for name, value in composition.items())
 
 
 def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(tiny, tmp_path):

@@ -376,6 +376,7 @@ PAIR = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{**ASSISTANT, "con
         ({**PAIR, "chosen": [USER, ASSISTANT]}, ["column 'chosen'", "first turn", "assistant"]),
         ({**PAIR, "prompt": [USER, ASSISTANT]}, ["column 'prompt'", "last turn", "user"]),
         ({**PAIR, "rejected": [ASSISTANT]}, ["the same"]),
+        ({**PAIR, "rejected": [{**ASSISTANT, "content": " A\n"}]}, ["the same but for white space"]),
         ("[1]", ["expected a JSON object"]),
     ],
 )
@@ -400,6 +401,17 @@ def test_pairs_that_teach_nothing_within_the_length_are_refused(tiny, pairs_file
         build("dpo", tiny, path, tmp_path, max_length=0)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_template_that_fails_is_refused(name, tiny, rows_file, pairs_file, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    model = tmp_path / "model"
+    IHAForCausalLM.from_pretrained(tiny).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    with pytest.raises(UserError, match="the chat template does not take it: division by zero"):
+        build(name, str(model), {"dpo": pairs_file, "grpo": rows_file}[name], tmp_path)
+
+
 def test_pairs_come_from_the_hub_as_well(tmp_path, monkeypatch):
     monkeypatch.setattr(train_dpo, "load_dataset", lambda name, split: [{**PAIR, "score": 1}])
     assert train_dpo.load_pairs("someone/pairs", "train")[0] == PAIR
@@ -410,6 +422,27 @@ def test_pairs_come_from_the_hub_as_well(tmp_path, monkeypatch):
     monkeypatch.setattr(train_dpo, "load_dataset", missing)
     with pytest.raises(UserError, match="cannot load dataset 'someone/pairs', split 'train': no such dataset"):
         train_dpo.load_pairs("someone/pairs", "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "expected"),
+    [
+        *(("dpo", "beta", value, "0 or more") for value in (-1, "nan", "inf")),
+        ("dpo", "beta", 0, "above 0"),
+        ("dpo", "label_smoothing", 2, "below 0.5"),
+        ("dpo", "dataset_split", "test", "no split"),
+        ("grpo", "beta", -1, "0 or more"),
+        ("grpo", "temperature", 0, "above 0"),
+        ("grpo", "max_completion_length", 0, "at least 1"),
+    ],
+)
+def test_an_impossible_value_is_refused_before_the_model_is_loaded(
+    name, key, value, expected, unread, rows_file, pairs_file, tmp_path
+):
+    rows = {"dpo": pairs_file, "grpo": rows_file}[name]
+    with pytest.raises(UserError) as refused:
+        COMMANDS[name].main(command(name, unread, rows, tmp_path / "run", **{key: value}))
+    assert key.removeprefix("dataset_") in str(refused.value) and expected in str(refused.value)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

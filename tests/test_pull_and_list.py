@@ -12,18 +12,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import IHA_CODE, command, last_line, random_model, small_config
+from helpers import IHA_CODE, command, last_line, plant, random_model, small_config
 from huggingface_hub import constants
 from loopback_hub import Fault, File, HubError, LoopbackHub
 from tiny_sources import tiny_source, tiny_tokenizer
 
+from command_io import UserError
 from conversion_scripts import (
+    check_remote_code,
     convert_llama_to_iha,
+    foreign_code,
     list_checkpoints,
     pull_from_hub,
     push_to_hub,
     verify_conversion,
 )
+from conversion_scripts.checkpoint_io import load_config, load_in_clean_process
 from evaluation import run as evaluate
 from model_cards import render
 
@@ -160,7 +164,7 @@ def test_what_may_not_be_read_needs_another_right_than_to_write(method, hub, pul
 
 def test_an_error_of_a_pull_names_what_is_still_there(hub, pull, tmp_path):
     hub.head("me/iha")["generation_config.json"] = File(b"[]", False)
-    assert "me/iha has no usable generation_config.json" in (error := pull()) and ".tmp" not in error
+    assert "me/iha/generation_config.json holds a list" in (error := pull()) and ".tmp" not in error
 
 
 def test_pull_runs_known_code_only(hub, pull):
@@ -168,6 +172,77 @@ def test_pull_runs_known_code_only(hub, pull):
     hub.head("me/iha")["modeling_iha.py"] = File(code, False)
     assert "modeling_iha.py of" in (error := pull()) and "--trust-code" in error
     assert "Revision: " in pull("--trust-code")
+
+
+def test_pull_runs_nothing_before_it_may(hub, pull, saved, tmp_path, monkeypatch):
+    """What was planted is live: with --trust-code the load runs it."""
+    monkeypatch.setattr(pull_from_hub, "load_in_clean_process", load_in_clean_process)
+    planted, mark = shutil.copytree(saved, tmp_path / "planted"), tmp_path / "mark"
+    names = plant(planted, mark)
+    hub.add("me/iha", planted)
+    error = pull()
+    assert all(name in error for name in names) and "--trust-code" in error and not mark.exists()
+    pull("--trust-code")
+    assert set(mark.read_text().split()) == {"planted_tokenizer.py", "custom_generate/generate.py"}
+
+
+FOREIGN = {
+    "another repository": ("tokenizer_config.json", {"AutoTokenizer": ["you/code--tokenizer.T", None]}, "you/code--"),
+    "a folder": ("tokenizer_config.json", {"AutoTokenizer": ["sub/evil.T", None]}, "sub/evil.py"),
+    "an absolute path": ("preprocessor_config.json", {"AutoProcessor": "/tmp/evil.P"}, "/tmp/evil.py"),
+    "no object": ("tokenizer_config.json", ["evil.T", None], "evil.py"),
+    "an escape": ("tokenizer_config.json", {"AutoTokenizer": ["\x1b[2Jevil.T", None]}, "\\x1b[2Jevil.py"),
+    "ours": ("tokenizer_config.json", {"AutoTokenizer": ["modeling_iha.IHAModel", None]}, None),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_code_is_named(name, saved, tmp_path):
+    file, auto_map, message = FOREIGN[name]
+    directory = shutil.copytree(saved, tmp_path / "iha")
+    (directory / "train.py").write_text("nothing imports this")
+    (directory / "__init__.py").write_text("nor this")
+    (directory / file).write_text(json.dumps({"a": [{"auto_map": auto_map}]}))
+    if message is None:
+        return foreign_code.refuse_foreign_code(directory, trust_code=False)
+    with pytest.raises(UserError) as error:
+        foreign_code.refuse_foreign_code(directory, trust_code=False)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("configuration_files", ["config.4.0.0.json"], "configuration_files"),
+        ("attn_implementation", {"": "org/kernel"}, "attn_implementation {'': 'org/kernel'}"),
+    ],
+)
+def test_a_config_that_leads_elsewhere_is_foreign(key, value, named, saved, tmp_path):
+    """To another config, with an `auto_map` of its own, or to a kernel of the Hub."""
+    directory = shutil.copytree(saved, tmp_path / "iha")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, key: value}))
+    assert foreign_code.foreign_code(directory) == [f"{named} in config.json"]
+    with pytest.raises(UserError) as error:
+        load_config(directory)
+    assert f"{named} would load what is not in the checkpoint" in str(error.value)
+
+
+def test_the_other_commands_run_no_code_of_a_checkpoint(saved, tmp_path, monkeypatch, capsys):
+    """They load weights into this package's classes. (A server with such a checkpoint: tests/test_serving.py.)"""
+    directory, mark = shutil.copytree(saved, tmp_path / "planted"), tmp_path / "mark"
+    plant(directory, mark)
+    smoke = ("--suite", "smoke", "--tasks", "gsm8k", "--samples", 1, "--max-new-tokens", 4)
+    for module, arguments in (
+        (list_checkpoints, [directory]),
+        (check_remote_code, [directory]),
+        (verify_conversion, [directory, directory, "--tokens", 20, "--max-new-tokens", 4]),
+        (evaluate, [directory, *smoke, "--output", tmp_path / "results"]),
+    ):
+        code, out, err = command(monkeypatch, capsys, module, *arguments)
+        assert code == 0, err
+        assert ("planted_tokenizer.py" in err) == (module in (verify_conversion, evaluate)), err
+    assert not mark.exists()
 
 
 def test_pull_leaves_what_is_there(hub, pull, tmp_path, monkeypatch, capsys):
@@ -232,6 +307,19 @@ def test_list_shows_an_account(hub, saved, monkeypatch, capsys):
     hub.faults.append(Fault("GET", "/api/models", HubError(429, "Slow down")))
     code, _, err = command(monkeypatch, capsys, list_checkpoints, "me")
     assert code == 1 and "wait some minutes" in last_line(err)
+
+
+def test_list_shows_no_control_characters(saved, tmp_path, monkeypatch, capsys):
+    """Of a folder's name, a card or a damaged config: a terminal would act on them."""
+    evil = tmp_path / "\x1b[31mred\u202e"
+    shutil.copytree(saved, evil)
+    (evil / "README.md").write_text('---\nbase_model: "me/\\e]0;title\\a"\n---\n')
+    shutil.copytree(saved, tmp_path / "bad")
+    config = json.loads((saved / "config.json").read_text()) | {"attention_kinds": "\x1b[2Jiha"}
+    (tmp_path / "bad" / "config.json").write_text(json.dumps(config))
+    code, out, err = command(monkeypatch, capsys, list_checkpoints, tmp_path)
+    assert code == 0 and (out + err).replace("\n", "").isprintable()
+    assert "\\x1b[31mred\\u202e" in out and "me/\\x1b]0;title\\x07" in out and "\\x1b[2Jiha" in err
 
 
 @pytest.mark.parametrize("module", [pull_from_hub, list_checkpoints])

@@ -153,6 +153,7 @@ def test_a_single_source_is_left_alone():
         ("[]", "expected a list"),
         ("{path: a, share: 1}", "expected a list"),
         ("[{path: a}]", "entry 1"),
+        ("[{path: a, path: b, share: 1}]", "the key 'path' is given twice"),
         ("[{path: a, share: 0.5}, {path: b, share: .nan}]", "entry 2: share is nan"),
         ("[{path: a, share: true}]", "entry 1: share is True"),
         ("[{path: a, share: 0.5}, {path: b, share: 0.4}]", "add up to 0.9"),

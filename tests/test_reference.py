@@ -79,7 +79,7 @@ def in_each_form(**choices):
     """Every combination of these choices in both forms of the fixture `form`. One pseudo-head and a collapse over all
     heads are always computed on the virtual sequence: once is enough."""
     names, cases = ("form", *choices), []
-    for form, *values in product(["virtual", "collapse_first"], *choices.values()):
+    for form, *values in product(["virtual", "base"], *choices.values()):
         fields = dict(zip(choices, values))
         if form == "virtual" or (fields["num_pseudo_heads"] > 1 and fields["pseudo_collapse"] == "per_head"):
             cases.append((form, *values))

@@ -1,11 +1,23 @@
-"""Programs that a model wrote run apart, within limits, and pass only by running to their end."""
+"""Programs that a model wrote run apart, behind the kernel's wall and within limits, and pass only by running to their
+end."""
 
 import os
-import subprocess
+import socket
+import sys
+from pathlib import Path
 
 import pytest
 
+from command_io import UserError
 from evaluation import run_code
+
+
+isolated = pytest.mark.skipif(not run_code.isolates(), reason="the system makes no namespaces for this user")
+
+
+@pytest.fixture(autouse=True)
+def confirmed(monkeypatch):
+    monkeypatch.setattr(run_code, "_confirmed", True)
 
 
 PASSING = {
@@ -16,7 +28,16 @@ PASSING = {
     "own file": "open('a', 'w').write('x'); assert open('a').read() == 'x'",
     "no environment": "import os; assert set(os.environ) <= {'PYTHONHASHSEED', 'OPENBLAS_NUM_THREADS', 'LC_CTYPE'}",
     "no input": "import sys; assert sys.stdin.read() == ''",
-    "main": "assert __name__ == '__main__'",
+    "main": "import sys; assert __name__ == '__main__' and sys.modules['__main__'].__dict__ is globals()",
+    "asyncio": "import asyncio\nasync def f(): return 1\nassert asyncio.run(f()) == 1",
+    "a large program": f"x = {'x' * 200_000!r}",
+}
+NEEDS_PROCESSES = {
+    "threads": "from concurrent.futures import ThreadPoolExecutor as T\nassert list(T(4).map(abs, [-1, -2])) == [1, 2]",
+    "process": "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)",
+    "shell": "import os; assert os.system('exit 0') == 0",
+    "processes": "import multiprocessing as m\ndef f(x): return -x\nassert m.Pool(2).map(f, [1]) == [-1]",
+    "a temporary file": "import tempfile; tempfile.TemporaryFile().write(b'x')",
 }
 FAILING = {
     "assertion": "assert sum([1, 2]) == 4",
@@ -31,13 +52,40 @@ FAILING = {
     "large file": "open('a', 'wb').write(bytes(2 << 20))",
     "processor time": "while True: pass",
     "caught interrupts": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
-    "socket": "import socket; socket.socket()",
-    "process": "import subprocess; subprocess.run(['true'])",
-    "shell": "import os; os.system('true')",
-    "fork": "import os; os.fork()",
-    "signal to the parent": "import os; os.kill(os.getppid(), 0)",
-    "native library": "import ctypes; ctypes.CDLL('libc.so.6')",
+    "the key": """
+import os, sys
+key = sys.modules['__main__'].secret
+for descriptor in range(64):
+    try: os.write(descriptor, key)
+    except OSError: pass
+os._exit(0)""",
+}
+# Each fails, or leaves alone what a test has outside: OUTSIDE is a directory with the file `kept`, PID this process.
+ESCAPES = {
+    "write": "open('OUTSIDE/new', 'w')",
+    "read": "open('OUTSIDE/kept')",
+    "remove": "import os; os.remove('OUTSIDE/kept')",
+    "link": "import os; os.symlink('OUTSIDE/kept', 'link'); open('link', 'w')",
+    "dir_fd": "import os; os.mkdir('OUTSIDE/new'[1:], dir_fd=os.open('/', os.O_RDONLY))",
+    "sqlite": "import sqlite3; sqlite3.connect('OUTSIDE/new').execute('create table t (x)')",
+    "mkfifo": "import os; os.mkfifo('OUTSIDE/new')",
+    "packages": f"open({str(Path(sys.prefix) / 'planted')!r}, 'w')",
+    "system": "open('/usr/planted', 'w')",
+    "kernel": "open('/proc/sys/kernel/hostname', 'w').write('planted')",
+    "signal": "import os; os.kill(PID, 0)",
+    "pidfd": "import os, signal; signal.pidfd_send_signal(os.pidfd_open(PID), 0)",
+    "environment": "open('/proc/PID/environ')",
+    "unmount": "import ctypes; assert ctypes.CDLL(None).umount2(b'/usr', 2) == 0",
+    "remount": """
+import ctypes
+assert ctypes.CDLL(None).mount(None, b'/usr', None, 32 | 4096, None) == 0""",
+    "namespaces again": """
+import ctypes
+assert ctypes.CDLL(None).unshare(0x10020000) == 0
+assert ctypes.CDLL(None).mount(None, b'/usr', None, 32 | 4096, None) == 0""",
     "more memory": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "network": "import socket; socket.create_connection(('127.0.0.1', PORT), timeout=5)",
+    "devices": "import os; os.mknod('disk', 0o60600, os.makedev(259, 0))",
 }
 
 
@@ -55,18 +103,62 @@ def test_wall_clock_ends_a_sleep():
     assert not run_code.passes("import time; time.sleep(3600)", wall_seconds=0.5)
 
 
-def test_nothing_outside_the_working_directory_changes(tmp_path):
+@isolated
+@pytest.mark.parametrize("program", NEEDS_PROCESSES.values(), ids=NEEDS_PROCESSES)
+def test_a_walled_off_program_may_do_what_is_usual(program):
+    assert run_code.passes(program)
+
+
+@isolated
+@pytest.mark.parametrize("name", ESCAPES)
+def test_nothing_outside_is_seen_or_changed(name, tmp_path):
     (tmp_path / "kept").write_text("kept")
-    for change in (
-        f"open('{tmp_path}/new', 'w')",
-        f"import os; os.remove('{tmp_path}/kept')",
-        f"import os; os.rename('{tmp_path}/kept', 'mine')",
-        f"import shutil; shutil.rmtree('{tmp_path}')",
-        f"import os; os.symlink('{tmp_path}/kept', 'link'); open('link', 'w')",
-        f"import pathlib; pathlib.Path('../{tmp_path.name}').mkdir(exist_ok=True); pathlib.Path('{tmp_path}/new').touch()",
-    ):
-        assert not run_code.passes(change), change
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        values = {"OUTSIDE": tmp_path, "PID": os.getpid(), "PORT": server.getsockname()[1]}
+        program = ESCAPES[name]
+        for word, value in values.items():
+            program = program.replace(word, str(value))
+        assert not run_code.passes(program)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept").read_text() == "kept"
+
+
+@isolated
+def test_no_process_outlives_its_program():
+    program = """
+import os, sys
+arguments = [sys.executable, '-c', 'import time; time.sleep(3600)', 'outlives-PID']
+os.posix_spawn(sys.executable, [a.encode() for a in arguments], {}, setsid=True)
+""".replace("PID", str(os.getpid()))
+    assert run_code.passes(program)
+    found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if f"outlives-{os.getpid()}" in _text(path)]
+    assert found == []
+
+
+def _text(path):
+    try:
+        return path.read_text()
+    except OSError:  # the process has ended
+        return ""
+
+
+def test_without_isolation_the_user_has_to_confirm(monkeypatch):
+    monkeypatch.setattr(run_code, "isolates", lambda: False)
+    monkeypatch.setattr(run_code, "_confirmed", False)
+    with pytest.raises(UserError, match="namespaces .* give --confirm-run-unsafe-code"):
+        run_code.passes("")
+    run_code.confirm_unsafe_code(True)
+    assert run_code.passes("import asyncio\nasync def f(): pass\nasyncio.run(f())")
+    assert not run_code.passes("import os; os._exit(0)")
+
+
+def test_a_wall_that_fails_is_no_failure_of_the_program(tmp_path, monkeypatch):
+    """A system that runs out of namespaces must not make a model look worse."""
+    (tmp_path / "python").write_text(f"#!/bin/sh\ncat > /dev/null; exit {run_code.NO_WALL}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setattr(run_code, "isolates", lambda: True)
+    with pytest.raises(UserError, match="refused the namespaces"):
+        run_code.passes("")
 
 
 def test_the_working_directory_is_new_and_removed(tmp_path, monkeypatch):
@@ -78,20 +170,6 @@ def test_the_working_directory_is_new_and_removed(tmp_path, monkeypatch):
 def test_memory_is_limited():
     program = "x = bytearray(300 << 20)"
     assert run_code.passes(program) and not run_code.passes(program, memory_bytes=256 << 20)
-
-
-def allows_namespaces():
-    try:
-        return subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode == 0
-    except OSError:
-        return False
-
-
-@pytest.mark.skipif(not allows_namespaces(), reason="the system makes no network namespaces for this user")
-def test_a_namespace_without_network():
-    assert run_code.isolates_network()
-    program = f"import os; assert os.readlink('/proc/self/ns/net') != {os.readlink('/proc/self/ns/net')!r}"
-    assert run_code.passes(program)
 
 
 def test_several_at_a_time_in_order():

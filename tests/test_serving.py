@@ -12,7 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from helpers import HYBRID, random_model, small_config
+from helpers import HYBRID, plant, random_model, small_config
 from tiny_sources import tiny_tokenizer
 from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
 
@@ -32,10 +32,14 @@ def model():
 
 @pytest.fixture(scope="module")
 def checkpoint(model, tmp_path_factory):
+    """With code of a stranger, which no server or pipeline here may run."""
     path = tmp_path_factory.mktemp("serving") / "iha"
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
-    return str(path)
+    plant(path, path.parent / "mark")
+    (path / "processor_config.json").unlink()  # Transformers refuses a processor's code itself
+    yield str(path)
+    assert not (path.parent / "mark").exists()
 
 
 @pytest.fixture(scope="module")

@@ -334,6 +334,17 @@ def test_scoring_counts_what_the_verifier_accepts(tiny, tmp_path, monkeypatch, c
         score_reasoning.score(None, None, training_rows(1))
 
 
+def test_prompts_that_leave_no_room_for_a_reply_are_refused(tiny):
+    model, tokenizer = random_model(IHAConfig.from_pretrained(tiny)), with_template("smollm2.jinja")
+    model.config.max_position_embeddings = positions = 150
+    prompts = [[{"role": "user", "content": text}] for text in ("1", "1" * 30)]
+    longest = len(tokenizer.apply_chat_template(prompts[1], add_generation_prompt=True)["input_ids"])
+    room = positions - longest
+    assert len(score_reasoning.generate_replies(model, tokenizer, prompts, 2, room)) == 2
+    with pytest.raises(UserError, match=f"longest prompt has {longest} tokens and its reply .* {room + 1} .*150 pos"):
+        score_reasoning.generate_replies(model, tokenizer, prompts, 2, room + 1)
+
+
 def test_replies_do_not_depend_on_the_batch(tiny):
     model = random_model(IHAConfig.from_pretrained(tiny))
     tokenizer = with_template("smollm2.jinja")

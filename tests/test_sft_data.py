@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -73,9 +74,9 @@ def tiny(tmp_path_factory) -> str:
     return str(directory)
 
 
-def run_of(name: str, tmp_path: Path, eval_size: float = 0, streaming: bool = False, **keys):
+def run_of(name: str, tmp_path: Path, **keys):
     """The two halves of a recipe."""
-    run = RunArguments("none", str(name), eval_size=eval_size, streaming=streaming)
+    run = RunArguments("none", str(name), **{key: keys.pop(key) for key in list(keys) if hasattr(RunArguments, key)})
     fields = {"assistant_only_loss": True, "max_length": 128, "use_cpu": True, "bf16": False, "report_to": "none"}
     return run, SFTConfig(output_dir=str(tmp_path / "run"), **{**fields, **keys})
 
@@ -141,7 +142,10 @@ GOOD_TURNS = [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"
         ({"messages": [{"role": "assistant", "content": [{"text": "A"}]}]}, ["turn 1", "expected text, got list"]),
         ({"messages": [{"role": "assistant", "content": " \n"}]}, ["turn 1", "the text is empty"]),
         ({"messages": [{"role": "assistant", "content": "A\ud83d"}]}, ["turn 1", "character 2", "surrogate"]),
+        ({"messages": [{"role": "assistant", "content": "A", "tool_calls": [{"id": 1}]}]}, ["turn 1", "'tool_calls'"]),
+        ({"messages": CONVERSATIONS[0], "conversations": GOOD_TURNS}, ["'messages' and 'conversations' both"]),
         ('{"conversations": ', ["not valid JSON"]),
+        ('{"conversations": [], "conversations": []}', ["the key 'conversations' is given twice"]),
         ("[1]", ["expected a JSON object"]),
     ],
 )
@@ -164,6 +168,22 @@ def test_a_changed_file_is_read_again(tmp_path):
     path = tmp_path / "rows.jsonl"
     assert len(load_rows(write_jsonl(path, training_rows(2)))) == 2
     assert len(load_rows(write_jsonl(path, training_rows(3)))) == 3
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_changed_file_of_equal_size_and_time_is_read_again(suffix, tmp_path):
+    path = tmp_path / f"rows.{suffix}"
+    for text in ("one", "two"):
+        rows = Dataset.from_list([{"text": text}])
+        (rows.to_json if suffix == "jsonl" else rows.to_parquet)(path)
+        os.utime(path, ns=(0, 0))
+        assert list(load_rows(str(path))) == [{"text": text}]
+
+
+def test_a_pipe_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match="rows.jsonl is no regular file"):
+        load_rows(str(tmp_path / "rows.jsonl"))
 
 
 # Chat templates and labels
@@ -256,6 +276,9 @@ def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> Mix
         ("{# nothing #}", "row 1: the chat template renders nothing"),
         ("{{ raise_exception('roles must alternate') }}", "row 1: the chat template does not take it: roles must"),
         ("{% for %}", "row 1: the chat template does not take it"),
+        ("{{ 1 / 0 }}", "row 1: the chat template does not take it: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "row 1: the chat template does not take it: maximum rec"),
+        ("{{ range(10 ** 9) | list }}", "row 1: the chat template does not take it: Range too big"),
         ("{{ messages[0].absent.content }}", "row 1: the chat template does not take it"),
     ],
 )
@@ -264,6 +287,10 @@ def test_a_template_that_fails_is_refused(template, refused, rows_file):
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=refused):
         tokenize(load_rows(rows_file), tokenizer, assistant_only=False)
+    # Before any row, for the loss on the assistant's text, the template is tried on turns of its own.
+    tokenizer.chat_template = f"{{% generation %}}{template}{{% endgeneration %}}"
+    with pytest.raises(UserError, match="chat template"):
+        tokenize(load_rows(rows_file), tokenizer, assistant_only=True)
 
 
 # Sources
@@ -338,6 +365,7 @@ def test_a_damaged_file_is_refused(name, content, named, streaming, tmp_path):
         ({"streaming": True, "max_steps": 3, "eval_size": 0.5}, "give a number of rows"),
         ({"streaming": True, "max_steps": 3, "eval_size": float("nan")}, "give a number of rows"),
         ({"streaming": True, "max_steps": 3, "eval_size": -1}, "give a number of rows"),
+        ({"dataset_split": "test"}, "is local and has no split 'test'"),
         ({"truncation_mode": "keep_end"}, "truncation_mode is not used"),
         ({"completion_only_loss": True}, "completion_only_loss is not used"),
         ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "dataset_kwargs is not used"),
@@ -372,6 +400,9 @@ def test_a_stream_holds_out_its_first_rows(rows_file, tmp_path):
     assert list(held_out) == whole[:4] and list(rows) == whole[4:]
     run.eval_size = 20
     with pytest.raises(UserError, match="eval_size=20 leaves no row of the 20"):
+        rows_of_run(run, args, tokenizer)
+    args.max_length = 3
+    with pytest.raises(UserError, match="no streamed row has a token to learn within max_length=3"):
         rows_of_run(run, args, tokenizer)
 
 
@@ -409,14 +440,19 @@ def test_tokens_and_steps_are_stated_before_training(keys, lines, tiny, rows_fil
         assert line in said[0]
 
 
-@pytest.mark.parametrize("keys", [{"packing": True}, {"packing": True, "streaming": True}])
-def test_packed_and_streamed_runs_resume_to_the_same_losses(keys, tiny, rows_file, tmp_path):
+# A pass over the 16 rows, or their 8 packed sequences, takes 4 steps, or 2.
+@pytest.mark.parametrize(
+    ("keys", "stop", "steps"),
+    [({"packing": True}, 4, 6), ({"packing": True, "streaming": True}, 4, 6), ({"streaming": True}, 6, 8)],
+    ids=["packed", "packed stream", "second pass of a stream"],
+)
+def test_packed_and_streamed_runs_resume_to_the_same_losses(keys, stop, steps, tiny, rows_file, tmp_path):
     losses = []
-    for name, stops in (("whole", [6]), ("interrupted", [4, 6])):
+    for name, stops in (("whole", [steps]), ("interrupted", [stop, steps])):
         for stop in stops:
-            overrides = {**keys, "max_steps": 6, "lr_scheduler_type": "constant"}
+            overrides = {**keys, "max_steps": steps, "lr_scheduler_type": "constant"}
             command = ["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / name, **overrides)]
-            if stop < 6:
+            if stop < steps:
                 with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
                     patch.setattr(MixingTrainer, "training_step", interrupted_at(stop + 1))
                     train.main(command)
@@ -605,6 +641,7 @@ def test_a_damaged_preparation_is_refused(rows_file, tiny, tmp_path):
         (["--max-length", "-2"], "--max-length -2: expected at least 1"),
         (["--num-proc", "0"], "--num-proc 0"),
         (["--packing", "bfd"], "--packing needs --max-length"),
+        (["--split", "test"], "rows.jsonl is local and has no split 'test'"),
         (["--chat-template", "absent.jinja"], "absent.jinja is not a .jinja file"),
         (["--tokenizer", "absent/directory/model"], "absent/directory/model"),
     ],

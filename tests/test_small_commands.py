@@ -43,7 +43,8 @@ def files(tmp_path_factory):
     for name, content in contents.items():
         (directory / name).write_text(content)
     (directory / "latin.jsonl").write_bytes(f"{good}\n".encode() + '{"a": "é"}\n'.encode("latin-1"))
-    for name, content in {"broken": "{", "bare": '{"model_type": "iha"}'}.items():
+    configs = {"broken": "{", "bare": '{"model_type": "iha"}', "kernel": '{"a": {"attn_implementation": "org/k"}}'}
+    for name, content in configs.items():
         (directory / name).mkdir()
         (directory / name / "config.json").write_text(content)
     with_template("smollm2.jinja").save_pretrained(directory / "bare")
@@ -131,6 +132,7 @@ MISTAKES = [
     (serve, ["IN/absent", "--port", "0"], "server cannot start with IN/absent: "),
     (serve, ["IN/nothing", "--port", "0"], "server cannot start with IN/nothing: "),
     (serve, ["IN/bare", "--port", "0"], "server cannot start with IN/bare: .*vocab_size"),
+    (serve, ["IN/kernel", "--port", "0"], "attn_implementation 'org/k' would load what is not in the checkpoint"),
     (serve, ["--port", "0", "--chat-template-kwargs", "{"], "server cannot start with these options: "),
     (serve, ["IN/absent", "--host", "127.0.0.1", "--port", "TAKEN"], "--port [0-9]+: Address already in use"),
     (serve, ["IN/absent", "--port", "70000"], "--port 70000: expected"),

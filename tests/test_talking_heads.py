@@ -73,7 +73,7 @@ def test_attention_matches_reference(heads, window, dtype, tolerance, gradient_t
 def test_blocks_match_reference(core, geometry, inputs, monkeypatch):
     """In several blocks of queries, where on SDPA window layers see documents in place of a mask."""
     monkeypatch.setattr(score_matrix, "BLOCK", 4)
-    monkeypatch.setattr(virtual_sequence, "BLOCK", 4)
+    monkeypatch.setattr(virtual_sequence, "MIN_BLOCK", 4)
     model = random_model(talking_config(geometry))
     set_core(model, core)
     input_ids, real = random_ids(2, 11), torch.ones(2, 11, dtype=torch.bool)

@@ -4,12 +4,15 @@ import errno
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -156,6 +159,8 @@ def no_deepspeed_left():
         ("weight_decay", "inf", "finite number"),
         ("adam_beta2", 1, "below 1"),
         ("eval_size", "nan", "finite number"),
+        ("eval_size", 1.5, "a share below 1, or a whole number"),
+        ("save_total_limit", 0, "at least 1"),
         ("per_device_train_batch_size", 0, "at least 1"),
         ("per_device_eval_batch_size", 0, "at least 1"),
         ("gradient_accumulation_steps", 0, "at least 1"),
@@ -212,6 +217,13 @@ def test_a_value_of_the_file_obeys_the_rules_of_the_command_line(tmp_path, line)
     config = tmp_path / "sft.yaml"
     config.write_text(f"model_name_or_path: m\ndataset_name: d\n{line}\n")
     with pytest.raises(UserError, match=line.split(":")[0]):
+        RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])
+
+
+def test_a_key_of_the_file_is_given_once(tmp_path):
+    config = tmp_path / "sft.yaml"
+    config.write_text("model_name_or_path: m\ndataset_name: d\nseed: 1\nlearning_rate: 1\nseed: 2\n")
+    with pytest.raises(UserError, match="the key 'seed' is given twice"):
         RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])
 
 
@@ -405,6 +417,28 @@ def test_a_second_run_in_one_directory_is_refused(tmp_path, monkeypatch):
         train.main(arguments)
         assert entered == [str(tmp_path / "run")]
     assert not (tmp_path / "run").exists()
+
+
+def test_the_workers_of_a_killed_run_do_not_keep_its_lock(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+
+    def train_until_killed():
+        with sole_writer(tmp_path / "run"):
+            worker = fork.Process(target=time.sleep, args=(60,))
+            worker.start()
+            theirs.send(worker.pid)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run = fork.Process(target=train_until_killed)
+    run.start()
+    worker = ours.recv()
+    run.join()
+    try:
+        with sole_writer(tmp_path / "run"):
+            os.kill(worker, 0)  # it still runs
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):

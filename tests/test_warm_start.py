@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from experiments import mixing_rate, warm_start
+from command_io import UserError
+from experiments import mixing_rate, warm_start, warm_start_variants
 
 
 CORRECT = {"chain_sum": 5, "gcd": 20, "spell_backward": 0}
@@ -51,6 +52,19 @@ def test_the_table_holds_means_spread_and_intervals_and_a_second_run_trains_noth
     assert commands.count("sft.train") == 4
     warm_start.main(arguments)
     assert commands.count("sft.train") == 4
+
+
+@pytest.mark.parametrize(
+    ("study", "first"), [(warm_start, "make_rows"), (mixing_rate, "make_rows"), (warm_start_variants, "sole_writer")]
+)
+def test_an_output_is_a_place_of_the_caller(study, first, tmp_path, monkeypatch):
+    def stop(output):
+        raise UserError(str(output))
+
+    monkeypatch.setattr(study, first, stop)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"^{tmp_path}/out$"):
+        study.main(["--output", "out", "--results", "results"])
 
 
 def test_the_rate_study_trains_each_pair_of_rates_once(commands, tmp_path):

@@ -1,17 +1,20 @@
 """Window layers on SDPA run in blocks of queries: the same result as with a dense mask, which is never built."""
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import HYBRID, logits_and_gradients, random_ids, random_model, set_core, small_config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from modeling_iha import attention_mha
+from modeling_iha import virtual_sequence, window_blocks
 from modeling_iha.virtual_sequence import MaskInputs, MaskKey, create_masks
-from modeling_iha.window_blocks import BLOCK, window_attention
+from modeling_iha.window_blocks import MIN_BLOCK, maskless_attention, window_attention
 
 
 # Several blocks, the last one short.
-LENGTH = BLOCK + 22
+LENGTH = MIN_BLOCK + 22
 CONFIGS = {
     "iha": {"layer_types": "sliding_attention", "sliding_window": 5, "num_pseudo_heads": 3},
     "iha_window_of_1": {"layer_types": "sliding_attention", "sliding_window": 1},
@@ -26,11 +29,11 @@ def blocks(monkeypatch):
     """The lengths that went through `window_attention`."""
     lengths = []
 
-    def counted(core, document_ids, module, query, *args, **kwargs):
+    def counted(core, module, query, *args, **kwargs):
         lengths.append(query.shape[2])
-        return window_attention(core, document_ids, module, query, *args, **kwargs)
+        return window_attention(core, module, query, *args, **kwargs)
 
-    monkeypatch.setattr(attention_mha, "window_attention", counted)
+    monkeypatch.setattr(window_blocks, "window_attention", counted)
     return lengths
 
 
@@ -42,29 +45,42 @@ def naive(query, key, value, documents, window):
     for b in range(len(query)):
         out = []
         for v in range(query.shape[2]):
-            seen = [u for u in range(max(0, v - window + 1), v + 1) if documents[b, u] == documents[b, v]]
+            first = max(0, v - window + 1)
+            seen = first + (documents[b, first : v + 1] == documents[b, v]).nonzero().flatten()
             scores = torch.einsum("hd,hud->hu", query[b, :, v], key[b][:, seen]) / query.shape[-1] ** 0.5
             out.append(torch.einsum("hu,hud->hd", scores.softmax(-1), value[b][:, seen]))
         rows.append(torch.stack(out))
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("window", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
-@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 22])
-def test_blocks_equal_single_queries(length, window):
+def bounds_of(documents):
+    """The bounds of documents [batch, L], as `maskless_attention` takes them."""
+    return virtual_sequence.document_bounds(documents)
+
+
+@pytest.mark.parametrize("window", [1, 2, MIN_BLOCK - 1, MIN_BLOCK, 4 * MIN_BLOCK + 3, None])
+@pytest.mark.parametrize("length", [1, MIN_BLOCK + 1, 4 * MIN_BLOCK + 22])
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_equal_single_queries(length, window, packed):
     generator = torch.Generator().manual_seed(length)
     query, key, value = (
         torch.randn(2, heads, length, 6, generator=generator, dtype=torch.float64, requires_grad=True)
         for heads in (4, 2, 2)
     )
-    documents = torch.stack([torch.zeros(length), torch.arange(length) // 5]).int()
+    documents = torch.zeros(2, length).int()
+    if packed:
+        documents[1] = torch.arange(length) // 205
     module = torch.nn.Module()
     module.num_key_value_groups = 2
     weight = torch.randn(2, length, 4, 6, generator=generator, dtype=torch.float64)
-    output, _ = window_attention(
-        sdpa_attention_forward, documents, module, query, key, value, None, window, scaling=6**-0.5
+    output, _ = maskless_attention(
+        sdpa_attention_forward,
+        bounds_of(documents) if packed else None,
+        *(module, query, key, value),
+        sliding_window=window,
+        scaling=6**-0.5,
     )
-    expected = naive(query, key, value, documents, window)
+    expected = naive(query, key, value, documents, length if window is None else window)
     torch.testing.assert_close(output, expected)
     gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
     for actual, target in zip(gradients, torch.autograd.grad((expected * weight).sum(), (query, key, value))):
@@ -142,3 +158,75 @@ def test_no_dense_mask_for_a_long_input():
     inputs = MaskInputs(config, torch.empty(1, length, 0), position_ids=torch.arange(length)[None])
     mask = create_masks(inputs, [key])[key]
     assert mask.attention_mask is None and mask.document_ids.shape == (1, length)
+
+
+def varlen_stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
+    """What `torch.nn.attention.varlen.varlen_attn` of torch 2.11 computes, of the arguments that the package gives;
+    tests/test_gpu.py compares the real one."""
+    assert query.dtype == key.dtype == value.dtype and query.shape[1:] == key.shape[1:] == value.shape[1:]
+    assert cu_seq_q.dtype == torch.int32 and cu_seq_q is cu_seq_k and max_q == max_k == cu_seq_q.diff().max()
+    left, right = window_size
+    assert right == 0 and cu_seq_q[0] == 0 and cu_seq_q[-1] == len(query)
+    outputs = []
+    for first, last in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist()):
+        q, k, v = (states[first:last].transpose(0, 1) for states in (query, key, value))
+        distance = torch.arange(last - first)[:, None] - torch.arange(last - first)
+        hidden = (distance < 0) | ((distance > left) & (left >= 0))
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def varlen_stand_in_of_newer_torch(query, key, value, *args, enable_gqa=False, **kwargs):
+    assert enable_gqa
+    key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
+    return varlen_stand_in(query, key, value, *args, **kwargs)
+
+
+@pytest.fixture(params=[varlen_stand_in, varlen_stand_in_of_newer_torch])
+def varlen(request, monkeypatch):
+    """The lengths of the calls of a stand-in for `varlen_attn`, which `has_varlen` admits on a CPU."""
+    lengths = []
+
+    def counted(query, *args, **kwargs):
+        lengths.append(len(query))
+        return request.param(query, *args, **kwargs)
+
+    counted.__signature__ = inspect.signature(request.param)
+    monkeypatch.setattr(window_blocks, "varlen_attn", counted)
+    for module in (window_blocks, virtual_sequence):
+        monkeypatch.setattr(module, "has_varlen", lambda states: True)
+    return lengths
+
+
+@pytest.mark.parametrize("case", ["plain", "left_padding", "right_padding", "packed", "packed_row"])
+@pytest.mark.parametrize("name", [*CONFIGS, "global"])
+def test_varlen_equals_a_dense_mask(name, case, varlen):
+    """Forward and gradients; one call for each layer that has a window or documents."""
+    fields = {"num_pseudo_heads": 3} if name == "global" else CONFIGS[name]
+    model = random_model(small_config(**fields))
+    rows = 1 if case == "packed_row" else 2
+    inputs, real = {"input_ids": random_ids(rows, 30), "use_cache": False}, torch.ones(rows, 30, dtype=torch.long)
+    if case.endswith("padding"):
+        real[0, slice(0, 13) if case == "left_padding" else slice(-13, None)] = 0
+        inputs |= {"attention_mask": real, "position_ids": (real.cumsum(-1) - 1).clamp(min=0)}
+    if case.startswith("packed"):
+        inputs["position_ids"] = torch.cat([torch.arange(20), torch.arange(10)]).expand(rows, -1)
+    actual = logits_and_gradients(model, "sdpa", **inputs)
+    calls = (2 if name == "diff" else 1) * sum(
+        layer == "sliding_attention" or case != "plain" for layer in model.config.layer_types
+    )
+    assert len(varlen) == calls
+    for value, target in zip(actual, logits_and_gradients(model, "eager", **inputs), strict=True):
+        assert (value - target).abs().max() <= 2e-5 * target.abs().max()
+
+
+def test_where_varlen_is_taken(monkeypatch):
+    """In half precision on a GPU, also where autocast makes it."""
+    half, full = (torch.empty(1, device="meta", dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert not window_blocks.has_varlen(half)
+    cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    assert not window_blocks.has_varlen(full) and not window_blocks.has_varlen(cuda)
+    assert window_blocks.has_varlen(SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16))
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)  # needs a GPU
+    assert window_blocks.has_varlen(cuda)

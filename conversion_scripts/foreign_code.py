@@ -1,0 +1,100 @@
+"""The rule on a stranger's code: nothing of a checkpoint runs unless it is this package's, byte for byte, or the user
+says so. docs/CHECKPOINTS.md says what each command runs, and when."""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers.utils import CONFIG_NAME
+
+from command_io import UserError, printable, read_json
+from modeling_iha import package
+
+
+PACKAGE = Path(package.__file__).parent
+NOT_SHIPPED = {"__init__.py", "package.py"}
+CUSTOM_GENERATE = "custom_generate/generate.py"  # Transformers puts it in the place of `generate`
+
+
+def refuse_foreign_code(directory: Path, trust_code: bool) -> None:
+    """Refuse, by name, code of the checkpoint `directory` that a load with `trust_remote_code=True` would run and that
+    is not this package's, unless `trust_code`. Raises `UserError`."""
+    if not trust_code and (found := foreign_code(directory)):
+        raise UserError(
+            f"{', '.join(map(printable, found))} of {directory} differs from this package's code, and the check of a "
+            "load runs it: save the model again with this package, or read the code and give --trust-code."
+        )
+
+
+def note_foreign_code(source: str | Path) -> None:
+    """Say on stderr which code of `source`, if that is a directory, is not this package's and is passed over by a
+    command that loads weights into the classes of Transformers and this package only. Raises `UserError`."""
+    if Path(source).is_dir() and (found := foreign_code(Path(source))):
+        print(
+            f"Not run, because it is not this package's: {', '.join(map(printable, found))} of {source}",
+            file=sys.stderr,
+        )
+
+
+def foreign_code(directory: Path) -> list[str]:
+    """Return the names of what a load of the checkpoint `directory` with `trust_remote_code=True` would run and that
+    is not byte for byte what this package ships for such a config.
+
+    It looks at the files that an `auto_map` of the config, the tokenizer or a processor leads to, the files of this
+    package's names that those import, `custom_generate`, and code of other repositories. Raises `UserError`.
+    """
+    configs = {path.name: read_json(path) for path in sorted(directory.glob("*config.json"))}
+    known = _shipped_code(configs.get(CONFIG_NAME, {}).get("attention_kinds"))
+    elsewhere, modules = [], set()
+    for name, entries in configs.items():
+        elsewhere += [f"{entry} in {name}" for entry in code_elsewhere(entries)]
+        for reference in _references(entries):
+            if "--" in reference:
+                elsewhere.append(f"{reference} in {name}")
+            else:
+                modules.add(f"{reference.rpartition('.')[0]}.py")
+    # What ours imports is ours, so no other file can be reached.
+    there = {name: (directory / name).read_bytes() for name in known if (directory / name).is_file()}
+    files = sorted(name for name in modules | there.keys() if name not in known or there.get(name) != known[name])
+    if (directory / CUSTOM_GENERATE).exists():
+        files.append(CUSTOM_GENERATE)
+    return files + elsewhere
+
+
+def code_elsewhere(entries: dict) -> list[str]:
+    """Return the entries of a config.json that have Transformers fetch a kernel from the Hub and run it, whatever
+    `trust_remote_code` says, and those that put another file in the config's place."""
+    kernels = [
+        f"{key} {value!r}" for key, value in _entries(entries) if "attn_implementation" in key and "/" in str(value)
+    ]
+    return kernels + [key for key in entries if key == "configuration_files"]
+
+
+def _shipped_code(kinds: object) -> dict[str, bytes]:
+    """Return the Python files that this package ships for a config with these `attention_kinds`."""
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    with tempfile.TemporaryDirectory(prefix="code-") as temporary:
+        shipped = Path(temporary)
+        for path in PACKAGE.glob("*.py"):
+            shutil.copy(path, shipped)
+        package.remove_unused_code(shipped, kinds)
+        return {path.name: path.read_bytes() for path in shipped.iterdir() if path.name not in NOT_SHIPPED}
+
+
+def _references(entries: dict) -> Iterator[str]:
+    """Yield the classes that `auto_map` names, at any depth: a tokenizer has two."""
+    for key, value in _entries(entries):
+        if key == "auto_map":
+            classes = value.values() if isinstance(value, dict) else [value]
+            for names in classes:
+                yield from map(str, filter(None, names if isinstance(names, list) else [names]))
+
+
+def _entries(content: object) -> Iterator[tuple[str, object]]:
+    """Yield every key of the objects in a JSON value, at any depth, with its value."""
+    if isinstance(content, dict):
+        yield from content.items()
+    for value in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
+        yield from _entries(value)

@@ -1,0 +1,44 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Half precision on a CPU that has no instructions for it.
+
+PyTorch then multiplies matrices in plain loops: without AVX-512 a bfloat16 product takes 6 to 80 times what it takes
+in float32, and the backward of SDPA 5 times. float16 falls on every CPU without AVX512-FP16.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+
+def _is_slow(name: str) -> bool:
+    """Return whether oneDNN, which PyTorch asks first, lacks products of the dtype ("bf16" or "fp16") on this CPU."""
+    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return supported is None or not supported()
+
+
+SLOW_DTYPES = [dtype for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")) if _is_slow(name)]
+
+
+def product_dtype(states: torch.Tensor) -> torch.dtype:
+    """Return the dtype for products with the states: float32 where a CPU is slow in their own."""
+    return torch.float32 if states.device.type == "cpu" and states.dtype in SLOW_DTYPES else states.dtype
+
+
+def in_product_dtype(attend: Callable) -> Callable:
+    """Return `attend`, a function of queries, keys, values, mask and keywords that returns outputs and weights, on
+    states in their `product_dtype`."""
+
+    def widened(query, key, value, attention_mask, **kwargs):
+        dtype, products = value.dtype, product_dtype(value)
+        if products == dtype:
+            return attend(query, key, value, attention_mask, **kwargs)
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
+            attention_mask = attention_mask.to(products)
+        # Autocast would narrow them again.
+        with torch.autocast("cpu", enabled=False):
+            states = (states.to(products) for states in (query, key, value))
+            output, weights = attend(*states, attention_mask, **kwargs)
+        return output.to(dtype), None if weights is None else weights.to(dtype)
+
+    return widened
