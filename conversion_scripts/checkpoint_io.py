@@ -47,6 +47,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 from command_io import UserError, file_sha256, one_line, read_json
 from conversion_scripts.foreign_code import code_elsewhere
+from modeling_iha import cpu_precision
 from modeling_iha.configuration_iha import MAX_LAYERS
 
 
@@ -317,6 +318,16 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
             )
     check_finite(model.named_parameters(), source)
     return model
+
+
+def note_slow_dtype(dtype: torch.dtype) -> None:
+    """Say on stderr that this CPU has no products of `dtype`, where that is so: for commands that compute on it."""
+    if dtype in cpu_precision.SLOW_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        print(
+            f"This CPU has no instructions for products of {name}: float32 is several times faster here.",
+            file=sys.stderr,
+        )
 
 
 def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase:

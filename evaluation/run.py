@@ -68,7 +68,7 @@ from accelerate import Accelerator
 from lm_eval.api.task import ConfigurableTask
 from transformers import PreTrainedTokenizerBase
 
-from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer
+from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer, note_slow_dtype
 from conversion_scripts.foreign_code import note_foreign_code
 from evaluation import data, report, ruler, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
@@ -282,6 +282,8 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
 
     started = time.monotonic()
     network = load_model(args.model, args.dtype).to(process.device)
+    if process.device.type == "cpu":
+        note_slow_dtype(network.dtype)
     model = RecordedModel(network, tokenizer, records, args.seed, args.batch_size, args.truncate_prompts)
     model.join(process)
     print(f"{len(tasks)} tasks; {len(records)} samples are recorded in {args.output / 'samples'}", flush=True)

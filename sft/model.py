@@ -5,7 +5,7 @@ from peft import LoraConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from command_io import UserError, one_line
-from conversion_scripts.checkpoint_io import load_model, load_tokenizer
+from conversion_scripts.checkpoint_io import load_model, load_tokenizer, note_slow_dtype
 from modeling_iha.attention_mha import MultiHeadAttention
 from sft.arguments import RunArguments, chat_template
 
@@ -19,6 +19,8 @@ def prepare_model(
         raise UserError("model_init_kwargs is not used here: set dtype and attn_implementation themselves.")
     template = chat_template(args)
     model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
+    if args.device.type == "cpu":
+        note_slow_dtype(torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype)
     if run.attention_form is not None:
         model.base_model.attention_form = run.attention_form
     if run.attn_implementation is not None:

@@ -41,7 +41,7 @@ import torch
 from reasoning_gym.factory import DATASETS
 from tqdm import tqdm
 
-from conversion_scripts.checkpoint_io import load_model, load_tokenizer
+from conversion_scripts.checkpoint_io import load_model, load_tokenizer, note_slow_dtype
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 
@@ -178,6 +178,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
         raise UserError(f"{args.data}: no rows to score.")
     check_rows(rows)
     model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
+    if model.device.type == "cpu":
+        note_slow_dtype(model.dtype)
     tokenizer = load_tokenizer(args.model, model.config.vocab_size)
     result = score(model, tokenizer, rows, args.batch_size, args.max_new_tokens)
     if args.json is not None:

@@ -20,6 +20,7 @@ COMMANDS = sorted(
     for name in ("conversion_scripts", "sft", "evaluation", "benchmarks", "experiments")
     for path in (ROOT / name).glob("*.py")
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    and path.name != "run_program.py"  # run_code.py starts it; it runs without this repository on the path
 )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import SLOW
 from lm_eval.api.instance import Instance
 from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 
@@ -38,6 +39,7 @@ from evaluation import (
 )
 from evaluation.recorded_model import RecordedModel, SeededSampling
 from evaluation.records import Records, sample_key
+from modeling_iha import cpu_precision
 
 
 # The full data files are no part of the repository.
@@ -720,12 +722,15 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, cap
     assert "results.json holds no tasks with metrics, " in refused(base, tuned)
 
 
-def test_cut_prompts_are_reported(tmp_path, offline):
+def test_cut_prompts_are_reported(tmp_path, offline, monkeypatch, capsys):
+    monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
     save_tiny_source(tmp_path / "short", max_position_embeddings=128)
     arguments = [str(tmp_path / "short"), "--suite", "smoke", "--tasks", "niah_single_1", "--truncate-prompts"]
-    results = run.main([*arguments, "--output", str(tmp_path / "out")])
+    results = run.main([*arguments, "--dtype", "bfloat16", "--output", str(tmp_path / "out")])
     assert results["tasks"]["niah_single_1@512"]["truncated_prompts"] == 2
     assert "niah_single_1@512: 2 prompts were cut to fit" in (tmp_path / "out" / "report.md").read_text()
+    if results["device"] == "cpu":
+        assert SLOW in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_told_by_what_it_is_loaded_from(tmp_path):
