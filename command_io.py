@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
-from transformers.utils import logging
 
 
 ROOT = Path(__file__).resolve().parent
@@ -36,9 +35,13 @@ def run_cli(main: Callable[[], None]) -> None:
     The same goes for the machine's refusals, such as a full disk. Any other exception is a defect and keeps its
     traceback.
     """
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # a log would keep every state of a bar
+    if not sys.stderr.isatty() and "transformers" in sys.modules:  # to import it for --help would take seconds
+        sys.modules["transformers"].utils.logging.disable_progress_bar()  # a log would keep every state of a bar
     try:
+        if "" in sys.argv[1:]:  # as a path it would be the current directory
+            raise UserError(
+                f"argument {sys.argv.index('', 1)} is empty: expected a value; is a variable of the shell not set?"
+            )
         main()
     except KeyboardInterrupt as interrupt:
         print("Interrupted.", file=sys.stderr)
@@ -250,6 +253,12 @@ def _lock(dst: Path, path: Path) -> int:
             os.close(lock)
             raise UserError(f"{dst} cannot be made: {path} cannot be locked: {one_line(error)}") from error
         os.close(lock)
+
+
+def attention_kinds() -> list[str]:
+    """Return the names of all attention kinds, by their files: for options, which must not wait for PyTorch."""
+    files = (path.stem.removeprefix("attention_") for path in ROOT.glob("modeling_iha/attention_*.py"))
+    return sorted(set(files) - {"kinds", "options"})
 
 
 def _unlock(lock: int) -> None:

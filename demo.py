@@ -14,10 +14,23 @@ import time
 from pathlib import Path
 
 from command_io import ROOT, UserError, run_cli, run_module
-from conversion_scripts.checkpoint_io import load_in_clean_process, smollm2_gguf
 
 
 OUTPUT = Path("outputs/demo")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, epilog="example: python demo.py")
+    parser.add_argument("--restart", action="store_true", help=f"remove {OUTPUT} first")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+from conversion_scripts.checkpoint_io import load_in_clean_process, smollm2_gguf
+
+
 # Sums of three digits with the running sums as reasoning: SmolLM2 answers few of them before the fine-tuning.
 DATA = ["--generator", "chain_sum", "--options", "min_terms=3", "max_terms=3", "min_digits=1", "max_digits=1"]
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
@@ -35,9 +48,7 @@ def score(title: str, model: Path, result: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, epilog="example: python demo.py")
-    parser.add_argument("--restart", action="store_true", help=f"remove {OUTPUT} first")
-    args = parser.parse_args()
+    args = parse_arguments()
     os.chdir(ROOT)
     if args.restart:
         shutil.rmtree(OUTPUT, ignore_errors=True)

@@ -11,12 +11,25 @@ import re
 import sys
 from pathlib import Path
 
-from transformers.dynamic_module_utils import get_imports, get_relative_imports
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, read_json, run_cli
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Find the code of a model directory, or of a package that will ship in one, that would break as remote code.",
+        epilog="example: python -m conversion_scripts.check_remote_code modeling_iha",
+    )
+    parser.add_argument("dir", type=Path, help="directory of Python files, with or without a config.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 
 # Packages that are installed wherever the checkpoint is loaded.
@@ -121,12 +134,7 @@ def _imports_relatively(call: ast.Call) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Find the code of a model directory, or of a package that will ship in one, that would break as remote code.",
-        epilog="example: python -m conversion_scripts.check_remote_code modeling_iha",
-    )
-    parser.add_argument("dir", type=Path, help="directory of Python files, with or without a config.json")
-    directory = parser.parse_args().dir
+    directory = parse_arguments().dir
     if not any(directory.glob("*.py")):
         raise UserError(f"{directory} holds no Python files: expected a saved model directory or a package.")
     problems = check_remote_code(directory)

@@ -15,6 +15,7 @@ from conversion_scripts.check_remote_code import check_remote_code
 from conversion_scripts.checkpoint_io import (
     check_finite,
     check_index,
+    check_shapes,
     load_config,
     load_config_dict,
     load_generation_config,
@@ -127,6 +128,7 @@ def check_checkpoint(directory: Path, trust_code: bool) -> None:
         raise UserError(f"{directory} holds no {GENERATION_CONFIG_NAME}: save the model's generation config there.")
     load_tokenizer(directory, config.vocab_size)
     _check_weights(directory, config.tie_word_embeddings)
+    check_shapes(directory, config)
 
 
 def _check_weights(directory: Path, tied: bool) -> None:

@@ -9,11 +9,13 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -45,6 +47,8 @@ from transformers.utils.hub import get_checkpoint_shard_files
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 from command_io import UserError, file_sha256, one_line, read_json
 from conversion_scripts.foreign_code import code_elsewhere
+from modeling_iha import cpu_precision
+from modeling_iha.configuration_iha import MAX_LAYERS
 
 
 # The files of a checkpoint's directory that decide what is loaded.
@@ -112,16 +116,29 @@ def load_config_dict(source: str | os.PathLike) -> dict:
         entries = read_json(cached_file(location, CONFIG_NAME))
     except Exception as error:
         raise UserError(f"{source} has no usable configuration: {_reason(error)}") from error
-    if not isinstance(entries.get("auto_map", {}), dict):
-        raise UserError(
-            f"{source} has no usable configuration: auto_map is {entries['auto_map']!r}; expected an object."
-        )
+    if fault := _config_fault(entries):
+        raise UserError(f"{source} has no usable configuration: {fault}.")
     if elsewhere := code_elsewhere(entries):
         raise UserError(
             f"{source} has no usable configuration: {', '.join(elsewhere)} would load what is not in the checkpoint. "
             f"Remove this from its {CONFIG_NAME}."
         )
     return entries
+
+
+def _config_fault(entries: dict) -> str | None:
+    """Return what is wrong with entries that Transformers trips over without naming them, or None."""
+    for key, default in (("auto_map", {}), ("quantization_config", None)):
+        if (value := entries.get(key, default)) is not default and not isinstance(value, dict):
+            return f"{key} is {value!r}; expected an object"
+    # Lists with an entry for each layer are made as soon as a config is read.
+    if isinstance(layers := entries.get("num_hidden_layers"), int) and layers > MAX_LAYERS:
+        return f"num_hidden_layers is {layers}; expected at most {MAX_LAYERS}"
+    for key in ("dtype", "torch_dtype"):
+        name = entries.get(key, "float32")
+        if name is not None and not isinstance(getattr(torch, str(name).removeprefix("torch."), None), torch.dtype):
+            return f"{key} is {name!r}; expected the name of a PyTorch type, such as 'bfloat16'"
+    return None
 
 
 def _optional_file(location: str, name: str) -> str | None:
@@ -143,7 +160,12 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
     location, _ = _locate(source)
     try:
         file = _optional_file(location, GENERATION_CONFIG_NAME)
-        return None if file is None else GenerationConfig.from_dict(read_json(file))
+        entries = {} if file is None else read_json(file)
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids = entries.get(key)
+            if ids is not None and not all(type(token) is int for token in (ids if isinstance(ids, list) else [ids])):
+                raise UserError(f"{key} is {ids!r}; expected a number or a list of numbers")
+        return None if file is None else GenerationConfig.from_dict(entries)
     except Exception as error:
         raise UserError(f"{source} has no usable {GENERATION_CONFIG_NAME}: {_reason(error)}") from error
 
@@ -195,18 +217,51 @@ def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
     none, PyTorch's pickles, from which only tensors are read. Raises `UserError`."""
     location, _ = _locate(source)
     try:
-        check_index(location)
-        _check_shards(location)
-        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-            file = _optional_file(location, name)
-            if file is not None:
-                files = get_checkpoint_shard_files(location, file)[0] if name.endswith(".json") else [file]
-                return {key: tensor for path in files for key, tensor in load_state_dict(path).items()}
+        files = _weight_files(location)
+        weights = {key: tensor for path in files for key, tensor in load_state_dict(path).items()}
     except Exception as error:
         raise UserError(f"The weights of {source} cannot be read: {_reason(error)}") from error
-    raise UserError(
-        f"{source} holds no weights: expected {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, or the index of either."
-    )
+    if not files:
+        raise UserError(
+            f"{source} holds no weights: expected {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, or the index of either."
+        )
+    return weights
+
+
+def _weight_files(location: str) -> list[str]:
+    """The local paths of the weights that a load reads; none where there are none."""
+    check_index(location)
+    _check_shards(location)
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        if (file := _optional_file(location, name)) is not None:
+            return get_checkpoint_shard_files(location, file)[0] if name.endswith(".json") else [file]
+    return []
+
+
+def check_shapes(source: str | os.PathLike, config: PreTrainedConfig) -> None:
+    """Raises a `UserError` that names the first tensor of which `config` asks for another shape than the headers of
+    the safetensors of `source` state. No tensor is made: one of a wrong size may fill the memory."""
+    shapes = {}
+    try:
+        for file in _weight_files(_locate(source)[0]):
+            if file.endswith(".safetensors"):
+                with safe_open(file, "pt") as tensors:
+                    shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    except Exception as error:
+        raise UserError(f"{source} cannot be loaded: {_reason(error)}") from error
+    layers = [int(number) for name in shapes for number in re.findall(r"\.(\d+)\.", name)[:1]]
+    if not layers or getattr(config, "quantization_config", None):
+        return
+    wrong = f"{source} does not hold the weights its config asks for"
+    if config.num_hidden_layers > max(layers) + 1:
+        raise UserError(
+            f"{wrong}: num_hidden_layers is {config.num_hidden_layers}, and its files hold {max(layers) + 1}."
+        )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
+    for name, tensor in model.state_dict().items():
+        if list(tensor.shape) != shapes.get(name, list(tensor.shape)):
+            raise UserError(f"{wrong}: {name} has the shape {shapes[name]}, and by the config {list(tensor.shape)}.")
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.PathLike) -> None:
@@ -238,10 +293,9 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
         load_config_dict(source)
         load_generation_config(source)
     try:
-        if not arguments:
-            check_index(location)
-            _check_shards(location)
         with _quiet():
+            if not arguments:
+                check_shapes(source, config or load_config(source))
             model, info = AutoModelForCausalLM.from_pretrained(
                 location,
                 config=config,
@@ -251,6 +305,8 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
                 ignore_mismatched_sizes=True,
                 **arguments,
             )
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{source} cannot be loaded: {_reason(error)}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
@@ -262,6 +318,16 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
             )
     check_finite(model.named_parameters(), source)
     return model
+
+
+def note_slow_dtype(dtype: torch.dtype) -> None:
+    """Say on stderr that this CPU has no products of `dtype`, where that is so: for commands that compute on it."""
+    if dtype in cpu_precision.SLOW_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        print(
+            f"This CPU has no instructions for products of {name}: float32 is several times faster here.",
+            file=sys.stderr,
+        )
 
 
 def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase:

@@ -11,13 +11,28 @@ import math
 import sys
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedConfig
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, new_directory, run_cli
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.",
+        epilog="example: python -m conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
+    )
+    parser.add_argument("src", help="source checkpoint: a directory or a Hub id")
+    parser.add_argument("dst", help="new directory for the converted checkpoint")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from transformers import PreTrainedConfig
+
 from conversion_scripts.checkpoint_io import (
     check_finite,
     load_config_dict,
@@ -265,16 +280,6 @@ def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
             )
     model.name_or_path = model.config._name_or_path = ""
     return model
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.",
-        epilog="example: python -m conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
-    )
-    parser.add_argument("src", help="source checkpoint: a directory or a Hub id")
-    parser.add_argument("dst", help="new directory for the converted checkpoint")
-    return parser.parse_args()
 
 
 def main() -> None:

@@ -9,12 +9,33 @@ import copy
 import sys
 from pathlib import Path
 
-from transformers import DiffLlamaForCausalLM, PreTrainedConfig
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, new_directory, run_cli
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description='Convert a DiffLlama checkpoint to an IHA checkpoint of "diff" layers without changing what it computes.',
+        epilog="example: python -m conversion_scripts.convert_diffllama_to_iha kajuma/DiffLlama-0.3B-handcut diff-iha",
+    )
+    parser.add_argument("src", help="DiffLlama checkpoint: a directory or a Hub id")
+    parser.add_argument("dst", help="new directory for the converted checkpoint")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="auto",
+        help="dtype of the weights (default: the source's)",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+from transformers import DiffLlamaForCausalLM, PreTrainedConfig
+
 from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
 from conversion_scripts.convert_llama_to_iha import (
     SHARED_FIELDS,
@@ -48,22 +69,6 @@ def convert(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
     Raises `UserError` when the source is not supported.
     """
     return build(IHAForCausalLM, iha_config(source.config), source.state_dict(), source)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description='Convert a DiffLlama checkpoint to an IHA checkpoint of "diff" layers without changing what it computes.',
-        epilog="example: python -m conversion_scripts.convert_diffllama_to_iha kajuma/DiffLlama-0.3B-handcut diff-iha",
-    )
-    parser.add_argument("src", help="DiffLlama checkpoint: a directory or a Hub id")
-    parser.add_argument("dst", help="new directory for the converted checkpoint")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="auto",
-        help="dtype of the weights (default: the source's)",
-    )
-    return parser.parse_args()
 
 
 def main() -> None:

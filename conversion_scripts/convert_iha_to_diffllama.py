@@ -4,12 +4,27 @@ import argparse
 import sys
 from pathlib import Path
 
-from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, run_cli
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description='Convert an IHA checkpoint of "diff" layers to a DiffLlama checkpoint without changing what it computes.',
+        epilog="example: python -m conversion_scripts.convert_iha_to_diffllama diff-iha diffllama-again",
+    )
+    parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")
+    parser.add_argument("dst", help="new directory for the DiffLlama checkpoint")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
 from conversion_scripts.convert_iha_to_llama import write_stock_checkpoint
 from conversion_scripts.convert_llama_to_iha import SHARED_FIELDS, build, new_config
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -39,16 +54,6 @@ def convert_back(model: IHAForCausalLM) -> DiffLlamaForCausalLM:
     Raises `UserError` if there is none.
     """
     return build(DiffLlamaForCausalLM, diffllama_config(model.config), model.state_dict(), model)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description='Convert an IHA checkpoint of "diff" layers to a DiffLlama checkpoint without changing what it computes.',
-        epilog="example: python -m conversion_scripts.convert_iha_to_diffllama diff-iha diffllama-again",
-    )
-    parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")
-    parser.add_argument("dst", help="new directory for the DiffLlama checkpoint")
-    return parser.parse_args()
 
 
 def main() -> None:

@@ -10,13 +10,28 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, new_directory, run_cli
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Convert an IHA checkpoint whose layers still compute a multi-head attention to a stock architecture.",
+        epilog="example: python -m conversion_scripts.convert_iha_to_llama smollm2-iha smollm2-again",
+    )
+    parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")
+    parser.add_argument("dst", help="new directory for the stock checkpoint")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
 from conversion_scripts.checkpoint_io import load_model, load_tokenizer
 from conversion_scripts.convert_llama_to_iha import (
     ARCHITECTURES,
@@ -98,16 +113,6 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
         if name not in added and not name.endswith(architecture.lacks)
     }
     return build(architecture.model_class, config, state, model)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Convert an IHA checkpoint whose layers still compute a multi-head attention to a stock architecture.",
-        epilog="example: python -m conversion_scripts.convert_iha_to_llama smollm2-iha smollm2-again",
-    )
-    parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")
-    parser.add_argument("dst", help="new directory for the stock checkpoint")
-    return parser.parse_args()
 
 
 def write_stock_checkpoint(src: str, dst: str, convert: Callable[[IHAForCausalLM], PreTrainedModel]) -> None:

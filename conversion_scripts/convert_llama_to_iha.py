@@ -7,9 +7,67 @@ The file of a kind in mechanisms/ gives the values at which its parameters start
 import argparse
 import copy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import UserError, attention_kinds, new_directory, one_line, run_cli
+
+
+SCHEDULES = ("global", "hybrid")
+VALUE_OFFSETS = ("balanced", "none")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Convert a Llama, Mistral, Qwen2 or Qwen3 checkpoint to another attention without changing what it "
+        "computes.",
+        epilog="example: python -m conversion_scripts.convert_llama_to_iha HuggingFaceTB/SmolLM2-135M-Instruct "
+        "smollm2-iha --num-pseudo-heads 2",
+    )
+    parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
+    parser.add_argument("dst", help="new directory for the converted checkpoint")
+    parser.add_argument(
+        "--attention-kind",
+        choices=attention_kinds(),
+        default="iha",
+        help="attention kind of the converted layers (default: iha)",
+    )
+    parser.add_argument(
+        "--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha"
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        default="global",
+        help="global: every layer keeps its window, and the conversion is exact; hybrid: 4 sliding IHA layers, then a plain global "
+        "layer, exact for sequences of at most WINDOW tokens (default: global)",
+    )
+    parser.add_argument(
+        "--window", type=int, help="window of the hybrid schedule, in tokens; the paper uses context length / (2 P^2)"
+    )
+    parser.add_argument(
+        "--value-offsets",
+        choices=VALUE_OFFSETS,
+        default="balanced",
+        help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the pseudo-heads start equal "
+        "(default: balanced)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="auto",
+        help="dtype of the weights (default: the source's)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random values (default: 0)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -24,10 +82,6 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, new_directory, one_line, run_cli
 from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
 from mechanisms import all_mechanisms, mechanism_of
 from model_cards.render import markdown, render_card, source_license, source_name
@@ -153,8 +207,6 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 LARGEST_SIZE = 2**31 - 1
 
 ATTENTION_KINDS = [kind for kind, mechanism in all_mechanisms().items() if mechanism.start]
-SCHEDULES = ("global", "hybrid")
-VALUE_OFFSETS = ("balanced", "none")
 
 
 def check_source(config: PreTrainedConfig) -> Architecture:
@@ -355,59 +407,13 @@ def write_checkpoint(
     (directory / "README.md").write_text(card, encoding="utf-8")
 
 
-def _one_of(names: Iterable[str]) -> str:
-    """The names as a phrase: "a, b or c"."""
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=f"Convert a checkpoint of architecture {_one_of(ARCHITECTURES)} to attention of kind "
-        f"{_one_of(ATTENTION_KINDS)} without changing what it computes.",
-        epilog="example: python -m conversion_scripts.convert_llama_to_iha HuggingFaceTB/SmolLM2-135M-Instruct "
-        "smollm2-iha --num-pseudo-heads 2",
-    )
-    parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
-    parser.add_argument("dst", help="new directory for the converted checkpoint")
-    parser.add_argument(
-        "--attention-kind",
-        choices=ATTENTION_KINDS,
-        default="iha",
-        help="attention kind of the converted layers (default: iha)",
-    )
-    parser.add_argument(
-        "--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha"
-    )
-    parser.add_argument(
-        "--schedule",
-        choices=SCHEDULES,
-        default="global",
-        help="global: every layer keeps its window, and the conversion is exact; hybrid: 4 sliding IHA layers, then a plain global "
-        "layer, exact for sequences of at most WINDOW tokens (default: global)",
-    )
-    parser.add_argument(
-        "--window", type=int, help="window of the hybrid schedule, in tokens; the paper uses context length / (2 P^2)"
-    )
-    parser.add_argument(
-        "--value-offsets",
-        choices=VALUE_OFFSETS,
-        default="balanced",
-        help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the pseudo-heads start equal "
-        "(default: balanced)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="auto",
-        help="dtype of the weights (default: the source's)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random values (default: 0)")
-    return parser.parse_args()
-
-
 def main() -> None:
     args = parse_arguments()
+    if args.attention_kind not in ATTENTION_KINDS:
+        raise UserError(
+            f"--attention-kind {args.attention_kind}: no layer of this kind computes what one of Llama does; expected one "
+            f"of {', '.join(ATTENTION_KINDS)}."
+        )
     check_seed(args.seed)
     with new_directory(args.dst) as directory:
         print(f"Reading {args.src}", flush=True)

@@ -50,7 +50,7 @@ def hub_errors(doing: str) -> Iterator[None]:
         raise UserError(f"{doing} failed: {_explanation(error)}") from error
 
 
-def status_of(error: BaseException) -> int | None:
+def status_of(error: BaseException | None) -> int | None:
     """The HTTP status behind an error of the client, or `None`."""
     return getattr(getattr(error, "response", None), "status_code", None)
 
@@ -62,8 +62,12 @@ def _explanation(error: BaseException) -> str:
     text, status = one_line(error), status_of(error)
     if isinstance(error, RuntimeError) and error.__cause__ is not None:  # an upload in a thread says only which file
         return f"{text} {_explanation(error.__cause__)}"
+    if status is None and status_of(error.__cause__) is not None:  # the client takes any refusal for a lost connection
+        return _explanation(error.__cause__)
     if isinstance(error, ValueError) and status is None:
         return text
+    if status == 403 and error.response.request.method in ("GET", "HEAD"):
+        return f"{text.rstrip('.')}: use a token that may read it, and ask for access on its page where it is gated"
     advice = ADVICE.get(status) or (AGAIN if status is None or status >= 500 else None)
     return f"{text.rstrip('.')}: {advice}" if advice else text
 

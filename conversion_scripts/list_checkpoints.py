@@ -6,14 +6,28 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import yaml
-from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
-from safetensors import SafetensorError, safe_open
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, one_line, printable, read_json, run_cli
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Show the checkpoints in a local directory, or of a user or organisation on the Hugging Face Hub, as a table.",
+        epilog="example: python -m conversion_scripts.list_checkpoints outputs",
+    )
+    parser.add_argument("source", help="a directory that holds checkpoints, or a name on the Hub")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import yaml
+from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
+from safetensors import SafetensorError, safe_open
+
 from conversion_scripts.checkpoint_checks import EVAL_RESULTS, weight_files
 from conversion_scripts.checkpoint_io import load_config
 from conversion_scripts.hub_client import check_repo_id, hub_api, hub_errors
@@ -30,6 +44,8 @@ def local_rows(directory: Path) -> list[list[str]]:
     rows = []
     for config in sorted(path for depth in ("", "*/", "*/*/") for path in directory.glob(f"{depth}config.json")):
         path = config.parent
+        if not config.is_file():
+            continue  # to read a pipe is to wait for ever
         try:
             if read_json(config).get("model_type") == IHAConfig.model_type:
                 name = path.name if path == directory else str(path.relative_to(directory))
@@ -45,13 +61,19 @@ def hub_rows(author: str) -> list[list[str]]:
     with hub_errors(f"Listing the models of {author}"):
         api = hub_api()
         models = api.list_models(author=author, filter=IHAConfig.model_type, expand=["sha", "safetensors"])
-        return [_hub_row(api, model) for model in sorted(models, key=lambda model: model.id)]
+        rows = [_hub_row(api, model) for model in sorted(models, key=lambda model: model.id)]
+    return [row for row in rows if row is not None]
 
 
-def _hub_row(api: HfApi, model) -> list[str]:
+def _hub_row(api: HfApi, model) -> list[str] | None:
+    """The row of a model; None, with a line on stderr, for one that cannot be read."""
     described = ["config.json", "README.md", f"{EVAL_RESULTS}/*.yaml"]
     path = Path(api.snapshot_download(model.id, revision=model.sha, allow_patterns=described))
-    return row(path, model.id, model.safetensors and model.safetensors.total, model.sha[:12])
+    try:
+        return row(path, model.id, model.safetensors and model.safetensors.total, model.sha[:12])
+    except UserError as error:
+        print(f"Passed over {model.id}: {one_line(error)}", file=sys.stderr)
+        return None
 
 
 def row(directory: Path, name: str, parameters: int | None, revision: str) -> list[str]:
@@ -75,6 +97,8 @@ def row(directory: Path, name: str, parameters: int | None, revision: str) -> li
 
 def _card(directory: Path) -> ModelCard | None:
     """The model card, unless there is none or its metadata cannot be read: a table is no place to refuse it."""
+    if not (directory / "README.md").is_file():
+        return None
     try:
         return ModelCard((directory / "README.md").read_text(encoding="utf-8"), ignore_metadata_errors=True)
     except (OSError, ValueError, yaml.YAMLError):
@@ -84,7 +108,7 @@ def _card(directory: Path) -> ModelCard | None:
 def _results(directory: Path, card: ModelCard | None) -> list[str]:
     """Evaluations, as "task metric value": the Hub's entries, then those of the card's model-index."""
     results = []
-    for path in sorted((directory / EVAL_RESULTS).glob("*.yaml")):
+    for path in sorted(filter(Path.is_file, (directory / EVAL_RESULTS).glob("*.yaml"))):
         try:
             entries = parse_eval_result_entries(yaml.safe_load(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
@@ -119,12 +143,7 @@ def table(rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Show the checkpoints in a local directory, or of a user or organisation on the Hugging Face Hub, as a table.",
-        epilog="example: python -m conversion_scripts.list_checkpoints outputs",
-    )
-    parser.add_argument("source", help="a directory that holds checkpoints, or a name on the Hub")
-    source = parser.parse_args().source
+    source = parse_arguments().source
     rows = local_rows(Path(source)) if Path(source).is_dir() else hub_rows(source)
     if not rows:
         raise UserError(f"{source} holds no checkpoints of this package: expected a directory or a name on the Hub.")

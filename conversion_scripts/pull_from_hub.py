@@ -5,12 +5,30 @@ import shutil
 import sys
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, new_directory, run_cli
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Fetch a checkpoint from the Hugging Face Hub into a new directory: every file compared with the Hub's checksum, "
+        "the weights checked, and the model loaded in a process without this package.",
+        epilog="example: python -m conversion_scripts.pull_from_hub me/smollm2-iha smollm2-iha --revision v1",
+    )
+    parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
+    parser.add_argument("directory", metavar="dir", type=Path, help="new directory")
+    parser.add_argument("--revision", default="main", help="commit, tag or branch, main by default")
+    parser.add_argument("--trust-code", action="store_true", help="run code that is not this package's")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+from huggingface_hub import HfApi, constants
+
 from conversion_scripts.checkpoint_checks import check_checkpoint, checkpoint_files, refuse_pickles
 from conversion_scripts.checkpoint_io import load_in_clean_process
 from conversion_scripts.hub_client import check_repo_id, download, hub_api, hub_errors, snippet
@@ -30,10 +48,13 @@ def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool
             refuse_pickles(repo_id, api.list_repo_files(repo_id, revision=commit))
             print(f"Fetching {repo_id} at {commit}", flush=True)
             _copy_whole(api, repo_id, commit, temporary)
-        checkpoint_files(temporary)
-        check_checkpoint(temporary, trust_code)
-        print(f"Loading {repo_id} at {commit} in a clean process", flush=True)
-        loaded = load_in_clean_process(temporary)
+        try:
+            checkpoint_files(temporary)
+            check_checkpoint(temporary, trust_code)
+            print(f"Loading {repo_id} at {commit} in a clean process", flush=True)
+            loaded = load_in_clean_process(temporary)
+        except UserError as error:  # the directory goes with it
+            raise UserError(str(error).replace(str(temporary), repo_id)) from error
     print(
         f"{directory}: {loaded['model_class']}, {loaded['parameters']:,} parameters; every file is as the Hub has it"
     )
@@ -54,19 +75,6 @@ def _copy_whole(api: HfApi, repo_id: str, commit: str, directory: Path) -> None:
         if not damaged:
             return
     raise UserError(f"{', '.join(damaged)} of {repo_id} at {commit} cannot be fetched whole: try again later.")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Fetch a checkpoint from the Hugging Face Hub into a new directory: every file compared with the Hub's checksum, "
-        "the weights checked, and the model loaded in a process without this package.",
-        epilog="example: python -m conversion_scripts.pull_from_hub me/smollm2-iha smollm2-iha --revision v1",
-    )
-    parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
-    parser.add_argument("directory", metavar="dir", type=Path, help="new directory")
-    parser.add_argument("--revision", default="main", help="commit, tag or branch, main by default")
-    parser.add_argument("--trust-code", action="store_true", help="run code that is not this package's")
-    return parser.parse_args()
 
 
 def main() -> None:

@@ -9,13 +9,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, one_line, printable, run_cli
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Publish a saved model directory on the Hugging Face Hub, after checks of its weights, code and card "
+        "and a load in a process without this package. Log in first: hf auth login.",
+        epilog="example: python -m conversion_scripts.push_to_hub smollm2-iha me/smollm2-iha --private --dry-run",
+    )
+    parser.add_argument("directory", metavar="dir", type=Path, help="saved model directory")
+    parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--tag", help="name the uploaded revision, such as v1")
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
+    parser.add_argument(
+        "--collection", help="add the model to this collection, such as me/iha-0123456789abcdef01234567"
+    )
+    parser.add_argument("--license", help="of the weights, if the model card does not state it, such as apache-2.0")
+    parser.add_argument(
+        "--base-model", help="Hub id of the model it was made from, if the card does not state it; none: from scratch"
+    )
+    parser.add_argument("--trust-code", action="store_true", help="run and publish code that is not this package's")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be uploaded, without network")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import yaml
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
+
 from conversion_scripts.checkpoint_checks import (
     EVAL_RESULTS,
     LOADED_NAMES,
@@ -254,29 +282,6 @@ def _target(api: HfApi, repo_id: str, tag: str) -> str | None:
     """The commit that a tag names; `None` if there is no such tag."""
     tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).tags}
     return tags.get(tag)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Publish a saved model directory on the Hugging Face Hub, after checks of its weights, code and card "
-        "and a load in a process without this package. Log in first: hf auth login.",
-        epilog="example: python -m conversion_scripts.push_to_hub smollm2-iha me/smollm2-iha --private --dry-run",
-    )
-    parser.add_argument("directory", metavar="dir", type=Path, help="saved model directory")
-    parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
-    parser.add_argument("--tag", help="name the uploaded revision, such as v1")
-    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
-    parser.add_argument(
-        "--collection", help="add the model to this collection, such as me/iha-0123456789abcdef01234567"
-    )
-    parser.add_argument("--license", help="of the weights, if the model card does not state it, such as apache-2.0")
-    parser.add_argument(
-        "--base-model", help="Hub id of the model it was made from, if the card does not state it; none: from scratch"
-    )
-    parser.add_argument("--trust-code", action="store_true", help="run and publish code that is not this package's")
-    parser.add_argument("--dry-run", action="store_true", help="only print what would be uploaded, without network")
-    return parser.parse_args()
 
 
 def main() -> None:

@@ -9,20 +9,51 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, check_output_file, run_cli, write_json
+
+
+DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Compare a converted IHA checkpoint with its source on real text. The exit code is 1 if they differ, or if a "
+        "deliberately broken control does not.",
+        epilog="example: python -m conversion_scripts.verify_conversion HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha",
+    )
+    parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
+    parser.add_argument("dst", help="converted checkpoint: a directory or a Hub id")
+    parser.add_argument(
+        "--text", type=Path, default=DEFAULT_TEXT, help="text file (default: a speech that ships with the command)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=500, help="number of tokens of the text to compare (default: 500)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, help="number of tokens to decode greedily (default: 64)"
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+    if not 0 < args.max_new_tokens < args.tokens:
+        parser.error(f"--max-new-tokens {args.max_new_tokens} must be at least 1 and less than --tokens {args.tokens}")
+    return args
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from transformers import PreTrainedModel
+
 from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
 from conversion_scripts.foreign_code import note_foreign_code
 from mechanisms import all_mechanisms
 from modeling_iha import IHAForCausalLM
 
 
-DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
 MAX_LOGIT_DIFFERENCE = 1e-3
 
 
@@ -121,30 +152,6 @@ def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
             f"{path} has {len(tokens)} tokens; {count} are asked for. Give a longer --text or fewer --tokens."
         )
     return tokens[:count]
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Compare a converted IHA checkpoint with its source on real text. The exit code is 1 if they differ, or if a "
-        "deliberately broken control does not.",
-        epilog="example: python -m conversion_scripts.verify_conversion HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha",
-    )
-    parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
-    parser.add_argument("dst", help="converted checkpoint: a directory or a Hub id")
-    parser.add_argument(
-        "--text", type=Path, default=DEFAULT_TEXT, help="text file (default: a speech that ships with the command)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=500, help="number of tokens of the text to compare (default: 500)"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=64, help="number of tokens to decode greedily (default: 64)"
-    )
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    args = parser.parse_args()
-    if not 0 < args.max_new_tokens < args.tokens:
-        parser.error(f"--max-new-tokens {args.max_new_tokens} must be at least 1 and less than --tokens {args.tokens}")
-    return args
 
 
 def main() -> None:

@@ -13,13 +13,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from matplotlib.figure import Figure
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="output directories of evaluation.run, the reference first")
+    parser.add_argument("--output", type=Path, required=True, help="Markdown file to write; the plot goes beside it")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+from matplotlib.figure import Figure
+
 from evaluation.report import figure_text, markdown_table, save_plot
+
+
+NEEDED = ("metrics", "task_hash", "samples_each", "shots", "generation")  # of each task in a results.json
 
 
 def read_run(directory: Path) -> dict:
@@ -29,9 +44,16 @@ def read_run(directory: Path) -> dict:
             f"{directory} holds no results.json: expected the output directory of a finished evaluation.run."
         )
     results = read_json(directory / "results.json")
+    tasks = results.get("tasks")
+    if not isinstance(tasks, dict) or not all(
+        isinstance(task, dict) and task.keys() >= set(NEEDED) for task in tasks.values()
+    ):
+        raise UserError(
+            f"{directory / 'results.json'} holds no tasks with {', '.join(NEEDED)}: expected what evaluation.run writes."
+        )
     samples = {
         task: {(row["doc_id"], row["doc_hash"]): row for row in read_jsonl(directory / f"samples_{task}.jsonl")}
-        for task in results["tasks"]
+        for task in tasks
     }
     return {"results": results, "samples": samples}
 
@@ -131,10 +153,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare and write. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="output directories of evaluation.run, the reference first")
-    parser.add_argument("--output", type=Path, required=True, help="Markdown file to write; the plot goes beside it")
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     names = [run.resolve().name for run in args.runs]
     if len(names) < 2 or len(set(names)) < len(names):
         raise UserError(f"{', '.join(names)}: expected two or more directories with different names.")

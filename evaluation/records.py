@@ -44,6 +44,8 @@ class Records:
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):  # the last one is empty or half a line
             try:
                 row = json.loads(line)
+                if not isinstance(row["text"], str):
+                    raise TypeError
                 self._samples[row["task"], row["hash"], row["sample"]] = row
             except (ValueError, KeyError, TypeError):
                 raise UserError(f"{path}, line {number}: not a recorded sample. Remove the line to go on.") from None

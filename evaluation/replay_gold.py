@@ -20,7 +20,29 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import check_output_file, run_cli, write_json
-from evaluation import data, run_code, scores
+from evaluation import run_code
+
+
+BENCHMARKS = ("gsm8k", "math500", "mbpp", "humaneval")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="directory of data files (default: the Hub)")
+    parser.add_argument("--benchmarks", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
+    parser.add_argument("--limit", type=int, help="only the first LIMIT rows of each")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument(
+        run_code.FLAG, action="store_true", help="run the programs where the system cannot isolate them"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+
+from evaluation import data, scores
 
 
 def _gsm8k(rows: list[dict]) -> Iterator[tuple[str, str]]:
@@ -84,15 +106,7 @@ def replay(name: str, directory: Path | None, limit: int | None = None) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="directory of data files (default: the Hub)")
-    parser.add_argument("--benchmarks", nargs="+", choices=list(REPLAYS), default=list(REPLAYS))
-    parser.add_argument("--limit", type=int, help="only the first LIMIT rows of each")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument(
-        run_code.FLAG, action="store_true", help="run the programs where the system cannot isolate them"
-    )
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     check_output_file(args.output, replace=True)
     if {"mbpp", "humaneval"} & set(args.benchmarks):
         run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)

@@ -29,15 +29,48 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from command_io import UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
+from evaluation import run_code
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="checkpoint directory, GGUF file or id on the Hub")
+    parser.add_argument("--suite", required=True, help="smoke, ruler, reasoning or paper")
+    parser.add_argument("--tasks", nargs="+", help="only these tasks of the suite")
+    parser.add_argument(
+        "--data", type=Path, help="directory of data files as in data_manifest.json (default: the Hub)"
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", help="of RULER's prompts and replies, in tokens")
+    parser.add_argument("--limit", type=int, help="only the first LIMIT examples of each task and length")
+    parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (16)")
+    parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
+    parser.add_argument("--output", type=Path, help="default: outputs/evaluation/MODEL")
+    parser.add_argument("--batch-size", type=int, default=8, help="halved when memory runs out (default: 8)")
+    parser.add_argument("--tokenizer", help="directory or id on the Hub (default: the model's)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
+    parser.add_argument(
+        run_code.FLAG,
+        action="store_true",
+        help="run programs that the model writes where the system cannot isolate them",
+    )
+    parser.add_argument("--truncate-prompts", action="store_true", help="cut what does not fit, and count it")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
 import lm_eval
 from accelerate import Accelerator
 from lm_eval.api.task import ConfigurableTask
 from transformers import PreTrainedTokenizerBase
 
-from command_io import UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
-from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer
+from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer, note_slow_dtype
 from conversion_scripts.foreign_code import note_foreign_code
-from evaluation import data, report, ruler, run_code, scores, suites
+from evaluation import data, report, ruler, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
 from evaluation.records import Records
 from model_cards.render import source_name
@@ -191,32 +224,8 @@ def write_samples(path: Path, rows: list[dict]) -> None:
             file.write(json.dumps(kept, default=str) + "\n")
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with the suite's tasks and defaults filled in. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="checkpoint directory, GGUF file or id on the Hub")
-    parser.add_argument("--suite", required=True, help=", ".join(suites.SUITES))
-    parser.add_argument("--tasks", nargs="+", help="only these tasks of the suite")
-    parser.add_argument(
-        "--data", type=Path, help="directory of data files as in data_manifest.json (default: the Hub)"
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", help="of RULER's prompts and replies, in tokens")
-    parser.add_argument("--limit", type=int, help="only the first LIMIT examples of each task and length")
-    parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (16)")
-    parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
-    parser.add_argument("--output", type=Path, help="default: outputs/evaluation/MODEL")
-    parser.add_argument("--batch-size", type=int, default=8, help="halved when memory runs out (default: 8)")
-    parser.add_argument("--tokenizer", help="directory or id on the Hub (default: the model's)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
-    parser.add_argument(
-        run_code.FLAG,
-        action="store_true",
-        help="run programs that the model writes where the system cannot isolate them",
-    )
-    parser.add_argument("--truncate-prompts", action="store_true", help="cut what does not fit, and count it")
-    args = parser.parse_args(argv)
+def complete(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the command line with the suite's tasks and defaults filled in. Raises `UserError`."""
     if args.suite not in suites.SUITES:
         raise UserError(f"--suite {args.suite}: expected one of {', '.join(suites.SUITES)}.")
     suite = suites.SUITES[args.suite]
@@ -242,7 +251,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict | None:
     """Evaluates, writes results.json, report.md, plots and samples, and returns the results; `None` on every process
     but the first. Raises `UserError`."""
-    args = parse_arguments(argv)
+    args = complete(parse_arguments(argv))
     process = accelerator()
     # The other processes of a run write beside the main one.
     with sole_writer(args.output) if process.is_main_process else nullcontext():
@@ -273,6 +282,8 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
 
     started = time.monotonic()
     network = load_model(args.model, args.dtype).to(process.device)
+    if process.device.type == "cpu":
+        note_slow_dtype(network.dtype)
     model = RecordedModel(network, tokenizer, records, args.seed, args.batch_size, args.truncate_prompts)
     model.join(process)
     print(f"{len(tasks)} tasks; {len(records)} samples are recorded in {args.output / 'samples'}", flush=True)

@@ -20,15 +20,33 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from matplotlib.figure import Figure
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, run_cli
+from experiments.options import study_parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = study_parser(__doc__, seeds=3)
+    parser.add_argument("--cells", type=int, default=20, help="N, of the ring")
+    parser.add_argument("--radius", type=int, default=1, help="R, of an agent")
+    parser.add_argument("--agents", type=int, default=12, help="L, in training")
+    parser.add_argument("--examples", type=int, default=1000, help="in training")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--output", type=Path, default=Path("outputs/colliding_agents"), help="where runs are kept")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.figure import Figure
+
 from experiments.linear_self_attention import LinearSelfAttention
-from experiments.study import arguments, run_once, write
+from experiments.study import run_once, write
 
 
 def interactions(cells: int, radius: int) -> torch.Tensor:
@@ -137,15 +155,8 @@ def plot(runs: list[dict]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
-    parser = arguments(__doc__, seeds=3)
-    parser.add_argument("--cells", type=int, default=20, help="N, of the ring")
-    parser.add_argument("--radius", type=int, default=1, help="R, of an agent")
-    parser.add_argument("--agents", type=int, default=12, help="L, in training")
-    parser.add_argument("--examples", type=int, default=1000, help="in training")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--output", type=Path, default=Path("outputs/colliding_agents"), help="where runs are kept")
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
+    torch.set_num_threads(1)
     if args.cells < 4 * args.radius + 2 or args.radius < 0:
         raise UserError(
             f"--cells {args.cells} --radius {args.radius}: on fewer than 4 R + 2 cells all agents are in each other's way."

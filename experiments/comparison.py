@@ -4,7 +4,7 @@ intervals over seeds."""
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from command_io import ROOT, UserError, check_output_file, read_json, write_json
-from experiments.study import RESULTS
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
@@ -99,22 +98,6 @@ def shown(value: dict, digits: int = 4) -> str:
     return f"{value['mean']:.{digits}f}{spread}"
 
 
-def arguments(
-    doc: str, study: str, kinds: Iterable[str], seeds: list[int], choices: Iterable[str] = ATTENTION_CLASSES
-) -> argparse.ArgumentParser:
-    """A parser with the options of these studies; `kinds` of the `choices` are compared by default."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--kinds", nargs="+", choices=list(choices), default=list(kinds))
-    parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
-    parser.add_argument(
-        "--output", type=Path, help=f"where runs are kept (default: outputs/{study}, outputs/{study}_full)"
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the table and the plot are written")
-    return parser
-
-
 def begin(args: argparse.Namespace, study: str) -> tuple[Path, Path]:
     """Checks and completes the options; where the table and the plot go. Raises `UserError`."""
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -122,7 +105,7 @@ def begin(args: argparse.Namespace, study: str) -> tuple[Path, Path]:
     if args.device == "cpu":
         torch.set_num_threads(1)
     name = f"{study}_full" if args.full else study
-    args.kinds, args.seeds = list(dict.fromkeys(args.kinds)), list(dict.fromkeys(args.seeds))
+    args.kinds, args.seeds = list(dict.fromkeys(args.kinds or ATTENTION_CLASSES)), list(dict.fromkeys(args.seeds))
     args.output = args.output or ROOT / "outputs" / name
     paths = (args.results / f"{name}.json", args.results / f"{name}.png")
     for path in paths:

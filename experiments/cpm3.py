@@ -16,23 +16,37 @@ started again; it takes a few minutes of one core.
 example: python -m experiments.cpm3
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import run_cli
+from experiments.options import study_parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = study_parser(__doc__, seeds=3)
+    parser.add_argument("--steps", type=int, default=600, help="of training (600)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/cpm3"), help="where runs are kept")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import run_cli
 from experiments.bare_attention import BareAttention
 from experiments.polynomial_filters import constructed, filter_bank, root
-from experiments.study import arguments, learned_rows, plot_spread, train, write
+from experiments.study import learned_rows, plot_spread, train, write
 
 
 LENGTHS = (4, 9, 16, 25)  # N
@@ -257,10 +271,8 @@ def plot(rows: list[dict], counts: list[dict]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
-    parser = arguments(__doc__, seeds=3)
-    parser.add_argument("--steps", type=int, default=600, help="of training (600)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/cpm3"), help="where runs are kept")
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
+    torch.set_num_threads(1)
     exactness = [
         {
             "length": length,

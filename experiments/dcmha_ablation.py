@@ -17,6 +17,7 @@ here also answer the question of head_diversity.py (Figure 5).
 example: python -m experiments.dcmha_ablation --kinds mha pre post --seeds 0 1
 """
 
+import argparse
 import itertools
 import math
 import sys
@@ -24,24 +25,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from benchmarks.cost import model as cost_of
 from command_io import run_cli, sole_writer, write_json
-from experiments import language_models
-from experiments.comparison import arguments, begin, finished_run, interval, rise_and_fall, shown
-from experiments.head_diversity import CIRCUITS, curves_of
-from experiments.language_models import FULL, add_text_option, as_large_as, build, text_and_setting, train
-from experiments.study import environment, save_plot
-from modeling_iha import IHAConfig, IHAForCausalLM
+from experiments.options import add_text_option, comparison_parser
 
 
-SMALL = {**language_models.SMALL, "tokens": 64, "batch": 8, "rate": 3e-3}
 # Configuration -> perplexity in Table 9, options of kind "dcmha".
 CONFIGURATIONS = {
     "mha": (11.68, None),
@@ -58,6 +48,31 @@ CONFIGURATIONS = {
     "rank_1": (10.87, {"rank": 1}),
     "rank_4": (10.89, {"rank": 4}),
 }
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = comparison_parser(__doc__, "dcmha_ablation", CONFIGURATIONS, [0, 1, 2, 3, 4], CONFIGURATIONS)
+    add_text_option(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.cost import model as cost_of
+from experiments import language_models
+from experiments.comparison import begin, finished_run, interval, rise_and_fall, shown
+from experiments.head_diversity import CIRCUITS, curves_of
+from experiments.language_models import FULL, as_large_as, build, text_and_setting, train
+from experiments.study import environment, save_plot
+from modeling_iha import IHAConfig, IHAForCausalLM
+
+
+SMALL = {**language_models.SMALL, "tokens": 64, "batch": 8, "rate": 3e-3}
 # What the paper concludes: the first has a lower perplexity than the second.
 CLAIMS = [
     ("dcmha", "static"),
@@ -159,9 +174,7 @@ def plot(rows: list[dict], claims: list[dict], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
-    parser = arguments(__doc__, "dcmha_ablation", CONFIGURATIONS, [0, 1, 2, 3, 4], CONFIGURATIONS)
-    add_text_option(parser)
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     table, picture = begin(args, "dcmha_ablation")
     size = FULL if args.full else SMALL
     text, setting = text_and_setting(args, size)

@@ -24,6 +24,7 @@ narrower FFN).
 example: python -m experiments.dcmha_tasks --kinds mha dcmha --seeds 0 1
 """
 
+import argparse
 import random
 import sys
 from collections.abc import Sequence
@@ -33,17 +34,11 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-import torch
-from matplotlib.figure import Figure
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, run_cli, sole_writer, write_json
-from experiments.comparison import arguments, begin, finished_run, fit, interval, rise_and_fall, shown
-from experiments.language_models import config_of
-from experiments.study import environment, save_plot
-from modeling_iha import IHAForCausalLM
+from experiments.options import comparison_parser
 
 
 SMALL = {
@@ -76,6 +71,26 @@ FULL = {
     "rate": 1e-3,
     "test": 256,
 }
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = comparison_parser(__doc__, "dcmha_tasks", ["mha", "dcmha", "talking_heads", "iha"], [0, 1, 2])
+    parser.add_argument("--steps", type=int, help=f"of training ({SMALL['steps']}, with --full {FULL['steps']})")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.figure import Figure
+
+from experiments.comparison import begin, finished_run, fit, interval, rise_and_fall, shown
+from experiments.language_models import config_of
+from experiments.study import environment, save_plot
+from modeling_iha import IHAForCausalLM
+
+
 EVALUATIONS, HELD_OUT = 10, 8
 
 NAMES = (
@@ -387,10 +402,7 @@ def plot(rows: list[dict], runs: dict[str, list[dict]], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
-    kinds = ["mha", "dcmha", "talking_heads", "iha"]
-    parser = arguments(__doc__, "dcmha_tasks", kinds, [0, 1, 2])
-    parser.add_argument("--steps", type=int, help=f"of training ({SMALL['steps']}, with --full {FULL['steps']})")
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     table, picture = begin(args, "dcmha_tasks")
     size = FULL if args.full else SMALL
     if args.steps is not None:

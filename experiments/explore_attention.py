@@ -17,14 +17,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from plotly.offline import get_plotlyjs
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, check_output_file, run_cli, whole_file
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="checkpoint: a directory, a Hub id or a GGUF file")
+    parser.add_argument("prompt", help="text to look at")
+    parser.add_argument("--compare", metavar="OTHER", help="a checkpoint of the same shape to compare MODEL with")
+    parser.add_argument("--layers", type=int, nargs="+", help="layers to show, from 0 (default: all)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/attention.html"), help="page to write")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from plotly.offline import get_plotlyjs
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 from conversion_scripts.checkpoint_io import check_finite, load_config, load_model, load_tokenizer
 from mechanisms.iha import identity_mixing, last_pseudo_head
 from model_cards.render import source_name
@@ -242,16 +257,6 @@ def check_comparable(source: str, config: PreTrainedConfig, layers: list[int], p
         raise UserError(f"{source} has other layers, heads or pseudo-heads than MODEL: expected the same shape.")
     if encode(source, other, prompt)[0] != ids:
         raise UserError(f"{source} splits the prompt into other tokens than MODEL: expected the same tokenizer.")
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="checkpoint: a directory, a Hub id or a GGUF file")
-    parser.add_argument("prompt", help="text to look at")
-    parser.add_argument("--compare", metavar="OTHER", help="a checkpoint of the same shape to compare MODEL with")
-    parser.add_argument("--layers", type=int, nargs="+", help="layers to show, from 0 (default: all)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/attention.html"), help="page to write")
-    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,15 +22,29 @@ from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import UserError, check_output_file, run_cli, write_json
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a directory, a Hub id or a GGUF file")
+    parser.add_argument(
+        "--results", type=Path, default=Path("outputs/head_diversity"), help="directory of the results"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
 import torch
 from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedModel
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, check_output_file, run_cli, write_json
 from conversion_scripts.checkpoint_io import load_model
 from experiments.study import environment, save_plot
 
@@ -129,12 +143,7 @@ def plot(curves: dict[str, dict[str, torch.Tensor]], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the models and write the results. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="a directory, a Hub id or a GGUF file")
-    parser.add_argument(
-        "--results", type=Path, default=Path("outputs/head_diversity"), help="directory of the results"
-    )
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     table, picture = args.results / "head_diversity.json", args.results / "head_diversity.png"
     for path in (table, picture):
         check_output_file(path, replace=True)

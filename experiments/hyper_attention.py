@@ -23,20 +23,34 @@ run is not repeated, so the study can be stopped and started again; it takes a f
 example: python -m experiments.hyper_attention
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
-from matplotlib.figure import Figure
-from torch import nn
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import run_cli
+from experiments.options import study_parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = study_parser(__doc__, seeds=3)
+    parser.add_argument("--steps", type=int, default=500, help="of training (500)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/hyper_attention"), help="where runs are kept")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
 from experiments.bare_attention import BareAttention
-from experiments.study import arguments, run_once, spread, train, write
+from experiments.study import run_once, spread, train, write
 
 
 AGENTS = 8
@@ -289,10 +303,8 @@ def plot(rows: list[dict], features: list[dict]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
-    parser = arguments(__doc__, seeds=3)
-    parser.add_argument("--steps", type=int, default=500, help="of training (500)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/hyper_attention"), help="where runs are kept")
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
+    torch.set_num_threads(1)
     torch.manual_seed(args.seeds[0])
     features = [feature_row(values) for values in (2, 4, 8)]
     synergies = synergy_errors()

@@ -24,19 +24,30 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-from matplotlib.figure import Figure
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from command_io import UserError, one_line, run_cli, sole_writer, write_json
+from experiments.options import add_text_option, comparison_parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = comparison_parser(__doc__, "language_models", None, [0, 1, 2])
+    add_text_option(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.figure import Figure
+
 from benchmarks.cost import model as cost_of
 from benchmarks.harness import extra_bytes
-from command_io import UserError, one_line, run_cli, sole_writer, write_json
-from experiments.comparison import arguments, begin, finished_run, fit, interval, shown
+from experiments.comparison import begin, finished_run, fit, interval, shown
 from experiments.study import environment, save_plot
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 SMALL = {
@@ -67,10 +78,6 @@ def read_text(path: Path | None) -> torch.Tensor:
         except OSError as error:
             raise UserError(f"--text {path} cannot be read: {one_line(error)}") from error
     return torch.tensor(list(content), dtype=torch.long)
-
-
-def add_text_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text", type=Path, help="a file to learn (default: Python's language reference)")
 
 
 def text_and_setting(args: argparse.Namespace, size: dict) -> tuple[torch.Tensor, dict]:
@@ -244,9 +251,7 @@ def plot(rows: list[dict], runs: dict[str, list[dict]], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
-    parser = arguments(__doc__, "language_models", ATTENTION_CLASSES, [0, 1, 2])
-    add_text_option(parser)
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     table, picture = begin(args, "language_models")
     size = FULL if args.full else SMALL
     text, setting = text_and_setting(args, size)

@@ -19,13 +19,31 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import ROOT, path_from_root, read_json, run_cli, whole_file, write_json
-from experiments.warm_start import RECIPE, RESULTS, base_model, make_rows, train, versions
+from experiments.options import RESULTS
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument(
+        "--output", type=path_from_root, default=Path("outputs/warm_start"), help="where the runs are kept"
+    )
+    parser.add_argument(
+        "--results", type=path_from_root, default=RESULTS, help="where mixing_rate.json and .png are written"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+from matplotlib.figure import Figure
+
+from experiments.warm_start import RECIPE, base_model, make_rows, train, versions
 
 
 RATES = (1.25e-5, 5e-5)
@@ -67,15 +85,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument(
-        "--output", type=path_from_root, default=Path("outputs/warm_start"), help="where the runs are kept"
-    )
-    parser.add_argument(
-        "--results", type=path_from_root, default=RESULTS, help="where mixing_rate.json and .png are written"
-    )
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     os.chdir(ROOT)
     args.output.mkdir(parents=True, exist_ok=True)
     make_rows(args.output)

@@ -15,10 +15,28 @@ stopped and started again; it takes a few minutes of one core.
 example: python -m experiments.polynomial_filters
 """
 
+import argparse
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import run_cli
+from experiments.options import study_parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = study_parser(__doc__, seeds=3)
+    parser.add_argument("--steps", type=int, default=1500, help="of training (1500)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/polynomial_filters"), help="where runs are kept")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import networkx
 import numpy as np
@@ -26,12 +44,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import run_cli
 from experiments.bare_attention import BareAttention
-from experiments.study import arguments, learned_rows, plot_spread, train, write
+from experiments.study import learned_rows, plot_spread, train, write
 
 
 GRAPHS = {
@@ -198,10 +212,8 @@ def plot(rows: list[dict], counts: list[dict], bound: list[float]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
-    parser = arguments(__doc__, seeds=3)
-    parser.add_argument("--steps", type=int, default=1500, help="of training (1500)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/polynomial_filters"), help="where runs are kept")
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
+    torch.set_num_threads(1)
     exactness = [
         {
             "graph": name,

@@ -17,6 +17,7 @@ is the published size. A finished run is not repeated. Writes relation_compositi
 example: python -m experiments.relation_composition --full --device cuda --seeds 0 1 2 3 4
 """
 
+import argparse
 import itertools
 import sys
 import time
@@ -24,15 +25,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from matplotlib.figure import Figure
-from torch import nn
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import run_cli, sole_writer, write_json
-from experiments.comparison import arguments, begin, finished_run, interval, shown
+from experiments.options import comparison_parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    return comparison_parser(
+        __doc__, "relation_composition", ["mha", "iha", "simplicial"], [0, 1, 2, 3, 4]
+    ).parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from experiments.comparison import begin, finished_run, interval, shown
 from experiments.study import environment, save_plot
 from modeling_iha import IHAConfig, IHAModel
 
@@ -232,7 +245,7 @@ def plot(rows: list[dict], runs: list[dict], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
-    args = arguments(__doc__, "relation_composition", ["mha", "iha", "simplicial"], [0, 1, 2, 3, 4]).parse_args(argv)
+    args = parse_arguments(argv)
     table, picture = begin(args, "relation_composition")
     size = FULL if args.full else SMALL
 

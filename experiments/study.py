@@ -18,18 +18,6 @@ from benchmarks.harness import processor
 from command_io import read_json, whole_file, write_json
 
 
-RESULTS = Path(__file__).resolve().parent / "results"
-
-
-def arguments(doc: str, seeds: int) -> argparse.ArgumentParser:
-    """A parser with the options of all studies. `doc` ends with an example."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where table and plot are written")
-    torch.set_num_threads(1)
-    return parser
-
-
 def run_once(path: Path, compute: Callable[..., dict], *values) -> dict:
     """What `compute(*values)` returned: a run whose result is in `path` is not repeated. The name of `path` says all
     that the result depends on."""

@@ -20,15 +20,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from matplotlib.figure import Figure
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import run_cli
+from experiments.options import study_parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    return study_parser(__doc__, seeds=5).parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.figure import Figure
+
 from experiments.bare_attention import BareAttention
-from experiments.study import arguments, spread, write
+from experiments.study import spread, write
 
 
 WIDTH, HEADS, HEAD_DIM, LENGTH = 32, 4, 8, 12
@@ -135,7 +145,8 @@ def plot(inclusion: list[dict], seed: int) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
-    args: argparse.Namespace = arguments(__doc__, seeds=5).parse_args(argv)
+    args = parse_arguments(argv)
+    torch.set_num_threads(1)
     inclusion = []
     for setting in SETTINGS:
         for virtual in PSEUDO_HEADS:

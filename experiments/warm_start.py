@@ -22,17 +22,38 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
 
-import torch
-from matplotlib.figure import Figure
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import ROOT, path_from_root, read_json, run_cli, run_module, whole_file, write_json
+from experiments.options import RESULTS
+
+
+PSEUDO_HEADS = {"mha": None, "iha_2": 2, "iha_4": 4}
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=PSEUDO_HEADS, default=["mha", "iha_2"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--output", type=path_from_root, default=Path("outputs/warm_start"), help="where the runs are kept"
+    )
+    parser.add_argument(
+        "--results", type=path_from_root, default=RESULTS, help="where warm_start.json and .png are written"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.figure import Figure
+
 from conversion_scripts.checkpoint_io import smollm2_gguf
 
 
-RESULTS = Path(__file__).parent / "results"
 RECIPE = "sft/recipes/warm_start/sft.yaml"
 # generator -> training rows, options of its difficulty
 TASKS = {
@@ -41,7 +62,6 @@ TASKS = {
     "spell_backward": (240, []),
 }
 TEST_ROWS = 50
-PSEUDO_HEADS = {"mha": None, "iha_2": 2, "iha_4": 4}
 
 
 def make_rows(output: Path) -> Path:
@@ -153,16 +173,7 @@ def plot(runs: list[dict], rows: list[dict], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=PSEUDO_HEADS, default=["mha", "iha_2"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument(
-        "--output", type=path_from_root, default=Path("outputs/warm_start"), help="where the runs are kept"
-    )
-    parser.add_argument(
-        "--results", type=path_from_root, default=RESULTS, help="where warm_start.json and .png are written"
-    )
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     os.chdir(ROOT)
     args.output.mkdir(parents=True, exist_ok=True)
     make_rows(args.output)

@@ -32,26 +32,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-import torch
-from datasets import Dataset
-from matplotlib import colormaps
-from matplotlib.figure import Figure
-from transformers import PreTrainedModel
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import ROOT, new_directory, path_from_root, read_json, run_cli, sole_writer, whole_file, write_json
-from conversion_scripts.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
-from conversion_scripts.convert_llama_to_iha import convert
-from experiments.comparison import begin, finished_run, interval, shown
-from experiments.study import RESULTS, environment, save_plot
-from experiments.warm_start import RECIPE, train, versions, wilson
-from sft.data import IGNORED_LABEL, read_chat_template, to_row, tokenize
+from experiments.options import RESULTS
 
 
 RATE, NOISE = 5e-5, 0.02
-SAVE_STEPS = 500
 
 
 class Variant(NamedTuple):
@@ -83,6 +71,43 @@ VARIANTS = {
     "noise": Variant(start="noise"),
     "iha_9": Variant(pseudo_heads=9),
 }
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="20 million tokens, for a GPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, dest="kinds", help="(all; iha_9 with --full only)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--output", type=path_from_root, help="where runs are kept (default: outputs/warm_start_variants)"
+    )
+    parser.add_argument(
+        "--results", type=path_from_root, default=RESULTS, help="where the table and the plots are written"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from datasets import Dataset
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from transformers import PreTrainedModel
+
+from conversion_scripts.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
+from conversion_scripts.convert_llama_to_iha import convert
+from experiments.comparison import begin, finished_run, interval, shown
+from experiments.study import environment, save_plot
+from experiments.warm_start import RECIPE, train, versions, wilson
+from sft.data import IGNORED_LABEL, read_chat_template, to_row, tokenize
+
+
+SAVE_STEPS = 500
+
+
 SMALL = {"variants": [name for name in VARIANTS if name != "iha_9"], "steps": 16, "batch": 4, "test_rows": 150}
 FULL = {"variants": list(VARIANTS), "steps": 4280, "batch": 64, "test_rows": 1500}
 TEMPLATE = "sft/chat_templates/smollm2.jinja"
@@ -360,18 +385,7 @@ def write_results(runs: dict[tuple[str, int], dict], table: Path, picture: Path,
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="20 million tokens, for a GPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, dest="kinds", help="(all; iha_9 with --full only)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument(
-        "--output", type=path_from_root, help="where runs are kept (default: outputs/warm_start_variants)"
-    )
-    parser.add_argument(
-        "--results", type=path_from_root, default=RESULTS, help="where the table and the plots are written"
-    )
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     os.chdir(ROOT)
     size = FULL if args.full else SMALL
     args.kinds = args.kinds or size["variants"]

@@ -27,12 +27,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from benchmarks.harness import processor
 from command_io import (
     ROOT,
     UserError,
@@ -45,14 +42,44 @@ from command_io import (
     whole_file,
     write_json,
 )
+
+
+INDEX = Path(__file__).parent
+OUTPUT = Path("outputs/checkpoints")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="checkpoints to make (default: all)")
+    parser.add_argument(
+        "--warm-start",
+        type=path_from_root,
+        help="output directory of experiments/warm_start.py; its card gets the results",
+    )
+    parser.add_argument(
+        "--output",
+        type=path_from_root,
+        default=OUTPUT,
+        help=f"where they are made (default: {OUTPUT} of the checkout)",
+    )
+    parser.add_argument(
+        "--index", type=path_from_root, default=INDEX, help="where the records are (default: model_cards)"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+
+from benchmarks.harness import processor
 from conversion_scripts.checkpoint_io import fingerprint, load_config, load_config_dict, smollm2_gguf
 from model_cards.render import figure_text, markdown_table, read_results, source_name, update
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
-INDEX = Path(__file__).parent
-OUTPUT = Path("outputs/checkpoints")
 # Nats a token, of each loss in results.json.
 TOLERANCE = 0.05
 LIBRARIES = ("torch", "transformers", "trl", "safetensors", "tokenizers", "gguf", "lm_eval", "reasoning-gym")
@@ -195,6 +222,15 @@ def weights_sha256(checkpoint: Path) -> dict[str, str]:
     return {file.name: file_sha256(file) for file in sorted(checkpoint.glob("*.safetensors"))}
 
 
+def read_record(folder: Path) -> tuple[dict, dict]:
+    """Return what record.json and results.json of a `folder` of the index hold. Raises `UserError`."""
+    found = read_json(folder / "record.json")
+    for key in ("weights_sha256", "config"):
+        if not isinstance(found.get(key), dict):
+            raise UserError(f"{folder / 'record.json'} holds no {key}: remove that folder to record it anew.")
+    return found, read_results(folder)
+
+
 def losses(results: dict) -> dict[tuple[str, str], float]:
     """Each loss in a results.json, by task and metric."""
     return {
@@ -207,9 +243,10 @@ def losses(results: dict) -> dict[tuple[str, str], float]:
 
 def compare(name: str, made: Made, folder: Path) -> str:
     """How what was made agrees with its record in `folder`. Raises `UserError` when it does not."""
-    if weights_sha256(made.checkpoint) == read_json(folder / "record.json")["weights_sha256"]:
+    record, results = read_record(folder)
+    if weights_sha256(made.checkpoint) == record["weights_sha256"]:
         return "the recorded weights, bit for bit"
-    found, recorded = losses(made.results), losses(read_json(folder / "results.json"))
+    found, recorded = losses(made.results), losses(results)
     apart = max((abs(found.get(key, math.inf) - loss) for key, loss in recorded.items()), default=math.inf)
     if apart <= TOLERANCE:
         return f"other bits than recorded; the losses differ by up to {apart:.4f} nats, within {TOLERANCE}"
@@ -268,7 +305,7 @@ def index_table(index: Path) -> str:
     """The table of the index, a row for each folder."""
     rows = []
     for path in sorted(index.glob("*/record.json")):
-        found, results = read_json(path), read_json(path.with_name("results.json"))
+        found, results = read_record(path.parent)
         config = IHAConfig(**found["config"])
         kinds = ", ".join(dict.fromkeys(config.attention_kinds))
         figures = [
@@ -301,27 +338,12 @@ def recipes(warm_start: Path | None) -> dict[str, partial]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the checkpoints that the command line names, all by default. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="checkpoints to make (default: all)")
-    parser.add_argument(
-        "--warm-start",
-        type=path_from_root,
-        help="output directory of experiments/warm_start.py; its card gets the results",
-    )
-    parser.add_argument(
-        "--output",
-        type=path_from_root,
-        default=OUTPUT,
-        help=f"where they are made (default: {OUTPUT} of the checkout)",
-    )
-    parser.add_argument(
-        "--index", type=path_from_root, default=INDEX, help="where the records are (default: model_cards)"
-    )
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     known = recipes(args.warm_start)
     for name in args.names:
         if name not in known:
             raise UserError(f"{name}: no checkpoint of this repository; expected one of {', '.join(known)}.")
+    index_table(args.index)  # a damaged record shows before the work
     os.chdir(ROOT)
     torch.set_num_threads(1)
     names = args.names or list(known)

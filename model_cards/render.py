@@ -17,18 +17,33 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import ROOT, UserError, read_json, run_cli, whole_file
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir", type=Path, help="checkpoint with its card, README.md")
+    parser.add_argument("--name", help="what the card is called and its examples load, such as me/smollm2-iha")
+    parser.add_argument(
+        "--results", type=Path, help="output directory of python -m evaluation.run, or its results.json"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
 import torch
 import yaml
 from gguf import GGUFReader
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from transformers.utils import cached_file
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
 from benchmarks.cost import model as cost_of_model
 from benchmarks.cost import with_mha
-from command_io import ROOT, UserError, read_json, run_cli, whole_file
 from conversion_scripts.checkpoint_io import fingerprint
 from mechanisms import mechanism_of, own_modules
 from modeling_iha import IHAConfig, IHAModel
@@ -370,13 +385,7 @@ def read_results(path: Path) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Update the card that the command line names. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dir", type=Path, help="checkpoint with its card, README.md")
-    parser.add_argument("--name", help="what the card is called and its examples load, such as me/smollm2-iha")
-    parser.add_argument(
-        "--results", type=Path, help="output directory of python -m evaluation.run, or its results.json"
-    )
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     if args.name is None and args.results is None:
         raise UserError("Nothing to do: give --name, --results or both.")
     update(args.dir, args.name, None if args.results is None else read_results(args.results))

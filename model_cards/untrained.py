@@ -9,18 +9,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import attention_kinds, new_directory, run_cli
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=attention_kinds(), help="attention mechanism")
+    parser.add_argument("dst", type=Path, help="new directory")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import new_directory, run_cli
 from mechanisms import mechanism_of
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 # Those of sft/chat_templates.
@@ -42,10 +53,7 @@ def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the model that the command line names. Raises `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=ATTENTION_CLASSES, help="attention mechanism")
-    parser.add_argument("dst", type=Path, help="new directory")
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     tokenizer, form = byte_tokenizer(), next(iter(mechanism_of(args.kind).forms.values()))
     fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     fields |= {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True, "attention_kinds": args.kind}

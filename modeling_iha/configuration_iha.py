@@ -42,6 +42,7 @@ CHOICES = {
     "pseudo_collapse": ("per_head", "all_heads"),
     "hidden_act": tuple(ACT2FN),
 }
+MAX_LAYERS = 10_000  # a list of a damaged config.json's number of layers may fill the memory
 # A saved config.json names all of them.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Numbers of the config and of its `rope_parameters`, alone or in lists, by what they must be.
@@ -146,19 +147,17 @@ class IHAConfig(LlamaConfig):
                 raise ValueError(
                     f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {' or '.join(map(repr, meant))}?"
                 )
-        if self.head_dim is None and (
-            self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads != 0
-        ):
+        if self.head_dim is None and (self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads):
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; choose "
                 "one that is, or set head_dim."
             )
+        if self.num_hidden_layers > MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers={self.num_hidden_layers}; it must be at most {MAX_LAYERS}.")
         self.attention_kinds = _expand_pattern(self.attention_kinds, self.num_hidden_layers)
         self.layer_types = _expand_pattern(self.layer_types or "full_attention", self.num_hidden_layers)
-        if self.num_pseudo_heads is None:
-            self.num_pseudo_heads = self.num_attention_heads
-        if self.attention_options is None:
-            self.attention_options = {}
+        self.num_pseudo_heads = self.num_attention_heads if self.num_pseudo_heads is None else self.num_pseudo_heads
+        self.attention_options = {} if self.attention_options is None else self.attention_options
 
         super().__post_init__(**kwargs)
 

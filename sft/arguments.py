@@ -3,15 +3,16 @@ have."""
 
 from argparse import ArgumentError, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import inf
 from types import UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import torch
 import yaml
+from accelerate.utils import DynamoBackend
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import TrlParser
@@ -19,90 +20,17 @@ from trl import TrlParser
 from command_io import UserError, one_line, read_yaml
 from model_cards.render import source_base_model, source_license
 from sft.data import read_chat_template
+from sft.run_arguments import RunArguments
 
 
-DTYPES = ("float32", "bfloat16", "float16")
-DEFAULT_MIXING_LR_MULTIPLIER = 40.0
 # Two names of one rate: one on the command line wins over either in the file.
 RATES_OF_MIXING = {"mixing_lr_multiplier", "mixing_learning_rate"}
-ATTENTION_FORMS = ("virtual", "base")
-
-
-@dataclass
-class RunArguments:
-    """What a run needs beyond TRL's SFTConfig."""
-
-    model_name_or_path: str = field(metadata={"help": "Checkpoint directory or id on the Hub to start from."})
-    dataset_name: str = field(
-        metadata={
-            "help": "Rows: a directory of sft/prepare.py, a .jsonl, .parquet or .txt file, an id on the Hub, or a .yaml "
-            "mixture of them."
-        }
-    )
-    dataset_split: str = field(default="train", metadata={"help": "Split to read of a dataset on the Hub."})
-    streaming: bool = field(
-        default=False, metadata={"help": "Read and tokenize the rows as they are used; needs max_steps."}
-    )
-    eval_size: float = field(
-        default=0.0, metadata={"help": "Rows held out for evaluation: a share below 1, or a number of rows."}
-    )
-    sample_prompts: int = field(
-        default=2, metadata={"help": "Held-out prompts that the model answers, greedily, at each evaluation."}
-    )
-    dtype: str = field(default="float32", metadata={"help": "Type of the trained weights.", "choices": DTYPES})
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "Attention core: eager, sdpa, flex_attention, flash_attention_2, ..."}
-    )
-    attention_form: str | None = field(
-        default=None,
-        metadata={"help": 'How "iha" layers compute: see IHAModel.attention_form.', "choices": ATTENTION_FORMS},
-    )
-    num_pseudo_heads: int | None = field(
-        default=None, metadata={"help": "P that the recipe is for; another P of the checkpoint is refused."}
-    )
-    max_position_embeddings: int | None = field(
-        default=None, metadata={"help": "Positions, in tokens, that the trained checkpoint declares."}
-    )
-    rope_theta: float | None = field(
-        default=None, metadata={"help": "RoPE base to train with, which the trained checkpoint keeps."}
-    )
-    sliding_window: int | None = field(
-        default=None, metadata={"help": "Window of the sliding layers, in tokens, which the trained checkpoint keeps."}
-    )
-    memory_gb: float | None = field(
-        default=None, metadata={"help": "Memory of a device in GB to plan for, instead of what this machine has."}
-    )
-    mixing_lr_multiplier: float | None = field(
-        default=None,
-        metadata={
-            "help": "Learning rate of the mixing and collapse weights, in units of learning_rate: 40 by default."
-        },
-    )
-    mixing_learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Learning rate of the mixing and collapse weights by itself, in place of the multiplier."},
-    )
-    use_peft: bool = field(
-        default=False,
-        metadata={"help": "Train LoRA adapters and, of the model, only the mixing and collapse weights."},
-    )
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapters."})
-    lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapters, in units of 1 / lora_r."})
-    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout before the adapters."})
-    lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Names of the linear layers that get an adapter; all but the head by default."}
-    )
-    use_dora: bool = field(default=False, metadata={"help": "DoRA: adapters with a magnitude of their own."})
-    push_repo_id: str | None = field(
-        default=None, metadata={"help": "Repository on the Hub, such as me/model, to publish the final model in."}
-    )
-
-    def mixing_rate(self, learning_rate: float) -> float:
-        """The peak learning rate of the mixing and collapse weights beside the backbone's."""
-        if self.mixing_learning_rate is not None:
-            return self.mixing_learning_rate
-        multiplier = self.mixing_lr_multiplier
-        return learning_rate * (DEFAULT_MIXING_LR_MULTIPLIER if multiplier is None else multiplier)
+# Class of a trainer's arguments -> what its evaluations always give and a checkpoint can be the best by.
+BEST_BY = {
+    "SFTConfig": ("loss", "mean_token_accuracy"),
+    "DPOConfig": ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
+    "GRPOConfig": ("loss", "reward", "rewards/correctness/mean", "rewards/solution_format/mean"),
+}
 
 
 class RecipeParser(TrlParser):
@@ -111,6 +39,7 @@ class RecipeParser(TrlParser):
 
     def __init__(self, config_class: type[TrainingArguments], usage: str) -> None:
         super().__init__((RunArguments, config_class), usage=usage, allow_abbrev=False)
+        self.add_argument("--help_all", action="help", help="show every key, and exit")
 
     def parse(self, argv: Sequence[str]) -> tuple[RunArguments, TrainingArguments]:
         """Parse `--config FILE [--key value ...]`. Raises `UserError` for an unknown key or an impossible value."""
@@ -184,6 +113,7 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
         (
             *("learning_rate", "mixing_lr_multiplier", "mixing_learning_rate", "weight_decay", "max_grad_norm"),
             *("warmup_steps", "eval_size", "eval_delay", "sample_prompts", "dataloader_num_workers", "beta"),
+            "neftune_noise_alpha",
         ),
     ),
     (
@@ -209,6 +139,9 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
 def check_values(run: RunArguments, args: TrainingArguments) -> None:
     """Raises `UserError` for what no run can have, before anything is loaded: values out of range, keys that exclude
     each other, packages that are not installed, a chat template that cannot be read."""
+    for key, value in {**vars(args), **vars(run)}.items():
+        if value == "":
+            raise UserError(f"{key} is empty: give it a value, or leave it out.")
     for allows, expected, keys in LIMITS:
         for key in keys:
             value = getattr(run, key, getattr(args, key, None))
@@ -232,8 +165,32 @@ def check_values(run: RunArguments, args: TrainingArguments) -> None:
             )
     if args.push_to_hub:
         raise UserError("push_to_hub would publish pickles and checkpoints: set push_repo_id to publish final/ alone.")
+    # Of SFT and DPO only.
+    if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
+        raise UserError("activation_offloading would move activations to the CPU, on a CPU: remove the key.")
     _check_packages(args)
+    _check_names(args)
     chat_template(args)
+
+
+def _check_names(args: TrainingArguments) -> None:
+    """Raises `UserError` for a figure to find the best checkpoint by that no evaluation gives, a compiler or mode of
+    it that is unknown, and options that the learning rate's schedule does not have."""
+    allowed = {"metric_for_best_model": BEST_BY[type(args).__name__]}
+    if args.torch_compile_backend is not None:
+        names = (name.lower() for name in DynamoBackend.__members__)
+        allowed["torch_compile_backend"] = [name for name in names if name in torch._dynamo.list_backends(())]
+    if args.torch_compile_mode is not None:
+        allowed["torch_compile_mode"] = list(torch._inductor.list_mode_options())
+    for key, names in allowed.items():
+        value = getattr(args, key)
+        if value is not None and value.removeprefix("eval_") not in names:
+            raise UserError(f"{key} is {value!r}: expected one of {', '.join(names)}.")
+    try:
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+        get_scheduler(args.lr_scheduler_type, optimizer, 1, 2, args.lr_scheduler_kwargs)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"lr_scheduler_kwargs {args.lr_scheduler_kwargs}: {one_line(error)}") from error
 
 
 def _check_packages(args: TrainingArguments) -> None:

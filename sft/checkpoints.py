@@ -1,24 +1,28 @@
 """What a run finds in its output directory, and what it leaves there."""
 
-import json
 import shutil
-import zipfile
+from fnmatch import filter as filter_names
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate import PartialState
 from matplotlib.figure import Figure
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from command_io import UserError, new_directory, one_line, whole_file, write_json
+from command_io import UserError, file_sha256, new_directory, one_line, read_json, whole_file, write_json
 from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
 from sft.arguments import RunArguments
 from sft.distributed import OPTIMIZER_STATES
-from sft.trainer import RecipeTrainer
 
 
+if TYPE_CHECKING:
+    from sft.trainer import RecipeTrainer
+
+
+# Of a Trainer checkpoint: file -> its size and SHA-256.
+CHECKSUMS = "checksums.json"
 # A panel of curves.png -> the logged figures it shows.
 PANELS = {
     "loss": ("loss", "eval_loss"),
@@ -43,13 +47,43 @@ CARD_KEYS = (
 # Resuming
 
 
-def checkpoint_fault(checkpoint: Path, processes: int = 1) -> str | None:
-    """Why a run of so many `processes` cannot continue from a Trainer checkpoint: the file that is missing or damaged;
-    None when it can.
+def write_checksums(checkpoint: Path) -> None:
+    """Write the size and SHA-256 of every file of a Trainer checkpoint beside them. It is then complete."""
+    files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file != checkpoint / CHECKSUMS)
+    write_json(
+        checkpoint / CHECKSUMS,
+        {
+            file.relative_to(checkpoint).as_posix(): {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+            for file in files
+        },
+    )
 
-    The Trainer writes trainer_state.json last, but each process its random state when it likes. Weights are opened and
-    archives' directories read, which stand at the end: this finds a file cut short without reading it whole.
-    """
+
+def file_fault(checkpoint: Path) -> str | None:
+    """Return the first file of a Trainer checkpoint that is not what `write_checksums` found, and why; None without
+    one. Reads every file whole."""
+    if not (checkpoint / CHECKSUMS).exists():
+        return f"{CHECKSUMS} is missing, which is written last"
+    try:
+        for name, written in read_json(checkpoint / CHECKSUMS).items():
+            file = checkpoint / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if (size := file.stat().st_size) != written["bytes"]:
+                return f"{name} is damaged: it holds {size} bytes, and {written['bytes']} were written"
+            if file_sha256(file) != written["sha256"]:
+                return f"{name} is damaged: its SHA-256 is not that of what was written"
+    except (UserError, OSError, KeyError, TypeError) as error:
+        return f"{CHECKSUMS} is damaged: {one_line(error)}"
+    return None
+
+
+def checkpoint_fault(checkpoint: Path, processes: int = 1) -> str | None:
+    """Return why a run of so many `processes` cannot continue from a Trainer checkpoint: the file that is missing or
+    damaged; None when it can."""
+    if fault := file_fault(checkpoint):
+        return fault
+    names = {name.partition("/")[0] for name in read_json(checkpoint / CHECKSUMS)}
     in_deepspeed = ["global_step*"]  # one folder for weights, optimiser and schedule
     random_states = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state.pth"]
     for alternatives in (
@@ -59,22 +93,8 @@ def checkpoint_fault(checkpoint: Path, processes: int = 1) -> str | None:
         ["scheduler.pt", *in_deepspeed],
         *([name] for name in random_states),
     ):
-        if not any(file for pattern in alternatives for file in checkpoint.glob(pattern)):
+        if not any(filter_names(names, pattern) for pattern in alternatives):
             return f"{alternatives[0]} is missing"
-    for file in sorted(checkpoint.rglob("*")):
-        try:
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt"):
-                    pass
-            elif file.suffix in (".pt", ".pth", ".bin"):
-                zipfile.ZipFile(file).close()
-            elif file.suffix == ".json":
-                content = json.loads(file.read_text(encoding="utf-8"))
-                shards = set(content["weight_map"].values()) if file.name.endswith(".index.json") else ()
-                if missing := [shard for shard in shards if not (checkpoint / shard).is_file()]:
-                    return f"{missing[0]} is missing"
-        except (OSError, ValueError, KeyError, SafetensorError, zipfile.BadZipFile) as error:
-            return f"{file.name} is damaged: {one_line(error)}"
     return None
 
 
@@ -104,7 +124,9 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
             "complete checkpoint of its output_dir."
         )
     if fault := checkpoint_fault(checkpoint, args.world_size):
-        raise UserError(f"resume_from_checkpoint: {checkpoint} is incomplete: {fault}.")
+        whole = newest_complete_checkpoint(checkpoint.parent)
+        older = f"Continue from {whole}, which is whole" if whole else "No checkpoint beside it is whole"
+        raise UserError(f"resume_from_checkpoint: {checkpoint} cannot be continued from: {fault}. {older}.")
     return checkpoint
 
 
@@ -145,7 +167,7 @@ def _write_figure(figure: Figure, path: Path) -> None:
 
 
 def save_final(
-    trainer: RecipeTrainer, model: PreTrainedModel, run: RunArguments, record: dict[str, dict], directory: Path
+    trainer: "RecipeTrainer", model: PreTrainedModel, run: RunArguments, record: dict[str, dict], directory: Path
 ) -> None:
     """Write the trained `model` (see `whole_model`), its code, tokenizer, chat template, generation config and model
     card as `directory`.
@@ -173,7 +195,7 @@ def save_final(
             shutil.copy(Path(trainer.args.output_dir) / "curves.png", temporary)
 
 
-def _card_details(trainer: RecipeTrainer, run: RunArguments, record: dict[str, dict]) -> str:
+def _card_details(trainer: "RecipeTrainer", run: RunArguments, record: dict[str, dict]) -> str:
     """The card's section on the run, in Markdown."""
     history, args = trainer.state.log_history, trainer.args
     code, recipe = record["code"], record["recipe"]

@@ -12,9 +12,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
-from sft.data import to_messages
-from sft.make_reasoning_data import extract_solution
-from sft.score_reasoning import check_rows, is_right
 
 
 EXAMPLE = """examples:
@@ -23,6 +20,31 @@ EXAMPLE = """examples:
   python -m sft.score_reasoning outputs/demo/sft/final train.jsonl --json replies.json
   python -m sft.make_preference_pairs pairs.jsonl train.jsonl --replies replies.json
 """
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="the .jsonl file to write")
+    parser.add_argument("rows", type=Path, help="rows made by make_reasoning_data.py")
+    parser.add_argument(
+        "--replies",
+        type=Path,
+        help="a model's replies to the rows, as score_reasoning.py --json writes them: the wrong ones are the rejected "
+        "answers (default: the row's own answer with one digit or letter of its solution replaced)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the replaced digits and letters (default 0)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+
+from sft.data import to_messages
+from sft.make_reasoning_data import extract_solution
+from sft.score_reasoning import check_rows, is_right
 
 
 def with_slip(answer: str, row: dict, where: str, source: random.Random) -> str:
@@ -66,19 +88,7 @@ def make_pairs(rows: list[dict], replies: list[str] | None, seed: int) -> list[d
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the file the command line asks for, whole or not at all. Raises `UserError`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, help="the .jsonl file to write")
-    parser.add_argument("rows", type=Path, help="rows made by make_reasoning_data.py")
-    parser.add_argument(
-        "--replies",
-        type=Path,
-        help="a model's replies to the rows, as score_reasoning.py --json writes them: the wrong ones are the rejected "
-        "answers (default: the row's own answer with one digit or letter of its solution replaced)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the replaced digits and letters (default 0)")
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     check_output_file(args.out)
     rows = list(read_jsonl(args.rows))
     if not rows:

@@ -7,20 +7,57 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import reasoning_gym
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, check_output_file, one_line, read_jsonl, run_cli, whole_file
 
 
-SYSTEM = "Think step by step, then give the solution."
 EXAMPLE = """example:
   python -m sft.make_reasoning_data train.jsonl --rows 400 --generator chain_sum --options min_terms=3 max_terms=4
   python -m sft.make_reasoning_data test.jsonl --rows 50 --seed 1 --exclude train.jsonl \\
       --generator chain_sum --options min_terms=3 max_terms=4
 """
+
+
+def option(text: str) -> tuple[str, object]:
+    """`name=value` as a pair, the value read as JSON where it is JSON."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="the .jsonl file to write")
+    parser.add_argument("--rows", type=int, required=True, help="number of rows")
+    parser.add_argument("--seed", type=int, default=0, help="different seeds draw different entries (default 0)")
+    parser.add_argument("--generator", default="chain_sum", help="reasoning-gym generator (default chain_sum)")
+    parser.add_argument(
+        "--options",
+        type=option,
+        nargs="*",
+        default=[],
+        metavar="NAME=VALUE",
+        help="the generator's difficulty options",
+    )
+    parser.add_argument("--exclude", type=Path, help="a file made before, none of whose questions may be used again")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import reasoning_gym
+
+
+SYSTEM = "Think step by step, then give the solution."
 # reasoning-gym draws entry i of seed s from the seed s + i: neighbouring seeds would give nearly the same entries.
 SEED_STRIDE = 10_000_000
 # More draws than this without a new question mean that the generator has no more questions at this difficulty.
@@ -129,36 +166,9 @@ def questions(path: Path) -> set[str]:
     return found
 
 
-def option(text: str) -> tuple[str, object]:
-    """`name=value` as a pair, the value read as JSON where it is JSON."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the file the command line asks for, whole or not at all. Raises `UserError`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, help="the .jsonl file to write")
-    parser.add_argument("--rows", type=int, required=True, help="number of rows")
-    parser.add_argument("--seed", type=int, default=0, help="different seeds draw different entries (default 0)")
-    parser.add_argument("--generator", default="chain_sum", help="reasoning-gym generator (default chain_sum)")
-    parser.add_argument(
-        "--options",
-        type=option,
-        nargs="*",
-        default=[],
-        metavar="NAME=VALUE",
-        help="the generator's difficulty options",
-    )
-    parser.add_argument("--exclude", type=Path, help="a file made before, none of whose questions may be used again")
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     if args.rows < 1:
         raise UserError(f"--rows {args.rows}: expected at least 1.")
     # Python draws the same from a seed and its negative.

@@ -5,7 +5,7 @@ from peft import LoraConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from command_io import UserError, one_line
-from conversion_scripts.checkpoint_io import load_model, load_tokenizer
+from conversion_scripts.checkpoint_io import load_model, load_tokenizer, note_slow_dtype
 from mechanisms import own_modules
 from sft.arguments import RunArguments, chat_template
 
@@ -19,6 +19,8 @@ def prepare_model(
         raise UserError("model_init_kwargs is not used here: set dtype and attn_implementation themselves.")
     template = chat_template(args)
     model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
+    if args.device.type == "cpu":
+        note_slow_dtype(torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype)
     if run.attention_form is not None:
         model.base_model.attention_form = run.attention_form
     if run.attn_implementation is not None:
@@ -27,6 +29,11 @@ def prepare_model(
         except (ValueError, ImportError) as error:
             raise UserError(f"attn_implementation {run.attn_implementation!r}: {one_line(error)}") from error
     tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
+    for key in ("eos_token", "pad_token"):
+        if (token := getattr(args, key, None)) is not None and token not in tokenizer.get_vocab():
+            raise UserError(
+                f"{key} {token!r} is no token of {run.model_name_or_path}: give one that is, or remove the key."
+            )
     if template is not None:
         tokenizer.chat_template = template
     return model, tokenizer

@@ -10,16 +10,82 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
+
+from command_io import UserError, file_sha256, new_directory, one_line, read_json, run_cli
+
+
+EXAMPLE = """
+OUT_DIR is what sft/train.py takes as dataset_name. It holds the rows, manifest.json (what they were made from and what
+was dropped), lengths.json and lengths.png. Rows are stored whole: a run cuts or packs them at its own max_length. A
+command that was stopped continues from the last finished step when it is given again; the steps are kept in the cache
+of the datasets library.
+
+example:
+  python -m sft.prepare open-thoughts/OpenThoughts3-1.2M data/openthoughts3 --tokenizer checkpoints/qwen2.5-7b-iha \\
+      --chat-template sft/chat_templates/chatml.jinja --max-length 16384 --where domain=math domain=code --packing bfd
+"""
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"expected COLUMN=VALUE, got {text!r}")
+    return name, value
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("source", help="a .jsonl, .parquet or .txt file or a folder of such, or the id of a dataset on the Hub")
+    add("out", type=Path, metavar="OUT_DIR", help="the directory to make")
+    add("--tokenizer", required=True, metavar="MODEL", help="the model to train: its tokenizer and chat template")
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="a .jinja file in place of the tokenizer's own (see sft/chat_templates)",
+    )
+    add("--split", default="train", help="split to read of a dataset on the Hub (default train)")
+    add(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="tokens at which the run will cut, for the report; rows without a token to learn within them are dropped",
+    )
+    add("--packing", choices=("bfd", "bfd_split"), help="report what this packing makes of the rows")
+    add(
+        "--where",
+        type=_pair,
+        nargs="+",
+        default=[],
+        metavar="COLUMN=VALUE",
+        help="keep rows with this value in this "
+        "column, such as source or domain; several values of one column are alternatives",
+    )
+    add("--min-tokens", type=int, default=1, metavar="N", help="drop shorter rows (default 1)")
+    add("--max-tokens", type=int, metavar="N", help="drop longer rows")
+    add(
+        "--drop-bad-rows",
+        action="store_true",
+        help="drop and count rows that are no conversation or text, instead of refusing them",
+    )
+    add("--learn-all", action="store_true", help="learn prompts too, for runs with assistant_only_loss: false")
+    add("--num-proc", type=int, metavar="N", help="processes that tokenize (default one)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
 import numpy as np
 from datasets import Dataset, load_from_disk
 from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, file_sha256, new_directory, one_line, read_json, run_cli
 from conversion_scripts.checkpoint_io import load_tokenizer
 from sft.data import (
     check_split,
@@ -34,16 +100,6 @@ from sft.data import (
 )
 
 
-EXAMPLE = """
-OUT_DIR is what sft/train.py takes as dataset_name. It holds the rows, manifest.json (what they were made from and what
-was dropped), lengths.json and lengths.png. Rows are stored whole: a run cuts or packs them at its own max_length. A
-command that was stopped continues from the last finished step when it is given again; the steps are kept in the cache
-of the datasets library.
-
-example:
-  python -m sft.prepare open-thoughts/OpenThoughts3-1.2M data/openthoughts3 --tokenizer checkpoints/qwen2.5-7b-iha \\
-      --chat-template sft/chat_templates/chatml.jinja --max-length 16384 --where domain=math domain=code --packing bfd
-"""
 MANIFEST, ROWS = "manifest.json", "rows"
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99, 100)
 BINS = 50
@@ -253,54 +309,9 @@ def save(
 # The command
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"expected COLUMN=VALUE, got {text!r}")
-    return name, value
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the directory the command line asks for, whole or not at all. Raises `UserError`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("source", help="a .jsonl, .parquet or .txt file or a folder of such, or the id of a dataset on the Hub")
-    add("out", type=Path, metavar="OUT_DIR", help="the directory to make")
-    add("--tokenizer", required=True, metavar="MODEL", help="the model to train: its tokenizer and chat template")
-    add(
-        "--chat-template",
-        metavar="FILE",
-        help="a .jinja file in place of the tokenizer's own (see sft/chat_templates)",
-    )
-    add("--split", default="train", help="split to read of a dataset on the Hub (default train)")
-    add(
-        "--max-length",
-        type=int,
-        metavar="N",
-        help="tokens at which the run will cut, for the report; rows without a token to learn within them are dropped",
-    )
-    add("--packing", choices=("bfd", "bfd_split"), help="report what this packing makes of the rows")
-    add(
-        "--where",
-        type=_pair,
-        nargs="+",
-        default=[],
-        metavar="COLUMN=VALUE",
-        help="keep rows with this value in this "
-        "column, such as source or domain; several values of one column are alternatives",
-    )
-    add("--min-tokens", type=int, default=1, metavar="N", help="drop shorter rows (default 1)")
-    add("--max-tokens", type=int, metavar="N", help="drop longer rows")
-    add(
-        "--drop-bad-rows",
-        action="store_true",
-        help="drop and count rows that are no conversation or text, instead of refusing them",
-    )
-    add("--learn-all", action="store_true", help="learn prompts too, for runs with assistant_only_loss: false")
-    add("--num-proc", type=int, metavar="N", help="processes that tokenize (default one)")
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     for name in ("max_length", "min_tokens", "max_tokens", "num_proc"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")

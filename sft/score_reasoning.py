@@ -9,23 +9,43 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-import reasoning_gym
-import torch
-from reasoning_gym.factory import DATASETS
-from tqdm import tqdm
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, check_output_file, read_jsonl, run_cli, write_json
-from conversion_scripts.checkpoint_io import load_model, load_tokenizer
-from sft.data import rendering, to_messages
-from sft.make_reasoning_data import extract_solution
 
 
 EXAMPLE = """example:
   python -m sft.score_reasoning outputs/demo/final test.jsonl --limit 50
 """
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="model directory, GGUF file or id on the Hub")
+    parser.add_argument("data", help="rows made by make_reasoning_data.py")
+    parser.add_argument("--limit", type=int, help="use the first LIMIT rows only")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--json", type=Path, help="also write the result, replies included, to this file")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import reasoning_gym
+import torch
+from reasoning_gym.factory import DATASETS
+from tqdm import tqdm
+
+from conversion_scripts.checkpoint_io import load_model, load_tokenizer, note_slow_dtype
+from sft.data import rendering, to_messages
+from sft.make_reasoning_data import extract_solution
+
+
 # Replies that no verifier may take for an answer: "complex_arithmetic" takes "nan", "game_of_life_halting" any word.
 NONSENSE = ("", "nonsense", "nan")
 VERIFIER_SECONDS = 5
@@ -147,16 +167,7 @@ def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_toke
 def main(argv: Sequence[str] | None = None) -> dict:
     """Score the model and rows of the command line, print the accuracy and return `score`'s result. Raises
     `UserError`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="model directory, GGUF file or id on the Hub")
-    parser.add_argument("data", help="rows made by make_reasoning_data.py")
-    parser.add_argument("--limit", type=int, help="use the first LIMIT rows only")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--json", type=Path, help="also write the result, replies included, to this file")
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     for name in ("limit", "batch_size", "max_new_tokens"):
         if (count := getattr(args, name)) is not None and count < 1:
             raise UserError(f"--{name.replace('_', '-')} {count}: expected at least 1.")
@@ -167,6 +178,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
         raise UserError(f"{args.data}: no rows to score.")
     check_rows(rows)
     model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
+    if model.device.type == "cpu":
+        note_slow_dtype(model.dtype)
     tokenizer = load_tokenizer(args.model, model.config.vocab_size)
     result = score(model, tokenizer, rows, args.batch_size, args.max_new_tokens)
     if args.json is not None:

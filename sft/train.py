@@ -4,21 +4,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trl import SFTConfig
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import run_cli
-from sft.arguments import RunArguments
-from sft.callbacks import SampleReplies
-from sft.context import run_config
-from sft.memory_plan import check_memory
-from sft.model import lora_config, prepare_model
-from sft.packing import check_packing
-from sft.run import run_recipe
-from sft.trainer import MixingTrainer
-from sft.training_rows import check_rows, epoch_summary, training_rows
+from sft.run_arguments import RunArguments, answer_help
 
 
 USAGE = """accelerate launch sft/train.py --config sft/recipes/NAME/sft.yaml [--key value ...]
@@ -31,6 +21,20 @@ example:
   accelerate launch --config_file sft/accelerate_configs/single.yaml sft/train.py --config sft/recipes/demo/sft.yaml \\
       --model_name_or_path checkpoints/smollm2-iha --dataset_name rows.jsonl --output_dir outputs/demo
 """
+
+if __name__ == "__main__":
+    run_cli(lambda: answer_help(USAGE))  # before the imports below, which take seconds
+
+from trl import SFTConfig
+
+from sft.callbacks import SampleReplies
+from sft.context import run_config
+from sft.memory_plan import check_memory
+from sft.model import lora_config, prepare_model
+from sft.packing import check_packing
+from sft.run import run_recipe
+from sft.trainer import MixingTrainer
+from sft.training_rows import check_rows, epoch_summary, training_rows
 
 
 def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:

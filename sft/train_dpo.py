@@ -5,23 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from accelerate import PartialState
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetNotFoundError
-from transformers import PreTrainedTokenizerBase
-from trl import DPOConfig, DPOTrainer
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, one_line, read_jsonl, run_cli
-from sft.arguments import RunArguments
-from sft.context import run_config
-from sft.data import check_split, rendering, to_messages
-from sft.model import lora_config, prepare_model
-from sft.run import run_recipe
-from sft.trainer import RecipeTrainer
-from sft.training_rows import split_rows
+from sft.run_arguments import RunArguments, answer_help
 
 
 USAGE = """accelerate launch sft/train_dpo.py --config sft/recipes/dpo/dpo.yaml [--key value ...]
@@ -36,6 +24,24 @@ example:
       --config sft/recipes/dpo/dpo.yaml --model_name_or_path outputs/demo/sft/final --dataset_name pairs.jsonl \\
       --output_dir outputs/dpo
 """
+
+if __name__ == "__main__":
+    run_cli(lambda: answer_help(USAGE))  # before the imports below, which take seconds
+
+from accelerate import PartialState
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetNotFoundError
+from transformers import PreTrainedTokenizerBase
+from trl import DPOConfig, DPOTrainer
+
+from sft.context import run_config
+from sft.data import check_split, rendering, to_messages
+from sft.model import lora_config, prepare_model
+from sft.run import run_recipe
+from sft.trainer import RecipeTrainer
+from sft.training_rows import split_rows
+
+
 COLUMNS = ("prompt", "chosen", "rejected")
 
 

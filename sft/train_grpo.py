@@ -7,20 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from command_io import UserError, read_jsonl, run_cli
-from sft.arguments import RunArguments
-from sft.context import run_config
-from sft.model import lora_config, prepare_model
-from sft.run import run_recipe
-from sft.score_reasoning import check_positions, check_rows, is_right
-from sft.trainer import RecipeTrainer
-from sft.training_rows import split_rows
+from sft.run_arguments import RunArguments, answer_help
 
 
 # Too little to make a wrong answer in the right format worth as much as a right one.
@@ -38,6 +29,21 @@ example:
       --config sft/recipes/grpo/grpo.yaml --model_name_or_path outputs/demo/sft/final --dataset_name train.jsonl \\
       --output_dir outputs/grpo
 """
+
+if __name__ == "__main__":
+    run_cli(lambda: answer_help(USAGE))  # before the imports below, which take seconds
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from sft.context import run_config
+from sft.model import lora_config, prepare_model
+from sft.run import run_recipe
+from sft.score_reasoning import check_positions, check_rows, is_right
+from sft.trainer import RecipeTrainer
+from sft.training_rows import split_rows
+
+
 MARKERS = ("<|begin_of_thought|>", "<|end_of_thought|>", "<|begin_of_solution|>", "<|end_of_solution|>")
 FORMAT = re.compile(r"({}.+{}\s*)?{}.*\S.*{}".format(*map(re.escape, MARKERS)), re.DOTALL)
 

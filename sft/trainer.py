@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import ProgressCallback
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 
 from command_io import UserError, one_line
 from conversion_scripts.checkpoint_io import check_finite
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from sft.callbacks import TrainingClock
+from sft.checkpoints import CHECKSUMS, file_fault, write_checksums
 from sft.distributed import DistributedTrainer
 
 
@@ -127,11 +127,17 @@ class RecipeTrainer(DistributedTrainer):
     def _save_checkpoint(self, model, trial) -> None:
         self.check_weights()
         checkpoint = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        kept, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             if self.args.should_save:
-                # It makes a checkpoint whole and is written last: one that a killed run left must not do so before.
-                (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
+                # They make a checkpoint complete and are written last: those that a killed run left must not before.
+                (checkpoint / CHECKSUMS).unlink(missing_ok=True)
             super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()  # each process writes its random state, and its share of a model
+            if self.args.should_save:
+                write_checksums(checkpoint)
+                # Not by the Trainer: it would remove the last complete checkpoint before this one is.
+                rotate_checkpoints(self.args.output_dir, kept, self.state.best_model_checkpoint, use_mtime=True)
         # safetensors, tokenizers and PyTorch wrap the system's error in exception types of their own.
         except Exception as error:
             if not isinstance(error, OSError) and not any(text in str(error) for text in _WRITE_ERRORS):
@@ -141,6 +147,15 @@ class RecipeTrainer(DistributedTrainer):
                 f"{checkpoint} cannot be written: {one_line(error)[:200]}. Make room and give the same command again: "
                 "it continues from the checkpoint before."
             ) from error
+        finally:
+            self.args.save_total_limit = kept
+
+    def _load_best_model(self) -> None:
+        if fault := file_fault(best := Path(self.state.best_model_checkpoint)):
+            raise UserError(
+                f"load_best_model_at_end: {best} cannot be loaded: {fault}. Set the key to false to take the last weights."
+            )
+        super()._load_best_model()
 
     def create_model_card(self, *_, **__) -> None:
         """Writes nothing: TRL's card knows neither the data nor the base model. The run's own is in final/."""

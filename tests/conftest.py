@@ -41,7 +41,14 @@ def form(request, monkeypatch):
 # The files that take longest, in this order: begun first, none of them keeps one process busy while the other is idle
 # at the end.
 LONGEST = (
-    *("test_transformers_suite", "test_compile", "test_conversion", "test_mechanisms", "test_distributed", "test_push"),
+    *(
+        "test_transformers_suite",
+        "test_compile",
+        "test_conversion",
+        "test_mechanisms",
+        "test_distributed",
+        "test_push",
+    ),
     *("test_sft", "test_hub", "test_training_run", "test_reference", "test_sft_data", "test_peft", "test_make_gpu"),
     *("test_pull_and_list", "test_benchmarks", "test_preference", "test_recipes", "test_faults", "test_evaluation"),
 )

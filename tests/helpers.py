@@ -42,6 +42,9 @@ HALVES = [torch.bfloat16, torch.float16]
 LOGITS = {torch.bfloat16: 0.05, torch.float16: 0.008}
 GRADIENTS = {torch.bfloat16: 0.3, torch.float16: 0.03}
 
+# What a command says where `cpu_precision.SLOW_DTYPES` holds bfloat16.
+SLOW = "This CPU has no instructions for products of bfloat16: float32 is several times faster here.\n"
+
 
 # Configs and models
 

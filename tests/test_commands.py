@@ -1,6 +1,7 @@
 """Every command of the repository starts as a module from the checkout, and by path from anywhere; and tests import
 what they share from modules of helpers."""
 
+import json
 import os
 import re
 import runpy
@@ -19,6 +20,7 @@ COMMANDS = sorted(
     for name in ("conversion_scripts", "sft", "evaluation", "benchmarks", "experiments")
     for path in (ROOT / name).glob("*.py")
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    and path.name != "run_program.py"  # run_code.py starts it; it runs without this repository on the path
 )
 
 
@@ -63,6 +65,31 @@ def test_a_process_of_its_own(arguments, in_checkout, tmp_path):
         text=True,
     )
     assert process.returncode == 0 and "usage:" in process.stdout, process.stderr
+
+
+# Starts each command of the request for its help, in one process; none may have imported PyTorch or Plotly after it.
+HELP = """
+import contextlib, io, json, os, runpy, sys
+
+for name in json.load(sys.stdin):
+    sys.argv = [name, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        runpy.run_module(name, run_name="__main__")
+    assert "usage:" in out.getvalue().lower(), name
+    assert not {"torch", "plotly"} & sys.modules.keys(), name
+"""
+# Their parsers are built by Transformers and TRL.
+SLOW = {"conversion_scripts.serve", "sft.memory_plan"}
+
+
+def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
+    names = [f"{path.parent.name}.{path.stem}" for path in COMMANDS if path.parent.name != "benchmarks"]
+    names += ["model_cards.make_checkpoints", "model_cards.render", "model_cards.untrained", "demo"]
+    names = [name for name in names if name not in SLOW]
+    process = subprocess.run(
+        [sys.executable, "-c", HELP], input=json.dumps(names), cwd=ROOT, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("*.py")), ids=lambda path: path.stem)

@@ -199,6 +199,12 @@ def test_a_config_json_without_sizes_is_refused(tmp_path, missing):
         assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("layers", [10_001, 10**9])
+def test_a_damaged_number_of_layers_is_refused_before_lists_of_that_length_are_made(layers):
+    with pytest.raises(ValueError, match=f"num_hidden_layers={layers}; it must be at most 10000"):
+        IHAConfig.from_preset("tiny", num_hidden_layers=layers)
+
+
 def test_a_config_of_defaults_survives_a_file(tmp_path):
     IHAConfig().save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).hidden_size == IHAConfig().hidden_size

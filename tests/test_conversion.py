@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -36,13 +37,14 @@ from transformers import (
     MixtralConfig,
 )
 
-from command_io import UserError, new_directory, run_cli
+from command_io import UserError, attention_kinds, new_directory, run_cli
 from conversion_scripts import convert_iha_to_llama, convert_llama_to_iha, push_to_hub, verify_conversion
 from conversion_scripts.checkpoint_io import load_in_clean_process
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert, exact_length, iha_config
 from mechanisms.iha import last_pseudo_head
 from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -457,7 +459,7 @@ def test_talking_heads_command(converted, tmp_path, monkeypatch, capsys):
     assert code == 0 and "to attention of kind 'talking_heads'" in out, err
     card = (tmp_path / "talking" / "README.md").read_text()
     assert "| Attention layers | 3 talking_heads (full_attention), 3 talking_heads (sliding_attention) |" in card
-    assert "pseudo-" not in card.lower()
+    assert "pseudo" not in card.lower().replace("--num_pseudo_heads 1", "")
     check = (converted / "source", tmp_path / "talking", "--tokens", 40, "--max-new-tokens", 20)
     code, out, err = command(monkeypatch, capsys, verify_conversion, *check)
     assert code == 0 and "exact up to rounding" in out, err
@@ -548,10 +550,18 @@ def test_help_has_an_example(module, monkeypatch, capsys):
 
 
 def test_help_names_what_the_tables_hold(monkeypatch, capsys):
-    monkeypatch.setattr(convert_llama_to_iha, "ARCHITECTURES", {"one": None, "two": None})
-    monkeypatch.setattr(convert_llama_to_iha, "ATTENTION_KINDS", ["three", "four", "five"])
+    """Which it knows without them: they take seconds to import."""
     _, out, _ = command(monkeypatch, capsys, convert_llama_to_iha, "--help")
-    assert "of architecture one or two to attention of kind three, four or five without" in " ".join(out.split())
+    names = re.search("Convert a (.*) checkpoint to", " ".join(out.split())).group(1).lower()
+    assert set(re.findall(r"\w+", names)) - {"or"} == convert_llama_to_iha.ARCHITECTURES.keys()
+    assert attention_kinds() == sorted(ATTENTION_CLASSES) and all(kind in out for kind in ATTENTION_CLASSES)
+
+
+def test_a_kind_without_an_exact_start_is_refused_before_anything_is_read(tmp_path, monkeypatch, capsys):
+    for kind in set(ATTENTION_CLASSES) - set(convert_llama_to_iha.ATTENTION_KINDS):
+        arguments = (tmp_path / "absent", tmp_path / "out", "--attention-kind", kind)
+        code, _, err = command(monkeypatch, capsys, convert_llama_to_iha, *arguments)
+        assert code == 1 and f"--attention-kind {kind}: no layer of this kind computes" in last_line(err)
 
 
 # Bad input
@@ -587,7 +597,10 @@ def whole_file_beside(source):
             "missing keys model.norm.weight",
         ),
         (lambda source: edit_weights(source, lambda w: w.update(extra=torch.zeros(1))), "unexpected keys extra"),
-        (lambda source: edit_config(source, intermediate_size=20), "mismatched keys ('model.layers.0.mlp"),
+        (
+            lambda source: edit_config(source, intermediate_size=20),
+            "model.layers.0.mlp.gate_proj.weight has the shape [",
+        ),
         (contradict, "hold different values of"),
         (whole_file_beside, "model.safetensors and model.safetensors.index.json disagree"),
         (lambda source: edit_config(source, _attn_implementation="org/kernel"), "'org/kernel' would load what is not"),

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import SLOW
 from lm_eval.api.instance import Instance
 from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 
@@ -38,6 +39,7 @@ from evaluation import (
 )
 from evaluation.recorded_model import RecordedModel, SeededSampling
 from evaluation.records import Records, sample_key
+from modeling_iha import cpu_precision
 
 
 # The full data files are no part of the repository.
@@ -60,6 +62,11 @@ def confirmed(monkeypatch):
 def test_gold_scores_1_and_broken_0(name):
     result = replay_gold.replay(name, data.SMOKE)
     assert result["gold_right"] == result["rows"] > 1 and result["broken_right"] == 0
+
+
+def test_help_names_every_replay():
+    """Which it knows without the scorers: they take seconds to import."""
+    assert tuple(replay_gold.REPLAYS) == replay_gold.BENCHMARKS
 
 
 @needs_data
@@ -395,10 +402,15 @@ def test_records_survive_a_kill_and_are_shared(tmp_path):
     records.close()
     other = Records(tmp_path, rank=1)
     assert len(other) == 2 and other.get(second)["text"] == "b"
-    with open(tmp_path / "rank0.jsonl", "ab") as file:
-        file.write(b"{}\n")
-    with pytest.raises(UserError, match="rank0.jsonl, line 3: not a recorded sample"):
-        Records(tmp_path, rank=2)
+    whole = (tmp_path / "rank0.jsonl").read_bytes()
+    for line in (
+        b"{}\n",
+        b'{"task": "t", "hash": "h", "sample": 0}\n',
+        b'{"task": "t", "hash": "h", "sample": 0, "text": 1}\n',
+    ):
+        (tmp_path / "rank0.jsonl").write_bytes(whole + line)
+        with pytest.raises(UserError, match="rank0.jsonl, line 3: not a recorded sample"):
+            Records(tmp_path, rank=2)
 
 
 def test_a_sample_belongs_to_what_was_asked():
@@ -703,14 +715,22 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, cap
     assert "gsm8k has another generation in tuned than in base" in refused(base, tuned)
     (tuned / "results.json").write_text(json.dumps(results | {"tasks": {}}))
     assert "no task in common" in refused(base, tuned)
+    for tasks in ({"gsm8k": {}}, {"gsm8k": 1}, [], None):
+        (tuned / "results.json").write_text(json.dumps(results | {"tasks": tasks}))
+        assert "results.json holds no tasks with metrics, " in refused(base, tuned)
+    (tuned / "results.json").write_text("{}")
+    assert "results.json holds no tasks with metrics, " in refused(base, tuned)
 
 
-def test_cut_prompts_are_reported(tmp_path, offline):
+def test_cut_prompts_are_reported(tmp_path, offline, monkeypatch, capsys):
+    monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
     save_tiny_source(tmp_path / "short", max_position_embeddings=128)
     arguments = [str(tmp_path / "short"), "--suite", "smoke", "--tasks", "niah_single_1", "--truncate-prompts"]
-    results = run.main([*arguments, "--output", str(tmp_path / "out")])
+    results = run.main([*arguments, "--dtype", "bfloat16", "--output", str(tmp_path / "out")])
     assert results["tasks"]["niah_single_1@512"]["truncated_prompts"] == 2
     assert "niah_single_1@512: 2 prompts were cut to fit" in (tmp_path / "out" / "report.md").read_text()
+    if results["device"] == "cpu":
+        assert SLOW in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_told_by_what_it_is_loaded_from(tmp_path):

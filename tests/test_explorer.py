@@ -190,7 +190,7 @@ def test_the_longest_prompt_fits_however_the_weights_compress(pseudo_heads, chec
 
 MISTAKES = [
     (["IN/absent", "a"], "absent is neither a directory"),
-    (["IN/per_head", ""], "The prompt has no tokens: expected at least one"),
+    (["IN/per_head", ""], "argument 2 is empty: expected a value"),
     (["IN/per_head", "a" * 300], r"The prompt has 300 tokens, .* room for 256 with 2 layers of 1 checkpoint:"),
     (["IN/per_head", "a", "--layers", "0", "2"], "--layers 0 2: expected numbers from 0 to 1"),
     (["IN/per_head", "a", "--layers", "-1"], "--layers -1: expected numbers from 0 to 1"),

@@ -193,6 +193,31 @@ FAULTS = [
         (f"{layers} layers", ("llama", "diffllama"), set_config(num_hidden_layers=layers), "num_hidden_layers", ())
         for layers in (0, -1, 10**20, "6")
     ),
+    *(
+        (f"{layers} layers", ("llama", "diffllama", "iha"), set_config(num_hidden_layers=layers), words, ())
+        for layers, words in {9999: "num_hidden_layers is 9999, and its files hold", 10**9: "at most 10000"}.items()
+    ),
+    *(
+        (f"{field} {value}", kinds, set_config(**{field: value}), f"has the shape [{found}], and by the config [", ())
+        for field, value, kinds, found in (
+            ("hidden_size", 10**9, ("llama", "diffllama", "iha"), "61, 32"),
+            ("vocab_size", 10**9, ("llama", "diffllama", "iha"), "61, 32"),
+            ("num_pseudo_heads", 10**8, ("iha",), "4, 4, 2"),
+        )
+    ),
+    *(
+        (f"{field} {value}", ("llama", "iha"), set_config(**{field: value}), f"{field} is {value!r}; expected", ())
+        for field, value in (
+            ("torch_dtype", "float128"),
+            ("dtype", 7),
+            ("quantization_config", [1]),
+            ("quantization_config", 1),
+        )
+    ),
+    *(
+        (f"end {ids}", ("iha",), write("generation_config.json", json.dumps({"eos_token_id": ids})), words, ())
+        for ids, words in (("x", "eos_token_id is 'x'; expected a number"), ([1, "x"], "eos_token_id is [1, 'x']"))
+    ),
     ("no dropout", ("iha",), set_config(attention_dropout=None), "attention_dropout", ()),
     ("activation list", ("llama", "diffllama"), set_config(hidden_act=["silu"]), "hidden_act", ()),
     *(

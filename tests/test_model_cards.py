@@ -397,6 +397,21 @@ def test_a_fine_tuned_model_stands_beside_its_twin(tmp_path, index):
     assert "--variants mha iha_2 --seeds 1" in (index / name / "commands.sh").read_text()
 
 
+@pytest.mark.parametrize(
+    "file, content, named",
+    [
+        ("record.json", "{}", "record.json holds no weights_sha256: remove that folder"),
+        ("record.json", '{"weights_sha256": {}}', "record.json holds no config: remove that folder"),
+        ("results.json", "{}", "results.json holds no checkpoint, tasks"),
+    ],
+)
+def test_a_damaged_record_is_named_before_the_work(file, content, named, index, made):
+    (index / NAME / file).write_text(content)
+    made.checkpoint.rename(made.checkpoint.with_name("moved"))
+    with pytest.raises(UserError, match=named):
+        make_checkpoints.main(["a", "--index", str(index)])
+
+
 def test_every_folder_of_the_index_is_whole():
     folders = [path for path in make_checkpoints.INDEX.iterdir() if (path / "record.json").is_file()]
     assert {path.name for path in folders} <= make_checkpoints.recipes(None).keys()

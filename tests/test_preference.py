@@ -484,6 +484,8 @@ def test_a_row_without_a_fair_verifier_is_refused_before_the_model_is_loaded(
         ({"use_transformers_continuous_batching": "true"}, "use_transformers_continuous_batching"),
         ({"num_generations": 3}, "number of generations"),
         ({"max_completion_length": 1000}, "1024 positions"),
+        ({"max_completion_length": 0}, "max_completion_length is 0: expected at least 1"),
+        ({"metric_for_best_model": "rewards/margins"}, "expected one of loss, reward, "),
     ],
 )
 def test_an_impossible_run_is_refused(overrides, named, tiny, rows_file, tmp_path):

@@ -118,6 +118,11 @@ def damage(hub):
     hub.head("me/iha")["model.safetensors"] = bad
 
 
+def resize(hub):
+    config = json.loads(hub.head("me/iha")["config.json"].content)
+    hub.head("me/iha")["config.json"] = File(json.dumps(config | {"vocab_size": 10**9}).encode(), False)
+
+
 REFUSED = {
     "no such revision": (lambda hub: None, ["--revision", "v9"], "check the name and the revision"),
     "private": (lambda hub: hub.faults.append(Fault("GET", "/api/", 401)), [], "log in with `hf auth login`"),
@@ -134,6 +139,7 @@ REFUSED = {
         [],
         "expects the class",
     ),
+    "other sizes": (resize, [], "me/iha does not hold the weights its config asks for: model.embed_tokens.weight has"),
     "other content": (damage, [], "cannot be fetched whole"),
 }
 
@@ -148,6 +154,17 @@ def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull, tmp_path):
         assert "Revision: " in pull()
     if name == "a pickle":
         assert not any("resolve" in path for _, path in hub.calls)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_what_may_not_be_read_needs_another_right_than_to_write(method, hub, pull):
+    hub.faults.append(Fault(method, "", HubError(403, "This repository is gated")))
+    assert "a token that may read it" in (error := pull()) and "write" not in error
+
+
+def test_an_error_of_a_pull_names_what_is_still_there(hub, pull, tmp_path):
+    hub.head("me/iha")["generation_config.json"] = File(b"[]", False)
+    assert "me/iha/generation_config.json holds a list" in (error := pull()) and ".tmp" not in error
 
 
 def test_pull_runs_known_code_only(hub, pull):
@@ -256,6 +273,10 @@ def test_list_shows_a_directory(saved, tmp_path, monkeypatch, capsys):
     (tmp_path / "c" / "config.json").write_text("{")
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "e").mkdir()
+    os.mkfifo(tmp_path / "e" / "config.json")
+    os.mkfifo(tmp_path / "b" / "README.md")
+    os.mkfifo(tmp_path / "b" / ".eval_results" / "z.yaml")
     code, out, err = command(monkeypatch, capsys, list_checkpoints, tmp_path)
     rows = rows_of(out)
     assert code == 0 and set(rows) == {"checkpoint", "a/final", "b"} and err.startswith(f"Passed over {tmp_path}/c:")
@@ -270,7 +291,11 @@ def test_list_shows_a_directory(saved, tmp_path, monkeypatch, capsys):
 
 def test_list_shows_an_account(hub, saved, monkeypatch, capsys):
     hub.add("other/iha", saved)
-    code, out, _ = command(monkeypatch, capsys, list_checkpoints, "me")
+    for name, config in {"a": b"{", "b": b'{"num_hidden_layers": 1000000000, "model_type": "iha"}'}.items():
+        hub.add(f"me/{name}", saved)
+        hub.head(f"me/{name}")["config.json"] = File(config, False)
+    code, out, err = command(monkeypatch, capsys, list_checkpoints, "me")
+    assert err.count("\n") == 2 and all(f"Passed over me/{name}: " in err for name in "ab")
     cells = rows_of(out)["me/iha"]
     assert code == 0 and "other/iha" not in out and "me/base" in cells and "sums accuracy 0.1235" in cells
     assert f"{random_model(small_config()).num_parameters():,}" in cells

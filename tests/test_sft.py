@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_model
+from helpers import SLOW, random_model
 from tiny_training import byte_tokenizer, recipe, sizes, training_rows, with_template, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
 from command_io import UserError
 from conversion_scripts.checkpoint_io import load_in_clean_process
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM, cpu_precision
 from sft import make_reasoning_data, score_reasoning, train
 from sft.arguments import RecipeParser
+from sft.context import run_config
 from sft.data import load_rows, tokenize
+from sft.model import prepare_model
 from sft.trainer import MixingTrainer
 
 
@@ -92,6 +94,15 @@ def test_mixing_weights_have_a_group_of_their_own_that_the_scheduler_scales(tiny
     logged = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
     assert [entry["learning_rate"] for entry in logged] == pytest.approx([0, 5e-4, 1e-3])
     assert [entry["mixing_learning_rate"] for entry in logged] == pytest.approx([0, 2e-2, 4e-2])
+
+
+@pytest.mark.parametrize("half", [{"dtype": "bfloat16"}, {"bf16": "true"}, {}], ids=["weights", "autocast", "none"])
+def test_a_run_says_that_the_cpu_has_no_products_of_its_dtype(half, tiny, rows_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
+    arguments = ["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path, **{"bf16": "false"} | half)]
+    run, args = RecipeParser(SFTConfig, "").parse(arguments)
+    prepare_model(run, args, run_config(run, args))
+    assert capsys.readouterr().err.count(SLOW) == bool(half)
 
 
 def test_a_recipe_saves_a_checkpoint_that_stands_alone(tiny, rows_file, tmp_path):
@@ -227,6 +238,8 @@ def test_a_configuration_file_must_be_named():
         ({"eval_size": 0}, "set eval_size"),
         ({"max_length": 10}, "max_length=10"),
         ({"attn_implementation": "absent"}, "absent"),
+        ({"pad_token": "absent"}, "pad_token 'absent' is no token of"),
+        ({"eos_token": "absent"}, "eos_token 'absent' is no token of"),
         ({"model_init_kwargs": '{"dtype": "float16"}'}, "model_init_kwargs"),
     ],
 )

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import random_model, small_config
+import torch
+from helpers import SLOW, random_model, small_config
 from tiny_training import with_template
 from transformers import LlamaConfig
 
 from benchmarks import cost
 from command_io import UserError, run_cli, run_module
 from conversion_scripts import serve
+from modeling_iha import cpu_precision
 from sft import make_reasoning_data, score_reasoning
 
 
@@ -60,7 +62,9 @@ def files(tmp_path_factory):
 PRESET = ["--preset", "tiny"]
 MISTAKES = [
     (cost, ["--preset", "huge", "--tokens", "8"], "--preset huge: .*paper-2.4b-iha, .*tiny"),
-    (cost, ["--preset", "", "--tokens", "8"], "--preset : .*tiny"),
+    (cost, ["--preset", "", "--tokens", "8"], "argument 2 is empty"),
+    (score_reasoning, ["", "IN/rows.jsonl"], "argument 1 is empty: expected a value"),
+    (make_reasoning_data, ["", "--rows", "1"], "argument 1 is empty: expected a value"),
     (cost, ["--config", "IN/absent", "--tokens", "8"], "IN/absent is neither a directory"),
     (cost, ["--config", "IN/nothing", "--tokens", "8"], "IN/nothing has no usable configuration"),
     (cost, ["--config", "IN/broken", "--tokens", "8"], "IN/broken has no usable configuration"),
@@ -182,8 +186,9 @@ def test_a_directory_that_cannot_be_written_is_found_first(monkeypatch, capsys, 
     assert line.endswith("b.jsonl cannot be written: Permission denied.")
 
 
-def test_missing_directories_are_made_for_a_result(monkeypatch, files, tmp_path):
-    model = random_model(small_config(vocab_size=300))
+def test_missing_directories_are_made_for_a_result(monkeypatch, files, tmp_path, capsys):
+    model = random_model(small_config(vocab_size=300)).bfloat16()
+    monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
     monkeypatch.setattr(score_reasoning, "load_model", lambda _: model)
     monkeypatch.setattr(score_reasoning, "load_tokenizer", lambda *_: with_template("smollm2.jinja"))
     out = tmp_path / "a" / "b" / "figures.json"
@@ -191,6 +196,8 @@ def test_missing_directories_are_made_for_a_result(monkeypatch, files, tmp_path)
     result = score_reasoning.main(arguments)
     assert json.loads(out.read_text()) == result
     assert [path.name for path in out.parent.iterdir()] == ["figures.json"]
+    if not torch.cuda.is_available():
+        assert SLOW in capsys.readouterr().err
 
 
 def test_a_step_that_is_done_is_not_repeated_and_one_that_fails_names_what_is_missing(files, tmp_path, capfd):

@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 import trl
 from helpers import random_model, small_config
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_training import LONG_ROPE, byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
@@ -31,8 +32,9 @@ from modeling_iha import IHAForCausalLM
 from sft import arguments as arguments_module
 from sft import callbacks, run_record, train
 from sft import run as sft_run
+from sft import trainer as trainer_module
 from sft.arguments import RecipeParser, RunArguments, check_values
-from sft.checkpoints import checkpoint_fault, newest_complete_checkpoint
+from sft.checkpoints import checkpoint_fault, checkpoint_to_resume, newest_complete_checkpoint, write_checksums
 from sft.run_record import RECORD, keep_record, make_record
 from sft.trainer import MixingTrainer
 
@@ -181,6 +183,15 @@ def no_deepspeed_left():
         ("push_repo_id", "a/b/c", "no repository id"),
         ("chat_template_path", "absent.jinja", "absent.jinja is not a .jinja file"),
         ("resume_from_checkpoint", "absent", "absent is no directory"),
+        *((key, "", "is empty") for key in ("model_name_or_path", "dataset_name", "output_dir")),
+        ("resume_from_checkpoint", "", "is empty"),
+        ("metric_for_best_model", "absent", "expected one of loss, mean_token_accuracy."),
+        ("neftune_noise_alpha", "nan", "finite number, 0 or more"),
+        ("neftune_noise_alpha", -1, "finite number, 0 or more"),
+        ("activation_offloading", "true", "on a CPU"),
+        ("torch_compile_backend", "absent", "expected one of eager, aot_eager, inductor"),
+        ("torch_compile_mode", "absent", "expected one of default, "),
+        ("lr_scheduler_kwargs", '{"a": 1}', "unexpected keyword argument 'a'"),
     ],
 )
 def test_an_impossible_value_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, key, value, named):
@@ -188,8 +199,9 @@ def test_an_impossible_value_is_refused_before_anything_is_loaded(tmp_path, monk
     monkeypatch.setattr(arguments_module, "get_available_reporting_integrations", lambda: [])
     monkeypatch.setattr(sft_run, "make_record", lambda *_: {})
     monkeypatch.setattr(sft_run, "keep_record", lambda *_: None)
+    given = ["--config", recipe("demo"), *sizes("absent/model", "absent/rows", tmp_path / "run", **{key: value})]
     with pytest.raises(UserError) as refused:
-        train.main(command("absent/model", "absent/rows", tmp_path / "run", **{key: value}))
+        train.main(given)
     assert key in str(refused.value) and named in str(refused.value)
     assert not (tmp_path / "run").exists()
 
@@ -544,49 +556,94 @@ def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(whole, tiny, 
     assert (output / "checkpoint-4" / "optimizer.pt").exists()
     train.main(arguments)
     out = capsys.readouterr().out
-    assert f"Passing over {output / 'checkpoint-4'}: trainer_state.json is missing." in out
+    assert f"Passing over {output / 'checkpoint-4'}: checksums.json is missing, which is written last." in out
     assert f"Resuming from {output / 'checkpoint-2'}." in out
     assert_same_run(output, whole)
 
 
 def make_checkpoint(directory: Path, weights_file: str = "model.safetensors") -> Path:
+    """Weights of FSDP's sharded state dicts are a folder, and so is their optimiser."""
     directory.mkdir(parents=True)
-    save_file({"weight": torch.zeros(100)}, directory / weights_file)
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+    sharded = weights_file.endswith(".distcp")
+    for name in (weights_file, "optimizer_0/__0_0.distcp" if sharded else "optimizer.pt"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(bytes(100))
+    for name in ("scheduler.pt", "rng_state.pth", "training_args.bin"):
         torch.save({"state": torch.zeros(100)}, directory / name)
-    (directory / "trainer_state.json").write_text("{}")
+    (directory / "trainer_state.json").write_text('{"global_step": 10}')
+    write_checksums(directory)
     return directory
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut short", "empty"])
-@pytest.mark.parametrize("weights_file", ["model.safetensors", "adapter_model.safetensors"])
-@pytest.mark.parametrize("name", ["weights", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+def flip(content: bytes) -> bytes:
+    return content[:50] + bytes([content[50] ^ 1]) + content[51:]
+
+
+DAMAGES = {
+    "missing": None,
+    "cut short": lambda content: content[:-2],
+    "empty": lambda content: b"",
+    "one bit": lambda content: flip(content) if len(content) > 50 else content.replace(b"10", b"11"),
+    "other JSON": lambda content: b"{}",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "weights_file", ["model.safetensors", "adapter_model.safetensors", "pytorch_model_fsdp_0/__1_0.distcp"]
+)
+@pytest.mark.parametrize(
+    "name", ["weights", "optimizer", "scheduler.pt", "rng_state.pth", "trainer_state.json", "checksums.json"]
+)
 def test_a_damaged_checkpoint_is_passed_over_and_its_file_named(name, weights_file, damage, tmp_path, capsys):
     for step in (8, 10):
         make_checkpoint(tmp_path / f"checkpoint-{step}", weights_file)
     (tmp_path / "checkpoint-best").mkdir()
     assert newest_complete_checkpoint(tmp_path).name == "checkpoint-10"
-    file = tmp_path / "checkpoint-10" / (weights_file if name == "weights" else name)
+    optimizer = "optimizer_0/__0_0.distcp" if weights_file.endswith(".distcp") else "optimizer.pt"
+    name = {"weights": weights_file, "optimizer": optimizer}.get(name, name)
+    file = tmp_path / "checkpoint-10" / name
     if damage == "missing":
         file.unlink()
     else:
-        file.write_bytes(file.read_bytes()[: -1 if damage == "cut short" else 0])
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
     assert newest_complete_checkpoint(tmp_path).name == "checkpoint-8"
     (line,) = capsys.readouterr().out.strip().splitlines()
-    expected = "*.safetensors" if (name, damage) == ("weights", "missing") else file.name
-    assert line.startswith(f"Passing over {tmp_path / 'checkpoint-10'}: {expected} is ")
+    if name != "checksums.json":
+        assert line.startswith(f"Passing over {tmp_path / 'checkpoint-10'}: {name} is ")
     assert newest_complete_checkpoint(tmp_path / "absent") is None
+    with pytest.raises(UserError, match="cannot be continued from: .*Continue from .*checkpoint-8, which is whole"):
+        checkpoint_to_resume(Namespace(resume_from_checkpoint=str(tmp_path / "checkpoint-10"), world_size=1))
 
 
-def test_a_checkpoint_needs_the_random_state_of_every_process_and_every_shard(tmp_path):
+def test_a_checkpoint_needs_the_random_state_of_every_process_and_every_part(tmp_path):
     checkpoint = make_checkpoint(tmp_path / "checkpoint-2")
     assert checkpoint_fault(checkpoint) is None
     assert checkpoint_fault(checkpoint, processes=2) == "rng_state_0.pth is missing"
     for rank in range(2):
         shutil.copy(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{rank}.pth")
+    write_checksums(checkpoint)
     assert checkpoint_fault(checkpoint, processes=2) is None
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
-    assert checkpoint_fault(checkpoint) == "model-2.safetensors is missing"
+    for name, pattern in (
+        ("scheduler.pt", "scheduler.pt"),
+        ("optimizer.pt", "optimizer.pt"),
+        ("model.safetensors", "*.safetensors"),
+    ):
+        (checkpoint / name).unlink()
+        write_checksums(checkpoint)
+        assert checkpoint_fault(checkpoint) == f"{pattern} is missing"
+
+
+def test_the_last_complete_checkpoint_goes_only_after_the_next_is_complete(tiny, rows_file, tmp_path, monkeypatch):
+    def die(checkpoint):
+        if checkpoint.name == "checkpoint-4":
+            raise KeyboardInterrupt
+        write_checksums(checkpoint)
+
+    monkeypatch.setattr(trainer_module, "write_checksums", die)
+    with pytest.raises(KeyboardInterrupt):
+        train.main(command(tiny, rows_file, tmp_path / "run", save_total_limit=1))
+    assert newest_complete_checkpoint(tmp_path / "run").name == "checkpoint-2"
 
 
 def test_the_best_checkpoint_is_kept_and_ends_as_the_final_model(tiny, rows_file, tmp_path, monkeypatch):
@@ -610,10 +667,18 @@ def test_the_best_checkpoint_is_kept_and_ends_as_the_final_model(tiny, rows_file
         train.main(arguments)
     assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     best, dies = weights(output / "checkpoint-2"), False
+    shutil.copytree(output, tmp_path / "damaged")
     train.main(arguments)
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
     final = weights(output / "final")
     assert all(torch.equal(final[name], best[name]) for name in best)
+    shutil.rmtree(output)
+    shutil.move(tmp_path / "damaged", output)
+    file = output / "checkpoint-2" / "model.safetensors"
+    file.write_bytes(flip(file.read_bytes()))
+    with pytest.raises(UserError, match="checkpoint-2 cannot be loaded: model.safetensors is damaged"):
+        train.main(arguments)
+    assert not (output / "final").exists()
 
 
 # What a person sees
