@@ -52,6 +52,8 @@ CASES = [
     *(("decoding", tokens, virtual, None) for tokens in (512, 8192) for virtual in (2, 4)),
 ]
 SCHEDULE_TOKENS = (4096, 8192)
+# Variables by which PyTorch and oneDNN make as if the CPU had fewer instructions.
+ISA_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 
 @contextlib.contextmanager
@@ -173,7 +175,8 @@ def main() -> None:
         for busy in dict.fromkeys(row["busy"] for row in rows)
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    machine = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}"
+    limits = [f"{name}={os.environ[name]}" for name in ISA_LIMITS if name in os.environ]
+    machine = ", ".join([processor(), torch.backends.cpu.get_cpu_capability(), *limits])
     threads = sorted({row["threads"] for row in rows})
     write(path.parent, path.stem, rows, "threads", panels, threads=threads, machine=machine, benchmark="default_form")
     if losses := over_the_limit(rows):
