@@ -13,6 +13,7 @@ from helpers import (
     HYBRID,
     LOGITS,
     assert_close,
+    causal_4d,
     loss_and_gradients,
     random_ids,
     random_model,
@@ -67,6 +68,15 @@ def test_half_precision(kinds, dtype, core, how, monkeypatch):
     assert_close(logits.float(), expected_logits, LOGITS[dtype])
     for name, gradient in gradients.items():
         assert_close(gradient, expected[name], GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+def test_a_custom_mask_in_half_precision_without_products_of_it(core, monkeypatch):
+    monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
+    model, input_ids = random_model(small_config(), dtype=torch.bfloat16), random_ids(1, 9)
+    set_core(model, core)
+    mask = causal_4d(torch.ones(1, 9, dtype=torch.long), "additive").bfloat16()
+    assert_close(model(input_ids, attention_mask=mask).logits, model(input_ids).logits, 0.02)
 
 
 @pytest.mark.parametrize("how", ["loaded", "autocast"])
