@@ -1,6 +1,7 @@
-"""Measure the time and the extra memory of the forward of a sliding "iha" layer, which goes in blocks of queries, and
-of the same layer under a dense mask. Width 512, 8 heads, fp32. "bare SDPA, dense mask" is SDPA on virtual queries,
-keys and values, without projections, mixing and RoPE. The time of each form includes that of its mask.
+"""Measure the time and the extra memory of the forward of a sliding "iha" layer, which goes in blocks of queries.
+
+The same layer runs under a dense mask, at width 512 with 8 heads in fp32. "bare SDPA, dense mask" is SDPA on virtual
+queries, keys and values, without projections, mixing and RoPE. The time of each form includes that of its mask.
 
 example: python -m benchmarks.window_layer --tokens 1024 2048 4096
 """
@@ -38,7 +39,7 @@ def dense_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, wind
 
 
 def prepare(form: str, tokens: int, pseudo_heads: int, window: int) -> Callable[[], None]:
-    """A function of no arguments that runs the forward of a new layer."""
+    """Return a function of no arguments that runs the forward of a new layer."""
     if form == "bare SDPA, dense mask":
         return inference(dense_mask, *torch.randn(3, 1, 8, tokens * pseudo_heads, 64), window * pseudo_heads)
     run = inference(window_attention(pseudo_heads, window), torch.randn(1, tokens, 512))

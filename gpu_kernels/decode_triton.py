@@ -1,13 +1,14 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Triton kernel for one new token of Interleaved Head Attention over a cache of base keys and values, split over the
-cache. The mixing of the query and all rotations are absorbed, as `absorbed_decode.py` derives, and mixing of keys and
-values is a sum of products with the cached heads:
+"""Decode one new token of Interleaved Head Attention by a Triton kernel that is split over the cache.
+
+The cache holds base keys and values. The mixing of the query and all rotations are absorbed, as `absorbed_decode.py`
+derives. The mixing of keys and values is a sum of products with the cached heads:
 
     score[h, i, j, n] = sum_m alpha_K[m, g, j] (R_j^T R_i q~[h, i]) . k[m, n]
     out[h, i]         = sum_(m, n) (sum_j alpha_V[m, g, j] weight[h, i, j, n]) v[m, n]
 
-A program has PAIRS pairs (head, pseudo-head i of the query), with PADDED pseudo-keys j each, a power of two, and
+A program has PAIRS pairs (head, pseudo-head i of the query), PADDED pseudo-keys j for each, a power of two, and
 `split` tokens of the cache. No GPU has run it.
 """
 
@@ -27,7 +28,7 @@ PROGRAMS = 264
 
 @jit
 def _table(table, p, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows p of a table [P, HALF]."""
+    """Load rows p of a table [P, HALF]."""
     column = tl.arange(0, COLUMNS)
     return tl.load(table + p[:, None] * HALF + column, mask=(p < P)[:, None] & (column < HALF), other=0.0)
 
@@ -37,7 +38,7 @@ def _rotated_queries(
     q, alpha_q, cos, sin, pair, i, j, M: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
     PAIRS: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """R_j^T R_i sum_m alpha[m, pair] q[m] of rows (pair, j), float32, from q [M, head_dim]."""
+    """Return R_j^T R_i sum_m alpha[m, pair] q[m] for rows (pair, j), float32, from q [M, head_dim]."""
     x1 = tl.zeros([PAIRS, COLUMNS], tl.float32)
     x2 = tl.zeros([PAIRS, COLUMNS], tl.float32)
     for head in range(0, M, HEADS):
@@ -63,7 +64,7 @@ def _decode_forward(
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
     COLUMNS: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of PAIRS pairs over `split` tokens of the cache, from `first` on, and their log-sum-exps."""
+    """Write the outputs and log-sum-exps of PAIRS pairs over `split` tokens of the cache, from `first` on."""
     batch, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
     q, k, v = q + batch * H * 2 * HALF, k + batch * G * N * 2 * HALF, v + batch * G * N * 2 * HALF
     if documents is not None:
@@ -130,10 +131,10 @@ def decode_attention(
     window: int | None = None,
     document_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what `absorbed_attention` does without a mask. It has no backward pass.
+    """Compute `absorbed_attention` without a mask and without a backward pass.
 
-    Up to ROWS / P pairs of a head and a pseudo-head share a program, so that the cache is read once where H * P^2 is
-    at most ROWS, and once for each ROWS of them elsewhere.
+    Up to ROWS / P pairs of a head and a pseudo-head share a program. The cache is read once where H * P^2 is at most
+    ROWS, and otherwise once for each ROWS of them.
 
     Raises:
         ImportError: without Triton.

@@ -1,14 +1,14 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding from a cache of base keys and values, without rebuilding one pseudo-key or pseudo-value.
+"""Decode from a cache of base keys and values, without rebuilding pseudo-keys or pseudo-values.
 
 Mixing and rotation are linear. For query pseudo-head i and key pseudo-head j of a head in group g,
 
     q_i . R_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] R_j^T q_i) . k_m
 
-The bracket is as small as a query: mixing and rotation of the keys move into the query, and the scores are one product
-with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the collapse before
-it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
+The bracket is as small as a query. Mixing and rotation of the keys move into the query, and the scores are one product
+with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the collapse moves
+before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ WIDENED_TOKENS = 1024
 
 
 class IHAWeights(NamedTuple):
-    """What an "iha" layer does to its heads' queries, keys and values (IHA, Algorithm 1)."""
+    """Hold the weights by which an "iha" layer mixes, rotates and collapses its heads (IHA, Algorithm 1)."""
 
     q_mix: torch.Tensor  # alpha^Q, [H, H, P]
     k_mix: torch.Tensor  # alpha^K, [G, G, P]
@@ -36,7 +36,7 @@ class IHAWeights(NamedTuple):
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return states [..., head_dim] turned by RoPE tables that broadcast to them."""
+    """Rotate states [..., head_dim] by RoPE tables that broadcast to them."""
     return states * cos + rotate_half(states) * sin
 
 
@@ -55,10 +55,10 @@ def absorbed_attention(
     Args:
         query: [batch, H, 1, head_dim], rotated as an "iha" layer caches keys.
         key, value: [batch, G, N, head_dim]. Without a mask the last one is the new token's.
-        weights: with the collapse [H, P].
+        weights: those of the layer, with a collapse [H, P].
         scaling: factor of the scores.
-        window: W in tokens, or `None`; read without a mask.
-        document_ids: int [batch or 1, N], equal where tokens may see each other, or `None`; read without a mask.
+        window: W in tokens, or `None`; ignored with a mask.
+        document_ids: int [batch or 1, N], equal where tokens may see each other, or `None`; ignored with a mask.
         attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.
     """
     # Autocast would round what is in float32 on purpose.
@@ -112,8 +112,9 @@ def absorbed_attention(
 
 
 def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return sum_m absorbed[m] . key[m], [batch, rows, N], of [batch, G, rows, head_dim] and [batch, G, N,
-    head_dim]."""
+    """Return sum_m absorbed[m] . key[m], [batch, rows, N].
+
+    `absorbed` is [batch, G, rows, head_dim], and `key` is [batch, G, N, head_dim]."""
     if key.device.type != "cpu":
         return torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
     if key.dtype == torch.float32:
