@@ -29,7 +29,7 @@ from modeling_iha.attention_iha import collapse
 BASE_CACHES = ("absorbed", "remixing")
 PSEUDO_CACHES = ("pseudo cache, SDPA", "pseudo cache, eager")
 BETTER = "better pseudo cache"
-# Relative to the norm of the output. In bfloat16 each form rounds at other places.
+# Errors are relative to the norm of the output. In bfloat16 each form rounds at different places.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 

@@ -41,7 +41,7 @@ STUDIES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "relation": (["relation_composition"], []),
 }
-# Of each slice, in the order of a run without names.
+# The time of each slice, in the order of a run without names.
 SECONDS = {"tests": 150, "paper_layer": 300, "paper_train": 200, "paper_decode": 150, **dict.fromkeys(STUDIES, 480)}
 STOPPING_SECONDS = 20
 
@@ -50,13 +50,13 @@ def run_until(seconds: float, command: list[str]) -> int:
     """Run a command in the checkout and return its exit code, or raise `subprocess.TimeoutExpired`.
 
     In every case nothing that the command started goes on."""
-    # A shell starts what runs in its background with SIGINT ignored, which commands would inherit.
+    # A shell starts its background jobs with SIGINT ignored, and commands would inherit that.
     heed_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=heed_sigint)
     try:
         return process.wait(max(1, seconds))
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        os.killpg(process.pid, signal.SIGINT)  # what is stopped so writes the table of what it has
+        os.killpg(process.pid, signal.SIGINT)  # a command that SIGINT stops writes the table of what it has
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOPPING_SECONDS)
         raise
@@ -86,7 +86,7 @@ def command_of(name: str, out: Path, dry: bool, commit: str) -> list[str] | None
 
     On a CPU the tests are skipped, and a study only reads its arguments: a dry run shows that they are found."""
     if name == "tests":
-        # Most of the time is Triton's compiler's.
+        # Triton's compiler takes most of the time.
         processes = ["-n", "14"] if importlib.util.find_spec("xdist") and not dry else []
         report = f"--junit-xml={out / 'tests.xml'}"
         return ["pytest", "-p", "no:cacheprovider", report, *processes, *(TESTS[:1] if dry else TESTS)]

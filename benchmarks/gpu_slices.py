@@ -48,23 +48,23 @@ from modeling_iha.package import flop_matched_window
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Dense bfloat16 products and memory, a second, by the data sheets.
+# TFLOP of dense bfloat16 products and GB of memory traffic per second, by the data sheets.
 PEAKS = {"NVIDIA H100 80GB HBM3": {"TFLOP": 989, "GB": 3350}, "NVIDIA H200": {"TFLOP": 989, "GB": 4800}}
-# Of SDPA, each by itself; PyTorch's own choice among them depends on its version.
+# Each backend of SDPA runs by itself, because PyTorch's own choice among them depends on its version.
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION}
 if DEVICE == "cuda":
     BACKENDS |= {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
 else:
     BACKENDS |= {"math": SDPBackend.MATH}
-# Longer global attention, in virtual tokens, takes seconds a run.
+# Global attention over more virtual tokens takes seconds per run.
 LONGEST = 131072
-# Blocks of queries that want more memory are left out.
+# Blocks of queries that need more memory are left out.
 MAX_BLOCKS_BYTES = 40e9
 CHECK_TOKENS = 256
-# Times the error of the stock form in bfloat16, both against float32.
+# The error may be this many times that of the stock form in bfloat16, both against float32.
 TOLERANCE = 2
 ENDED = "ended the process, or was stopped"
-# Seconds that the timed runs of a form take, if they are not fewer than 3 or more than 20.
+# Seconds that the timed runs of a form take, of which there are 3 to 20.
 TIMED_SECONDS = 0.5 if DEVICE == "cuda" else 0
 
 
@@ -370,7 +370,7 @@ def replayed(function: Callable[[], None]) -> Callable[[], None]:
     def replay() -> None:
         graph.replay()
 
-    replay.reads = function  # the graph knows addresses only: what it reads must live as long
+    replay.reads = function  # the graph holds addresses only, so what it reads must live as long
     return replay
 
 
@@ -409,7 +409,7 @@ def decode_forms(case: dict) -> dict[str, Prepare]:
         return {name: partial(decode_model, case, preset) for name, preset in presets.items()}
 
     def kernel(*inputs, attention_mask: None, **where) -> torch.Tensor:
-        # On a CPU, which has no kernel, the form in whose place it steps stands in.
+        # A CPU has no kernel and runs the form that the kernel replaces.
         return (decode_attention if DEVICE == "cuda" else absorbed_attention)(*inputs, **where)
 
     instead = partial(mock.patch.object, attention_iha, "absorbed_attention", kernel)
@@ -432,8 +432,8 @@ def decode_cases(dry: bool) -> list[dict]:
     ]
 
 
-# Of each slice the cases, cheapest first and of the dry size if so asked, and the forms of a case, named "group: form"
-# or "form". The base of a case is the group to whose fastest form the others are ratios.
+# For each slice: the cases, cheapest first and tiny in a dry run, and the forms of a case, named "group: form" or
+# "form". Ratios are to the fastest form of the group that is the base of the case.
 BENCHMARKS: dict[str, tuple[Callable[[bool], list[dict]], Callable[[dict], dict[str, Prepare]]]] = {
     "paper_layer": (layer_cases, layer_forms),
     "paper_train": (train_cases, train_forms),

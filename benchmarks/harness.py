@@ -151,7 +151,7 @@ def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
     """Return the bytes that the function `prepare(*sizes)` takes at its peak beyond what its process held before.
 
     It runs in a new process (on Linux), after `prepare(*small)()`. `prepare` is a module's function, to be pickled."""
-    # Blocks of this size and larger come straight from the system: memory freed earlier hides no peak.
+    # malloc takes blocks of this size and larger from the system, so that memory freed earlier hides no peak.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

@@ -47,7 +47,7 @@ def prepare(form: str, tokens: int, part: str = "training") -> Callable[[], None
     if part == "decoding":
         cache = DynamicCache(config=causal.config)
         inference(lambda: causal(input_ids, past_key_values=cache, logits_to_keep=1))()
-        # The cache grows by a token with each step: too little to show in the time.
+        # The cache grows by a token with each step, too little to show in the time.
         return inference(lambda: causal(input_ids[:, :1], past_key_values=cache))
 
     def step() -> None:

@@ -59,7 +59,7 @@ def config_of(form: str) -> IHAConfig:
 
 def predict(form: str, tokens: int) -> float:
     """Return the bytes of the plan."""
-    # Not at the top: the processes that are measured import this file, and need not take longer.
+    # The measured processes import this file, and an import at the top would slow each of them.
     from sft.arguments import RunArguments
     from sft.memory_plan import Layout, Setting, count_parameters, estimate
 

@@ -44,7 +44,7 @@ def prepare(form: str, tokens: int, pseudo_heads: int, window: int) -> Callable[
         return inference(dense_mask, *torch.randn(3, 1, 8, tokens * pseudo_heads, 64), window * pseudo_heads)
     run = inference(window_attention(pseudo_heads, window), torch.randn(1, tokens, 512))
     if form == "layer, dense mask":
-        # Transformers' own mask.
+        # This leaves the mask that Transformers makes.
         run = mock.patch.object(virtual_sequence, "_maskless", lambda *_: None)(run)
     return run
 
@@ -61,7 +61,7 @@ def extra(form: str, tokens: int, pseudo_heads: int, window: int) -> int:
     """Return the bytes of the tensors that a form holds at its peak. SDPA turns a boolean mask into a float32 one."""
     virtual_states, states = tokens * pseudo_heads * 512, tokens * 512
     if form == "layer":
-        # Queries, keys and values, and a block's of each; the blocks of one row are views.
+        # These are queries, keys and values, and those of the blocks; the blocks of one row are views.
         block, span = block_size(window * pseudo_heads), window * pseudo_heads
         return 4 * (3 * states + 6 * virtual_states) + 5 * block * (block + span)
     projections = 0 if form == "bare SDPA, dense mask" else 3 * states

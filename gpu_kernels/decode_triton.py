@@ -57,7 +57,7 @@ def _rotated_queries(
     return x1, x2
 
 
-# Each token makes the cache longer: nothing is compiled anew for the divisors of a length.
+# Each token makes the cache longer. The kernel must not be compiled anew for the divisors of each length.
 @jit(do_not_specialize=["window", "first", "split", "N"])
 def _decode_forward(
     q, k, v, alpha_q, alpha_k, alpha_v, cos, sin, documents, out, lse, scale, window, first, split, N,
@@ -78,7 +78,7 @@ def _decode_forward(
     r1, r2 = _rotated_queries(q, alpha_q, cos, sin, own, i, j, H, P, HALF, COLUMNS, PAIRS, PADDED, HEADS)
     r1, r2 = r1.to(dtype), r2.to(dtype)
 
-    # Finite, so that a split that sees no key weighs it 0 and not NaN.
+    # The peak is finite, so that a split that sees no key gives it the weight 0 and not NaN.
     peak = tl.full([PAIRS], -1e30, tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     o1 = tl.zeros([PAIRS, COLUMNS], tl.float32)
@@ -153,7 +153,7 @@ def decode_attention(
     if document_ids is not None:
         documents = document_ids.expand(batch, -1).contiguous()
     window = length if window is None else min(window, length)
-    # The window of all pseudo-heads but the last begins one token earlier.
+    # For all pseudo-heads but the last, the window begins one token earlier.
     first = max(0, length - 1 - window)
     padded = triton.next_power_of_2(virtual)
     pairs = min(triton.next_power_of_2(heads * virtual), max(1, ROWS // padded))
@@ -168,6 +168,6 @@ def decode_attention(
             length, H=heads, G=groups, P=virtual, PADDED=padded, HALF=head_dim // 2, COLUMNS=_columns(head_dim),
             PAIRS=pairs, KEYS=KEYS, HEADS=MIN_SIDE, num_warps=8, num_stages=2,
         )  # fmt: skip
-    # Not a product of matrices, which autocast would round.
+    # Autocast would round a matrix product.
     share = lse.softmax(dim=1) * collapse
     return (share.unsqueeze(-1) * out).sum(dim=(1, 3)).unsqueeze(1).to(value.dtype)

@@ -94,7 +94,7 @@ def pair_products(
     """Return the multiply-adds of attention to pairs (j, k), of a forward pass and of one more token."""
     first, second = windows or [window, window]
     spans = [[min(n + 1, span or n + 1) for n in range(tokens)] for span in (first, second)]
-    # Pairs in the wrong order are computed as well, and masked.
+    # Pairs in the wrong order are computed too, and then masked.
     pairs = [j * k for j, k in zip(*spans)]
     products = 2 * config.num_attention_heads * config.head_dim
     return products * sum(pairs), products * pairs[-1]

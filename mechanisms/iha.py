@@ -15,7 +15,7 @@ from . import Mechanism
 from .cost import Cost, score_products
 
 
-# Rounding error of a sum over the pseudo-heads of offsets that binary numbers do not represent exactly.
+# Rounding error of the sum over the pseudo-heads of offsets that are not exact in binary.
 OFFSET_TOLERANCE = 1e-6
 
 
@@ -78,7 +78,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     collapse = heads * virtual * (1 if per_head else heads)
     base = tokens * (heads + 2 * groups) * d
     forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
-    # A collapse per head is no product of matrices.
+    # A collapse per head is not a matrix product.
     collapsing = 0 if per_head else collapse
     linear_parts = tokens * (mixing + collapsing) * d
     if form == "eager" or not per_head or virtual == 1:
@@ -96,7 +96,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
         parameters=mixing + collapse,
         cache=2 * groups * d * cached,
         prefill=forward + linear_parts,
-        # What recomputation stops at is the collapse, whose output nothing needs.
+        # Recomputation stops at the collapse, whose output the backward pass does not need.
         training=training + 3 * linear_parts + (tokens * mixing * d if form == "base" and virtual > 1 else 0),
         decode=decode,
         kept=kept,

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from .cpu_precision import product_dtype
 
 
-# Cached tokens that are widened at a time where the CPU has no products of the cache's dtype.
+# Cached tokens that are converted at a time where the CPU has no products of the cache's dtype.
 WIDENED_TOKENS = 1024
 
 
@@ -30,8 +30,7 @@ class IHAWeights(NamedTuple):
     k_mix: torch.Tensor  # alpha^K, [G, G, P]
     v_mix: torch.Tensor  # alpha^V, [G, G, P]
     collapse: torch.Tensor  # R, [H, P] or [H, H * P]
-    # (cos, sin), each [P, head_dim], of R_p, which rotates pseudo-head p within its token; `None` for shared
-    # positions.
+    # (cos, sin) of R_p, each [P, head_dim]. R_p rotates pseudo-head p within its token; `None` for shared positions.
     rotation: tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -67,7 +66,7 @@ def absorbed_attention(
         num_pseudo_heads, dtype = weights.collapse.shape[1], value.dtype
         products = product_dtype(value)
         if attention_mask is None and window is not None:
-            # The window of all pseudo-heads but the last begins one token earlier.
+            # For all pseudo-heads but the last, the window begins one token earlier.
             key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
             document_ids = None if document_ids is None else document_ids[:, -window - 1 :]
         groups, num_keys = key.shape[1:3]
@@ -99,7 +98,7 @@ def absorbed_attention(
             if document_ids is not None:
                 apart = document_ids != document_ids[:, -1:]
                 scores = scores.masked_fill(apart[:, None, None, None], -torch.inf)
-        # At least float32, as in the eager core.
+        # The softmax is in float32 at least, as in the eager core.
         probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(products, torch.float32))
 
         collapse = weights.collapse.to(probabilities.dtype).unsqueeze(1)
@@ -122,7 +121,7 @@ def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         for m in range(key.shape[1]):
             scores.baddbmm_(absorbed[:, m], key[:, m].transpose(1, 2))
         return scores
-    # One product over all cached heads rounds a score once, and is the faster one in half precision. (Row by row of
-    # the batch: a batched product would first transpose the keys.)
+    # One product over all cached heads rounds a score once and is faster in half precision. It goes row by row of the
+    # batch, because a batched product would first transpose the keys.
     rows = zip(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2))
     return torch.stack([torch.mm(queries, keys.t()) for queries, keys in rows])

@@ -54,7 +54,7 @@ class CompositionWeights(nn.Module):
     hidden_size].
     """
 
-    # The released models normalise w_1 with this epsilon, whatever that of the other norms.
+    # The released models normalise w_1 with this epsilon, whatever the epsilon of the other norms.
     eps = 1e-6
 
     def __init__(self, config: IHAConfig):

@@ -27,7 +27,7 @@ from .tuple_attention import (
 if TYPE_CHECKING:
     from .configuration_iha import IHAConfig
 
-# Tokens whose running sums, [batch, keys, CHUNK, head_dim, head_dim], exist at a time in the linear form.
+# The linear form holds the running sums of this many tokens at a time, [batch, keys, CHUNK, head_dim, head_dim].
 CHUNK = 32
 
 
@@ -160,7 +160,7 @@ class LinearHyperAttention(TupleAttention):
         self.check_core()
         query, keys, values = query_states * self.scaling, self.split_keys(key_states), self.split_keys(value_states)
         (batch, heads, stack, num_keys, head_dim), length = keys.shape, query.shape[2]
-        # See `query_offset`: only an input without cached keys and without a mask is one running sum.
+        # Only an input without cached keys and without a mask is one running sum: see `query_offset`.
         running = attention_mask is None and document_ids is None and length > 1
         state = query.new_zeros(
             (batch, heads, stack, head_dim, head_dim), dtype=torch.promote_types(query.dtype, torch.float32)

@@ -86,7 +86,7 @@ def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) 
     """Collapse virtual tokens [batch, N * P, H, head_dim] to heads [batch, N, H, head_dim] by R (step 5)."""
     states, weight = states.unflatten(1, (-1, num_pseudo_heads)), weight.to(states.dtype)
     if weight.shape[1] == num_pseudo_heads:
-        # As a product and a sum it keeps no copy of the states for the backward.
+        # A product and a sum keep no copy of the states for the backward pass.
         return (states * weight.t().unsqueeze(-1)).sum(dim=2)
     return torch.einsum("hgp,bnpgd->bnhd", weight.unflatten(1, (-1, num_pseudo_heads)), states)
 
@@ -145,7 +145,7 @@ class InterleavedHeadAttention(MultiHeadAttention):
         """Run steps 2 to 5 on base states, in the `attention_form` that `choose_form` returned.
 
         Return the output as [`MultiHeadAttention.attend`] does, and weights [batch, H, N * P, keys * P]."""
-        # Autocast leaves rotated queries and keys in float32, and their virtual tokens would be as wide.
+        # Autocast leaves rotated queries and keys in float32, and their virtual tokens would be in float32 too.
         states = (query_states.to(value_states.dtype), key_states.to(value_states.dtype), value_states)
         mixing = (self.q_mix(query_states), self.k_mix(key_states), self.v_mix(value_states))
         weights = IHAWeights(*mixing, self.collapse(query_states), rotation)

@@ -41,9 +41,9 @@ class MultiHeadAttention(LlamaAttention):
 
     kind: ClassVar[str] = "mha"  # name in `IHAConfig.attention_kinds`
     options_class: ClassVar[type] = NoOptions  # strict dataclass of the kind's `attention_options`
-    example_options: ClassVar[dict] = {}  # that differ from the defaults, for tests and documents
-    # Submodules that mix heads and have entries of order 1: an optimiser gives them a learning rate of their own and
-    # no weight decay.
+    example_options: ClassVar[dict] = {}  # options other than the defaults, for tests and documents
+    # Submodules that mix heads. Their entries are of order 1, so an optimiser gives them a learning rate of their own
+    # and no weight decay.
     mixing_modules: ClassVar[tuple[str, ...]] = ()
     num_pseudo_heads = 1  # virtual tokens that attention sees for each token
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
@@ -145,7 +145,7 @@ class MultiHeadAttention(LlamaAttention):
 
         Where attention builds no mask, `document_ids` and `document_bounds` replace it (see `LayerMask`)."""
         states = self.project(hidden_states, position_embeddings, past_key_values)
-        # One query multiplies fast in every dtype, and keys that are cached need no copy for it.
+        # Products with one query are fast in every dtype, and cached keys then need no copy.
         one_query = hidden_states.shape[1] * self.num_pseudo_heads == 1 or kwargs.get("attention_form") == "absorbed"
         attend = self.attend if one_query else in_product_dtype(self.attend)
         attn_output, attn_weights = attend(

@@ -36,7 +36,7 @@ def in_product_dtype(attend: Callable) -> Callable:
             return attend(query, key, value, attention_mask, **kwargs)
         if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
             attention_mask = attention_mask.to(products)
-        # Autocast would narrow them again.
+        # Autocast would convert the states back to half precision.
         with torch.autocast("cpu", enabled=False):
             states = (states.to(products) for states in (query, key, value))
             output, weights = attend(*states, attention_mask, **kwargs)

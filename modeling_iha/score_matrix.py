@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
 BLOCK = 128
-# An additive mask hides a pair with the lowest number of its dtype; float16's is the highest of these.
+# An additive mask hides a pair with the lowest number of its dtype. That of float16 is the highest of these.
 MASKED = torch.finfo(torch.float16).min
 
 
@@ -175,7 +175,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
         self.check_core()
         length, num_keys = query_states.shape[2], key_states.shape[2]
         offset = query_offset(length, num_keys)
-        # A mask holds the window, and none is made where the window reaches every key.
+        # A mask holds the window. No mask is made where the window reaches every key.
         window = None if document_ids is None else sliding_window
 
         blocks = query_blocks(query_states, BLOCK)

@@ -26,7 +26,7 @@ from .score_matrix import (
 if TYPE_CHECKING:
     from .configuration_iha import IHAConfig
 
-# The most queries, and the most scores, in a block: 64 MiB of float32, which exist for one block at a time.
+# A block has at most this many queries and scores. The scores, 64 MiB of float32, exist for one block at a time.
 BLOCK = 32
 MAX_SCORES = 2**24
 
@@ -138,7 +138,7 @@ class PairAttention(TupleAttention):
         query_key1 = query.unsqueeze(3) * key1.unsqueeze(2)  # [batch, H, rows, columns of j, head_dim]
         scores = torch.matmul(query_key1, key2.unsqueeze(2).transpose(-1, -2)) * self.scaling
         weights = torch.softmax((scores.float() + bias).flatten(-2), dim=-1).view(scores.shape)
-        # The softmax gives weights to a query without any pair, such as padding, too.
+        # The softmax also gives weights to a query without a pair, such as padding.
         weights = weights.masked_fill(bias <= MASKED, 0).to(query.dtype)
         weights = torch.nn.functional.dropout(weights, p=self.attention_dropout, training=self.training)
         output = (torch.matmul(weights, value2.unsqueeze(2)) * value1.unsqueeze(2)).sum(dim=3)

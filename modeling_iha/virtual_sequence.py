@@ -24,11 +24,10 @@ from .window_blocks import MIN_BLOCK, has_varlen
 if TYPE_CHECKING:
     from .configuration_iha import IHAConfig
 
-# The largest dense mask that is built for an interleaved sequence; on "sdpa" a row of N * P = 65536 virtual tokens
-# takes it.
+# The largest dense mask for virtual tokens. On "sdpa" a row of N * P = 65536 virtual tokens takes it.
 MAX_MASK_BYTES = 4 * 2**30
-# Hides a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where float64's lowest
-# number is -inf, and a row of nothing else NaN.
+# These values hide a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where the
+# lowest float64 is -inf, and a row of -inf becomes NaN.
 MASKED = {dtype: torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 MASKED[torch.float64] = MASKED[torch.float32]
 
@@ -53,7 +52,7 @@ class LayerMask(NamedTuple):
     # Int [batch or 1, keys], equal where tokens may see each other, -1 for padding. Attention is causal and within the
     # layer's window.
     document_ids: torch.Tensor | None = None
-    # The same for `maskless_attention`; `None` where every row is one document.
+    # As `maskless_attention` takes them; `None` where every row is one document.
     document_bounds: tuple[torch.Tensor, int] | None = None
     attention_form: str | None = None  # see `choose_form`
 
@@ -64,13 +63,13 @@ class MaskInputs:
 
     config: IHAConfig
     inputs_embeds: torch.Tensor  # [batch, N, any]; gives batch, length, dtype and device
-    # [batch, cached + N], nonzero for real tokens, or a custom boolean or additive [batch, 1, N, cached + N], within
-    # which sliding layers keep their window.
+    # [batch, cached + N], nonzero for real tokens, or a custom boolean or additive [batch, 1, N, cached + N]. Sliding
+    # layers keep their window under a custom mask.
     attention_mask: torch.Tensor | None = None
     past_key_values: Cache | None = None  # the cache before it takes the N tokens
     position_ids: torch.Tensor | None = None  # [batch or 1, N]; a restart begins a packed document
     attention_form: str | None = None  # see `IHAModel.attention_form`
-    # Answers that a GPU is waited for, so that it is asked once.
+    # Each answer waits for a GPU, so it is kept.
     _packed: bool | None = None
     _padded: bool | None = None
 
@@ -140,7 +139,7 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> str | None:
         return None
     is_plain = config._attn_implementation == "sdpa" and config.pseudo_collapse == "per_head"
     if length == 1 and is_plain and not config.attention_dropout:
-        # On a CPU, few tokens are expanded sooner (benchmarks/default_form.py).
+        # On a CPU, expanding is faster for few tokens (benchmarks/default_form.py).
         on_cpu = inputs.inputs_embeds.device.type == "cpu"
         return None if on_cpu and inputs.attention_form is None and rows * num_keys < 128 else "absorbed"
     return "recomputed" if inputs.attention_form == "base" and torch.is_grad_enabled() else None
@@ -165,7 +164,7 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
     apart = inputs.may_be_packed or inputs.may_be_padded
     if past > 0 or (is_tracing(embeds) and apart):
         return None
-    # For short inputs and padded rows SDPA's own mask is as good.
+    # A dense mask is as good for short inputs and padded rows.
     windowed = key.is_sliding and (length - config.sliding_window) * key.num_pseudo_heads > (
         0 if varlen else MIN_BLOCK
     )
@@ -181,7 +180,7 @@ def _document_ids(inputs: MaskInputs, first: int, num_keys: int) -> torch.Tensor
     """Return the document of each of `num_keys` keys from position `first` on, as in [`LayerMask`]."""
     embeds, mask, positions = inputs.inputs_embeds, inputs.attention_mask, inputs.position_ids
     if mask is not None:
-        # As in Transformers' masks: it may come from another device, and be long enough for tokens to come.
+        # As Transformers allows, the mask may be on another device and may cover tokens to come.
         return -(mask[:, first : first + num_keys].to(embeds.device) == 0).int()
     if inputs.may_be_packed:
         return (positions.diff(prepend=positions[:, :1] - 1) != 1).int().cumsum(dim=-1)
@@ -301,7 +300,7 @@ def keep_window_edge(past_key_values: Cache, layers: list[MaskKey], sliding_wind
     for layer, key in zip(past_key_values.layers, layers):
         if not key.is_sliding or (key.num_pseudo_heads == 1 and sliding_window > 1) or not layer.is_sliding:
             continue
-        # A dynamic layer names its window, a static layer was cut to it; one that is shorter by choice stays.
+        # A dynamic layer names its window, and a static layer has its length. A layer that is shorter by choice stays.
         name = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"
         if getattr(layer, name) != sliding_window:
             continue
@@ -352,15 +351,15 @@ def check_packing(inputs: MaskInputs, **kwargs) -> None:
     position_ids, cu_seq_lens = inputs.position_ids, kwargs.get("cu_seq_lens_q")
     flash = is_flash_attention_requested(config)
     if not flash and config._attn_implementation not in ("eager", "flex_attention", "sdpa"):
-        return  # Another core has a way of its own, such as the paged ones.
+        return  # Other cores, such as the paged ones, have ways of their own.
     if is_tracing(inputs.inputs_embeds) or inputs.inputs_embeds.is_meta or inputs.has_custom_mask:
-        return  # There are no values to look at, or a custom mask says itself who sees whom.
+        return  # There are no values to look at, or a custom mask decides.
 
     restarts = False
     if position_ids is not None and position_ids.shape[-1] > 1:
         restart = position_ids.diff(dim=-1) < 1
         if mask is not None:
-            # `generate` counts from the first real token: padding may restart.
+            # `generate` counts from the first real token, so positions of padding may restart.
             real = mask[:, -position_ids.shape[-1] :].bool()
             restart = restart & real[:, 1:] & real[:, :-1]
         restarts = bool(restart.any())

@@ -21,8 +21,8 @@ try:
 except ImportError:  # a build of PyTorch without it
     varlen_attn = None
 
-# The fewest queries of a block. Longer blocks copy fewer keys and compute more pairs outside the window: a quarter of
-# the window copies each key five times and computes a quarter more.
+# The fewest queries of a block. Longer blocks copy fewer keys and compute more pairs outside the window: a block of a
+# quarter of the window copies each key five times and computes a quarter more pairs.
 MIN_BLOCK = 128
 
 
@@ -86,8 +86,8 @@ def window_attention(
     batch, _, length, _ = query.shape
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
-    # The first queries see every key before them. (As views they would keep all states for the backward.) The others
-    # go in blocks, the last one filled up.
+    # The first queries see every key before them. As views they would keep all states for the backward pass. The other
+    # queries go in blocks, the last one padded.
     first, _ = core(module, *(states[:, :, :window].contiguous() for states in (query, key, value)), None, **kwargs)
     block = block_size(window)
     reach, end = window - 1, -(length - window) % block
