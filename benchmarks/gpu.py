@@ -1,7 +1,7 @@
 """Run what only a GPU can show, in slices.
 
 They are the tests, the measurements paper_layer, paper_train and paper_decode (see gpu_slices.py), and the studies
-warm_start and relation. Each is a process with its own time, and any end starts the next. Nothing is installed.
+warm_start and relation. Each is a process with its own time, and whatever its end, the next one begins.
 
 Results lie in a directory for each device, and nothing is measured twice: the same command goes on. --archive carries
 them from one machine to the next: it is unpacked first and written after each slice.

@@ -78,7 +78,7 @@ def _decode_forward(
     r1, r2 = _rotated_queries(q, alpha_q, cos, sin, own, i, j, H, P, HALF, COLUMNS, PAIRS, PADDED, HEADS)
     r1, r2 = r1.to(dtype), r2.to(dtype)
 
-    # The peak is finite, so that a split that sees no key gives it the weight 0 and not NaN.
+    # The peak is finite, so that the weights of a split that sees no key are 0 and not NaN.
     peak = tl.full([PAIRS], -1e30, tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     o1 = tl.zeros([PAIRS, COLUMNS], tl.float32)

@@ -180,13 +180,13 @@ def mix_heads(
 ) -> torch.Tensor:
     """Return R (matrix states[n]) for every token n, [batch, N, rows, head_dim].
 
-    All sums are in float32; the output is rounded once. The gradient of the matrix is the same in every run.
+    The output is summed in float32 and rounded once to the dtype of the states. The gradient of the matrix is
+    summed in float32, in the same order in every run.
 
     Args:
         states: [batch, N, columns, head_dim] in float32, float16 or bfloat16, of any strides but that of head_dim.
         matrix: [rows, columns] in any floating dtype.
-        rotation: cosine and sine of R_p, each [P, head_dim], or `None`. R_p rotates row p * rows / P + h. The tables
-            get no gradients.
+        rotation: (cos, sin) of R_p, each [P, head_dim], or `None`. R_p rotates row p * rows / P + h. No gradients.
 
     Raises:
         ImportError: without Triton.
