@@ -1,9 +1,9 @@
-"""Predict the parameters, FLOPs, cached values and values kept for the backward of a model: for each kind of layer,
-for the whole model, and as ratios to the same model with "mha" in every layer.
+"""Predict the parameters, FLOPs, cached values and values kept for the backward pass of a model.
 
-The multiply-adds of matrix products are counted; norms, rotations and softmax are not. An "iha" layer with P
-pseudo-heads has P^2 times the query-key pairs of an "mha" layer, and with a window W = N / (2 P^2) about as many as a
-global "mha" layer over N tokens (IHA, Appendix C).
+The table gives each kind of layer, the whole model, and ratios to the same model with "mha" in every layer. The
+multiply-adds of matrix products are counted; norms, rotations and softmax are not. An "iha" layer with P pseudo-heads
+has P^2 times the query-key pairs of an "mha" layer, and with a window W = N / (2 P^2) about as many as a global "mha"
+layer over N tokens (IHA, Appendix C).
 
 example: python -m benchmarks.cost --preset paper-2.4b-iha --tokens 8192
 """
@@ -29,8 +29,9 @@ FORMS = ("sdpa", "base", "eager")
 
 
 def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "sdpa") -> Cost:
-    """Cost of an attention module with its projections. Raises a ValueError for a kind whose mechanism has no cost
-    function."""
+    """Return the cost of an attention module with its projections.
+
+    Raise a ValueError for a kind whose mechanism has no cost function."""
     if (between := mechanism_of(kind).cost) is None:
         known = [known for known, mechanism in all_mechanisms().items() if mechanism.cost]
         raise ValueError(
@@ -45,8 +46,9 @@ def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: 
 
 
 def ffn(config: IHAConfig, tokens: int) -> Cost:
-    """Cost of the FFN. Autograd keeps its input and, at the inner width, the input and the output of the activation;
-    with a gate also the other factor and the product."""
+    """Return the cost of the FFN.
+
+    Autograd keeps its input and, at inner width, both ends of the activation and, with a gate, factor and product."""
     hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
     cost = linear(tokens, hidden, inner, bias) + linear(tokens, inner, hidden, bias)
     kept = hidden + 2 * inner
@@ -56,19 +58,19 @@ def ffn(config: IHAConfig, tokens: int) -> Cost:
 
 
 def norm(config: IHAConfig, tokens: int) -> Cost:
-    """Cost of a norm over the hidden size. Autograd keeps the input, its factor for each token, and their product."""
+    """Return the cost of a norm; autograd keeps the input, a factor for each token, and their product."""
     return Cost(parameters=config.hidden_size, kept=tokens * (2 * config.hidden_size + 1))
 
 
 def head(config: IHAConfig, tokens: int) -> Cost:
-    """Cost of embedding, last norm and language modeling head, with logits at all tokens."""
+    """Return the cost of embedding, last norm and language modeling head, with logits at all tokens."""
     table = linear(tokens, config.hidden_size, config.vocab_size)
     embedding = 0 if config.tie_word_embeddings else table.parameters
     return table + norm(config, tokens) + Cost(embedding, kept=tokens * config.hidden_size)
 
 
 def model(config: IHAConfig, tokens: int, form: str = "sdpa") -> Cost:
-    """Cost of a whole model with its language modeling head."""
+    """Return the cost of a whole model with its language modeling head."""
     total = head(config, tokens)
     for kind, layer_type in zip(config.attention_kinds, config.layer_types):
         total += attention(config, kind, layer_type, tokens, form) + ffn(config, tokens)
@@ -77,7 +79,7 @@ def model(config: IHAConfig, tokens: int, form: str = "sdpa") -> Cost:
 
 
 def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:
-    """The same model with "mha" in every layer, and with the layer type `everywhere` in every layer if it is given."""
+    """Return the config with "mha" in every layer, and with the layer type `everywhere` if it is given."""
     fields = {**config.to_dict(), "attention_kinds": "mha", "attention_options": None}
     if everywhere is not None:
         fields |= {"layer_types": everywhere, "sliding_window": None}
@@ -85,7 +87,7 @@ def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:
 
 
 def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:
-    """A line of the table: parameters in millions, FLOPs (two for each multiply-add), and bytes."""
+    """Return a line of the table: parameters in millions, FLOPs (two for each multiply-add), and bytes."""
     figures = (
         f"{cost.parameters / 1e6:.3f} M",
         *(f"{2 * products / 1e9:.3f} G" for products in (cost.prefill, cost.training, cost.decode)),
@@ -96,7 +98,7 @@ def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table that the arguments ask for. Raises `UserError`."""
+    """Print the table that the arguments ask for, or raise a `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--preset", help="name of a preset of IHAConfig.from_preset")

@@ -1,4 +1,4 @@
-"""Measure the time that one attention layer takes for one new token after N cached ones. Width 512, 8 heads.
+"""Measure the time that one attention layer (width 512, 8 heads) takes for one new token after N cached ones.
 
 Two forms read a cache of base keys and values: "absorbed", the model's own, and "remixing", which rebuilds the virtual
 tokens for SDPA. Two forms read a cache of virtual keys and values, which is P times as large: "pseudo cache, SDPA",
@@ -29,7 +29,7 @@ from modeling_iha.attention_iha import collapse
 BASE_CACHES = ("absorbed", "remixing")
 PSEUDO_CACHES = ("pseudo cache, SDPA", "pseudo cache, eager")
 BETTER = "better pseudo cache"
-# Relative to the norm of the output. In bfloat16 each form rounds at other places.
+# Errors are relative to the norm of the output. In bfloat16 each form rounds at different places.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
@@ -40,7 +40,7 @@ def cache_of(keys: torch.Tensor, values: torch.Tensor) -> DynamicCache:
 
 
 def one_token(step: Callable, hidden_states: torch.Tensor, cache: Cache) -> Callable[[], torch.Tensor]:
-    """A decoding step that leaves the cache as it was."""
+    """Return a decoding step that leaves the cache as it was."""
     length = cache.get_seq_length()
 
     def run() -> torch.Tensor:
@@ -54,7 +54,7 @@ def one_token(step: Callable, hidden_states: torch.Tensor, cache: Cache) -> Call
 def layer_forms(
     tokens: int, virtual: int, dtype: torch.dtype, batch: int = 1, device: str = "cpu"
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """The forms, each a decoding step that returns the layer's output [batch, 1, 512]."""
+    """Return the forms, each a decoding step that returns the layer's output [batch, 1, 512]."""
     forms = dict(zip(BASE_CACHES, ("base", "virtual"), strict=True))
     readers = {name: Attention(form, dtype, num_pseudo_heads=virtual).to(device) for name, form in forms.items()}
     absorbed = readers["absorbed"]
@@ -96,7 +96,7 @@ def layer_forms(
 
 @torch.no_grad()
 def agreeing_forms(tokens: int, virtual: int, dtype: torch.dtype, **where) -> dict[str, Callable[[], torch.Tensor]]:
-    """`layer_forms`. Raises a RuntimeError where two outputs differ."""
+    """Return `layer_forms`, or raise a RuntimeError where two outputs differ."""
     forms = layer_forms(tokens, virtual, dtype, **where)
     outputs = {name: step().float() for name, step in forms.items()}
     for name, output in outputs.items():
@@ -124,7 +124,7 @@ def measure_layer(tokens: int, virtual: int, dtype: torch.dtype, repeats: int) -
 
 
 def cache_bytes(model: torch.nn.Module, tokens: int = 64) -> float:
-    """Bytes that a forward caches for each token."""
+    """Return the bytes that a forward pass caches for each token."""
     cache = DynamicCache()
     with torch.no_grad():
         model(inputs_embeds=torch.randn(1, tokens, model.config.hidden_size), past_key_values=cache)

@@ -1,5 +1,6 @@
-"""Compare the greedy decoding of a Llama checkpoint, converted to IHA with P = 2 in every layer, with that of its
-source, in fp32 after a prompt of random tokens. Both models must choose the same tokens.
+"""Compare the greedy decoding of a Llama checkpoint, converted to IHA with P = 2 in every layer, with its source's.
+
+Both models decode in fp32 after a prompt of random tokens and must choose the same tokens.
 
 example: python -m benchmarks.decode_model --tokens 512 --new-tokens 24
 """
@@ -27,7 +28,7 @@ PSEUDO_HEADS = 2
 
 
 def greedy(model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int) -> Callable[[], torch.Tensor]:
-    """Greedy decoding after the prompt, whose cache is filled here."""
+    """Decode greedily after the prompt, whose cache is filled here."""
     cache = DynamicCache()
     with torch.no_grad():
         first = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
@@ -44,7 +45,7 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int) -> Cal
 
 
 def values_read(iha: PreTrainedModel, kind: str, tokens: int) -> int:
-    """How many weights and cached values one more token reads if every layer of the converted model is of `kind`."""
+    """Count the weights and cached values that one more token reads if every layer of the model is of `kind`."""
     costs = [attention(iha.config, kind, layer_type, tokens) for layer_type in iha.config.layer_types]
     others = sum(parameter.numel() for name, parameter in iha.named_parameters() if "self_attn" not in name)
     return others + sum(cost.parameters + cost.cache for cost in costs)

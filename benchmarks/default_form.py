@@ -1,7 +1,8 @@
-"""Compare the default of an "iha" layer with plain SDPA on the virtual sequence under dense masks, for one attention
-module with the same weights: a forward, a training step (forward and backward), and one token after N cached ones.
-Width 512, 8 heads of 64, one row. The paper's schedule (four window layers and a global "mha" layer) is compared with
-five "mha" layers.
+"""Compare the default of an "iha" layer with plain SDPA on the virtual sequence under dense masks.
+
+One attention module with the same weights runs a forward pass, a training step (forward and backward), and one token
+after N cached ones. It has width 512 and 8 heads of 64, and one row. The paper's schedule (four window layers and a
+global "mha" layer) is compared with five "mha" layers.
 
 Idle, the default may take at most 1.05 of SDPA's time, and beside busy processes 1.2: the command fails where it takes
 more. Results are kept for each CPU, in default_form/.
@@ -58,7 +59,7 @@ ISA_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 @contextlib.contextmanager
 def plain_sdpa() -> Iterator[None]:
-    """Give every layer Transformers' mask, and the core what the projections give."""
+    """Give every layer Transformers' mask, and leave the states in their own dtype."""
     with (
         mock.patch.object(virtual_sequence, "_maskless", lambda *_: None),
         mock.patch.object(attention_mha, "in_product_dtype", lambda attend: attend),
@@ -94,7 +95,7 @@ def prepare(module: Attention, states: torch.Tensor, part: str) -> Callable[[], 
 
 
 def forms(dtype: torch.dtype, part: str, tokens: int, virtual: int, window: int | None) -> dict[str, Callable]:
-    """Return the default and SDPA, as functions of no arguments."""
+    """Return the default and SDPA as functions of no arguments."""
     if part == "schedule":
         modules = {name: Attention(dtype=dtype, **fields) for name, fields in schedules(tokens, virtual).items()}
         runs = {name: inference(module, torch.randn(1, tokens, 512, dtype=dtype)) for name, module in modules.items()}
@@ -122,7 +123,7 @@ def measure(dtype: str, threads: int, busy: int, case: tuple, repeats: int) -> d
 
 
 def cpu_name() -> str:
-    """Return this CPU and what of it PyTorch uses, as a file name."""
+    """Return the name of this CPU and of the instructions that PyTorch uses, as a file name."""
     names = {
         "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         "fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported(),
@@ -133,13 +134,13 @@ def cpu_name() -> str:
 
 
 def over_the_limit(rows: list[dict]) -> list[dict]:
-    """Return the rows that break the rule; the schedule has no rule of its own."""
+    """Return the rows over the limit; the schedule has no limit."""
     limit = {True: BUSY_LIMIT, False: IDLE_LIMIT}
     return [row for row in rows if row["pass"] != "schedule" and row["ratios"][RATIO] > limit[row["busy"] > 0]]
 
 
 def main() -> None:
-    """Raises `UserError` where the default loses."""
+    """Measure, or raise a `UserError` where the default loses."""
     parser = arguments(__doc__, [], repeats=3)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count(), 8], help="numbers of threads")
     parser.add_argument("--busy", type=int, nargs="+", default=[0, os.cpu_count()], help="numbers of busy processes")

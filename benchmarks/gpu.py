@@ -1,6 +1,7 @@
-"""Run what only a GPU can show, in slices: the tests; paper_layer, paper_train and paper_decode, which measure
-(gpu_slices.py says what); warm_start and relation, which are studies. Each is a process of its own with a time of its
-own, and the next one begins whatever became of it. It runs in the environment it finds, without an installation.
+"""Run what only a GPU can show, in slices.
+
+They are the tests, the measurements paper_layer, paper_train and paper_decode (see gpu_slices.py), and the studies
+warm_start and relation. Each is a process with its own time, and whatever its end, the next one begins.
 
 Results lie in a directory for each device, and nothing is measured twice: the same command goes on. --archive carries
 them from one machine to the next: it is unpacked first and written after each slice.
@@ -40,21 +41,22 @@ STUDIES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "relation": (["relation_composition"], []),
 }
-# Of each slice, in the order of a run without names.
+# The time of each slice, in the order of a run without names.
 SECONDS = {"tests": 150, "paper_layer": 300, "paper_train": 200, "paper_decode": 150, **dict.fromkeys(STUDIES, 480)}
 STOPPING_SECONDS = 20
 
 
 def run_until(seconds: float, command: list[str]) -> int:
-    """Run a command in the checkout and return its exit code. Raises `subprocess.TimeoutExpired`. However that ends,
-    nothing that the command started goes on."""
-    # A shell starts what runs in its background with SIGINT ignored, which commands would inherit.
+    """Run a command in the checkout and return its exit code, or raise `subprocess.TimeoutExpired`.
+
+    In every case nothing that the command started goes on."""
+    # A shell starts its background jobs with SIGINT ignored, and commands would inherit that.
     heed_sigint = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=heed_sigint)
     try:
         return process.wait(max(1, seconds))
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        os.killpg(process.pid, signal.SIGINT)  # what is stopped so writes the table of what it has
+        os.killpg(process.pid, signal.SIGINT)  # a command that SIGINT stops writes the table of what it has
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOPPING_SECONDS)
         raise
@@ -80,10 +82,11 @@ def outcomes(report: Path) -> dict:
 
 
 def command_of(name: str, out: Path, dry: bool, commit: str) -> list[str] | None:
-    """Return the module of a slice and its arguments, or `None` where it is done or has no place. On a CPU the tests
-    are skipped, and a study only reads its arguments: a dry run shows that they are found."""
+    """Return the module of a slice and its arguments, or `None` where it is done or cannot run.
+
+    On a CPU the tests are skipped, and a study only reads its arguments: a dry run shows that they are found."""
     if name == "tests":
-        # Most of the time is Triton's compiler's.
+        # Triton's compiler takes most of the time.
         processes = ["-n", "14"] if importlib.util.find_spec("xdist") and not dry else []
         report = f"--junit-xml={out / 'tests.xml'}"
         return ["pytest", "-p", "no:cacheprovider", report, *processes, *(TESTS[:1] if dry else TESTS)]
@@ -103,8 +106,9 @@ def command_of(name: str, out: Path, dry: bool, commit: str) -> list[str] | None
 
 
 def run_slice(name: str, seconds: int, out: Path, dry: bool, commit: str) -> bool:
-    """Return whether the slice came to its end in its time. A process that fails is started anew as long as it leaves
-    more results than before."""
+    """Run a slice and return whether it came to its end in its time.
+
+    A process that fails is started anew as long as it leaves more results than before."""
     if (command := command_of(name, out, dry, commit)) is None:
         return True
 
@@ -128,7 +132,7 @@ def run_slice(name: str, seconds: int, out: Path, dry: bool, commit: str) -> boo
 
 
 def unpack(archive: Path, out: Path) -> None:
-    """Read the results of earlier visits. Raises `UserError`."""
+    """Read the results of earlier visits, or raise a `UserError`."""
     try:
         with tarfile.open(archive) as results:
             results.extractall(out, filter="data")
@@ -143,7 +147,7 @@ def pack(archive: Path, out: Path) -> None:
 
 
 def slice_and_seconds(text: str) -> tuple[str, int]:
-    """Read an argument such as "tests=60". Raises `UserError`."""
+    """Read an argument such as "tests=60", or raise a `UserError`."""
     name, _, seconds = text.partition("=")
     if name not in SECONDS:
         raise UserError(f"There is no slice {name}: choose among {', '.join(SECONDS)}.")
@@ -153,7 +157,7 @@ def slice_and_seconds(text: str) -> tuple[str, int]:
 
 
 def main() -> None:
-    """Run the slices of the command line. Raises `UserError`."""
+    """Run the slices of the command line, or raise a `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slices", nargs="*", metavar="SLICE[=SECONDS]", help=f"{', '.join(SECONDS)} (all)")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too: does every slice run?")

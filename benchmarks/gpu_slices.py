@@ -1,6 +1,7 @@
-"""Measure one slice of `python -m benchmarks.gpu` in this process: the paper's layers, training steps or decoding. A
-form is checked, timed and written to NAME.json before the next one begins, and not repeated: the same command goes on
-from there. A form that raises, or ends the process, is recorded and left out until the commit is another.
+"""Measure one slice of `python -m benchmarks.gpu` in this process: the paper's layers, training steps or decoding.
+
+A form is checked, timed and written to NAME.json before the next one begins, and not repeated: the same command goes
+on from there. A form that raises, or ends the process, is recorded and left out until the commit is another.
 
 Everything is in bfloat16. On a CPU the sizes are tiny, the model takes its own forms for a CPU, and figures mean
 nothing: such a run shows that a slice is sound.
@@ -47,28 +48,28 @@ from modeling_iha.package import flop_matched_window
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Dense bfloat16 products and memory, a second, by the data sheets.
+# TFLOP of dense bfloat16 products and GB of memory traffic per second, by the data sheets.
 PEAKS = {"NVIDIA H100 80GB HBM3": {"TFLOP": 989, "GB": 3350}, "NVIDIA H200": {"TFLOP": 989, "GB": 4800}}
-# Of SDPA, each by itself; PyTorch's own choice among them depends on its version.
+# Each backend of SDPA runs by itself, because PyTorch's own choice among them depends on its version.
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION}
 if DEVICE == "cuda":
     BACKENDS |= {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
 else:
     BACKENDS |= {"math": SDPBackend.MATH}
-# Longer global attention, in virtual tokens, takes seconds a run.
+# Global attention over more virtual tokens takes seconds per run.
 LONGEST = 131072
-# Blocks of queries that want more memory are left out.
+# Blocks of queries that need more memory are left out.
 MAX_BLOCKS_BYTES = 40e9
 CHECK_TOKENS = 256
-# Times the error of the stock form in bfloat16, both against float32.
+# The error may be this many times that of the stock form in bfloat16, both against float32.
 TOLERANCE = 2
 ENDED = "ended the process, or was stopped"
-# Seconds that the timed runs of a form take, if they are not fewer than 3 or more than 20.
+# Seconds that the timed runs of a form take, of which there are 3 to 20.
 TIMED_SECONDS = 0.5 if DEVICE == "cuda" else 0
 
 
 class Work(NamedTuple):
-    """Hold what is timed and, by arithmetic, how much it does: "TFLOP", "GB" that it reads, "tokens"."""
+    """Hold a function to time and its computed amounts: "TFLOP", "GB" that it reads, "tokens"."""
 
     run: Callable[[], None]
     amounts: dict[str, float]
@@ -95,7 +96,7 @@ def within(context: Callable[[], AbstractContextManager], prepare: Prepare) -> P
 
 @contextmanager
 def in_blocks() -> Iterator[None]:
-    """Let windows go in blocks, as they do without `varlen_attn`."""
+    """Compute windows in blocks, as without `varlen_attn`."""
     with (
         mock.patch.object(virtual_sequence, "has_varlen", return_value=False),
         mock.patch.object(window_blocks, "has_varlen", return_value=False),
@@ -105,7 +106,7 @@ def in_blocks() -> Iterator[None]:
 
 @contextmanager
 def by_mix_heads() -> Iterator[None]:
-    """Let "iha" layers expand and collapse by the Triton kernels; on a CPU, which has none, nothing changes."""
+    """Make "iha" layers expand and collapse by the Triton kernels; change nothing on a CPU, which has none."""
     if DEVICE == "cpu":
         yield
         return
@@ -123,7 +124,7 @@ def fastest(row: dict, group: str) -> str | None:
 
 
 def best_backend(row: dict) -> AbstractContextManager:
-    """Prefer the backend of SDPA that was the fastest for the "mha" layers of this row, where it takes the inputs."""
+    """Prefer the SDPA backend that was the fastest for the "mha" layers of this row, where it takes the inputs."""
     best = (fastest(row, row["base"]) or "flash").rpartition(" ")[2]
     order = sorted(BACKENDS, key=lambda name: name != best)
     return sdpa_kernel([*map(BACKENDS.get, order), SDPBackend.MATH], set_priority=True)
@@ -153,8 +154,9 @@ def work(function: Callable, inputs: list[torch.Tensor], parameters: list, backw
 
 
 def layers(case: dict, form: str | None = None, **fields) -> Work:
-    """Build attention modules, one layer unless `fields` say otherwise, on random hidden states, and check them if
-    `form` names them."""
+    """Build attention modules on random hidden states, one layer unless `fields` say otherwise.
+
+    The modules are checked if `form` names them."""
     if form is not None:
         check_layer(form, case["heads"], case["head_dim"], fields["num_pseudo_heads"], "sliding_window" in fields)
     attention, tokens, backward = modules(case, **fields), case["tokens"], case["backward"]
@@ -165,7 +167,7 @@ def layers(case: dict, form: str | None = None, **fields) -> Work:
 
 
 def expanded(case: dict, virtual: int, window: int | None) -> Work:
-    """Build attention alone, on queries, keys and values of the virtual sequence that are there already."""
+    """Build attention alone, on random queries, keys and values of the virtual sequence."""
     tokens, heads, head_dim, backward = (case[key] for key in ("tokens", "heads", "head_dim", "backward"))
     attention = modules(case, attention_kinds="mha", **sliding(window and window * virtual))
     states = [draw(1, tokens * virtual, heads, head_dim).transpose(1, 2) for _ in range(3)]
@@ -175,8 +177,9 @@ def expanded(case: dict, virtual: int, window: int | None) -> Work:
 
 @cache
 def check_layer(form: str, heads: int, head_dim: int, virtual: int, windowed: bool) -> None:
-    """Raise a RuntimeError where the output or a gradient of a layer, in the context that this is called in, is
-    further off eager attention in float32 than bfloat16 explains. `form` names it."""
+    """Raise a RuntimeError where a layer's output or a gradient is less exact than bfloat16 explains.
+
+    The layer runs in the current context and is compared with eager attention in float32. `form` names it."""
     case, fields = {"heads": heads, "head_dim": head_dim}, sliding(CHECK_TOKENS // 16 if windowed else None)
     attention = modules(case, num_pseudo_heads=virtual, **fields)
     states, upstream = draw(2, 1, CHECK_TOKENS, heads * head_dim)
@@ -193,8 +196,9 @@ def check_layer(form: str, heads: int, head_dim: int, virtual: int, windowed: bo
 
 
 def compare(form: str, *results: list[torch.Tensor]) -> None:
-    """Raise a RuntimeError where the first results are further off the last ones, the exact ones, than TOLERANCE
-    times the stock ones between."""
+    """Raise a RuntimeError where the first results are too far off the last ones, the exact ones.
+
+    Their error may be at most TOLERANCE times that of the stock results between."""
     for actual, stock, exact in zip(*results):
         error, usual = (((states - exact).norm() / exact.norm()).item() for states in (actual, stock))
         if not error <= TOLERANCE * max(usual, torch.finfo(DTYPE).eps):
@@ -202,8 +206,9 @@ def compare(form: str, *results: list[torch.Tensor]) -> None:
 
 
 def blocks_bytes(case: dict, virtual: int, window: int) -> float:
-    """Count what a layer in blocks as long as its window takes: queries, keys, values, output, keys and values twice
-    more, and the mask, boolean and as it is added; in training with the gradients."""
+    """Count the bytes of a layer in blocks as long as its window.
+
+    It holds queries, output, keys and values three times, in training their gradients, and the mask in two dtypes."""
     length = case["tokens"] * virtual
     states = 8 * length * case["heads"] * case["head_dim"] * DTYPE.itemsize
     mask = length * 2 * window * virtual * (1 + DTYPE.itemsize)
@@ -211,7 +216,7 @@ def blocks_bytes(case: dict, virtual: int, window: int) -> float:
 
 
 def schedule_forms(row: dict) -> dict[str, Prepare]:
-    """Set the paper's schedule against five global "mha" layers, on the two backends that are fast."""
+    """Compare the paper's schedule with five global "mha" layers, on the two backends that are fast."""
     mha = partial(layers, row, attention_kinds="mha", num_hidden_layers=5)
     forms = {f"5 mha: {name}": within(partial(sdpa_kernel, BACKENDS[name]), mha) for name in list(BACKENDS)[:2]}
     for virtual in row["pseudo_heads"]:
@@ -257,8 +262,9 @@ def layer_cases(dry: bool) -> list[dict]:
 
 
 def compile_ahead() -> None:
-    """Compile the Triton kernels of the layers for all P at the same time, into Triton's cache on disk. What fails
-    here is recorded in its turn."""
+    """Compile the Triton kernels of the layers for all P at the same time, into Triton's cache on disk.
+
+    A form whose kernels fail here is recorded when it runs."""
     case = layer_cases(False)[0]
     check = partial(check_layer, "mix_heads", case["heads"], case["head_dim"], windowed=True)
     with suppress(Exception), ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
@@ -283,7 +289,7 @@ def model_case(dry: bool, tokens: int, **fields) -> dict:
 
 
 def train_step(case: dict, preset: str) -> Work:
-    """Build a whole step of AdamW on random tokens, with activation checkpointing."""
+    """Build a whole training step of AdamW on random tokens, with activation checkpointing."""
     model = paper_model(case, preset).train()
     model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
@@ -310,7 +316,7 @@ def train_forms(case: dict) -> dict[str, Prepare]:
 
 
 def train_cases(dry: bool) -> list[dict]:
-    """Take two periods of the schedule, then all layers."""
+    """Return two periods of the schedule, then all layers."""
     return [model_case(dry, 8192, layers=layers) for layers in ([5] if dry else [10, 26])]
 
 
@@ -318,8 +324,9 @@ def train_cases(dry: bool) -> list[dict]:
 
 
 class InPlaceLayer(DynamicLayer):
-    """Cache `tokens` random tokens and write each new one into the last place: what a full static ring does,
-    without a mask. A window keeps what its layer sees."""
+    """Cache `tokens` random tokens and write each new one into the last place.
+
+    A full static ring does the same, without a mask. A window keeps what its layer sees."""
 
     def __init__(self, model: IHAModel, index: int, batch: int, tokens: int, dtype: torch.dtype):
         super().__init__()
@@ -341,14 +348,14 @@ class InPlaceLayer(DynamicLayer):
 
 
 def in_place_cache(model: IHAModel, batch: int, tokens: int, dtype: torch.dtype = DTYPE) -> tuple[Cache, float]:
-    """Build a cache of random tokens, and count the gigabytes of it and the weights, each read once a token."""
+    """Build a cache of random tokens, and count the gigabytes of it and of the weights, each read once a token."""
     layers = [InPlaceLayer(model, index, batch, tokens, dtype) for index in range(len(model.layers))]
     read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
     return Cache(layers=layers), sum(tensor.nbytes for tensor in read) / 1e9
 
 
 def replayed(function: Callable[[], None]) -> Callable[[], None]:
-    """Capture the function as a CUDA graph, which takes no time of Python's. A CPU runs the function itself."""
+    """Capture the function as a CUDA graph, which takes no time in Python. On a CPU return the function itself."""
     if DEVICE == "cpu":
         return function
     stream = torch.cuda.Stream()
@@ -363,7 +370,7 @@ def replayed(function: Callable[[], None]) -> Callable[[], None]:
     def replay() -> None:
         graph.replay()
 
-    replay.reads = function  # the graph knows addresses only: what it reads must live as long
+    replay.reads = function  # the graph holds addresses only, so what it reads must live as long
     return replay
 
 
@@ -380,7 +387,7 @@ def decode_model(case: dict, preset: str) -> Work:
 
 
 def decode_layer(case: dict, form: str) -> Work:
-    """Build one layer, its form checked against rebuilding in float32."""
+    """Build one layer, and check its form against rebuilding in float32."""
     attention = modules(case, num_pseudo_heads=case["pseudo_heads"]).requires_grad_(False)
 
     def step(tokens: int, form: str, dtype: torch.dtype = DTYPE) -> tuple[Callable[[], torch.Tensor], float]:
@@ -402,7 +409,7 @@ def decode_forms(case: dict) -> dict[str, Prepare]:
         return {name: partial(decode_model, case, preset) for name, preset in presets.items()}
 
     def kernel(*inputs, attention_mask: None, **where) -> torch.Tensor:
-        # On a CPU, which has no kernel, the form in whose place it steps stands in.
+        # A CPU has no kernel and runs the form that the kernel replaces.
         return (decode_attention if DEVICE == "cuda" else absorbed_attention)(*inputs, **where)
 
     instead = partial(mock.patch.object, attention_iha, "absorbed_attention", kernel)
@@ -415,7 +422,7 @@ def decode_forms(case: dict) -> dict[str, Prepare]:
 
 
 def decode_cases(dry: bool) -> list[dict]:
-    """Take whole models, and a global layer by itself."""
+    """Return cases of whole models, and of a global layer by itself."""
     batches, heads = ([2], [4]) if dry else ([1, 4], [20, 8])
     cases = [model_case(dry, 65536, batch=batch) for batch in batches]
     return cases + [
@@ -425,8 +432,8 @@ def decode_cases(dry: bool) -> list[dict]:
     ]
 
 
-# Of each slice the cases, cheapest first and of the dry size if so asked, and the forms of a case, named "group: form"
-# or "form". The base of a case is the group to whose fastest form the others are ratios.
+# For each slice: the cases, cheapest first and tiny in a dry run, and the forms of a case, named "group: form" or
+# "form". Ratios are to the fastest form of the group that is the base of the case.
 BENCHMARKS: dict[str, tuple[Callable[[bool], list[dict]], Callable[[dict], dict[str, Prepare]]]] = {
     "paper_layer": (layer_cases, layer_forms),
     "paper_train": (train_cases, train_forms),
@@ -461,7 +468,7 @@ def synchronize() -> None:
 
 
 def seconds_of(function: Callable[[], None]) -> float:
-    """Time a run by CUDA events, on a CPU by the wall clock."""
+    """Time a run by CUDA events, or on a CPU by the wall clock."""
     if DEVICE == "cpu":
         return harness.wall_seconds(function)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -474,8 +481,9 @@ def seconds_of(function: Callable[[], None]) -> float:
 
 @contextmanager
 def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iterator[None]:
-    """Record in `failed` what a form raises here; a form that ends the process is found there by the next one. A run
-    that is stopped records nothing. An error that leaves the GPU unusable ends the process."""
+    """Record in `failed` what a form raises here, or that it ended the process.
+
+    A run that is stopped records nothing. An error that leaves the GPU unusable ends the process."""
     failed[name] = ENDED
     save()
     try:
@@ -494,8 +502,9 @@ def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iter
 
 
 def measure(name: str, prepare: Prepare, row: dict) -> None:
-    """Write the figures of a form into the row: the median of its runs after one that warms up, and the peak of
-    memory during them, weights and inputs included."""
+    """Write the figures of a form into the row: the median of its runs, and their peak of memory.
+
+    One run before them warms up. The peak includes weights and inputs."""
     work = prepare()
     work.run()
     if DEVICE == "cuda":
@@ -531,7 +540,7 @@ def measure_case(forms: dict[str, Prepare], row: dict, commit: str, save: Callab
 
 
 def run_benchmark(name: str, out: Path, dry: bool, commit: str) -> None:
-    """Measure what a slice lacks. Raises `UserError`."""
+    """Measure what a slice lacks, or raise a `UserError`."""
     (cases, forms), path, shared = BENCHMARKS[name], out / f"{name}.json", environment(dry)
     table = read_json(path) if path.exists() else {**shared, "rows": []}
     for key, value in shared.items():
@@ -550,7 +559,7 @@ def run_benchmark(name: str, out: Path, dry: bool, commit: str) -> None:
 
 
 def main() -> None:
-    """Run the slice of the command line. Raises `UserError`."""
+    """Run the slice of the command line, or raise a `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slice", choices=BENCHMARKS)
     parser.add_argument("--out", type=Path, required=True, help="directory of the results")

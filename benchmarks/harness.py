@@ -1,5 +1,6 @@
-"""What the benchmarks share: layers of one size, times of interleaved runs, peaks of memory, and results as JSON and a
-plot."""
+"""Hold what the benchmarks share.
+
+It is layers of one size, times of interleaved runs, peaks of memory, and results as JSON and a plot."""
 
 import argparse
 import multiprocessing
@@ -27,8 +28,9 @@ PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.fi
 
 
 class Attention(torch.nn.Module):
-    """The attention modules of a model: width 512, 8 heads and one layer, unless `overrides` of the config change
-    them. `form` is that of `IHAModel.attention_form`."""
+    """Run the attention modules of a model of width 512, with 8 heads and one layer.
+
+    `overrides` change fields of the config. `form` is that of `IHAModel.attention_form`."""
 
     def __init__(self, form: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
         super().__init__()
@@ -43,8 +45,9 @@ class Attention(torch.nn.Module):
     def attend(
         self, states: torch.Tensor, past_key_values: Cache | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that applies the attention of every layer, one after the other, to hidden states [batch, N, 512]
-        of the shape of `states`; it makes masks and rotary tables beforehand."""
+        """Return a function that applies the attention of every layer in turn to hidden states [batch, N, 512].
+
+        Masks and rotary tables are made beforehand, for the shape of `states`."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         positions = torch.arange(past, past + states.shape[1], device=states.device)[None]
         masks = self.model.create_masks(states, None, past_key_values, positions)
@@ -60,11 +63,11 @@ class Attention(torch.nn.Module):
         return run
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The output [batch, N, 512]; masks and rotary tables are made here."""
+        """Return the output [batch, N, 512], with masks and rotary tables made here."""
         return self.attend(hidden_states)(hidden_states)
 
     def bare(self, length: int, device: str = "cpu") -> Callable[..., torch.Tensor]:
-        """The core of an "mha" layer by itself, on queries, keys and values [1, heads, length, head_dim]."""
+        """Return the core of an "mha" layer, a function of queries, keys and values [1, heads, length, head_dim]."""
         layer, positions = self.model.layers[0], torch.arange(length, device=device)[None]
         states = self.model.embed_tokens.weight.new_empty(1, length, 0)
         mask = self.model.create_masks(states, None, None, positions)[layer.mask_key]._asdict()
@@ -77,7 +80,7 @@ def causal_lm(config: IHAConfig) -> IHAForCausalLM:
 
 
 def inference(function: Callable, *inputs) -> Callable[[], None]:
-    """A function of no arguments that runs `function(*inputs)` without gradients."""
+    """Return a function of no arguments that runs `function(*inputs)` without gradients."""
 
     @torch.no_grad()
     def run() -> None:
@@ -89,7 +92,7 @@ def inference(function: Callable, *inputs) -> Callable[[], None]:
 def training(
     function: Callable, inputs: list[torch.Tensor], parameters: list[torch.Tensor] = ()
 ) -> Callable[[], None]:
-    """A function of no arguments that runs a forward and a backward to the inputs and parameters."""
+    """Return a function of no arguments that runs a forward and a backward to the inputs and parameters."""
     inputs = [states.requires_grad_() for states in inputs]
 
     def run() -> None:
@@ -108,8 +111,9 @@ def wall_seconds(function: Callable[[], None]) -> float:
 def medians(
     forms: dict[str, Callable[[], None]], repeats: int, timer: Callable[[Callable], float] = wall_seconds
 ) -> dict[str, float]:
-    """Seconds that each function takes by `timer`: the median of `repeats` interleaved runs after one that warms up. A
-    single run has no warm-up."""
+    """Return the median of the seconds that each function takes by `timer`, in `repeats` interleaved runs.
+
+    One run before them warms up, unless there is a single run."""
     seconds = {name: [] for name in forms}
     for repeat in range(repeats + (repeats > 1)):
         for name, function in forms.items():
@@ -125,7 +129,7 @@ def _memory(field: str) -> int:
 
 
 def resident_bytes() -> int:
-    """Bytes that this process holds, whose peak starts here."""
+    """Return the bytes that this process holds, and start to measure its peak here."""
     Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
 
@@ -144,9 +148,10 @@ def _extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
 
 
 def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
-    """Bytes that the function `prepare(*sizes)` takes at its peak beyond what its process held before. It runs in a
-    new process (on Linux), after `prepare(*small)()`. `prepare` is a module's function, so that it can be pickled."""
-    # Blocks of this size and larger come straight from the system: memory freed earlier hides no peak.
+    """Return the bytes that the function `prepare(*sizes)` takes at its peak beyond what its process held before.
+
+    It runs in a new process (on Linux), after `prepare(*small)()`. `prepare` is a module's function, to be pickled."""
+    # malloc takes blocks of this size and larger from the system, so that memory freed earlier hides no peak.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -155,14 +160,14 @@ def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
 
 
 def ratios(values: dict[str, float], base: str) -> dict[str, float]:
-    """Each value over that of `base`; none if that is zero."""
+    """Return each value over that of `base`, or nothing if that is zero."""
     return {
         f"{name} / {base}": value / values[base] for name, value in values.items() if name != base and values[base]
     }
 
 
 def arguments(doc: str, tokens: list[int], repeats: int = 3) -> argparse.ArgumentParser:
-    """A parser with the options of all benchmarks. `doc` ends with an example."""
+    """Build a parser with the options of all benchmarks. `doc` ends with an example."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=tokens, help=f"lengths in tokens ({tokens})")
     parser.add_argument("--repeats", type=int, default=repeats, help=f"timed runs of each form ({repeats})")
@@ -173,7 +178,7 @@ def arguments(doc: str, tokens: list[int], repeats: int = 3) -> argparse.Argumen
 
 
 def report(row: dict) -> None:
-    """Prints one line of progress."""
+    """Print one line of progress."""
     setting = ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, dict))
     measured = "; ".join(f"{name} {value:.3g}" for name, value in {**row["seconds"], **row["ratios"]}.items())
     print(f"{setting}: {measured}", flush=True)
@@ -191,12 +196,12 @@ def processor() -> str:
 def write(
     out: Path, name: str, rows: list[dict], x: str, panels: dict[str, Callable[[dict], dict]], **setting
 ) -> None:
-    """Writes {name}.json and {name}.png to the directory `out`.
+    """Write {name}.json and {name}.png to the directory `out`.
 
     Args:
         rows: the measurements; benchmarks/report.py says what a row holds.
         x: the key of a row that the horizontal axis shows.
-        panels: of each panel of the plot, the label of its vertical axis and a function from a row to {line: value}.
+        panels: for each panel of the plot, the label of its vertical axis and a function from a row to {line: value}.
         setting: what all rows have in common. Command, machine and versions are added; `benchmark` names it
             where the file has another name.
     """
@@ -215,7 +220,7 @@ def write(
 
 
 def draw(path: Path, title: str, rows: list[dict], x: str, panels: dict[str, Callable[[dict], dict]]) -> None:
-    """Writes the plot of `write` to `path`."""
+    """Write the plot of `write` to `path`."""
     columns, panel_rows = min(3, len(panels)), -(-len(panels) // 3)
     figure = Figure(figsize=(6 * columns, 4.5 * panel_rows))
     for axes, (label, values) in zip(figure.subplots(panel_rows, columns, squeeze=False).flat, panels.items()):

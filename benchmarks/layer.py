@@ -1,4 +1,4 @@
-"""Compare an "iha" layer with bare SDPA on its virtual sequence and with a Llama layer. Width 512, 8 heads, fp32.
+"""Compare an "iha" layer (width 512, 8 heads, fp32) with bare SDPA on its virtual sequence and with a Llama layer.
 
 The form "bare SDPA" runs on random queries, keys and values of the N * P virtual tokens. "layer" is the whole layer
 with projections, RoPE, mixing and collapse. "mha layer" is Llama's.

@@ -1,5 +1,6 @@
-"""Measure SDPA on a packed row of documents of one length, document by document, against the dense mask that it
-replaces: 8 heads of 64, fp32, one forward and one forward + backward. The time of the mask is included.
+"""Measure SDPA on a packed row of documents of one length against the dense mask that it replaces.
+
+It takes one document after the other: 8 heads of 64, fp32, forward and forward + backward, the mask's time included.
 
 example: python -m benchmarks.packed_rows --tokens 512 2048 --documents 16 256
 """
@@ -23,7 +24,7 @@ PASSES = {"forward": lambda form, states: inference(form, *states), "forward + b
 
 
 class Heads(torch.nn.Module):
-    """What Transformers' SDPA asks of an attention module."""
+    """Hold what Transformers' SDPA asks of an attention module."""
 
     num_key_value_groups = 1
     is_causal = True
@@ -43,7 +44,7 @@ def dense_mask(documents: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 
 def measure(tokens: int, length: int, repeats: int) -> list[dict]:
-    """One row for the forward and one for forward + backward of documents of `length` tokens."""
+    """Return one row for the forward and one for forward + backward of documents of `length` tokens."""
     documents = torch.arange(tokens)[None] // length
     forms = {"by document": by_document(documents), "dense mask": dense_mask(documents)}
     states = list(torch.randn(3, 1, 8, tokens, 64))

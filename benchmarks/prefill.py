@@ -1,6 +1,7 @@
-"""Measure the prefill of long inputs by small models of five layers (heads of 64, fp32, logits of the last token):
-four sliding "iha" layers and a global "mha" layer, four sliding "mha" layers and a global one, and five global "mha"
-layers. The window is the same at every length.
+"""Measure the prefill of long inputs by small models of five layers (heads of 64, fp32, logits of the last token).
+
+The models have four sliding "iha" layers and a global "mha" layer, four sliding "mha" layers and a global one, or five
+global "mha" layers. The window is the same at every length.
 
 example: python -m benchmarks.prefill --tokens 4096 8192 16384 32768 65536
 """

@@ -1,8 +1,8 @@
-"""Write benchmarks/results/README.md (targets, measurements and the predictions of the cost model) from the JSON files
-beside it.
+"""Write benchmarks/results/README.md from the JSON files beside it.
 
-A JSON file holds rows. A row holds its setting and, by name, "seconds", "extra_bytes" if they were measured, "ratios",
-and the same ratios as "predicted" by the cost model, if it predicts them.
+It holds targets, measurements and the predictions of the cost model. A JSON file holds rows. A row holds its setting
+and, by name, "seconds", "extra_bytes" if they were measured, "ratios", and the same ratios as "predicted" by the cost
+model, if it predicts them.
 
 example: python -m benchmarks.report
 """
@@ -23,7 +23,7 @@ from command_io import whole_file
 
 @dataclass(frozen=True)
 class Target:
-    """At most `limit` for the ratio `ratio` in the row of {file}.json that has all of `setting`."""
+    """Limit the ratio `ratio` to at most `limit` in the row of {file}.json that has all of `setting`."""
 
     title: str
     file: str
@@ -71,7 +71,7 @@ WHY: dict[str, str] = {
 
 
 def find(results: dict[str, dict], target: Target) -> dict:
-    """The row that a target is about. Raises a KeyError where nothing or more than one row fits."""
+    """Return the row that a target is about, or raise a KeyError where nothing or more than one row fits."""
     rows = [row for row in results[target.file]["rows"] if target.setting.items() <= row.items()]
     if len(rows) != 1 or target.ratio not in rows[0]["ratios"]:
         raise KeyError(
@@ -91,8 +91,9 @@ def line(results: dict[str, dict], target: Target) -> str:
 
 
 def default_lines(results: list[dict]) -> list[str]:
-    """Return the default of an "iha" layer over SDPA on each CPU: a row for each setting, a column for each number of
-    threads and busy processes."""
+    """Return the default of an "iha" layer over SDPA on each CPU, as lines of Markdown.
+
+    A row is a setting, and a column is a number of threads and of busy processes."""
     lines = ["## default_form", *(default_form.__doc__.split("example:")[0].strip().splitlines())]
     for result in results:
         columns = sorted({(row["threads"], row["busy"]) for row in result["rows"]})

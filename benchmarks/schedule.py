@@ -1,6 +1,7 @@
-"""Compare the paper's schedule, four sliding "iha" layers with W = N / (2 P^2) and a global "mha" layer, with five
-global "mha" layers, which take about as many multiply-adds (IHA, Appendix C). Width 512, 8 heads, fp32; attention
-modules alone, and whole models with a gated FFN.
+"""Compare the paper's schedule with five global "mha" layers, which take about as many multiply-adds.
+
+The schedule is four sliding "iha" layers with W = N / (2 P^2) and a global "mha" layer (IHA, Appendix C). Attention
+modules run alone, and whole models with a gated FFN, at width 512 with 8 heads in fp32.
 
 example: python -m benchmarks.schedule --tokens 4096 8192
 """
@@ -24,7 +25,7 @@ BASE = "5 mha"
 
 
 def schedules(tokens: int, pseudo_heads: int) -> dict[str, dict]:
-    """Config fields of both schedules."""
+    """Return the config fields of both schedules."""
     schedule = {
         "attention_kinds": ["iha"] * 4 + ["mha"],
         "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
@@ -38,7 +39,7 @@ def schedules(tokens: int, pseudo_heads: int) -> dict[str, dict]:
 
 
 def attention_modules(fields: dict, tokens: int, backward: bool) -> tuple[Callable[[], None], float]:
-    """A function that runs five attention modules, and its multiply-adds."""
+    """Return a function that runs five attention modules, and its multiply-adds."""
     modules, states = Attention(**fields), torch.randn(1, tokens, 512)
     config = modules.model.config
     costs = [attention(config, *layer, tokens) for layer in zip(config.attention_kinds, config.layer_types)]
@@ -48,7 +49,7 @@ def attention_modules(fields: dict, tokens: int, backward: bool) -> tuple[Callab
 
 
 def whole_model(fields: dict, tokens: int) -> tuple[Callable[[], None], float]:
-    """A function that runs the forward of a model of five layers, and its multiply-adds."""
+    """Return a function that runs the forward of a model of five layers, and its multiply-adds."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 2048}
     config = IHAConfig.from_preset("tiny", **sizes, **fields)
     return inference(causal_lm(config), torch.randint(256, (1, tokens))), model(config, tokens).prefill

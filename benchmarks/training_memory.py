@@ -1,6 +1,7 @@
-"""Measure the peak memory and the time of a forward and backward of one attention module: "mha", "iha", and "iha,
-base", which keeps base states only and expands them once more. Width 512, 8 heads, fp32. Each peak is measured in a
-process of its own, and times in other runs.
+"""Measure the peak memory and the time of a forward and backward of one attention module.
+
+The forms are "mha", "iha", and "iha, base", which keeps base states only and expands them once more. The module has
+width 512 and 8 heads in fp32. Each peak is measured in a process of its own, and times in other runs.
 
 example: python -m benchmarks.training_memory --tokens 1024 2048 4096
 """

@@ -1,6 +1,7 @@
-"""How far the memory plan of a training run (sft/memory_plan.py) is from the peak of a process that trains: two steps
-of AdamW, each of two accumulated rows, with TRL's loss. Each configuration has a process of its own, in which the
-model is built too.
+"""Compare the memory plan of a training run (sft/memory_plan.py) with the peak of a process that trains.
+
+The process takes two steps of AdamW, each of two accumulated rows, with TRL's loss. Each configuration has a process
+of its own, which also builds the model.
 
 example: python -m benchmarks.training_plan --tokens 1024 4096
 """
@@ -57,8 +58,8 @@ def config_of(form: str) -> IHAConfig:
 
 
 def predict(form: str, tokens: int) -> float:
-    """Bytes of the plan."""
-    # Not at the top: the processes that are measured import this file, and need not take longer.
+    """Return the bytes of the plan."""
+    # The measured processes import this file, and an import at the top would slow each of them.
     from sft.arguments import RunArguments
     from sft.memory_plan import Layout, Setting, count_parameters, estimate
 
@@ -81,7 +82,7 @@ def predict(form: str, tokens: int) -> float:
 
 
 def prepare(form: str, tokens: int) -> Callable[[], None]:
-    """A function that builds the model and trains it."""
+    """Return a function that builds the model and trains it."""
     config, options = config_of(form), FORMS[form][1]
 
     def train() -> None:

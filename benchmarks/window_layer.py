@@ -1,6 +1,7 @@
-"""Measure the time and the extra memory of the forward of a sliding "iha" layer, which goes in blocks of queries, and
-of the same layer under a dense mask. Width 512, 8 heads, fp32. "bare SDPA, dense mask" is SDPA on virtual queries,
-keys and values, without projections, mixing and RoPE. The time of each form includes that of its mask.
+"""Measure the time and the extra memory of the forward of a sliding "iha" layer, which goes in blocks of queries.
+
+The same layer runs under a dense mask, at width 512 with 8 heads in fp32. "bare SDPA, dense mask" is SDPA on virtual
+queries, keys and values, without projections, mixing and RoPE. The time of each form includes that of its mask.
 
 example: python -m benchmarks.window_layer --tokens 1024 2048 4096
 """
@@ -38,12 +39,12 @@ def dense_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, wind
 
 
 def prepare(form: str, tokens: int, pseudo_heads: int, window: int) -> Callable[[], None]:
-    """A function of no arguments that runs the forward of a new layer."""
+    """Return a function of no arguments that runs the forward of a new layer."""
     if form == "bare SDPA, dense mask":
         return inference(dense_mask, *torch.randn(3, 1, 8, tokens * pseudo_heads, 64), window * pseudo_heads)
     run = inference(window_attention(pseudo_heads, window), torch.randn(1, tokens, 512))
     if form == "layer, dense mask":
-        # Transformers' own mask.
+        # This leaves the mask that Transformers makes.
         run = mock.patch.object(virtual_sequence, "_maskless", lambda *_: None)(run)
     return run
 
@@ -60,7 +61,7 @@ def extra(form: str, tokens: int, pseudo_heads: int, window: int) -> int:
     """Return the bytes of the tensors that a form holds at its peak. SDPA turns a boolean mask into a float32 one."""
     virtual_states, states = tokens * pseudo_heads * 512, tokens * 512
     if form == "layer":
-        # Queries, keys and values, and a block's of each; the blocks of one row are views.
+        # These are queries, keys and values, and those of the blocks; the blocks of one row are views.
         block, span = block_size(window * pseudo_heads), window * pseudo_heads
         return 4 * (3 * states + 6 * virtual_states) + 5 * block * (block + span)
     projections = 0 if form == "bare SDPA, dense mask" else 3 * states

@@ -1,13 +1,14 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Triton kernel for one new token of Interleaved Head Attention over a cache of base keys and values, split over the
-cache. The mixing of the query and all rotations are absorbed, as `absorbed_decode.py` derives, and mixing of keys and
-values is a sum of products with the cached heads:
+"""Decode one new token of Interleaved Head Attention by a Triton kernel that is split over the cache.
+
+The cache holds base keys and values. The mixing of the query and all rotations are absorbed, as `absorbed_decode.py`
+derives. The mixing of keys and values is a sum of products with the cached heads:
 
     score[h, i, j, n] = sum_m alpha_K[m, g, j] (R_j^T R_i q~[h, i]) . k[m, n]
     out[h, i]         = sum_(m, n) (sum_j alpha_V[m, g, j] weight[h, i, j, n]) v[m, n]
 
-A program has PAIRS pairs (head, pseudo-head i of the query), with PADDED pseudo-keys j each, a power of two, and
+A program has PAIRS pairs (head, pseudo-head i of the query), PADDED pseudo-keys j for each, a power of two, and
 `split` tokens of the cache. No GPU has run it.
 """
 
@@ -27,7 +28,7 @@ PROGRAMS = 264
 
 @jit
 def _table(table, p, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows p of a table [P, HALF]."""
+    """Load rows p of a table [P, HALF]."""
     column = tl.arange(0, COLUMNS)
     return tl.load(table + p[:, None] * HALF + column, mask=(p < P)[:, None] & (column < HALF), other=0.0)
 
@@ -37,7 +38,7 @@ def _rotated_queries(
     q, alpha_q, cos, sin, pair, i, j, M: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr,
     PAIRS: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """R_j^T R_i sum_m alpha[m, pair] q[m] of rows (pair, j), float32, from q [M, head_dim]."""
+    """Return R_j^T R_i sum_m alpha[m, pair] q[m] for rows (pair, j), float32, from q [M, head_dim]."""
     x1 = tl.zeros([PAIRS, COLUMNS], tl.float32)
     x2 = tl.zeros([PAIRS, COLUMNS], tl.float32)
     for head in range(0, M, HEADS):
@@ -56,14 +57,14 @@ def _rotated_queries(
     return x1, x2
 
 
-# Each token makes the cache longer: nothing is compiled anew for the divisors of a length.
+# Each token makes the cache longer. The kernel must not be compiled anew for the divisors of each length.
 @jit(do_not_specialize=["window", "first", "split", "N"])
 def _decode_forward(
     q, k, v, alpha_q, alpha_k, alpha_v, cos, sin, documents, out, lse, scale, window, first, split, N,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
     COLUMNS: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of PAIRS pairs over `split` tokens of the cache, from `first` on, and their log-sum-exps."""
+    """Write the outputs and log-sum-exps of PAIRS pairs over `split` tokens of the cache, from `first` on."""
     batch, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
     q, k, v = q + batch * H * 2 * HALF, k + batch * G * N * 2 * HALF, v + batch * G * N * 2 * HALF
     if documents is not None:
@@ -77,7 +78,7 @@ def _decode_forward(
     r1, r2 = _rotated_queries(q, alpha_q, cos, sin, own, i, j, H, P, HALF, COLUMNS, PAIRS, PADDED, HEADS)
     r1, r2 = r1.to(dtype), r2.to(dtype)
 
-    # Finite, so that a split that sees no key weighs it 0 and not NaN.
+    # The peak is finite, so that the weights of a split that sees no key are 0 and not NaN.
     peak = tl.full([PAIRS], -1e30, tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     o1 = tl.zeros([PAIRS, COLUMNS], tl.float32)
@@ -130,10 +131,10 @@ def decode_attention(
     window: int | None = None,
     document_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what `absorbed_attention` does without a mask. It has no backward pass.
+    """Compute `absorbed_attention` without a mask and without a backward pass.
 
-    Up to ROWS / P pairs of a head and a pseudo-head share a program, so that the cache is read once where H * P^2 is
-    at most ROWS, and once for each ROWS of them elsewhere.
+    Up to ROWS / P pairs of a head and a pseudo-head share a program. The cache is read once where H * P^2 is at most
+    ROWS, and otherwise once for each ROWS of them.
 
     Raises:
         ImportError: without Triton.
@@ -152,7 +153,7 @@ def decode_attention(
     if document_ids is not None:
         documents = document_ids.expand(batch, -1).contiguous()
     window = length if window is None else min(window, length)
-    # The window of all pseudo-heads but the last begins one token earlier.
+    # For all pseudo-heads but the last, the window begins one token earlier.
     first = max(0, length - 1 - window)
     padded = triton.next_power_of_2(virtual)
     pairs = min(triton.next_power_of_2(heads * virtual), max(1, ROWS // padded))
@@ -167,6 +168,6 @@ def decode_attention(
             length, H=heads, G=groups, P=virtual, PADDED=padded, HALF=head_dim // 2, COLUMNS=_columns(head_dim),
             PAIRS=pairs, KEYS=KEYS, HEADS=MIN_SIDE, num_warps=8, num_stages=2,
         )  # fmt: skip
-    # Not a product of matrices, which autocast would round.
+    # Autocast would round a matrix product.
     share = lse.softmax(dim=1) * collapse
     return (share.unsqueeze(-1) * out).sum(dim=(1, 3)).unsqueeze(1).to(value.dtype)

@@ -1,13 +1,14 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of the one linear operation of Interleaved Head Attention, forward and backward: a matrix over the
-heads of every token, with the rotation R_p of the pseudo-heads.
+"""Multiply the heads of every token by a matrix in Triton kernels, forward and backward, with the rotation R_p.
+
+This is the one linear operation of Interleaved Head Attention:
 
     expansion   out[n] = R (alpha x[n])      alpha [P * M, M], R turns row p * M + h by R_p  (Algorithm 1, steps 2, 3)
     collapse    out[n] = R_c x[n]            R_c [H, P * H]                                  (step 5)
 
 x[n] is [heads, head_dim]. The backward pass of a product is a product with the transposed matrix. Each kernel reads
-its inputs once and writes its output once: PyTorch's own operations read and write the P times longer virtual tokens
+its inputs once and writes its output once. PyTorch's own operations read and write the P times longer virtual tokens
 about five times. The tests run the kernels in Triton's interpreter and compile them for sm_80, sm_90 and sm_100. No
 GPU has run them.
 """
@@ -36,7 +37,7 @@ PROGRAMS = 264
 
 @jit
 def _load_halves(x, row, valid, stride, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load the two halves, each [rows, COLUMNS], that RoPE turns against one another."""
+    """Load the two halves of the channels, each [rows, COLUMNS], that RoPE rotates in pairs."""
     column = tl.arange(0, COLUMNS)
     offsets, mask = row[:, None] * stride + column, valid[:, None] & (column < HALF)
     return tl.load(x + offsets, mask=mask, other=0.0), tl.load(x + HALF + offsets, mask=mask, other=0.0)
@@ -44,7 +45,7 @@ def _load_halves(x, row, valid, stride, HALF: tl.constexpr, COLUMNS: tl.constexp
 
 @jit
 def _turn(x1, x2, cos, sin, row, valid, HEADS: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """Turn row p * HEADS + h of both halves by R_p, in float32."""
+    """Rotate row p * HEADS + h of both halves by R_p, in float32."""
     column = tl.arange(0, COLUMNS)
     offsets, mask = (row // HEADS)[:, None] * HALF + column, valid[:, None] & (column < HALF)
     c = tl.load(cos + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -177,14 +178,15 @@ class _MixHeads(torch.autograd.Function):
 def mix_heads(
     states: torch.Tensor, matrix: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Return R (matrix states[n]) for every token n, [batch, N, rows, head_dim], summed in float32 and rounded once to
-    the dtype of the states. The gradient of the matrix is summed in float32, in the same order in every run.
+    """Return R (matrix states[n]) for every token n, [batch, N, rows, head_dim].
+
+    The output is summed in float32 and rounded once to the dtype of the states. The gradient of the matrix is
+    summed in float32, in the same order in every run.
 
     Args:
         states: [batch, N, columns, head_dim] in float32, float16 or bfloat16, of any strides but that of head_dim.
         matrix: [rows, columns] in any floating dtype.
-        rotation: cosine and sine of R_p, each [P, head_dim], where row p * rows / P + h is turned by R_p, or `None`.
-            They get no gradients.
+        rotation: (cos, sin) of R_p, each [P, head_dim], or `None`. R_p rotates row p * rows / P + h. No gradients.
 
     Raises:
         ImportError: without Triton.
@@ -208,7 +210,7 @@ def mix_heads(
 
 
 def expand(layer: torch.nn.Module, states: torch.Tensor, alpha: torch.Tensor, rotation: tuple | None) -> torch.Tensor:
-    """Return what `InterleavedHeadAttention.expand` does, whose place it can take."""
+    """Expand heads as `InterleavedHeadAttention.expand` does, which this can replace."""
     num_heads, _, num_pseudo_heads = alpha.shape
     matrix = alpha.permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
     mixed = mix_heads(states.transpose(1, 2), matrix, rotation)
@@ -216,7 +218,7 @@ def expand(layer: torch.nn.Module, states: torch.Tensor, alpha: torch.Tensor, ro
 
 
 def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
-    """Return what `collapse` of attention_iha.py does, whose place it can take."""
+    """Collapse pseudo-heads as `collapse` of attention_iha.py does, which this can replace."""
     num_heads = weight.shape[0]
     if weight.shape[1] == num_pseudo_heads:
         # Column p * H + h of row h is R[h, p].

@@ -1,8 +1,7 @@
-"""What cards, converters and benchmarks need to know of each attention mechanism and a checkpoint does not ship:
-`mechanisms/<kind>.py`.
+"""Describe each attention mechanism to cards, converters and benchmarks; a checkpoint ships none of this.
 
-The file of a kind of `ATTENTION_CLASSES` has the name of the kind. A kind without a file has the defaults of
-`Mechanism`.
+The file `mechanisms/<kind>.py` of a kind of `ATTENTION_CLASSES` has the name of the kind. A kind without a file has
+the defaults of `Mechanism`.
 """
 
 import importlib
@@ -22,7 +21,7 @@ from .cost import Cost
 
 @dataclass(frozen=True)
 class Mechanism:
-    """The `MECHANISM` of a companion file.
+    """Hold the `MECHANISM` of a companion file.
 
     Attributes:
         card: what a layer does, for the reader of a model card; `{config.field}` is a field of its config. The default
@@ -33,8 +32,8 @@ class Mechanism:
         start: a function of (config, generator, value offsets "balanced" or "none") that returns parameters of the
             attention module by name, float32, with which a layer computes exactly multi-head attention. Without it no
             checkpoint is converted to the kind.
-        deviations: a function of (attention module, config) that returns, by name, the distances of the parameters
-            that multi-head attention lacks from values with which the layer computes multi-head attention. Without it
+        deviations: a function of (attention module, config) that returns, by name, how far the parameters that
+            multi-head attention lacks are from values with which the layer computes multi-head attention. Without it
             no layer of the kind is converted to multi-head attention.
         control: the name of the parameter whose sign the control of a verification reverses.
         forms: rows of the benchmark of mechanisms: fields of a config by title. The default is one row with default
@@ -51,7 +50,7 @@ class Mechanism:
 
 
 def mechanism_of(kind: str) -> Mechanism:
-    """The companion of a kind of `ATTENTION_CLASSES`, with its defaults filled in."""
+    """Return the companion of a kind of `ATTENTION_CLASSES`, with its defaults filled in."""
     name = f"{__name__}.{kind}"
     mechanism = importlib.import_module(name).MECHANISM if find_spec(name) else Mechanism()
     card = mechanism.card or _first_sentence(ATTENTION_CLASSES[kind]).replace("{", "{{").replace("}", "}}")
@@ -59,13 +58,15 @@ def mechanism_of(kind: str) -> Mechanism:
 
 
 def all_mechanisms() -> dict[str, Mechanism]:
-    """The mechanism of every kind, in the order of `ATTENTION_CLASSES`."""
+    """Return the mechanism of every kind, in the order of `ATTENTION_CLASSES`."""
     return {kind: mechanism_of(kind) for kind in ATTENTION_CLASSES}
 
 
 def own_modules(model: torch.nn.Module) -> list[str]:
-    """Return the names of the modules that a kind of attention initialises by itself, such as the mixing. They are
-    small and start where an adapter would not, so that they train in full beside adapters."""
+    """Return the names of the modules that a kind of attention initialises by itself, such as the mixing.
+
+    They are small and start where an adapter would not, so that they train in full beside adapters.
+    """
     modules = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
     return sorted(
         name
@@ -75,6 +76,6 @@ def own_modules(model: torch.nn.Module) -> list[str]:
 
 
 def _first_sentence(documented: type) -> str:
-    """The first sentence of a class's docstring on one line; the class's name if it has none."""
+    """Return the first sentence of a class's docstring on one line, or the class's name if it has none."""
     text = (documented.__doc__ or f"{documented.__name__}.").strip()
     return " ".join(re.split(r"(?<=\.)\s+(?=[A-Z])|\n\s*\n", text, maxsplit=1)[0].split())

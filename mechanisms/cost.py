@@ -1,4 +1,4 @@
-"""What the cost functions of several mechanisms share: the class `Cost`, and the multiply-adds of a score matrix."""
+"""Hold what the cost functions of several mechanisms share: `Cost`, and the multiply-adds of a score matrix."""
 
 from dataclasses import astuple, dataclass
 
@@ -8,14 +8,14 @@ from modeling_iha.window_blocks import block_size
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a part of a model for one sequence of N tokens.
+    """Hold the cost of a part of a model for one sequence of N tokens.
 
     Attributes:
         parameters: number of parameters.
-        prefill, training, decode: multiply-adds of a forward, of a forward with its backward, and of one more token
-            after N cached ones.
+        prefill, training, decode: multiply-adds of a forward pass, of a forward and a backward pass, and of one more
+            token after N cached ones.
         cache: number of values in the cached keys and values.
-        kept: number of values that autograd keeps for the backward.
+        kept: number of values that autograd keeps for the backward pass.
     """
 
     parameters: int = 0
@@ -30,7 +30,7 @@ class Cost:
 
 
 def visible_pairs(tokens: int, virtual: int = 1, window: int | None = None) -> int:
-    """The number of pairs (v, u) of N * P virtual tokens with u <= v and, with a window of W tokens, v - W * P < u."""
+    """Count the pairs (v, u) of N * P virtual tokens with u <= v and, with a window of W tokens, v - W * P < u."""
     length = tokens * virtual
     span = length if window is None else min(window * virtual, length)
     return span * (span + 1) // 2 + (length - span) * span
@@ -39,14 +39,15 @@ def visible_pairs(tokens: int, virtual: int = 1, window: int | None = None) -> i
 def score_products(
     form: str, tokens: int, virtual: int = 1, window: int | None = None, training: bool = False
 ) -> float:
-    """Return the multiply-adds of the products of queries with keys and of weights with values, for one head of size
-    1: of a forward or, with `training`, of a forward and its backward.
+    """Return the multiply-adds of query-key and weight-value products, for one head of size 1.
+
+    They are those of a forward pass or, with `training`, of a forward and a backward pass.
 
     Args:
         form: "eager" and "dense mask" (SDPA with such a mask) compute all pairs, "sdpa" the visible pairs, and
-            "blocks" the pairs in the blocks of `window_blocks.py`. They take 2 products in the forward and 4 in the
-            backward; all but "eager" compute one more in the backward, the scores. "base" is "sdpa" with the forward
-            once more in the backward.
+            "blocks" the pairs in the blocks of `window_blocks.py`. They take 2 products in the forward pass and 4 in
+            the backward pass. All but "eager" recompute the scores in the backward pass, one product more. "base" is
+            "sdpa" with the forward pass once more in the backward pass.
     """
     length = tokens * virtual
     if form == "eager":
@@ -61,7 +62,7 @@ def score_products(
 
 
 def linear(tokens: int, inputs: int, outputs: int, bias: bool = False) -> Cost:
-    """The cost of a linear map of every token."""
+    """Return the cost of a linear map of every token."""
     products = inputs * outputs
     return Cost(products + bias * outputs, tokens * products, 3 * tokens * products, products)
 
@@ -69,9 +70,10 @@ def linear(tokens: int, inputs: int, outputs: int, bias: bool = False) -> Cost:
 def score_matrix(
     config: IHAConfig, tokens: int, window: int | None, per_pair: float = 0, linear: float = 0, cached_more: int = 0
 ) -> Cost:
-    """The cost, between the projections, of a kind that changes the scores: `per_pair` more multiply-adds for each
-    pair, `linear` parameters in linear maps of every token, and `cached_more` values cached for each token. The
-    backward computes the blocks of scores once more."""
+    """Return the cost, between the projections, of a kind that changes the scores.
+
+    `per_pair` is more multiply-adds for each pair, `linear` parameters in linear maps of every token, `cached_more`
+    more values cached for each token. The backward pass recomputes the blocks of scores."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     cached = tokens if window is None else min(tokens, window - 1)
     per_pair += 2 * heads * d
@@ -89,19 +91,20 @@ def score_matrix(
 def pair_products(
     config: IHAConfig, tokens: int, window: int | None, windows: list[int] | None
 ) -> tuple[float, float]:
-    """Multiply-adds of attention to pairs (j, k): of a forward, and of one more token."""
+    """Return the multiply-adds of attention to pairs (j, k), of a forward pass and of one more token."""
     first, second = windows or [window, window]
     spans = [[min(n + 1, span or n + 1) for n in range(tokens)] for span in (first, second)]
-    # Pairs in the wrong order are computed as well, and masked.
+    # Pairs in the wrong order are computed too, and then masked.
     pairs = [j * k for j, k in zip(*spans)]
     products = 2 * config.num_attention_heads * config.head_dim
     return products * sum(pairs), products * pairs[-1]
 
 
 def tuples(config: IHAConfig, tokens: int, window: int | None, stacked: int, forward: float, decode: float) -> Cost:
-    """The cost of a kind that attends to tuples of tokens and has `stacked` keys and values for each token: its
-    additional projections, its cache, and the multiply-adds `forward` and `decode`. The backward computes the forward
-    once more."""
+    """Return the cost of a kind that attends to tuples, with `stacked` keys and values for each token.
+
+    It is the cost of the additional projections, of the cache, and of the multiply-adds `forward` and `decode`. The
+    backward pass computes the forward pass once more."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     more = linear(tokens, config.hidden_size, 2 * (stacked - 1) * groups * d, config.attention_bias)
     cached = tokens if window is None else min(tokens, window - 1)

@@ -1,5 +1,6 @@
-"""Kind "dcmha". A layer computes the multi-head attention that it replaces while the second projections and the gates
-of its compositions are zero."""
+"""Describe kind "dcmha".
+
+A layer computes the multi-head attention that it replaces while its second projections and its gates are zero."""
 
 import torch
 
@@ -11,7 +12,7 @@ from .cost import Cost, score_matrix
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
-    """Four compositions that change nothing yet. The generator draws their first projections as at any start."""
+    """Return four compositions that change nothing; the generator draws their first projections as at any start."""
     state = {}
     for name in ("pre_query", "pre_key", "post_query", "post_key"):
         with torch.random.fork_rng(devices=[]):
@@ -24,7 +25,7 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Cost of the scores with compositions, two of rank R for each stage (DCMHA, Section 3.3)."""
+    """Return the cost of the scores with compositions, two of rank R for each stage (DCMHA, Section 3.3)."""
     options, heads = config.options_of("dcmha"), config.num_attention_heads
     groups, rank = options.num_groups, options.rank
     size = heads // groups

@@ -1,4 +1,4 @@
-"""Kind "diff". convert_diffllama_to_iha.py converts DiffLlama checkpoints to it."""
+"""Describe kind "diff", to which convert_diffllama_to_iha.py converts DiffLlama checkpoints."""
 
 from modeling_iha import IHAConfig
 
@@ -7,7 +7,7 @@ from .cost import Cost
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Cost of "mha" twice: every softmax is computed once for each half of the values."""
+    """Return twice the cost of "mha", because every softmax is computed once for each half of the values."""
     twice = mha.cost(config, tokens, window, form)
     more = Cost(4 * config.head_dim, twice.prefill, twice.training, twice.decode)
     return twice + more + Cost(kept=tokens * config.num_attention_heads * config.head_dim)

@@ -1,4 +1,4 @@
-"""Kind "hyper"."""
+"""Describe kind "hyper"."""
 
 from modeling_iha import IHAConfig
 
@@ -7,7 +7,7 @@ from .cost import Cost, pair_products, tuples
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Cost of attention to pairs (j, k) or, in the linear form, of running sums [head_dim, head_dim]."""
+    """Return the cost of attention to pairs (j, k) or, in the linear form, of running sums [head_dim, head_dim]."""
     options = config.options_of("hyper")
     stacked = 1 if options.sharing else options.order - 1
     if options.linear:

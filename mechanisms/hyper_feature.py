@@ -1,4 +1,4 @@
-"""Kind "hyper_feature"."""
+"""Describe kind "hyper_feature"."""
 
 from modeling_iha import IHAConfig
 
@@ -7,8 +7,9 @@ from .cost import Cost, linear, score_matrix
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Cost of a score matrix: the features' scores together take as many multiply-adds as one score of the whole head.
-    A value product adds projections."""
+    """Return the cost of a score matrix, and of the projections that a value product adds.
+
+    The scores of all features together take as many multiply-adds as one score of the whole head."""
     options = config.options_of("hyper_feature")
     orders = options.of_heads(config.num_attention_heads)[:: config.num_attention_heads // config.num_key_value_heads]
     more = (sum(orders) - len(orders)) * config.head_dim if options.value_product else 0

@@ -1,7 +1,7 @@
-"""Kind "iha", Interleaved Head Attention (IHA).
+"""Describe kind "iha", Interleaved Head Attention (IHA).
 
 With the exact start every IHA layer computes the multi-head attention that it replaces (the inclusion of IHA, Theorem
-2, in its causal form). Every pseudo-head equals its head, the pseudo-heads of a token share its RoPE position, and the
+2, in its causal form). Every pseudo-head equals its head, and the pseudo-heads of a token share its RoPE position. The
 collapse selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal
 mask. Value offsets that sum to zero over the pseudo-heads make them differ without changing the result, because their
 keys are equal.
@@ -15,24 +15,24 @@ from . import Mechanism
 from .cost import Cost, score_products
 
 
-# Rounding error of a sum over the pseudo-heads of offsets that binary numbers do not represent exactly.
+# Rounding error of the sum over the pseudo-heads of offsets that are not exact in binary.
 OFFSET_TOLERANCE = 1e-6
 
 
 def identity_mixing(num_heads: int, num_pseudo_heads: int) -> torch.Tensor:
-    """alpha [M, M, P] (source head, head, pseudo-head), float32: every pseudo-head equals its head."""
+    """Return alpha [M, M, P] (source head, head, pseudo-head), float32, where every pseudo-head equals its head."""
     return torch.eye(num_heads)[:, :, None].repeat(1, 1, num_pseudo_heads)
 
 
 def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str = "per_head") -> torch.Tensor:
-    """R [H, P] or, for "all_heads", [H, H * P], float32: each head selects its own last pseudo-head."""
+    """Return R [H, P] or, for "all_heads", [H, H * P], float32, where each head selects its own last pseudo-head."""
     last = torch.zeros(1, num_pseudo_heads)
     last[0, -1] = 1.0
     return last.repeat(num_heads, 1) if pseudo_collapse == "per_head" else torch.kron(torch.eye(num_heads), last)
 
 
 def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Generator) -> torch.Tensor:
-    """D [M, M, P], float32, random within 0.25 of zero and summing to zero over the pseudo-heads; all zero for P = 1.
+    """Draw D [M, M, P], float32, within 0.25 of zero, which sums to zero over the pseudo-heads and is zero for P = 1.
 
     The entries are multiples of 2^-7, so I + D and its sum over the pseudo-heads are exact in bfloat16 too. Rounded
     entries would cause an error of 0.2% in the values of every layer.
@@ -42,8 +42,9 @@ def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Gen
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
-    """Identity mixing and a collapse that selects the last pseudo-head. The offsets "balanced" make the pseudo-heads
-    differ; with "none" they are equal."""
+    """Return identity mixing and a collapse that selects the last pseudo-head.
+
+    The value offsets "balanced" make the pseudo-heads differ; with "none" they are equal."""
     num_heads, num_groups, p = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
     value_mixing = identity_mixing(num_groups, p)
     if value_offsets == "balanced":
@@ -57,8 +58,9 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 
 
 def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
-    """Differences from the exact start; of the value mixing, the sum of its offsets over the pseudo-heads, beyond
-    rounding: only the sum matters while the keys are equal."""
+    """Return the differences from the exact start.
+
+    Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters."""
     moved = {name: attention.get_parameter(name) - value for name, value in start(config, None, "none").items()}
     value_mixing = attention.v_mix.weight.detach().double()
     offsets = (value_mixing - identity_mixing(config.num_key_value_heads, config.num_pseudo_heads)).sum(-1)
@@ -67,7 +69,7 @@ def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Cost of Interleaved Head Attention between the projections: mixing, attention and collapse."""
+    """Return the cost of Interleaved Head Attention between the projections: mixing, attention and collapse."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     virtual, per_head = config.num_pseudo_heads, config.pseudo_collapse == "per_head"
     cached = tokens if window is None else min(tokens, window)
@@ -76,7 +78,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     collapse = heads * virtual * (1 if per_head else heads)
     base = tokens * (heads + 2 * groups) * d
     forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
-    # A collapse per head is no product of matrices.
+    # A collapse per head is not a matrix product.
     collapsing = 0 if per_head else collapse
     linear_parts = tokens * (mixing + collapsing) * d
     if form == "eager" or not per_head or virtual == 1:
@@ -94,7 +96,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
         parameters=mixing + collapse,
         cache=2 * groups * d * cached,
         prefill=forward + linear_parts,
-        # What recomputation stops at is the collapse, whose output nothing needs.
+        # Recomputation stops at the collapse, whose output the backward pass does not need.
         training=training + 3 * linear_parts + (tokens * mixing * d if form == "base" and virtual > 1 else 0),
         decode=decode,
         kept=kept,

@@ -1,4 +1,4 @@
-"""Kind "mha", multi-head attention."""
+"""Describe kind "mha", multi-head attention."""
 
 from modeling_iha import IHAConfig
 
@@ -7,8 +7,9 @@ from .cost import Cost, score_products
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Cost of multi-head attention between the projections. Autograd keeps queries, keys, values, output and a sum for
-    each query."""
+    """Return the cost of multi-head attention between the projections.
+
+    Autograd keeps queries, keys, values, output and a sum for each query."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     form = "sdpa" if form == "base" else form
     cached = tokens if window is None else min(tokens, window - 1)

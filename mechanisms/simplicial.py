@@ -1,4 +1,4 @@
-"""Kind "simplicial"."""
+"""Describe kind "simplicial"."""
 
 from modeling_iha import IHAConfig
 
@@ -7,7 +7,7 @@ from .cost import Cost, pair_products, tuples
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Cost of attention to all pairs (j, k)."""
+    """Return the cost of attention to all pairs (j, k)."""
     windows = config.options_of("simplicial").windows
     return tuples(config, tokens, window, 2, *pair_products(config, tokens, window, windows))
 

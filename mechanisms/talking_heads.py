@@ -1,5 +1,6 @@
-"""Kind "talking_heads". A layer computes the multi-head attention that it replaces while both of its maps are
-identities."""
+"""Describe kind "talking_heads".
+
+A layer computes the multi-head attention that it replaces while both of its maps are identities."""
 
 import torch
 
@@ -13,17 +14,17 @@ MAPS = ("score_mix.weight", "weight_mix.weight")
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
-    """Identity maps."""
+    """Return identity maps."""
     return {name: torch.eye(config.num_attention_heads) for name in MAPS}
 
 
 def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
-    """Differences of both maps from the identity."""
+    """Return the differences of both maps from the identity."""
     return {name: attention.get_parameter(name) - torch.eye(config.num_attention_heads) for name in MAPS}
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Cost of a score matrix with two maps [H, H] for every pair."""
+    """Return the cost of a score matrix with two maps [H, H] for every pair."""
     maps = 2 * config.num_attention_heads**2
     return score_matrix(config, tokens, window, per_pair=maps) + Cost(parameters=maps)
 

@@ -1,5 +1,6 @@
-"""Interleaved Head Attention for Transformers. Importing the package registers its classes with the Auto classes; a
-checkpoint ships the other files of this directory and needs no installation."""
+"""Register Interleaved Head Attention with the Auto classes of Transformers.
+
+A checkpoint ships its own code and does not need this package."""
 
 from transformers import (
     AutoConfig,

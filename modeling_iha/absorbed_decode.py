@@ -1,14 +1,14 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding from a cache of base keys and values, without rebuilding one pseudo-key or pseudo-value.
+"""Decode from a cache of base keys and values, without rebuilding pseudo-keys or pseudo-values.
 
 Mixing and rotation are linear. For query pseudo-head i and key pseudo-head j of a head in group g,
 
     q_i . R_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] R_j^T q_i) . k_m
 
-The bracket is as small as a query: mixing and rotation of the keys move into the query, and the scores are one product
-with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the collapse before
-it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
+The bracket is as small as a query. Mixing and rotation of the keys move into the query, and the scores are one product
+with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the collapse moves
+before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
 """
 
 from typing import NamedTuple
@@ -19,24 +19,23 @@ from transformers.models.llama.modeling_llama import rotate_half
 from .cpu_precision import product_dtype
 
 
-# Cached tokens that are widened at a time where the CPU has no products of the cache's dtype.
+# Cached tokens that are converted at a time where the CPU has no products of the cache's dtype.
 WIDENED_TOKENS = 1024
 
 
 class IHAWeights(NamedTuple):
-    """What an "iha" layer does to its heads' queries, keys and values (IHA, Algorithm 1)."""
+    """Hold the weights by which an "iha" layer mixes, rotates and collapses its heads (IHA, Algorithm 1)."""
 
     q_mix: torch.Tensor  # alpha^Q, [H, H, P]
     k_mix: torch.Tensor  # alpha^K, [G, G, P]
     v_mix: torch.Tensor  # alpha^V, [G, G, P]
     collapse: torch.Tensor  # R, [H, P] or [H, H * P]
-    # (cos, sin), each [P, head_dim], of R_p, which rotates pseudo-head p within its token; `None` for shared
-    # positions.
+    # (cos, sin) of R_p, each [P, head_dim]. R_p rotates pseudo-head p within its token; `None` for shared positions.
     rotation: tuple[torch.Tensor, torch.Tensor] | None
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return states [..., head_dim] turned by RoPE tables that broadcast to them."""
+    """Rotate states [..., head_dim] by RoPE tables that broadcast to them."""
     return states * cos + rotate_half(states) * sin
 
 
@@ -55,10 +54,10 @@ def absorbed_attention(
     Args:
         query: [batch, H, 1, head_dim], rotated as an "iha" layer caches keys.
         key, value: [batch, G, N, head_dim]. Without a mask the last one is the new token's.
-        weights: with the collapse [H, P].
+        weights: those of the layer, with a collapse [H, P].
         scaling: factor of the scores.
-        window: W in tokens, or `None`; read without a mask.
-        document_ids: int [batch or 1, N], equal where tokens may see each other, or `None`; read without a mask.
+        window: W in tokens, or `None`; ignored with a mask.
+        document_ids: int [batch or 1, N], equal where tokens may see each other, or `None`; ignored with a mask.
         attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.
     """
     # Autocast would round what is in float32 on purpose.
@@ -67,7 +66,7 @@ def absorbed_attention(
         num_pseudo_heads, dtype = weights.collapse.shape[1], value.dtype
         products = product_dtype(value)
         if attention_mask is None and window is not None:
-            # The window of all pseudo-heads but the last begins one token earlier.
+            # For all pseudo-heads but the last, the window begins one token earlier.
             key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
             document_ids = None if document_ids is None else document_ids[:, -window - 1 :]
         groups, num_keys = key.shape[1:3]
@@ -99,7 +98,7 @@ def absorbed_attention(
             if document_ids is not None:
                 apart = document_ids != document_ids[:, -1:]
                 scores = scores.masked_fill(apart[:, None, None, None], -torch.inf)
-        # At least float32, as in the eager core.
+        # The softmax is in float32 at least, as in the eager core.
         probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(products, torch.float32))
 
         collapse = weights.collapse.to(probabilities.dtype).unsqueeze(1)
@@ -112,8 +111,9 @@ def absorbed_attention(
 
 
 def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return sum_m absorbed[m] . key[m], [batch, rows, N], of [batch, G, rows, head_dim] and [batch, G, N,
-    head_dim]."""
+    """Return sum_m absorbed[m] . key[m], [batch, rows, N].
+
+    `absorbed` is [batch, G, rows, head_dim], and `key` is [batch, G, N, head_dim]."""
     if key.device.type != "cpu":
         return torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
     if key.dtype == torch.float32:
@@ -121,7 +121,7 @@ def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         for m in range(key.shape[1]):
             scores.baddbmm_(absorbed[:, m], key[:, m].transpose(1, 2))
         return scores
-    # One product over all cached heads rounds a score once, and is the faster one in half precision. (Row by row of
-    # the batch: a batched product would first transpose the keys.)
+    # One product over all cached heads rounds a score once and is faster in half precision. It goes row by row of the
+    # batch, because a batched product would first transpose the keys.
     rows = zip(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2))
     return torch.stack([torch.mm(queries, keys.t()) for queries, keys in rows])

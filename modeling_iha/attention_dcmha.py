@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamically Composable Multi-Head Attention, kind "dcmha" (DCMHA, Section 3 and Appendix D)."""
+"""Define Dynamically Composable Multi-Head Attention, kind "dcmha" (DCMHA, Section 3 and Appendix D)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 @strict
 @dataclass
 class CompositionOptions:
-    """Options of kind "dcmha", the variants of DCMHA, Table 9.
+    """Hold the options of kind "dcmha", the variants of DCMHA, Table 9.
 
     Attributes:
         rank: R of the projections; 0 for gates only.
-        gate: whether gates take part.
-        base_map: a learned static map W_b in place of the skip connection.
-        stages: compose scores before the softmax ("pre"), weights after it ("post"), or both.
+        gate: whether there are gates.
+        base_map: whether a learned static map W_b replaces the skip connection.
+        stages: what is composed: scores before the softmax ("pre"), weights after it ("post"), or both.
         sides: whose tokens compute composition weights: the queries', the keys', or both.
-        num_groups: groups of heads; heads are composed within one (Section 3.2).
+        num_groups: number of groups of heads; heads are composed within a group (Section 3.2).
     """
 
     rank: int = option(2, "a whole number, 0 for no projection", lambda value: is_whole(value, 0))
@@ -45,15 +45,16 @@ class CompositionOptions:
 
 
 class CompositionWeights(nn.Module):
-    """What one side of a `Compose`, the queries or the keys, computes for each token from the layer's input x, by
-    groups of M heads: w_1 and w_2 as Chunk(GELU(x W_1) W_2), where w_1 is normalised to root mean square 1 over the
-    heads (DCMHA, Equation 5), and w_g = tanh(x W_g) (Equation 6).
+    """Compute the composition weights of one side of `Compose`, the queries or the keys, for each token.
+
+    For each group of M heads, the layer's input x gives w_1 and w_2 as Chunk(GELU(x W_1) W_2) (DCMHA, Equation 5) and
+    w_g = tanh(x W_g) (Equation 6). w_1 is normalised to root mean square 1 over the heads.
 
     With I = 2 M R, `w1.weight` is [groups * I, hidden_size], `w2` [groups, 2 R, M, I] and `gate.weight` [H,
     hidden_size].
     """
 
-    # The released models normalise w_1 with this epsilon, whatever that of the other norms.
+    # The released models normalise w_1 with this epsilon, whatever the epsilon of the other norms.
     eps = 1e-6
 
     def __init__(self, config: IHAConfig):
@@ -69,12 +70,13 @@ class CompositionWeights(nn.Module):
 
     @property
     def width(self) -> int:
-        """How many numbers `forward` gives for each token and head."""
+        """Return the number of values that `forward` returns for each token and head."""
         return 2 * self.rank + (self.gate is not None)
 
     def init_mechanism(self, config: IHAConfig):
-        """Starts the composition weights small, which the paper finds critical (Section 4, as in the released code),
-        and the rest by Xavier."""
+        """Start the composition weights small, and the other weights by Xavier.
+
+        The paper finds the small start critical (Section 4). The scale is that of the released code."""
         if self.rank > 0:
             init.normal_(self.w1.weight, std=math.sqrt(2 / (config.hidden_size + self.w2.shape[-1])))
             init.normal_(self.w2, std=0.02 / (math.sqrt(self.w2.shape[-1]) * (self.group_size + self.rank)))
@@ -83,15 +85,16 @@ class CompositionWeights(nn.Module):
 
     @torch.no_grad()
     def init_identity(self):
-        """Makes the composition the identity: the exact start from a multi-head attention. w_1 keeps its start: two
-        zero factors would never get a gradient."""
+        """Make the composition the identity, the exact start from multi-head attention.
+
+        w_1 keeps its start, because two zero factors would never get a gradient."""
         if self.rank > 0:
             self.w2[:, self.rank :].zero_()
         if self.gate is not None:
             self.gate.weight.zero_()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """w_1 (R numbers), w_2 (R) and w_g (1) of every head, [batch, N, H, 2 R + 1], from [batch, N, hidden_size]."""
+        """Return w_1 (R values), w_2 (R) and w_g (1) per head, [batch, N, H, 2 R + 1], of [batch, N, hidden_size]."""
         weights = []  # each [batch, N, groups, R or 1, M]
         if self.rank > 0:
             hidden = nn.functional.gelu(self.w1(hidden_states)).unflatten(-1, (self.num_groups, -1))
@@ -104,8 +107,9 @@ class CompositionWeights(nn.Module):
 
 
 class BaseMap(nn.Module):
-    """The static composition A W_b of DCMHA, Equation 7: `weight` [groups, M, M] holds W_b[m, n], the share of head m
-    in head n."""
+    """Apply the static composition A W_b of DCMHA, Equation 7.
+
+    `weight` [groups, M, M] holds W_b[m, n], the share of head m in head n."""
 
     def __init__(self, config: IHAConfig):
         super().__init__()
@@ -114,23 +118,23 @@ class BaseMap(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_groups, group_size, group_size))
 
     def init_mechanism(self, config: IHAConfig):
-        """Starts at the identity, the skip connection that the map replaces."""
+        """Start at the identity, the skip connection that the map replaces."""
         identity = torch.eye(self.weight.shape[-1], device=self.weight.device, dtype=self.weight.dtype)
         init.copy_(self.weight, identity.expand_as(self.weight))
 
     def forward(self, attention: torch.Tensor) -> torch.Tensor:
-        """Composes attention [batch, groups, M, rows, columns], and keeps its shape."""
+        """Compose attention [batch, groups, M, rows, columns] and keep its shape."""
         return torch.einsum("bgmij,gmn->bgnij", attention, self.weight.to(attention.dtype))
 
 
 class DynamicallyComposableAttention(ScoreMatrixAttention):
-    """Dynamically Composable Multi-Head Attention: before and after the softmax every head's matrix becomes a
-    combination of the matrices of all heads in its group. The query's and the key's token compute the weights of the
-    combination from the layer's input (DCMHA, Equations 4, 7).
+    """Compose the scores and weights of heads by Dynamically Composable Multi-Head Attention (DCMHA, Equations 4, 7).
 
-    A token's weights travel beside its query, key and value, along the last dimension. Any stock cache holds a key's
-    weights before the softmax with the key, and those after the softmax with the value: (H / G) (2 R + 1) more numbers
-    in each.
+    Before and after the softmax the matrix of every head becomes a combination of the matrices of all heads in its
+    group. The query's and the key's token compute the weights of the combination from the layer's input.
+
+    A token's weights lie beside its query, key and value, along the last dimension. Any stock cache holds a key's
+    weights before the softmax with the key, and those after it with the value: (H / G) (2 R + 1) more numbers in each.
     """
 
     kind = "dcmha"
@@ -169,8 +173,9 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     def attach(
         self, states: torch.Tensor, hidden_states: torch.Tensor, *modules: CompositionWeights | None
     ) -> torch.Tensor:
-        """States [batch, heads, N, head_dim] and, beside them, the weights of all H heads that the modules compute
-        from the hidden states [batch, N, hidden_size]. States of fewer than H heads take equal shares of them."""
+        """Append the composition weights of all H heads to states [batch, heads, N, head_dim].
+
+        The modules compute them from hidden states [batch, N, hidden_size]. Fewer than H heads take equal shares."""
         shares = [
             module(hidden_states).flatten(2).unflatten(2, (states.shape[1], -1)).transpose(1, 2)
             for module in modules
@@ -179,8 +184,9 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         return torch.cat((states, *shares), dim=-1)
 
     def detach(self, states: torch.Tensor, *modules: CompositionWeights | None) -> list[torch.Tensor | None]:
-        """The states [batch, heads, N, head_dim] that `attach` was given and each module's weights [batch, H, N,
-        width]."""
+        """Split states that `attach` returned into states and the weights of each module.
+
+        The states are [batch, heads, N, head_dim], and the weights are [batch, H, N, width]."""
         per_head = self.num_heads // states.shape[1]
         shares = [0 if module is None else per_head * module.width for module in modules]
         states, *weights = states.split([self.head_dim, *shares], dim=-1)
@@ -198,7 +204,7 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         past_key_values: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As Llama's, with the composition weights beside the queries, keys and values."""
+        """Project as Llama does, with the composition weights beside the queries, keys and values."""
         query_states, key_states, value_states = super().project(hidden_states, position_embeddings, None)
         query_states = self.attach(query_states, hidden_states, self.pre_query, self.post_query)
         key_states = self.attach(key_states, hidden_states, self.pre_key)
@@ -232,8 +238,9 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         query_weights: torch.Tensor | None,
         key_weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`Compose` (DCMHA, Equation 7) of scores or weights [batch, H, rows, columns], with the composition weights
-        [batch, H, rows or columns, width] of the queries and keys, in their dtype."""
+        """Apply `Compose` (DCMHA, Equation 7) to scores or weights [batch, H, rows, columns], in their dtype.
+
+        The composition weights of the queries and keys are [batch, H, rows or columns, width]."""
         attention = attention.unflatten(1, (self.num_groups, -1))
         composed = attention if base is None else base(attention)
         for weights, of_query in ((query_weights, True), (key_weights, False)):

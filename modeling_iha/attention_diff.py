@@ -1,7 +1,8 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Differential attention, kind "diff" (Ye et al. 2024, Differential Transformer, arXiv 2410.05258), as in
-Transformers' DiffLlama."""
+"""Define differential attention, kind "diff", as Transformers' DiffLlama computes it.
+
+It is from Ye et al. 2024, Differential Transformer, arXiv 2410.05258."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 @strict
 @dataclass
 class DifferentialOptions:
-    """Options of kind "diff".
+    """Hold the options of kind "diff".
 
     Attributes:
-        lambda_std_dev: standard deviation from which the lambda vectors start.
+        lambda_std_dev: standard deviation of the initial lambda vectors.
     """
 
     lambda_std_dev: int | float = option(
@@ -38,13 +39,13 @@ class DifferentialOptions:
 
 
 class DifferentialAttention(MultiHeadAttention):
-    """Differential attention (Differential Transformer, equations 1 to 3): heads h and h + H / 2 apply two ordinary
-    softmaxes to the same values; the output is the first result minus lambda times the second, normalised.
+    """Subtract two softmax attentions over the same values (Differential Transformer, equations 1 to 3).
 
-    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init, with a fixed lambda_init that grows
-    with the layer and four learned vectors [head_dim].
+    Heads h and h + H / 2 apply two softmaxes to the same values. The output is the first result minus lambda times the
+    second, normalised. lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init has four learned
+    vectors [head_dim] and a fixed lambda_init that grows with the layer.
 
-    The values of the pair are those of two groups side by side, g and g + G / 2, so there are half as many heads, each
+    The values of the pair are those of groups g and g + G / 2 side by side, so there are half as many heads, each
     twice as wide. Stock cores lose their fast paths with values wider than the keys, so each half of the values goes
     through the core on its own. The attention weights returned are those of the softmaxes, before the difference.
     """
@@ -76,7 +77,7 @@ class DifferentialAttention(MultiHeadAttention):
             )
 
     def init_mechanism(self, config: IHAConfig):
-        """Normal, with the standard deviation `lambda_std_dev`."""
+        """Draw the lambda vectors from a normal distribution with standard deviation `lambda_std_dev`."""
         for vector in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2):
             init.normal_(vector, 0.0, config.options_of("diff").lambda_std_dev)
 
@@ -88,8 +89,9 @@ class DifferentialAttention(MultiHeadAttention):
         attention_mask: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Differential heads [batch, queries, H / 2, 2 head_dim], and the weights [batch, H, queries, keys] of both
-        softmaxes where the core gives them."""
+        """Return differential heads [batch, queries, H / 2, 2 head_dim] and the weights of both softmaxes.
+
+        The weights are [batch, H, queries, keys], where the core gives them."""
         value_states1, value_states2 = (half.repeat(1, 2, 1, 1) for half in value_states.chunk(2, dim=1))
         attn_output1, attn_weights = super().attend(query_states, key_states, value_states1, attention_mask, **kwargs)
         attn_output2, _ = super().attend(query_states, key_states, value_states2, attention_mask, **kwargs)

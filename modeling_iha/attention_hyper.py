@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""HyperAttention, kind "hyper" (A Theoretical Study of (Hyper) Self-Attention, Sections 6 and G)."""
+"""Define HyperAttention, kind "hyper" (A Theoretical Study of (Hyper) Self-Attention, Sections 6 and G)."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from .tuple_attention import (
 if TYPE_CHECKING:
     from .configuration_iha import IHAConfig
 
-# Tokens whose running sums, [batch, keys, CHUNK, head_dim, head_dim], exist at a time in the linear form.
+# The linear form holds the running sums of this many tokens at a time, [batch, keys, CHUNK, head_dim, head_dim].
 CHUNK = 32
 
 
 @strict
 @dataclass
 class HyperOptions:
-    """Options of kind "hyper".
+    """Hold the options of kind "hyper".
 
     Attributes:
         order: n; a token attends to tuples of n - 1 tokens. With a softmax it is 3.
         sharing: whether all tokens of a tuple share one key and one value.
-        strict_order: whether pairs have j > k, and not j >= k.
-        linear: whether the softmax is left out, which allows any order.
+        strict_order: whether pairs have j > k instead of j >= k.
+        linear: whether to leave out the softmax, which allows any order.
         windows: [w1, w2] of j and k in tokens; the larger one is the layer's `sliding_window`. `None` sets both to it.
     """
 
@@ -52,8 +52,9 @@ class HyperOptions:
 
 
 class HyperAttention(PairAttention):
-    """HyperAttention of order 3 (Definitions G.1 and G.3): a softmax over all ordered pairs i >= j >= k, see
-    [`PairAttention`]. `strict_order` asks for j > k. The first token then has no pair, and its output is 0."""
+    """Attend by a softmax over all ordered pairs i >= j >= k: order 3 (Definitions G.1 and G.3).
+
+    See [`PairAttention`]. With `strict_order`, j > k, the first token has no pair, and its output is 0."""
 
     kind = "hyper"
     options_class = HyperOptions
@@ -96,8 +97,9 @@ class HyperAttention(PairAttention):
 def linear_step(
     state: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output for new tokens of linear HyperAttention; a state of constant size stands for all tokens before them
-    (Section G.3, equation 43).
+    """Return the output of linear HyperAttention for new tokens (Section G.3, equation 43).
+
+    A state of constant size holds all tokens before them.
 
     Args:
         state: [batch, heads, n - 1, head_dim, head_dim], the sums of k_a v_a^T over the tokens so far; zeros at the
@@ -116,7 +118,8 @@ def linear_step(
 def masked_step(
     state: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `linear_step` from the start, but each of the queries [batch, heads, rows, head_dim] sees its own keys:
+    """Compute `linear_step` from the start, where each query [batch, heads, rows, head_dim] sees its own keys.
+
     `visible` is bool, [batch or 1, 1 or heads, rows, keys]. The state stays as it is."""
     keys = keys.to(state.dtype).unsqueeze(3) * visible[:, :, None, :, :, None]
     sums = torch.matmul(keys.transpose(-1, -2), values.to(state.dtype).unsqueeze(3))
@@ -124,18 +127,19 @@ def masked_step(
 
 
 def contract(query: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """O[i, t] = sum_c q[i, c] prod_a sums_a[i, c, t], [batch, heads, N, head_dim], of sums
-    [batch, heads, n - 1, N, head_dim, head_dim]."""
+    """Return O[i, t] = sum_c q[i, c] prod_a sums_a[i, c, t], [batch, heads, N, head_dim].
+
+    `sums` is [batch, heads, n - 1, N, head_dim, head_dim]."""
     sums = reduce(torch.mul, sums.unbind(2))
     return torch.matmul(query.to(sums.dtype).unsqueeze(-2), sums).squeeze(-2).to(query.dtype)
 
 
 class LinearHyperAttention(TupleAttention):
-    """Linear HyperAttention of any order (Section G.3): the scores are the weights, without a softmax, and tuples are
-    not ordered. The sums over the tokens of a tuple are then separate running sums, O(N head_dim^2) in all. Under a
-    mask (padding, packing, a chunk that continues a cache) every query sums what it sees, O(N^2 head_dim^2).
+    """Compute linear HyperAttention of any order (Section G.3), and return no attention weights.
 
-    It returns no attention weights.
+    The scores are the weights, without a softmax, and tuples are not ordered. The sums over the tokens of a tuple are
+    then separate running sums, O(N head_dim^2) in all. Under a mask (padding, packing, a chunk that continues a cache)
+    every query sums the tokens that it sees, O(N^2 head_dim^2).
     """
 
     kind = "hyper"
@@ -156,7 +160,7 @@ class LinearHyperAttention(TupleAttention):
         self.check_core()
         query, keys, values = query_states * self.scaling, self.split_keys(key_states), self.split_keys(value_states)
         (batch, heads, stack, num_keys, head_dim), length = keys.shape, query.shape[2]
-        # See `query_offset`: only an input without cached keys and without a mask is one running sum.
+        # Only an input without cached keys and without a mask is one running sum: see `query_offset`.
         running = attention_mask is None and document_ids is None and length > 1
         state = query.new_zeros(
             (batch, heads, stack, head_dim, head_dim), dtype=torch.promote_types(query.dtype, torch.float32)

@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""HyperFeatureAttention, kind "hyper_feature" (A Theoretical Study of (Hyper) Self-Attention, Sections 5 and F.2)."""
+"""Define kind "hyper_feature" (A Theoretical Study of (Hyper) Self-Attention, Sections 5 and F.2)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 @strict
 @dataclass
 class FeatureOptions:
-    """Options of kind "hyper_feature".
+    """Hold the options of kind "hyper_feature".
 
     Attributes:
         orders: how many scores a head multiplies: one number for all heads, or a list with one for each head.
-        value_product: whether a head multiplies as many values, too.
-        linear: whether the softmax is left out.
+        value_product: whether a head also multiplies as many values.
+        linear: whether to leave out the softmax.
     """
 
     orders: int | list[int] = option(
@@ -42,25 +42,26 @@ class FeatureOptions:
     linear: bool = switch(False)
 
     def of_heads(self, num_heads: int) -> list[int]:
-        """The order of each head."""
+        """Return the order of each head."""
         return [self.orders] * num_heads if isinstance(self.orders, int) else self.orders
 
 
 def product(factors: torch.Tensor, dim: int) -> torch.Tensor:
-    """The elementwise product of the slices along a dimension. (`torch.prod` looks for zeros in its backward.)"""
+    """Multiply the slices along a dimension. Unlike `torch.prod` it does not look for zeros in the backward pass."""
     return reduce(torch.mul, factors.unbind(dim))
 
 
 class HyperFeatureAttention(ScoreMatrixAttention):
-    """Attention whose scores are products of the scores of several features (Definition F.3).
+    """Attend by products of the scores of several features: HyperFeatureAttention (Definition F.3).
 
-    A head of order A holds A queries and keys of width w = head_dim / A side by side; its score is the product over a
-    of q_a k_a^T / sqrt(w). RoPE rotates each as a vector of width w (Remark F.5). Order 1 is multi-head attention.
+    A head of order A holds A queries and keys of width w = head_dim / A side by side. Its score is the product over a
+    of q_a k_a^T / sqrt(w). RoPE rotates each of them as a vector of width w (Remark F.5). Order 1 is multi-head
+    attention.
 
     With `value_product` the value is a product of A vectors of width head_dim, and `v_proj` has A times the rows. With
     `linear` the scores are the weights, without a softmax (Definition 5.1). The cache is Llama's.
 
-    With grouped-query attention the heads of a group, which share its keys, have one order.
+    With grouped-query attention the heads of a group share its keys, so they have one order.
     """
 
     kind = "hyper_feature"
@@ -110,7 +111,7 @@ class HyperFeatureAttention(ScoreMatrixAttention):
         return torch.cat(products, dim=-1)
 
     def split_runs(self, states: torch.Tensor, heads_per_group: int) -> list[torch.Tensor]:
-        """Heads [batch, heads, N, head_dim] as [batch, heads of one order, N, A, w] for each run."""
+        """Split heads [batch, heads, N, head_dim] into runs [batch, heads of one order, N, A, w]."""
         runs = states.split([groups * heads_per_group for _, groups in self.runs], dim=1)
         return [run.unflatten(-1, (order, -1)) for run, (order, _) in zip(runs, self.runs)]
 

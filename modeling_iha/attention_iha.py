@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Interleaved Head Attention, kind "iha" (IHA, Algorithm 1 and Definition 3)."""
+"""Define Interleaved Head Attention, kind "iha" (IHA, Algorithm 1 and Definition 3)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HeadMixing(nn.Module):
-    """Pseudo-heads as learned combinations of heads, alpha of IHA, Algorithm 1, step 2.
+    """Combine heads into pseudo-heads by learned weights, alpha of IHA, Algorithm 1, step 2.
 
     `weight` [M, M, P] holds alpha[m, h, p], the share of head m in pseudo-head p of head h.
     """
@@ -31,23 +31,24 @@ class HeadMixing(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads, num_heads, num_pseudo_heads))
 
     def init_mechanism(self, config: IHAConfig):
-        """Every pseudo-head near its own head, as the paper gives no start: the layer starts close to MHA, and the
-        noise sets the pseudo-heads apart."""
+        """Start every pseudo-head near its own head, so that the layer starts close to MHA.
+
+        The paper gives no initialisation. The noise makes the pseudo-heads differ."""
         noise = torch.randn_like(self.weight) * config.initializer_range
         identity = torch.eye(self.weight.shape[0], device=noise.device, dtype=noise.dtype)
         init.copy_(self.weight, identity.unsqueeze(-1) + noise)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """alpha for the states. Wrappers (PEFT, offloading) act on a call, so the weight is never read directly."""
+        """Return alpha for the states. Wrappers (PEFT, offloading) act on this call, not on the weight."""
         return self.weight
 
 
 class HeadCollapse(nn.Module):
-    """The heads' outputs from the pseudo-heads', R of IHA, Algorithm 1, step 5.
+    """Combine pseudo-heads into heads by learned weights, R of IHA, Algorithm 1, step 5.
 
-    `weight` is [H, P] for `"per_head"`: out[h] = sum_p R[h, p] O[h, p]; and [H, H * P] for `"all_heads"`, which also
-    sums over the heads: column h' * P + p of row h is the share of pseudo-head p of head h', both from 0 (Definition
-    3).
+    `weight` is [H, P] for `"per_head"`: out[h] = sum_p R[h, p] O[h, p]. It is [H, H * P] for `"all_heads"`, which also
+    sums over the heads: column h' * P + p of row h, counted from 0, is the share of pseudo-head p of head h'
+    (Definition 3).
     """
 
     def __init__(self, num_heads: int, num_pseudo_heads: int, pseudo_collapse: str):
@@ -57,7 +58,7 @@ class HeadCollapse(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads, columns))
 
     def init_mechanism(self, config: IHAConfig):
-        """The mean over the pseudo-heads."""
+        """Start at the mean over the pseudo-heads."""
         identity = torch.eye(self.weight.shape[0], device=self.weight.device, dtype=self.weight.dtype)
         if self.weight.shape[1] == self.num_pseudo_heads:
             identity = torch.ones_like(identity[:, :1])
@@ -65,43 +66,44 @@ class HeadCollapse(nn.Module):
         init.copy_(self.weight, mean.repeat_interleave(self.num_pseudo_heads, dim=1))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """R for the states; called as `HeadMixing` is."""
+        """Return R for the states, as `HeadMixing` returns alpha."""
         return self.weight
 
 
 def mix(states: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """The pseudo-heads [batch, N, P, M, head_dim] of heads [batch, M, N, head_dim], by alpha [M, M, P] (step 2)."""
+    """Return pseudo-heads [batch, N, P, M, head_dim] of heads [batch, M, N, head_dim] by alpha [M, M, P] (step 2)."""
     num_heads, _, num_pseudo_heads = alpha.shape
     alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
     return torch.matmul(alpha, states.transpose(1, 2)).unflatten(2, (num_pseudo_heads, num_heads))
 
 
 def interleave(states: torch.Tensor) -> torch.Tensor:
-    """The virtual sequence [batch, M, N * P, head_dim] of pseudo-heads [batch, N, P, M, head_dim] (step 3); a view."""
+    """View pseudo-heads [batch, N, P, M, head_dim] as the virtual sequence [batch, M, N * P, head_dim] (step 3)."""
     return states.flatten(1, 2).transpose(1, 2)
 
 
 def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
-    """Heads [batch, N, H, head_dim] of the virtual sequence's output [batch, N * P, H, head_dim], by R (step 5)."""
+    """Collapse virtual tokens [batch, N * P, H, head_dim] to heads [batch, N, H, head_dim] by R (step 5)."""
     states, weight = states.unflatten(1, (-1, num_pseudo_heads)), weight.to(states.dtype)
     if weight.shape[1] == num_pseudo_heads:
-        # As a product and a sum it keeps no copy of the states for the backward.
+        # A product and a sum keep no copy of the states for the backward pass.
         return (states * weight.t().unsqueeze(-1)).sum(dim=2)
     return torch.einsum("hgp,bnpgd->bnhd", weight.unflatten(1, (-1, num_pseudo_heads)), states)
 
 
 class InterleavedHeadAttention(MultiHeadAttention):
-    """Interleaved Head Attention (IHA, Algorithm 1): every token becomes P virtual tokens whose heads mix all H heads,
-    stock causal attention runs once over the N * P virtual tokens, and the pseudo-heads collapse back into heads.
+    """Attend by Interleaved Head Attention (IHA, Algorithm 1).
 
-    The mixing emits the layout [batch, N, P, heads, head_dim], and [batch, N * P, heads, head_dim] is a view of it:
-    interleaving copies nothing, and the attention core is whatever Transformers offers.
+    Every token becomes P virtual tokens whose heads mix all H heads. Stock causal attention runs once over the N * P
+    virtual tokens. The pseudo-heads then collapse into heads. With grouped-query attention the G key/value heads mix
+    among themselves.
 
-    The cache holds what Llama's would, base keys and values at token length, and the virtual ones are rebuilt from it:
-    mixing acts across heads and RoPE within a head, so they commute, and R_{nP+p} = R_p R_{nP}. The cached keys are
-    rotated to nP, and the remaining rotation R_p is the same for every token.
+    The mixing writes the layout [batch, N, P, heads, head_dim], and [batch, N * P, heads, head_dim] is a view of it.
+    Interleaving therefore copies nothing and runs on any attention core of Transformers.
 
-    With grouped-query attention the G key/value heads mix among themselves.
+    The cache holds base keys and values at token length, as Llama's does. The virtual ones are rebuilt from it. Mixing
+    acts across heads and RoPE within a head, so they commute, and R_{nP+p} = R_p R_{nP}. The cached keys are rotated
+    to nP, and the remaining rotation R_p is the same for every token.
     """
 
     kind = "iha"
@@ -120,8 +122,9 @@ class InterleavedHeadAttention(MultiHeadAttention):
     def expand(
         self, states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2 and 3);
-        `rotation` is R_p, that of [`IHAWeights`]."""
+        """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3).
+
+        `rotation` is R_p, as in [`IHAWeights`]."""
         states = mix(states, alpha)
         if rotation is not None:
             cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
@@ -139,9 +142,10 @@ class InterleavedHeadAttention(MultiHeadAttention):
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Steps 2 to 5 for base states: output as in [`MultiHeadAttention.attend`], weights [batch, H, N * P,
-        keys * P]. `choose_form` in virtual_sequence.py decides the `attention_form`."""
-        # Autocast leaves rotated queries and keys in float32, and their virtual tokens would be as wide.
+        """Run steps 2 to 5 on base states, in the `attention_form` that `choose_form` returned.
+
+        Return the output as [`MultiHeadAttention.attend`] does, and weights [batch, H, N * P, keys * P]."""
+        # Autocast leaves rotated queries and keys in float32, and their virtual tokens would be in float32 too.
         states = (query_states.to(value_states.dtype), key_states.to(value_states.dtype), value_states)
         mixing = (self.q_mix(query_states), self.k_mix(key_states), self.v_mix(value_states))
         weights = IHAWeights(*mixing, self.collapse(query_states), rotation)
@@ -163,7 +167,7 @@ class InterleavedHeadAttention(MultiHeadAttention):
         attention_mask: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Steps 2 to 5 on the virtual sequence; `kwargs` count virtual tokens."""
+        """Run steps 2 to 5 on the virtual sequence, with `kwargs` in virtual tokens."""
         query_states = self.expand(query_states, weights.q_mix, weights.rotation)
         key_states = self.expand(key_states, weights.k_mix, weights.rotation)
         value_states = self.expand(value_states, weights.v_mix, None)

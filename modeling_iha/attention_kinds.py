@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The attention mechanisms: one import and one line each. A checkpoint ships the lines of its own mechanisms only."""
+"""List the attention mechanisms, one import and one line each; a checkpoint ships the lines of its own mechanisms."""
 
 from .attention_dcmha import DynamicallyComposableAttention
 from .attention_diff import DifferentialAttention

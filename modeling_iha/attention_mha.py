@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention, kind "mha": Llama's attention with QK-norm and a window, and the base of the other kinds."""
+"""Define multi-head attention, kind "mha": Llama's with QK-norm and a window. It is the base of the other kinds."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
 @strict
 @dataclass
 class NoOptions:
-    """A kind without options."""
+    """Hold no options."""
 
 
 class MultiHeadAttention(LlamaAttention):
-    """Llama's attention, cut into the steps that the other kinds share: `project`, `attend`, and the output
-    projection."""
+    """Attend as Llama does, in steps that the other kinds share.
+
+    The steps are `project`, `attend` and the output projection."""
 
     kind: ClassVar[str] = "mha"  # name in `IHAConfig.attention_kinds`
     options_class: ClassVar[type] = NoOptions  # strict dataclass of the kind's `attention_options`
-    example_options: ClassVar[dict] = {}  # that differ from the defaults, for tests and documents
-    # Submodules that mix heads and have entries of order 1: an optimiser gives them a learning rate of their own and
-    # no weight decay.
+    example_options: ClassVar[dict] = {}  # options other than the defaults, for tests and documents
+    # Submodules that mix heads. Their entries are of order 1, so an optimiser gives them a learning rate of their own
+    # and no weight decay.
     mixing_modules: ClassVar[tuple[str, ...]] = ()
     num_pseudo_heads = 1  # virtual tokens that attention sees for each token
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
@@ -59,21 +60,21 @@ class MultiHeadAttention(LlamaAttention):
 
     @classmethod
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> MultiHeadAttention:
-        """The attention module of a layer of this kind."""
+        """Build the attention module of a layer of this kind."""
         return cls(config, layer_idx)
 
     @classmethod
     def validate(cls, config: IHAConfig) -> None:
-        """Raises a ValueError for a config whose layers of this kind cannot be built or would ignore a field."""
+        """Raise a ValueError for a config whose layers of this kind cannot be built or would ignore a field."""
 
     def project_value(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Values [batch, N, G * head_dim] of hidden states [batch, N, hidden_size]."""
+        """Return values [batch, N, G * head_dim] of hidden states [batch, N, hidden_size]."""
         return self.v_proj(hidden_states)
 
     def rotate(
         self, query_states: torch.Tensor, key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RoPE on queries [batch, H, N, head_dim] and keys [batch, G, N, head_dim] by tables [batch, N, head_dim]."""
+        """Rotate queries [batch, H, N, head_dim] and keys [batch, G, N, head_dim] by RoPE [batch, N, head_dim]."""
         return apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
     def project(
@@ -82,8 +83,9 @@ class MultiHeadAttention(LlamaAttention):
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         past_key_values: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated queries [batch, H, N, head_dim] of the new tokens, and rotated keys and values
-        [batch, G, cached + N, head_dim] of all, from hidden states [batch, N, hidden_size]."""
+        """Return rotated queries [batch, H, N, head_dim] of the new tokens, and keys and values of all tokens.
+
+        Hidden states are [batch, N, hidden_size], values and rotated keys [batch, G, cached + N, head_dim]."""
         hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
 
         query_states = self.q_proj(hidden_states).view(hidden_shape)
@@ -111,9 +113,10 @@ class MultiHeadAttention(LlamaAttention):
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Causal attention on the core of `config._attn_implementation`: output [batch, queries, H, head_dim], and the
-        weights [batch, H, queries, keys] where the core gives them. `kwargs` hold `sliding_window`; `attention_form`
-        and `rotation` are for kind "iha"."""
+        """Compute causal attention on the core of `config._attn_implementation`.
+
+        Return the output [batch, queries, H, head_dim] and, where the core gives them, the weights [batch, H, queries,
+        keys]. `kwargs` hold `sliding_window`. Only kind "iha" reads `attention_form` and `rotation`."""
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -138,10 +141,11 @@ class MultiHeadAttention(LlamaAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Llama's; `position_embeddings` are `IHARotaryEmbedding.tables`. `document_ids` and
-        `document_bounds` among `kwargs` stand in place of a mask where attention builds none (see `LayerMask`)."""
+        """Run as Llama's attention does, with `position_embeddings` from `IHARotaryEmbedding.tables`.
+
+        Where attention builds no mask, `document_ids` and `document_bounds` replace it (see `LayerMask`)."""
         states = self.project(hidden_states, position_embeddings, past_key_values)
-        # One query multiplies fast in every dtype, and keys that are cached need no copy for it.
+        # Products with one query are fast in every dtype, and cached keys then need no copy.
         one_query = hidden_states.shape[1] * self.num_pseudo_heads == 1 or kwargs.get("attention_form") == "absorbed"
         attend = self.attend if one_query else in_product_dtype(self.attend)
         attn_output, attn_weights = attend(

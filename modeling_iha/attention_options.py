@@ -1,7 +1,8 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of a strict dataclass that holds an attention kind's options: a default, a test, and words for what the
-test asks. `IHAConfig.options_of` reads them."""
+"""Declare the options of an attention kind as fields of a strict dataclass.
+
+A field has a default, a test, and words for what the test expects. `IHAConfig.options_of` reads the fields."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from huggingface_hub.dataclasses import validated_field
 
 
 def option(default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
-    """A field of an options dataclass. `expected` completes the sentence "it must be ..."."""
+    """Return a field of an options dataclass. `expected` completes the sentence "it must be ..."."""
 
     def validate(value: Any) -> None:
         if not is_valid(value):
@@ -20,10 +21,10 @@ def option(default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
 
 
 def switch(default: bool) -> Any:
-    """A field that is true or false."""
+    """Return a field that is true or false."""
     return option(default, "true or false", lambda value: type(value) is bool)
 
 
 def is_whole(value: Any, minimum: int = 1) -> bool:
-    """Whether a value is a whole number, at least `minimum`. (True and False are not.)"""
+    """Return whether a value is an integer of at least `minimum`, and not True or False."""
     return type(value) is int and value >= minimum

@@ -1,7 +1,8 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""2-simplicial attention, kind "simplicial" (Fast and Simplex, Section 4; the strongest baseline of IHA, Appendix
-D)."""
+"""Define 2-simplicial attention, kind "simplicial" (Fast and Simplex, Section 4).
+
+It is the strongest baseline of IHA, Appendix D."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 @strict
 @dataclass
 class SimplicialOptions:
-    """Options of kind "simplicial".
+    """Hold the options of kind "simplicial".
 
     Attributes:
         windows: [w1, w2] of j and k in tokens; the larger one is the layer's `sliding_window`. `None` sets both to it.
@@ -31,8 +32,9 @@ class SimplicialOptions:
 
 
 class SimplicialAttention(PairAttention):
-    """2-simplicial attention: a softmax over all pairs of past tokens in any order. The two tokens of a pair have
-    separate keys and values, see [`PairAttention`]."""
+    """Compute 2-simplicial attention, a softmax over all pairs of past tokens in any order.
+
+    The two tokens of a pair have separate keys and values: see [`PairAttention`]."""
 
     kind = "simplicial"
     options_class = SimplicialOptions

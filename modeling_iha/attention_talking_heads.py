@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Talking-heads attention, kind "talking_heads" (Shazeer et al. 2020, Talking-Heads Attention, arXiv 2003.02436)."""
+"""Define kind "talking_heads" (Shazeer et al. 2020, Talking-Heads Attention, arXiv 2003.02436)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 class HeadTalk(nn.Module):
-    """A linear map across the heads of a score matrix, the logits or the weights projection of Talking-Heads
-    Attention.
+    """Map scores or weights linearly across heads, by the logits or the weights projection of the paper.
 
     `weight` [H, H] holds in row h, column g the share of head h in head g after the map.
     """
@@ -29,19 +28,19 @@ class HeadTalk(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads, num_heads))
 
     def init_mechanism(self, config: IHAConfig):
-        """Every head its own: the layer starts as multi-head attention."""
+        """Start at the identity, so that the layer starts as multi-head attention."""
         init.copy_(self.weight, torch.eye(len(self.weight), device=self.weight.device, dtype=self.weight.dtype))
 
     def forward(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Scores or weights [batch, H, rows, columns] after the map."""
+        """Return scores or weights [batch, H, rows, columns] after the map."""
         return torch.einsum("hg,bhij->bgij", self.weight.to(matrix.dtype), matrix)
 
 
 class TalkingHeadsAttention(ScoreMatrixAttention):
-    """Talking-heads attention: the heads mix their scores before the softmax, and their weights after it.
+    """Mix the scores of the heads before the softmax, and their weights after it: talking-heads attention.
 
     Scores are mixed before they are masked, so that a masked score of one head never reaches another. With
-    grouped-query attention each of the H query heads has scores of its own, and all H of them talk.
+    grouped-query attention each of the H query heads has its own scores, and all H of them mix.
     """
 
     kind = "talking_heads"

@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Llama with the attention mechanism chosen per layer; the default is Interleaved Head Attention (IHA)."""
+"""Define Llama with an attention mechanism chosen per layer, by default Interleaved Head Attention (IHA)."""
 
 import warnings
 
@@ -33,7 +33,7 @@ from .virtual_sequence import LayerMask, MaskInputs, MaskKey, check_packing, cho
 
 
 class IHARotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's rotary tables, and those of interleaved virtual positions."""
+    """Compute Llama's rotary tables and those of interleaved virtual positions."""
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
@@ -41,8 +41,9 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         self.interleaved = "iha" in config.attention_kinds and config.pseudo_positions == "interleaved"
 
     def _apply(self, fn, recurse=True):
-        """Moves the frequencies and leaves them float32: rounded by `model.to(torch.bfloat16)`, they would turn a
-        token at position 1000 by angles that are off by radians."""
+        """Move the frequencies and keep them in float32.
+
+        `model.to(torch.bfloat16)` would round them, and the angles at position 1000 would be off by radians."""
 
         def move(buffer: torch.Tensor) -> torch.Tensor:
             moved = fn(buffer)
@@ -51,10 +52,11 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         return super()._apply(move, recurse)
 
     def tables(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """(cos, sin) tables in the dtype of x from token positions n [batch, N]: `"token"` at n, [batch, N, head_dim],
-        and for interleaved positions n * P + p also `"interleaved"` at n * P, [batch, N, head_dim], and
-        `"pseudo_head"` at p, [P, head_dim]. Length-dependent RoPE types choose their frequencies by length in
-        tokens."""
+        """Return (cos, sin) tables in the dtype of x for token positions n [batch, N].
+
+        `"token"` is at n, [batch, N, head_dim]. Interleaved positions n * P + p add `"interleaved"` at n * P,
+        [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. RoPE types that depend on the length take it
+        in tokens."""
         tables = {"token": self(x, position_ids)}
         if self.interleaved:
             cos, sin = self._table(position_ids * self.num_pseudo_heads, x)
@@ -72,9 +74,10 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class IHAMLP(LlamaMLP):
-    """Llama's FFN; without `gated_mlp` the two-matrix FFN of the paper's models (IHA, Section 5.1); with
-    `mlp_gate_groups` the "mgate" FFN of the released DCFormers, where a softmax over groups of channels scales each
-    group."""
+    """Apply Llama's FFN or, without `gated_mlp`, the two-matrix FFN of the paper's models (IHA, Section 5.1).
+
+    With `mlp_gate_groups` a softmax over groups of channels scales each group, as in the "mgate" FFN of the released
+    DCFormers."""
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
@@ -94,7 +97,7 @@ class IHAMLP(LlamaMLP):
 
 
 class IHADecoderLayer(LlamaDecoderLayer):
-    """Llama's layer, its forward included, with the layer's own kind of attention and the config's FFN."""
+    """Run Llama's decoder layer with this layer's kind of attention and the config's FFN."""
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         nn.Module.__init__(self)  # Llama's would first build the attention and FFN that are replaced here
@@ -118,33 +121,35 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
 
     @staticmethod
     def token_attentions(attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return the attention maps of an output for a call with `num_tokens` tokens N, [batch, H, N, keys], from
-        those that "iha" layers return, [batch, H, N * P, keys * P]: the sum over the pseudo-heads of a key, the mean
-        over those of a query. The maps of other layers stay as they are."""
+        """Return attention maps over tokens, [batch, H, N, keys], for a call with `num_tokens` tokens N.
+
+        "iha" layers return maps [batch, H, N * P, keys * P]. The result is the sum over the pseudo-heads of a key and
+        the mean over those of a query. The maps of other layers stay as they are."""
         by_query = [(weights, (-1, weights.shape[-2] // num_tokens)) for weights in attentions]
         return tuple(w.unflatten(-1, split).sum(-1).unflatten(-2, split).mean(-2) for w, split in by_query)
 
     @classmethod
     def is_backend_compatible(cls) -> bool:
-        """No: what servers such as vLLM and SGLang ask before they run a Transformers model on their own attention and
-        paged cache, which hold one key per token. Pseudo-keys number P for each token, and are rebuilt, not cached."""
+        """Return False, so that vLLM and SGLang do not run the model on their own attention and paged cache.
+
+        Their cache holds one key per token. An "iha" layer has P pseudo-keys per token and caches none of them."""
         return False
 
     def _init_weights(self, module: nn.Module):
-        """Llama's, and what a mechanism's own modules say in `init_mechanism`."""
+        """Initialise as Llama does, and call `init_mechanism` of a mechanism's own modules."""
         super()._init_weights(module)
         if hasattr(module, "init_mechanism"):
             module.init_mechanism(self.config)
 
 
 class IHAModel(IHAPreTrainedModel):
-    """The decoder: token embedding, layers, final norm.
+    """Run the decoder: token embedding, layers and final norm.
 
     Attributes:
-        attention_form (`str`, *optional*): how "iha" layers compute. `None` leaves it to `choose_form`; `"virtual"`
-            is the algorithm as written at every length; `"base"` keeps base queries, keys and values only, as
-            multi-head attention does: training expands them once more in the backward, and one token is decoded from
-            them. It is not saved.
+        attention_form (`str`, *optional*): how "iha" layers compute; it is not saved. `None` leaves it to
+            `choose_form`. `"virtual"` is the algorithm as written at every length. `"base"` keeps base queries, keys
+            and values only, as multi-head attention does: training expands them again in the backward pass, and one
+            token is decoded from them.
     """
 
     attention_form: str | None = None
@@ -162,8 +167,9 @@ class IHAModel(IHAPreTrainedModel):
         self.post_init()
 
     def create_masks(self, *inputs: torch.Tensor | Cache | None, **kwargs) -> dict[MaskKey, LayerMask]:
-        """The mask of every kind of layer, from the fields of [`MaskInputs`] after `config`; `kwargs` are those of the
-        forward, which may declare packed documents."""
+        """Return the mask of every kind of layer.
+
+        `inputs` are the fields of [`MaskInputs`] after `config`. `kwargs` of the forward may declare documents."""
         inputs = MaskInputs(self.config, *inputs, attention_form=self.attention_form)
         core, device = self.config._attn_implementation, inputs.inputs_embeds.device.type
         if core == "flex_attention" and device == "cpu" and not torch.compiler.is_compiling():
@@ -172,7 +178,7 @@ class IHAModel(IHAPreTrainedModel):
         return create_masks(inputs, [layer.mask_key for layer in self.layers])
 
     def prepared_mask(self, key: MaskKey, mask: torch.Tensor | None, inputs_embeds: torch.Tensor) -> LayerMask:
-        """The mask of a kind of layer from one over virtual tokens, [batch, 1, N * P, keys * P]."""
+        """Return the [`LayerMask`] that holds a mask over virtual tokens, [batch, 1, N * P, keys * P]."""
         if mask is None:
             return LayerMask()
         inputs = MaskInputs(self.config, inputs_embeds, attention_form=self.attention_form)
@@ -190,9 +196,10 @@ class IHAModel(IHAPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        r"""As [`LlamaModel.forward`]: every argument counts tokens, never virtual tokens. `attention_mask` may be
-        [batch, cached + N] or [batch, 1, N, cached + N], or one such mask for each [`MaskKey`], over virtual
-        tokens. But the `attentions` that "iha" layers return are over virtual tokens: see `token_attentions`."""
+        r"""Run as [`LlamaModel.forward`] does, with every argument in tokens.
+
+        `attention_mask` is [batch, cached + N], [batch, 1, N, cached + N], or one mask over virtual tokens for each
+        [`MaskKey`]. The `attentions` of "iha" layers are over virtual tokens: see `token_attentions`."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
@@ -231,7 +238,7 @@ class IHAModel(IHAPreTrainedModel):
 
 
 class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
-    """The decoder with a language modeling head; its forward is [`LlamaForCausalLM`]'s.
+    """Run the decoder with a language modeling head and the forward of [`LlamaForCausalLM`].
 
     ```python
     >>> from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -257,9 +264,10 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """As in [`GenerationMixin`], whose paged cache is filled inside the attention core: an "iha" layer's keys are
-        those of virtual tokens there, a layer of differential attention calls its core twice. Refused but for a model
-        of full "mha" layers."""
+        """Start continuous batching, or raise a NotImplementedError unless all layers are full "mha" layers.
+
+        [`GenerationMixin`] fills its paged cache inside the attention core. There an "iha" layer has keys of virtual
+        tokens, and a layer of differential attention calls its core twice."""
         if set(self.config.attention_kinds) != {"mha"} or "sliding_attention" in self.config.layer_types:
             raise NotImplementedError(
                 "Continuous batching (generate_batch, transformers serve --continuous-batching) fills a paged cache inside the attention "
@@ -268,8 +276,9 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         return super().init_continuous_batching(*args, **kwargs)
 
     def _get_static_cache_init_shape(self):
-        """As in [`GenerationMixin`], which allocates static caches ahead of a prefill in chunks; but a kind that
-        caches more than Llama waits for its first keys and values (`None`)."""
+        """Return the shape in which [`GenerationMixin`] allocates static caches before a chunked prefill.
+
+        It is `None` for a kind that caches more than Llama: the cache then waits for the first keys and values."""
         if not all(layer.self_attn.caches_like_llama for layer in self.model.layers):
             return None
         return super()._get_static_cache_init_shape()
@@ -277,8 +286,9 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
     ):
-        """Called by `generate` ahead of a forward with a compilable cache. One token goes through a compiled forward,
-        which takes tensors; for a prompt the forward makes masks itself."""
+        """Return the masks for a forward with a compilable cache; `generate` calls this before the forward.
+
+        One token goes through a compiled forward, which takes tensors. For a prompt the forward makes masks."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
         masks = self.model.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
@@ -286,9 +296,10 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
 
 
 class IHATaskHead:
-    """Lets Transformers' generic heads, which build their decoder with `AutoModel.from_config`, find [`IHAModel`]
-    where this file is remote code: loaded from a directory, the config is then of another class than the one imported
-    above."""
+    """Let the generic heads of Transformers find [`IHAModel`] where this file is remote code.
+
+    The heads build their decoder with `AutoModel.from_config`. A config loaded from a directory is of another class
+    than the one imported above."""
 
     def __init__(self, config: IHAConfig):
         AutoModel.register(type(config), IHAModel, exist_ok=True)

@@ -1,7 +1,8 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that [`IHAConfig`] has in this package only, not in a checkpoint, which needs neither: `from_preset` reads
-the named presets, and `save_pretrained` ships the code of a model's own attention mechanisms only."""
+"""Add to [`IHAConfig`] the methods that a checkpoint does not need.
+
+`from_preset` reads the named presets. `save_pretrained` ships the code of a model's own mechanisms only."""
 
 import os
 import re
@@ -15,8 +16,9 @@ from .configuration_iha import IHAConfig
 
 
 def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
-    """Window in tokens at which four sliding IHA layers and a global one cost about five global MHA layers:
-    W = N / (2 P^2) (IHA, Appendix C)."""
+    """Return W = N / (2 P^2), the window in tokens of a FLOP-matched schedule (IHA, Appendix C).
+
+    Four sliding IHA layers and a global one then cost about as much as five global MHA layers."""
     window = sequence_length // (2 * num_pseudo_heads**2)
     if window < 1:
         raise ValueError(
@@ -27,9 +29,10 @@ def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
 
 
 def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
-    """A named configuration of the repository's `configuration_iha` directory, such as `"paper-2.4b-iha"` or `"tiny"`;
-    `overrides` replace single fields. The window of IHA's schedule follows P and the context length
-    (`flop_matched_window`) where these are overridden and it is not."""
+    """Build a named configuration of the directory `configuration_iha`, such as `"paper-2.4b-iha"` or `"tiny"`.
+
+    `overrides` replace single fields. Where they do not set the window of IHA's schedule, `flop_matched_window`
+    computes it from P and the context length."""
     directory = Path(__file__).resolve().parent.parent / "configuration_iha"
     presets = sorted(path.stem for path in directory.glob("*.json"))
     if name not in presets:
@@ -47,8 +50,9 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
 
 
 def remove_unused_code(directory: str | os.PathLike, kinds: list[str]) -> None:
-    """Removes from a saved checkpoint the code of all attention kinds but `kinds`: their lines in attention_kinds.py,
-    and the files that nothing imports any more."""
+    """Remove the code of all attention kinds but `kinds` from a saved checkpoint.
+
+    It consists of their lines in attention_kinds.py and of the files that nothing imports any more."""
     directory = Path(directory)
     registry = directory / "attention_kinds.py"
     if not registry.is_file() or registry.samefile(Path(__file__).with_name(registry.name)):
@@ -67,7 +71,8 @@ def remove_unused_code(directory: str | os.PathLike, kinds: list[str]) -> None:
 
 
 def save_pretrained(config: IHAConfig, save_directory: str | os.PathLike, *args, **kwargs) -> None:
-    """As in Transformers, for a model too, whose weights it precedes and whose code it follows: a stranger reads the
-    code before trusting it, so a checkpoint ships that of its own mechanisms only."""
+    """Save as Transformers does, with the code of the config's own attention mechanisms only.
+
+    A stranger reads that code before trusting it. Saving a model calls this after copying the code."""
     LlamaConfig.save_pretrained(config, save_directory, *args, **kwargs)
     remove_unused_code(save_directory, config.attention_kinds)

@@ -1,7 +1,8 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the attention kinds that change the scores or the weights between query and key, which no stock core
-exposes."""
+"""Define the base of attention kinds that change scores or weights between query and key.
+
+No stock core exposes them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
 BLOCK = 128
-# An additive mask hides a pair with the lowest number of its dtype; float16's is the highest of these.
+# An additive mask hides a pair with the lowest number of its dtype. That of float16 is the highest of these.
 MASKED = torch.finfo(torch.float16).min
 
 
@@ -35,14 +36,14 @@ def block_bias(
     window: int | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """The additive float32 mask [batch or 1, 1 or H, rows, columns] of a block of queries: 0 where a query sees a key.
+    """Return the float32 mask [batch or 1, 1 or H, rows, columns] to add to a block of scores, 0 for a visible key.
 
     Args:
         mask: boolean or additive [batch or 1, 1 or H, N, keys], `None` for causal attention.
-        document_ids: int [batch or 1, keys], equal where tokens may see each other, `None` if all may; read without a
+        document_ids: int [batch or 1, keys], equal where tokens may see each other, `None` if all may; ignored with a
             mask.
-        offset: position of the first query among the keys; read without a mask.
-        window: in tokens, `None` for all; read without a mask.
+        offset: position of the first query among the keys; ignored with a mask.
+        window: in tokens, `None` for all; ignored with a mask.
     """
     lowest = torch.finfo(torch.float32).min
     if mask is not None:
@@ -63,8 +64,9 @@ def block_bias(
 
 
 def query_blocks(query: torch.Tensor, size: int) -> list[slice]:
-    """The rows of each block of `size` queries of [batch, H, N, any]. A traced loop is unrolled and compiled anew for
-    every number of blocks, so one block takes all queries under tracing."""
+    """Return the rows of each block of `size` queries of [batch, H, N, any].
+
+    Under tracing one block takes all queries: a traced loop is unrolled and recompiled for every length."""
     length = query.shape[2]
     if is_tracing(query):
         return [slice(0, length)]
@@ -72,14 +74,16 @@ def query_blocks(query: torch.Tensor, size: int) -> list[slice]:
 
 
 def query_offset(length: int, num_keys: int) -> int:
-    """Position of the first of `length` queries among the keys. Without a mask a single query sees every key, and a
-    longer input has no cached keys before it."""
+    """Return the position of the first of `length` queries among the keys, for attention without a mask.
+
+    A single query sees every key, and a longer input has no cached keys before it."""
     return num_keys - 1 if length == 1 else 0
 
 
 def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: int | None, num_keys: int) -> slice:
-    """The keys that any query of a block may see; a mask selects all keys. The arguments are those of
-    `block_bias`."""
+    """Return the keys that any query of a block may see, from the arguments of `block_bias`.
+
+    With a mask they are all keys."""
     if mask is not None:
         return slice(0, num_keys)
     first = 0 if window is None else max(0, rows.start + offset - window + 1)
@@ -87,24 +91,24 @@ def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: i
 
 
 def recomputed(function: Callable, num_blocks: int, *args, **kwargs):
-    """`function(*args, **kwargs)`. Where there are several blocks, the backward computes each of them again instead of
-    keeping anything."""
+    """Return `function(*args, **kwargs)`.
+
+    With several blocks the backward pass computes each of them again and keeps nothing of them."""
     if torch.is_grad_enabled() and num_blocks > 1:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     return function(*args, **kwargs)
 
 
 def join(blocks: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """The blocks in one tensor. A single block is returned as it is, because a caller may ask for its gradient."""
+    """Join the blocks in one tensor. Return a single block as it is: a caller may ask for its gradient."""
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=dim)
 
 
 class ScoreMatrixAttention(MultiHeadAttention):
-    """Attention in blocks of queries, in which a kind may change the scores before the softmax and the weights after
-    it.
+    """Attend in blocks of queries, where a kind may change scores before and weights after the softmax.
 
-    The backward recomputes each block, so scores are never kept for all queries, except inside `torch.compile`. Masks
-    are those of SDPA or the eager core. A flash core or FlexAttention never builds the scores and is refused.
+    The backward pass recomputes each block, so scores are never kept for all queries, except inside `torch.compile`.
+    Masks are those of SDPA or the eager core. A flash core or FlexAttention never builds the scores and is refused.
     """
 
     def __init__(self, config: IHAConfig, layer_idx: int):
@@ -112,7 +116,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
         self.check_core()
 
     def check_core(self):
-        """Raises a ValueError for a core that never builds the scores."""
+        """Raise a ValueError for a core that never builds the scores."""
         core = self.config._attn_implementation
         if core is not None and ("flash" in core or "flex" in core):
             raise ValueError(
@@ -121,20 +125,21 @@ class ScoreMatrixAttention(MultiHeadAttention):
             )
 
     def compose_scores(self, scores: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
-        """The scores [batch, H, rows, columns] before mask and softmax, changed as the kind wants."""
+        """Return the scores [batch, H, rows, columns] before mask and softmax, changed as the kind requires."""
         return scores
 
     def compose_weights(self, weights: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
-        """The weights [batch, H, rows, columns] after the softmax, changed as the kind wants."""
+        """Return the weights [batch, H, rows, columns] after the softmax, changed as the kind requires."""
         return weights
 
     def raw_scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Scaled scores [batch, H, rows, columns] of queries [batch, H, rows, any] and keys [batch, G, columns,
-        any]."""
+        """Return the scaled scores [batch, H, rows, columns] of queries and keys.
+
+        Queries are [batch, H, rows, any], and keys are [batch, G, columns, any]."""
         return torch.matmul(query, repeat_kv(key, self.num_key_value_groups).transpose(2, 3)) * self.scaling
 
     def normalize_scores(self, scores: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """The weights [batch, H, rows, columns] of the scores under the additive float32 mask of `block_bias`."""
+        """Return weights [batch, H, rows, columns] of the scores under the additive float32 mask of `block_bias`."""
         return torch.softmax(scores.float() + bias, dim=-1).to(scores.dtype)
 
     def attend_block(
@@ -147,8 +152,9 @@ class ScoreMatrixAttention(MultiHeadAttention):
         columns: slice,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries. `bias` makes
-        the mask here, so that it is not kept for the backward."""
+        """Return output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries.
+
+        `bias` makes the mask here, so that the backward pass does not keep it."""
         scores = self.compose_scores(self.raw_scores(query, key), rows, columns, **kwargs)
         weights = self.normalize_scores(scores, bias())
         weights = self.compose_weights(weights, rows, columns, **kwargs)
@@ -169,7 +175,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
         self.check_core()
         length, num_keys = query_states.shape[2], key_states.shape[2]
         offset = query_offset(length, num_keys)
-        # A mask holds the window, and none is made where the window reaches every key.
+        # A mask holds the window. No mask is made where the window reaches every key.
         window = None if document_ids is None else sliding_window
 
         blocks = query_blocks(query_states, BLOCK)

@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the kinds that attend from a token to tuples of tokens."""
+"""Define the base of the kinds that attend from a token to tuples of tokens."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .score_matrix import (
 if TYPE_CHECKING:
     from .configuration_iha import IHAConfig
 
-# The most queries, and the most scores, in a block: 64 MiB of float32, which exist for one block at a time.
+# A block has at most this many queries and scores. The scores, 64 MiB of float32, exist for one block at a time.
 BLOCK = 32
 MAX_SCORES = 2**24
 
 
 def windows_option():
-    """A field for the windows of j and k."""
+    """Return a field for the windows of j and k."""
     return option(
         None,
         "a list of two numbers of tokens, at least 1, or null",
@@ -41,12 +41,12 @@ def windows_option():
 
 
 def block_size(size: int, scores: int) -> int:
-    """Queries in a block: at most `size`, and together at most MAX_SCORES scores, where each query has `scores`."""
+    """Return the size of a block: at most `size` queries, and MAX_SCORES scores with `scores` for each query."""
     return max(1, min(size, MAX_SCORES // max(1, scores)))
 
 
 def nearest(bias: torch.Tensor, window: int | None) -> torch.Tensor:
-    """The additive mask [..., rows, columns], with all but the last `window` visible columns of each row hidden."""
+    """Hide all but the last `window` visible columns of each row in an additive mask [..., rows, columns]."""
     if window is None:
         return bias
     rank = (bias > MASKED).flip(-1).cumsum(-1).flip(-1)
@@ -54,13 +54,13 @@ def nearest(bias: torch.Tensor, window: int | None) -> torch.Tensor:
 
 
 def sliding_layers(config: IHAConfig, kind: str) -> list[bool]:
-    """For each layer of the kind, whether it is a sliding one."""
+    """Return for each layer of the kind whether it is a sliding one."""
     layers = zip(config.attention_kinds, config.layer_types)
     return [layer_type == "sliding_attention" for layer_kind, layer_type in layers if layer_kind == kind]
 
 
 def validate_windows(config: IHAConfig, kind: str) -> None:
-    """Raises a ValueError for `windows` of a kind that do not fit its layers."""
+    """Raise a ValueError for `windows` of a kind that do not fit its layers."""
     windows, sliding = config.options_of(kind).windows, sliding_layers(config, kind)
     if windows and not (all(sliding) and max(windows) == config.sliding_window):
         raise ValueError(
@@ -70,7 +70,7 @@ def validate_windows(config: IHAConfig, kind: str) -> None:
 
 
 class TupleAttention(ScoreMatrixAttention):
-    """Attention whose keys and values are tuples of tokens.
+    """Attend to keys and values that are tuples of tokens.
 
     With `sharing` the tokens of a tuple share one key and one value, and the parameters are Llama's. Without it
     `k_proj`, `v_proj` and the cache stack the heads of all `tuple_size` keys and values.
@@ -86,21 +86,22 @@ class TupleAttention(ScoreMatrixAttention):
             self.v_proj = nn.Linear(config.hidden_size, stacked, bias=config.attention_bias)
 
     def split_keys(self, states: torch.Tensor) -> torch.Tensor:
-        """Stacked heads [batch, tuple_size * G, N, head_dim] as one per query head, [batch, H, tuple_size, N,
-        head_dim]."""
+        """Return heads [batch, H, tuple_size, N, head_dim], one for each query head.
+
+        `states` holds the stacked heads [batch, tuple_size * G, N, head_dim]."""
         stack = [states] * self.tuple_size if self.sharing else states.chunk(self.tuple_size, dim=1)
         return torch.stack([repeat_kv(heads, self.num_key_value_groups) for heads in stack], dim=2)
 
 
 class PairAttention(TupleAttention):
-    """A softmax over pairs (j, k): S[i, j, k] = sum_c q[i, c] k1[j, c] k2[k, c] / sqrt(head_dim), and the output
-    sum_jk A[i, j, k] v1[j] * v2[k].
+    """Attend by a softmax over pairs of tokens (j, k).
 
-    `windows` [w1, w2] let j and k reach back w1 and w2 tokens, the current one included; by default both span the
-    layer's `sliding_window`. Scores exist for a block of queries at a time, O(w1 w2) for each query, and the backward
-    recomputes them. Inside `torch.compile` they exist for all queries at once.
+    The scores are S[i, j, k] = sum_c q[i, c] k1[j, c] k2[k, c] / sqrt(head_dim), and the output is sum_jk A[i, j, k]
+    v1[j] * v2[k]. `windows` [w1, w2] let j and k reach back w1 and w2 tokens, the current one included. By default
+    both are the layer's `sliding_window`. Scores exist for a block of queries at a time, O(w1 w2) for each query, and
+    the backward pass recomputes them. Inside `torch.compile` they exist for all queries at once.
 
-    The papers leave positions open: RoPE rotates the query and every key as in the other kinds. A common rotation
+    The papers do not define positions. RoPE rotates the query and every key as in the other kinds. A common rotation
     changes a product of three vectors, but not a dot product, so scores depend on positions, not only on distances.
 
     The attention weights that are returned are the shares of j, summed over k, [batch, H, N, keys].
@@ -111,7 +112,7 @@ class PairAttention(TupleAttention):
         self.windows = windows or [self.sliding_window] * 2
 
     def is_pair(self, j: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Which pairs of positions j and k, which broadcast, are attended to."""
+        """Return which pairs of positions j and k are attended to; j and k broadcast."""
         raise NotImplementedError
 
     def attend_block(
@@ -122,10 +123,10 @@ class PairAttention(TupleAttention):
         biases: tuple[torch.Tensor, torch.Tensor],
         pairs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [batch, rows, H, head_dim] and weights of j [batch, H, rows, columns of j] of a block of queries
-        [batch, H, rows, head_dim].
+        """Return the output [batch, rows, H, head_dim] and weights of j [batch, H, rows, columns of j] of a block.
 
         Args:
+            query: [batch, H, rows, head_dim].
             keys, values: two each, [batch, H, columns of j, head_dim] and [batch, H, columns of k, head_dim].
             biases: additive masks, [batch or 1, 1 or H, rows, columns of j] and [..., columns of k].
             pairs: bool [columns of j, columns of k], True for a pair to attend to.
@@ -137,7 +138,7 @@ class PairAttention(TupleAttention):
         query_key1 = query.unsqueeze(3) * key1.unsqueeze(2)  # [batch, H, rows, columns of j, head_dim]
         scores = torch.matmul(query_key1, key2.unsqueeze(2).transpose(-1, -2)) * self.scaling
         weights = torch.softmax((scores.float() + bias).flatten(-2), dim=-1).view(scores.shape)
-        # The softmax gives weights to a query without any pair, such as padding, too.
+        # The softmax also gives weights to a query without a pair, such as padding.
         weights = weights.masked_fill(bias <= MASKED, 0).to(query.dtype)
         weights = torch.nn.functional.dropout(weights, p=self.attention_dropout, training=self.training)
         output = (torch.matmul(weights, value2.unsqueeze(2)) * value1.unsqueeze(2)).sum(dim=3)

@@ -1,10 +1,10 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The virtual sequence of Interleaved Head Attention: masks for it, and the choice of how to compute on it.
+"""Make masks for the virtual sequence of Interleaved Head Attention, and choose how to compute on it.
 
 P pseudo-heads turn token n into the P consecutive virtual tokens n * P .. n * P + P - 1. Masks, windows, document
-boundaries and cache lengths are given in tokens; the attention cores see virtual tokens. This file holds every
-translation between the two.
+boundaries and cache lengths are given in tokens. Attention cores see virtual tokens. Every translation between the two
+is in this file.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from .window_blocks import MIN_BLOCK, has_varlen
 if TYPE_CHECKING:
     from .configuration_iha import IHAConfig
 
-# The largest dense mask that is built for an interleaved sequence; on "sdpa" a row of N * P = 65536 virtual tokens
-# takes it.
+# The largest dense mask for virtual tokens. On "sdpa" a row of N * P = 65536 virtual tokens takes it.
 MAX_MASK_BYTES = 4 * 2**30
-# Hides a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where float64's lowest
-# number is -inf, and a row of nothing else NaN.
+# These values hide a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where the
+# lowest float64 is -inf, and a row of -inf becomes NaN.
 MASKED = {dtype: torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 MASKED[torch.float64] = MASKED[torch.float32]
 
 
 class MaskKey(NamedTuple):
-    """What the mask of a layer depends on."""
+    """Hold what the mask of a layer depends on."""
 
     layer_type: str  # "full_attention" or "sliding_attention"
     num_pseudo_heads: int  # virtual tokens per token
@@ -45,31 +44,32 @@ class MaskKey(NamedTuple):
 
 
 class LayerMask(NamedTuple):
-    """What a layer is told of who sees whom: a mask as every Transformers layer takes it or, where attention builds
-    none, the document of each token; and the form in which an "iha" layer computes."""
+    """Tell a layer which tokens see each other, and in which form an "iha" layer computes.
+
+    Where attention builds no mask, the document of each token replaces it."""
 
     attention_mask: torch.Tensor | None = None  # as Transformers makes it for the core; `None` for causal attention
     # Int [batch or 1, keys], equal where tokens may see each other, -1 for padding. Attention is causal and within the
     # layer's window.
     document_ids: torch.Tensor | None = None
-    # The same for `maskless_attention`; `None` where every row is one document.
+    # As `maskless_attention` takes them; `None` where every row is one document.
     document_bounds: tuple[torch.Tensor, int] | None = None
     attention_form: str | None = None  # see `choose_form`
 
 
 @dataclass
 class MaskInputs:
-    """What masks are made from. All lengths are in tokens."""
+    """Hold what masks are made from, with all lengths in tokens."""
 
     config: IHAConfig
     inputs_embeds: torch.Tensor  # [batch, N, any]; gives batch, length, dtype and device
-    # [batch, cached + N], nonzero for real tokens, or a custom boolean or additive [batch, 1, N, cached + N], within
-    # which sliding layers keep their window.
+    # [batch, cached + N], nonzero for real tokens, or a custom boolean or additive [batch, 1, N, cached + N]. Sliding
+    # layers keep their window under a custom mask.
     attention_mask: torch.Tensor | None = None
     past_key_values: Cache | None = None  # the cache before it takes the N tokens
     position_ids: torch.Tensor | None = None  # [batch or 1, N]; a restart begins a packed document
     attention_form: str | None = None  # see `IHAModel.attention_form`
-    # Answers that a GPU is waited for, so that it is asked once.
+    # Each answer waits for a GPU, so it is kept.
     _packed: bool | None = None
     _padded: bool | None = None
 
@@ -79,8 +79,9 @@ class MaskInputs:
 
     @property
     def may_be_packed(self) -> bool:
-        """Whether positions restart in an input that has neither mask nor cache. Traced positions have no values to
-        look at: they may."""
+        """Return whether positions restart in an input that has neither mask nor cache.
+
+        Traced positions have no values, so they may restart."""
         if self.position_ids is None or self.attention_mask is not None or self.past_key_values is not None:
             return False
         if self._packed is None:
@@ -90,7 +91,7 @@ class MaskInputs:
 
     @property
     def may_be_padded(self) -> bool:
-        """Whether a mask [batch, keys] hides tokens; a traced one may."""
+        """Return True for a mask [batch, keys] that hides tokens, and for a traced one."""
         if self.attention_mask is None:
             return False
         if self._padded is None:
@@ -98,7 +99,7 @@ class MaskInputs:
         return self._padded
 
     def key_span(self, layer_idx: int) -> tuple[int, int, int]:
-        """(cached tokens in all, tokens that the layer will see, position of the first that it sees)."""
+        """Return (all cached tokens, tokens that the layer will see, position of the first that it sees)."""
         length = self.inputs_embeds.shape[1]
         if self.past_key_values is None:
             return 0, length, 0
@@ -109,8 +110,9 @@ class MaskInputs:
 
 
 def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, LayerMask]:
-    """Return the mask of each kind of layer among `layers`, the keys of a model's layers in order. Raises a ValueError
-    for a custom mask that the core does not take, and for a dense mask above MAX_MASK_BYTES."""
+    """Return the mask of each kind of layer among `layers`, the keys of a model's layers in order.
+
+    Raise a ValueError for a custom mask that the core does not take, and for a dense mask above MAX_MASK_BYTES."""
     if inputs.attention_form not in (None, "virtual", "base"):
         raise ValueError(f'attention_form is {inputs.attention_form!r}: expected None, "virtual" or "base".')
     if inputs.past_key_values is not None:
@@ -128,26 +130,26 @@ def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, Lay
 
 
 def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> str | None:
-    """Return the form in which "iha" layers compute steps 2 to 5 of IHA, Algorithm 1: the one place where it is
-    decided.
+    """Return the form in which "iha" layers compute steps 2 to 5 of IHA, Algorithm 1.
 
     `None` is the algorithm as written, on the core of `attn_implementation`. `"absorbed"` computes one new token from
-    the base states that are cached (`absorbed_attention`), in fewer operations than their `num_keys` tokens take to
-    be expanded. `"recomputed"` expands them once more in the backward, and keeps the base states only.
+    the cached base states (`absorbed_attention`), with fewer operations than it takes to expand their `num_keys`
+    tokens. `"recomputed"` keeps the base states only, and expands them again in the backward pass. No other place
+    decides the form.
     """
     config, rows, length = inputs.config, *inputs.inputs_embeds.shape[:2]
     if key.num_pseudo_heads == 1 or inputs.attention_form == "virtual":
         return None
     is_plain = config._attn_implementation == "sdpa" and config.pseudo_collapse == "per_head"
     if length == 1 and is_plain and not config.attention_dropout:
-        # On a CPU, few tokens are expanded sooner (benchmarks/default_form.py).
+        # On a CPU, expanding is faster for few tokens (benchmarks/default_form.py).
         on_cpu = inputs.inputs_embeds.device.type == "cpu"
         return None if on_cpu and inputs.attention_form is None and rows * num_keys < 128 else "absorbed"
     return "recomputed" if inputs.attention_form == "base" and torch.is_grad_enabled() else None
 
 
 def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None) -> LayerMask | None:
-    """Return form and documents of a layer whose attention builds no dense mask, `None` where it needs one."""
+    """Return the form and the documents of a layer whose attention builds no dense mask, or `None` if it needs one."""
     config, embeds, cache = inputs.config, inputs.inputs_embeds, inputs.past_key_values
     length = embeds.shape[1]
     if config._attn_implementation != "sdpa" or inputs.has_custom_mask or torch.compiler.is_exporting():
@@ -165,7 +167,7 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
     apart = inputs.may_be_packed or inputs.may_be_padded
     if past > 0 or (is_tracing(embeds) and apart):
         return None
-    # For short inputs and padded rows SDPA's own mask is as good.
+    # A dense mask is as good for short inputs and padded rows.
     windowed = key.is_sliding and (length - config.sliding_window) * key.num_pseudo_heads > (
         0 if varlen else MIN_BLOCK
     )
@@ -178,10 +180,10 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
 
 
 def _document_ids(inputs: MaskInputs, first: int, num_keys: int) -> torch.Tensor:
-    """Return the document of each of `num_keys` keys from `first` on, as in [`LayerMask`]."""
+    """Return the document of each of `num_keys` keys from position `first` on, as in [`LayerMask`]."""
     embeds, mask, positions = inputs.inputs_embeds, inputs.attention_mask, inputs.position_ids
     if mask is not None:
-        # As in Transformers' masks: it may come from another device, and be long enough for tokens to come.
+        # As Transformers allows, the mask may be on another device and may cover tokens to come.
         return -(mask[:, first : first + num_keys].to(embeds.device) == 0).int()
     if inputs.may_be_packed:
         return (positions.diff(prepend=positions[:, :1] - 1) != 1).int().cumsum(dim=-1)
@@ -189,7 +191,7 @@ def _document_ids(inputs: MaskInputs, first: int, num_keys: int) -> torch.Tensor
 
 
 def document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the bounds that `maskless_attention` takes of ids [batch, N]; this waits for a GPU once."""
+    """Compute the bounds that `maskless_attention` takes from ids [batch, N], waiting for a GPU once."""
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids.diff(dim=-1) != 0
     bounds = torch.nn.functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).int()
@@ -197,7 +199,7 @@ def document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor | None:
-    """The mask that Transformers makes for the core, over virtual tokens."""
+    """Return the mask that Transformers makes for the core, over virtual tokens."""
     config, virtual = inputs.config, key.num_pseudo_heads
     if virtual > 1:
         _check_mask_size(inputs, key, layer_idx)
@@ -225,8 +227,9 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
 
 
 def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor:
-    """The additive mask [batch, heads or 1, queries * P, keys * P] of a layer from a custom one over tokens. The
-    custom mask says nothing about the virtual tokens of one token, which stay causal, and the layer keeps its
+    """Return the additive mask [batch, heads or 1, queries * P, keys * P] of a layer from a custom mask over tokens.
+
+    The custom mask does not order the virtual tokens of one token, so they stay causal. A sliding layer keeps its
     window."""
     mask, virtual, dtype = inputs.attention_mask, key.num_pseudo_heads, inputs.inputs_embeds.dtype
     if mask.dtype == torch.bool:
@@ -245,7 +248,7 @@ def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tens
 
 
 class _Virtual:
-    """A config or cache seen from the virtual sequence: `overrides`, and the rest from `target`."""
+    """Replace attributes of a config or cache by `overrides`, which count virtual tokens."""
 
     def __init__(self, target, **overrides):
         self.__dict__.update(overrides, _target=target)
@@ -255,7 +258,7 @@ class _Virtual:
 
 
 def _virtual_cache(cache: Cache, num_pseudo_heads: int) -> _Virtual:
-    """The lengths of a cache of base keys and values, which it holds at token length, in virtual tokens."""
+    """Wrap a cache of base keys and values so that its lengths count virtual tokens instead of tokens."""
 
     def get_mask_sizes(query_length: int, layer_idx: int) -> tuple[int, int]:
         sizes = cache.get_mask_sizes(query_length // num_pseudo_heads, layer_idx)
@@ -268,14 +271,15 @@ def _virtual_cache(cache: Cache, num_pseudo_heads: int) -> _Virtual:
 
 
 def virtual_positions(position_ids: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
-    """Positions n * P + p of the virtual tokens, [batch, N * P], from those of the tokens, [batch, N]."""
+    """Return positions n * P + p of virtual tokens, [batch, N * P], from positions n of tokens, [batch, N]."""
     offsets = torch.arange(num_pseudo_heads, device=position_ids.device)
     return (position_ids[..., None] * num_pseudo_heads + offsets).flatten(-2)
 
 
 def virtual_kwargs(kwargs: dict, num_pseudo_heads: int) -> dict:
-    """The keyword arguments by which cores find windows and packed documents, in virtual tokens. The positions count
-    n * P + p even where RoPE shares n: a repeated position would start a new document."""
+    """Convert the keyword arguments by which cores find windows and packed documents to virtual tokens.
+
+    Positions become n * P + p even where RoPE shares n: a core would take a repeated position for a new document."""
     virtual = dict(kwargs)
     if kwargs.get("position_ids") is not None:
         virtual["position_ids"] = virtual_positions(kwargs["position_ids"], num_pseudo_heads)
@@ -291,14 +295,15 @@ def virtual_kwargs(kwargs: dict, num_pseudo_heads: int) -> dict:
 
 
 def keep_window_edge(past_key_values: Cache, layers: list[MaskKey], sliding_window: int | None) -> None:
-    """Makes the sliding layers of a fresh stock cache keep one token more where P > 1. A window of W * P virtual
-    tokens reaches from (n, p) back to (n - W, p + 1): all but the last pseudo-head still see token n - W, which a
-    cache for a window of W tokens has dropped. A window of one token needs it for every P: a stock layer that should
-    keep no token keeps them all."""
+    """Make the sliding layers of a fresh stock cache keep one more token where P > 1.
+
+    A window of W * P virtual tokens reaches from (n, p) back to (n - W, p + 1). All pseudo-heads but the last still
+    see token n - W, which a cache for a window of W tokens has dropped. A window of one token needs this for every P:
+    its stock cache layer should drop every token, but drops none."""
     for layer, key in zip(past_key_values.layers, layers):
         if not key.is_sliding or (key.num_pseudo_heads == 1 and sliding_window > 1) or not layer.is_sliding:
             continue
-        # A dynamic layer names its window, a static layer was cut to it; one that is shorter by choice stays.
+        # A dynamic layer names its window, and a static layer has its length. A layer that is shorter by choice stays.
         name = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"
         if getattr(layer, name) != sliding_window:
             continue
@@ -313,8 +318,9 @@ def keep_window_edge(past_key_values: Cache, layers: list[MaskKey], sliding_wind
 
 
 def _check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
-    """Raises a ValueError for a dense mask above MAX_MASK_BYTES, which "eager" always builds and "sdpa" for windows,
-    padding, packing and chunks on a cache."""
+    """Raise a ValueError for a dense mask above MAX_MASK_BYTES.
+
+    "eager" always builds a dense mask. "sdpa" builds one for windows, padding, packing and chunks on a cache."""
     config, embeds = inputs.config, inputs.inputs_embeds
     core, virtual = config._attn_implementation, key.num_pseudo_heads
     # An export may leave the sizes open.
@@ -340,22 +346,23 @@ def _check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
 
 
 def check_packing(inputs: MaskInputs, **kwargs) -> None:
-    """Raises a ValueError for packed documents that the attention core would silently join. They are declared by
-    `position_ids` [batch, N] that restart or by `cu_seq_lens_q` among `kwargs`; masks and flash cores look for them in
-    some cases only."""
+    """Raise a ValueError for packed documents that the attention core would silently join.
+
+    `position_ids` [batch, N] that restart declare them, or `cu_seq_lens_q` among `kwargs`. Masks and flash cores look
+    for these in some cases only."""
     config, mask, cache = inputs.config, inputs.attention_mask, inputs.past_key_values
     position_ids, cu_seq_lens = inputs.position_ids, kwargs.get("cu_seq_lens_q")
     flash = is_flash_attention_requested(config)
     if not flash and config._attn_implementation not in ("eager", "flex_attention", "sdpa"):
-        return  # Another core has a way of its own, such as the paged ones.
+        return  # Other cores, such as the paged ones, have ways of their own.
     if is_tracing(inputs.inputs_embeds) or inputs.inputs_embeds.is_meta or inputs.has_custom_mask:
-        return  # There are no values to look at, or a custom mask says itself who sees whom.
+        return  # There are no values to look at, or a custom mask decides.
 
     restarts = False
     if position_ids is not None and position_ids.shape[-1] > 1:
         restart = position_ids.diff(dim=-1) < 1
         if mask is not None:
-            # `generate` counts from the first real token: padding may restart.
+            # `generate` counts from the first real token, so positions of padding may restart.
             real = mask[:, -position_ids.shape[-1] :].bool()
             restart = restart & real[:, 1:] & real[:, :-1]
         restarts = bool(restart.any())

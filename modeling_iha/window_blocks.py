@@ -1,10 +1,10 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention within sliding windows and within documents for SDPA, a core that knows masks but neither of them.
+"""Attend causally within sliding windows and documents on SDPA, without a dense mask.
 
-A dense mask of L queries and L keys costs O(L^2) time and memory whatever the window. Here every block of queries gets
-the keys that its window reaches, and all blocks go through the core in one call, as a batch with one small mask: the
-cost is O(L * window). In an "iha" layer L = N * P and the window spans W * P virtual tokens: O(N W P^2) in all.
+A dense mask of L queries and L keys costs O(L^2) time and memory, whatever the window. Here every block of queries
+gets the keys that its window reaches, and all blocks go through the core in one call, as a batch with one small mask.
+The cost is O(L * window). In an "iha" layer L = N * P and the window is W * P virtual tokens: O(N W P^2) in all.
 Documents go through the core one by one. On a GPU in half precision one call of PyTorch's FlashAttention does both.
 """
 
@@ -21,18 +21,18 @@ try:
 except ImportError:  # a build of PyTorch without it
     varlen_attn = None
 
-# The fewest queries of a block. Longer blocks copy fewer keys and compute more pairs outside the window: a quarter of
-# the window copies each key five times and computes a quarter more.
+# The fewest queries of a block. Longer blocks copy fewer keys and compute more pairs outside the window: a block of a
+# quarter of the window copies each key five times and computes a quarter more pairs.
 MIN_BLOCK = 128
 
 
 def block_size(window: int) -> int:
-    """Return the number of queries of a block for a window of so many keys."""
+    """Return the number of queries in a block for a window of `window` keys."""
     return max(MIN_BLOCK, window // 4)
 
 
 def has_varlen(states: torch.Tensor) -> bool:
-    """Return whether `varlen_attn` takes the states, or what autocast makes of them: half precision on a GPU."""
+    """Return whether `varlen_attn` takes the states after autocast, which requires half precision on a GPU."""
     if varlen_attn is None or states.device.type != "cuda":
         return False
     autocast = torch.is_autocast_enabled("cuda")
@@ -51,13 +51,14 @@ def maskless_attention(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Return the output [batch, L, H, head_dim] of attention in which query v sees the keys u of its own document with
-    v - sliding_window < u <= v.
+    """Return the output [batch, L, H, head_dim] of attention within documents and windows.
+
+    Query v sees the keys u of its own document with v - sliding_window < u <= v.
 
     Args:
         core: an attention function of Transformers that takes a boolean mask.
-        document_bounds: where documents begin among the batch * L tokens of all rows, and the last one ends, int32
-            [documents + 1], and the length of the longest; `None` where every row is one document.
+        document_bounds: the starts of documents among the batch * L tokens of all rows and the last end, int32
+            [documents + 1], and the longest length; `None` where every row is one document.
         query, key, value: [batch, H or G, L, head_dim].
     """
     if document_bounds is None:
@@ -81,12 +82,12 @@ def window_attention(
     window: int | None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Return the output [batch, L, H, head_dim] of causal attention, within a window where there is one."""
+    """Return the output [batch, L, H, head_dim] of causal attention, within `window` keys unless it is `None`."""
     batch, _, length, _ = query.shape
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
-    # The first queries see every key before them. (As views they would keep all states for the backward.) The others
-    # go in blocks, the last one filled up.
+    # The first queries see every key before them. As views they would keep all states for the backward pass. The other
+    # queries go in blocks, the last one padded.
     first, _ = core(module, *(states[:, :, :window].contiguous() for states in (query, key, value)), None, **kwargs)
     block = block_size(window)
     reach, end = window - 1, -(length - window) % block
@@ -114,7 +115,7 @@ def varlen_attention(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Return what `maskless_attention` does, by one call of FlashAttention on the tokens of all rows."""
+    """Compute `maskless_attention` by one call of FlashAttention on the tokens of all rows."""
     bounds, longest = document_bounds
     batch, length = query.shape[0], query.shape[2]
     options = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
