@@ -14,6 +14,7 @@ import gzip
 import json
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,6 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
-from plotly.offline import get_plotlyjs
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from conversion_scripts.checkpoint_io import check_finite, load_config, load_model, load_tokenizer
@@ -227,6 +227,8 @@ def page(tokens: list[str], kinds: dict[int, str], shapes: list[LayerShape], mod
     if len(models) == 2:
         data["change"] = change(*models.values())
     text = TEMPLATE.read_text(encoding="utf-8")
+    from plotly.offline import get_plotlyjs  # the page needs it, `main` says where it is missing
+
     parts = {"PLOTLY": get_plotlyjs().encode(), "DATA": json.dumps(data).encode(), "CODES": bytes(codes)}
     for name, content in parts.items():
         text = text.replace(f"{{{{{name}}}}}", packed(content))
@@ -265,6 +267,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.output.suffix != ".html":
         raise UserError(f"--output {args.output}: expected the name of a .html file.")
     check_output_file(args.output, replace=True)
+    if find_spec("plotly") is None:
+        raise UserError('The page needs plotly, which is not installed: pip install -e ".[scripts]".')
     config = load_config(args.model)
     layers = chosen_layers(args.layers, config.num_hidden_layers)
     shapes = layer_shapes(config, layers)

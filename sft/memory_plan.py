@@ -12,25 +12,11 @@ from dataclasses import astuple, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-import psutil
-import torch
-from peft import get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
-from trl import SFTConfig
-from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
-
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from benchmarks.cost import attention, ffn, norm
 from command_io import UserError, run_cli
-from configuration_iha import PRESETS
-from mechanisms import mechanism_of
-from modeling_iha import IHAConfig
-from modeling_iha.window_blocks import MIN_BLOCK, block_size
-from sft.arguments import RecipeParser, RunArguments
-from sft.context import run_config
-from sft.model import lora_config
+from sft.run_arguments import RunArguments, answer_help
 
 
 USAGE = """python -m sft.memory_plan --config sft/recipes/NAME/sft.yaml [--preset NAME] [--key value ...]
@@ -41,6 +27,26 @@ has. The model is model_name_or_path's, of which only config.json is read, or th
 example:
   python -m sft.memory_plan --config sft/recipes/pretrain/sft.yaml --preset paper-2.4b-iha
 """
+
+if __name__ == "__main__":
+    run_cli(lambda: answer_help(USAGE))  # before the imports below, which take seconds
+
+import psutil
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from trl import SFTConfig
+from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
+
+from benchmarks.cost import attention, ffn, norm
+from configuration_iha import PRESETS
+from mechanisms import mechanism_of
+from modeling_iha import IHAConfig
+from modeling_iha.window_blocks import MIN_BLOCK, block_size
+from sft.arguments import RecipeParser
+from sft.context import run_config
+from sft.model import lora_config
+
 
 GB = 1e9
 # Columns of the vocabulary in a tile of TRL's loss, which it calls _CHUNKED_LOGPROB_CHUNK_SIZE.

@@ -78,8 +78,8 @@ for name in json.load(sys.stdin):
     assert "usage:" in out.getvalue().lower(), name
     assert not {"torch", "plotly"} & sys.modules.keys(), name
 """
-# Their parsers are built by Transformers and TRL.
-SLOW = {"conversion_scripts.serve", "sft.memory_plan"}
+# Its parser is built by Transformers.
+SLOW = {"conversion_scripts.serve"}
 
 
 def test_no_command_waits_for_pytorch_before_its_arguments_are_read():

@@ -19,6 +19,7 @@ from helpers import EVERY_KIND, HYBRID, LLAMA, command, last_line, random_ids, r
 from tiny_training import byte_tokenizer
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig
 
+from command_io import UserError
 from experiments import explore_attention
 from experiments.explore_attention import LayerShape, Recorded, page, token_limit
 from modeling_iha import IHAForCausalLM
@@ -376,3 +377,9 @@ def test_every_control_and_chart_has_a_name(browser, checkpoints, tmp_path):
         assert unnamed == []
     assert tab.get_attribute("html", "lang") == "en" and tab.get_attribute("#status", "role") == "status"
     assert opened.problems == []
+
+
+def test_a_missing_plotly_is_said_before_work_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(explore_attention, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs plotly, which is not installed"):
+        explore_attention.main(["nowhere", "a", "--output", str(tmp_path / "page.html")])
