@@ -14,7 +14,6 @@ before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
 from typing import NamedTuple
 
 import torch
-from transformers.models.llama.modeling_llama import rotate_half
 
 from .cpu_precision import product_dtype
 
@@ -36,7 +35,10 @@ class IHAWeights(NamedTuple):
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate states [..., head_dim] by RoPE tables that broadcast to them."""
-    return states * cos + rotate_half(states) * sin
+    half = states.shape[-1] // 2
+    # Fewer passes over the virtual tokens than states * cos + rotate_half(states) * sin, and the same.
+    sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+    return torch.addcmul(states * cos, states.roll(half, dims=-1), sin)
 
 
 def absorbed_attention(
