@@ -91,7 +91,8 @@ def window_attention(
     first, _ = core(module, *(states[:, :, :window].contiguous() for states in (query, key, value)), None, **kwargs)
     block = block_size(window)
     reach, end = window - 1, -(length - window) % block
-    query, key, value = (torch.nn.functional.pad(states, (0, 0, 0, end)) for states in (query, key, value))
+    if end > 0:  # even a padding of nothing copies
+        query, key, value = (torch.nn.functional.pad(states, (0, 0, 0, end)) for states in (query, key, value))
 
     def key_blocks(states: torch.Tensor) -> torch.Tensor:
         return states[:, :, 1:].unfold(2, block + reach, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
