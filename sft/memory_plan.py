@@ -53,8 +53,9 @@ GB = 1e9
 VOCABULARY_CHUNK = 32768
 # Bytes for each entry of a tile that TRL's loss holds where it has no Triton kernel: seven float32 and a mask.
 TILE_BYTES = 29
-# What the C library's allocator takes on a CPU for what tensors hold (benchmarks/training_plan.py).
-ALLOCATOR = 1.15
+# What a process on a CPU takes beyond its tensors, at most (peaks of sft/train.py, docs/LOG.md): the allocator's share
+# of the plan, and what libraries load after the plan.
+ALLOCATOR, LOADED_LATER = 1.25, 0.15 * GB
 # Bytes of optimiser state for each byte of a trained weight, where it is not AdamW's two moments of the weight's type.
 STATE_BYTES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "adamw_8bit": 0.5, "adamw_bnb_8bit": 0.5}
 
@@ -355,9 +356,10 @@ def table(rows: dict[str, Memory]) -> str:
 
 def process_line(memory: Memory, held: int) -> str:
     """Return what a process on a CPU takes in all, of which it holds `held` bytes before the model is loaded."""
+    total = memory.total * ALLOCATOR + held + LOADED_LATER
     return (
-        f"The process takes up to {(memory.total * ALLOCATOR + held) / GB:.2f} GB: {held / GB:.2f} GB before the model, the "
-        f"plan, and {ALLOCATOR - 1:.0%} of it for the allocator."
+        f"The process takes up to {total / GB:.2f} GB: {(held + LOADED_LATER) / GB:.2f} GB for the libraries, the plan, and "
+        f"{ALLOCATOR - 1:.0%} of it for the allocator."
     )
 
 
