@@ -36,9 +36,9 @@ class IHAWeights(NamedTuple):
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate states [..., head_dim] by RoPE tables that broadcast to them."""
     half = states.shape[-1] // 2
-    # Fewer passes over the virtual tokens than states * cos + rotate_half(states) * sin, and the same.
+    # Fewer passes than states * cos + rotate_half(states) * sin, and equal to the last bit.
     sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-    return torch.addcmul(states * cos, states.roll(half, dims=-1), sin)
+    return states * cos + states.roll(half, dims=-1) * sin
 
 
 def absorbed_attention(

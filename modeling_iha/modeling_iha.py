@@ -209,7 +209,6 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
 
-        declared_positions = position_ids  # those that are counted here begin no document
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -218,7 +217,7 @@ class IHAModel(IHAPreTrainedModel):
         if isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
             masks = {key: self.prepared_mask(key, mask, inputs_embeds) for key, mask in attention_mask.items()}
         else:
-            masks = self.create_masks(inputs_embeds, attention_mask, past_key_values, declared_positions, **kwargs)
+            masks = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb.tables(hidden_states, position_ids)
