@@ -72,8 +72,10 @@ def printable(text: str) -> str:
 
 
 def path_from_root(text: str) -> Path:
-    """A path that the user gave, for a command that runs in the root of the checkout: relative inside it, so that a
-    record of the command names no place of this machine."""
+    """Return a path that the user gave, for a command that runs in the root of the checkout.
+
+    Inside the checkout it is relative, so that a record of the command names no place of this machine.
+    """
     path = Path(os.path.abspath(text))
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
@@ -314,8 +316,10 @@ def read_json(path: str | os.PathLike) -> dict:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs of an object as a dictionary. Raises `ValueError` for a key given twice, of which JSON and YAML would
-    silently keep the last."""
+    """Return the pairs of an object as a dictionary.
+
+    Raises `ValueError` for a key given twice, of which JSON and YAML would silently keep the last.
+    """
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -330,8 +334,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: str | os.PathLike) -> Any:
-    """The content of a YAML file. Raises `OSError`, `yaml.YAMLError`, and `ValueError` for text that is not UTF-8 and
-    a key that is given twice."""
+    """Return the content of a YAML file.
+
+    Raises `OSError`, `yaml.YAMLError`, and `ValueError` for text that is not UTF-8 and for a key given twice.
+    """
     return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
 
 

@@ -229,7 +229,7 @@ def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
 
 
 def _weight_files(location: str) -> list[str]:
-    """The local paths of the weights that a load reads; none where there are none."""
+    """Return the local paths of the weights that a load reads, which may be none."""
     check_index(location)
     _check_shards(location)
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):

@@ -1,5 +1,8 @@
-"""The rule on a stranger's code: nothing of a checkpoint runs unless it is this package's, byte for byte, or the user
-says so. docs/CHECKPOINTS.md says what each command runs, and when."""
+"""Find a stranger's code in a checkpoint, and refuse it.
+
+Nothing of a checkpoint runs unless it is this package's, byte for byte, or the user says so. docs/CHECKPOINTS.md says
+what each command runs, and when.
+"""
 
 import shutil
 import sys

@@ -66,7 +66,7 @@ def hub_rows(author: str) -> list[list[str]]:
 
 
 def _hub_row(api: HfApi, model) -> list[str] | None:
-    """The row of a model; None, with a line on stderr, for one that cannot be read."""
+    """Return the row of a model, or None with a line on stderr for one that cannot be read."""
     described = ["config.json", "README.md", f"{EVAL_RESULTS}/*.yaml"]
     path = Path(api.snapshot_download(model.id, revision=model.sha, allow_patterns=described))
     try:

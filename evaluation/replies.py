@@ -1,4 +1,4 @@
-r"""What a chat model's reply says: its final answer as math_verify reads it, and its program.
+r"""Read a chat model's reply: its final answer as math_verify reads it, and its program.
 
 tests/replies.jsonl holds replies with a reader's verdict. In doubt a reply has no answer.
 """

@@ -1,4 +1,4 @@
-"""The command-line options that studies share. They are by themselves because `--help` must not wait for PyTorch."""
+"""Declare the command-line options that studies share, without PyTorch, for which `--help` must not wait."""
 
 import argparse
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The keys of a recipe that are this repository's own, by themselves: `--help` must not wait for PyTorch and TRL."""
+"""Declare the keys of a recipe that are this repository's own, without PyTorch: `--help` must not wait for it."""
 
 import sys
 from argparse import SUPPRESS, ArgumentParser
@@ -12,7 +12,7 @@ ATTENTION_FORMS = ("virtual", "base")
 
 @dataclass
 class RunArguments:
-    """What a run needs beyond TRL's SFTConfig."""
+    """Hold what a run needs beyond TRL's SFTConfig."""
 
     model_name_or_path: str = field(metadata={"help": "Checkpoint directory or id on the Hub to start from."})
     dataset_name: str = field(
@@ -80,7 +80,7 @@ class RunArguments:
     )
 
     def mixing_rate(self, learning_rate: float) -> float:
-        """The peak learning rate of the mixing and collapse weights beside the backbone's."""
+        """Return the peak learning rate of the mixing and collapse weights beside the backbone's."""
         if self.mixing_learning_rate is not None:
             return self.mixing_learning_rate
         multiplier = self.mixing_lr_multiplier

@@ -32,7 +32,7 @@ def cpu_cores(monkeypatch):
 
 @pytest.fixture(params=["virtual", "base"])
 def form(request, monkeypatch):
-    """How "iha" layers compute on SDPA: as the algorithm is written, or from base states that alone are kept."""
+    """Choose how "iha" layers compute on SDPA: as the algorithm is written, or keeping base states only."""
     if request.param == "base":
         keep_base_states(monkeypatch)
     return request.param
