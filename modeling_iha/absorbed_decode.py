@@ -85,7 +85,8 @@ def absorbed_attention(
             query = rotate(rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)
         # [batch, m, H * i * j, head_dim]
         absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
-        scores = torch.cat([_scores(absorbed, keys.to(products)) for keys in key.split(chunk, dim=2)], dim=-1)
+        scores = [_scores(absorbed, keys.to(products)) for keys in key.split(chunk, dim=2)]
+        scores = scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)  # `cat` copies one tensor too
         scores = scores.view(batch, heads, num_pseudo_heads, num_pseudo_heads, num_keys)
 
         if attention_mask is not None:

@@ -152,11 +152,11 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
     """Return the form and the documents of a layer whose attention builds no dense mask, or `None` if it needs one."""
     config, embeds, cache = inputs.config, inputs.inputs_embeds, inputs.past_key_values
     length = embeds.shape[1]
-    if config._attn_implementation != "sdpa" or inputs.has_custom_mask or torch.compiler.is_exporting():
+    # Traced lengths and documents have no values.
+    if config._attn_implementation != "sdpa" or inputs.has_custom_mask or is_tracing(embeds):
         return None
-    # The keys of a static cache need not end with the new tokens, and the mask of one token may go to a compiled
-    # forward. The lengths of a traced cache have no values.
-    if cache is not None and (is_tracing(embeds) or (length == 1 and cache.is_compileable)):
+    # The mask of one token on a static cache may go to a compiled forward, and its keys need not end with the token.
+    if cache is not None and length == 1 and cache.is_compileable:
         return None
     past, num_keys, first = inputs.key_span(layer_idx)
     if first + num_keys != past + length:
@@ -165,7 +165,7 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
         return LayerMask(document_ids=_document_ids(inputs, first, num_keys), attention_form=form)
     varlen = has_varlen(embeds)
     apart = inputs.may_be_packed or inputs.may_be_padded
-    if past > 0 or (is_tracing(embeds) and apart):
+    if past > 0:
         return None
     # A dense mask is as good for short inputs and padded rows.
     windowed = key.is_sliding and (length - config.sliding_window) * key.num_pseudo_heads > (
