@@ -72,6 +72,7 @@ class MaskInputs:
     # Each answer waits for a GPU, so it is kept.
     _packed: bool | None = None
     _padded: bool | None = None
+    _bounds: tuple[torch.Tensor, int] | None = None
 
     @property
     def has_custom_mask(self) -> bool:
@@ -97,6 +98,14 @@ class MaskInputs:
         if self._padded is None:
             self._padded = is_tracing(self.inputs_embeds) or not bool(self.attention_mask.all())
         return self._padded
+
+    @property
+    def document_bounds(self) -> tuple[torch.Tensor, int]:
+        """Return the bounds of the documents of an input without cached tokens, as `maskless_attention` takes them."""
+        if self._bounds is None:
+            rows, length = self.inputs_embeds.shape[:2]
+            self._bounds = document_bounds(_document_ids(self, 0, length).expand(rows, -1))
+        return self._bounds
 
     def key_span(self, layer_idx: int) -> tuple[int, int, int]:
         """Return (all cached tokens, tokens that the layer will see, position of the first that it sees)."""
@@ -174,9 +183,8 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
     by_document = apart if varlen else inputs.may_be_packed and len(embeds) == 1
     if not windowed and (key.is_sliding or not by_document):
         return None
-    ids = _document_ids(inputs, first, num_keys)
-    bounds = document_bounds(ids.expand(len(embeds), -1)) if apart or varlen else None
-    return LayerMask(document_ids=ids, document_bounds=bounds, attention_form=form)
+    bounds = inputs.document_bounds if apart or varlen else None
+    return LayerMask(document_ids=_document_ids(inputs, 0, length), document_bounds=bounds, attention_form=form)
 
 
 def _document_ids(inputs: MaskInputs, first: int, num_keys: int) -> torch.Tensor:

@@ -193,6 +193,7 @@ def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):
     cases = [("forward", 64, 2, None), ("training", 200, 2, 16), ("decoding", 200, 2, None)]
     monkeypatch.setattr(default_form, "CASES", cases)
     monkeypatch.setattr(default_form, "IDLE_LIMIT", 1e9)
+    monkeypatch.setattr(default_form, "BUSY_LIMIT", 1e9)
     options = ["--out", str(tmp_path), "--tokens", "64", "--threads", "1", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", ["any", *options, "--busy", "0", "1", "--dtypes", "float32"])
     default_form.main()
