@@ -72,7 +72,7 @@ gpu:
 	$(PYTHON) -m benchmarks.gpu $(SLICE)
 
 checkpoints: .venv/test-installed
-	OMP_NUM_THREADS=1 $(RUN) -m model_cards.make_checkpoints
+	OMP_NUM_THREADS=1 $(RUN) -m checkpoints.make_checkpoints
 
 # From the cheapest to the dearest. Studies that fine-tune SmolLM2 for hours run by name only.
 STUDIES := theorem2_inclusion colliding_agents hyper_attention cpm3 polynomial_filters dcmha_tasks dcmha_ablation relation_composition language_models

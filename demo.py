@@ -13,7 +13,7 @@ import shutil
 import time
 from pathlib import Path
 
-from command_io import ROOT, UserError, run_cli, run_module
+from common.command_io import ROOT, UserError, run_cli, run_module
 
 
 OUTPUT = Path("outputs/demo")
@@ -28,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
-from conversion_scripts.checkpoint_io import load_in_clean_process, smollm2_gguf
+from common.checkpoint_io import load_in_clean_process, smollm2_gguf
 
 
 # Sums of three digits with the running sums as reasoning: SmolLM2 answers few of them before the fine-tuning.

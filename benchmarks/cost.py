@@ -1,89 +1,24 @@
-"""Predict the parameters, FLOPs, cached values and values kept for the backward pass of a model.
+"""Print the parameters, FLOPs, cached values and values kept for the backward pass of a model.
 
 The table gives each kind of layer, the whole model, and ratios to the same model with "mha" in every layer. The
-multiply-adds of matrix products are counted; norms, rotations and softmax are not. An "iha" layer with P pseudo-heads
-has P^2 times the query-key pairs of an "mha" layer, and with a window W = N / (2 P^2) about as many as a global "mha"
-layer over N tokens (IHA, Appendix C).
+figures are those of kinds/model_cost.py.
 
 example: python -m benchmarks.cost --preset paper-2.4b-iha --tokens 8192
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import astuple
-from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, run_cli
+from common.checkpoint_io import load_config
+from common.command_io import UserError, run_cli
 from configuration_iha import PRESETS
-from conversion_scripts.checkpoint_io import load_config
-from mechanisms import all_mechanisms, mechanism_of
-from mechanisms.cost import Cost, linear
+from kinds.cost import Cost
+from kinds.model_cost import attention, ffn, head, model, with_mha
 from modeling_iha import IHAConfig
 
 
 FORMS = ("sdpa", "base", "eager")
-
-
-def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "sdpa") -> Cost:
-    """Return the cost of an attention module with its projections.
-
-    Raise a ValueError for a kind whose mechanism has no cost function."""
-    if (between := mechanism_of(kind).cost) is None:
-        known = [known for known, mechanism in all_mechanisms().items() if mechanism.cost]
-        raise ValueError(
-            f"The cost model knows {', '.join(map(repr, known))}, not {kind!r}: add its function to mechanisms/{kind}.py."
-        )
-    window = config.sliding_window if layer_type == "sliding_attention" else None
-    hidden, bias, norms = config.hidden_size, config.attention_bias, 2 * config.head_dim * config.use_qk_norm
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    projections = linear(tokens, hidden, queries, bias) + linear(tokens, queries, hidden, bias)
-    projections += linear(tokens, hidden, keys, bias) + linear(tokens, hidden, keys, bias)
-    return projections + Cost(parameters=norms, kept=tokens * hidden) + between(config, tokens, window, form)
-
-
-def ffn(config: IHAConfig, tokens: int) -> Cost:
-    """Return the cost of the FFN.
-
-    Autograd keeps its input and, at inner width, both ends of the activation and, with a gate, factor and product."""
-    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    cost = linear(tokens, hidden, inner, bias) + linear(tokens, inner, hidden, bias)
-    kept = hidden + 2 * inner
-    if config.gated_mlp:
-        cost, kept = cost + linear(tokens, hidden, inner, bias), kept + 2 * inner
-    return cost + Cost(kept=tokens * kept)
-
-
-def norm(config: IHAConfig, tokens: int) -> Cost:
-    """Return the cost of a norm; autograd keeps the input, a factor for each token, and their product."""
-    return Cost(parameters=config.hidden_size, kept=tokens * (2 * config.hidden_size + 1))
-
-
-def head(config: IHAConfig, tokens: int) -> Cost:
-    """Return the cost of embedding, last norm and language modeling head, with logits at all tokens."""
-    table = linear(tokens, config.hidden_size, config.vocab_size)
-    embedding = 0 if config.tie_word_embeddings else table.parameters
-    return table + norm(config, tokens) + Cost(embedding, kept=tokens * config.hidden_size)
-
-
-def model(config: IHAConfig, tokens: int, form: str = "sdpa") -> Cost:
-    """Return the cost of a whole model with its language modeling head."""
-    total = head(config, tokens)
-    for kind, layer_type in zip(config.attention_kinds, config.layer_types):
-        total += attention(config, kind, layer_type, tokens, form) + ffn(config, tokens)
-        total += norm(config, tokens) + norm(config, tokens)
-    return total
-
-
-def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:
-    """Return the config with "mha" in every layer, and with the layer type `everywhere` if it is given."""
-    fields = {**config.to_dict(), "attention_kinds": "mha", "attention_options": None}
-    if everywhere is not None:
-        fields |= {"layer_types": everywhere, "sliding_window": None}
-    return IHAConfig(**fields)
 
 
 def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:

@@ -8,9 +8,7 @@ command compares their outputs. It also gives the bytes cached for a token, over
 example: python -m benchmarks.decode --tokens 512 2048 8192 --pseudo-heads 2 4
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaModel
@@ -18,11 +16,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from benchmarks.cost import attention
 from benchmarks.harness import Attention, arguments, medians, ratios, report, write
+from kinds.model_cost import attention
 from modeling_iha.attention_iha import collapse
 
 

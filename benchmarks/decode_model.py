@@ -5,23 +5,18 @@ Both models decode in fp32 after a prompt of random tokens and must choose the s
 example: python -m benchmarks.decode_model --tokens 512 --new-tokens 24
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from benchmarks.cost import attention
 from benchmarks.harness import arguments, medians, ratios, report, write
-from command_io import run_cli
-from conversion_scripts.checkpoint_io import load_model, smollm2_gguf
+from common.checkpoint_io import load_model, smollm2_gguf
+from common.command_io import run_cli
 from conversion_scripts.convert_llama_to_iha import convert
+from kinds.model_cost import attention
 
 
 PSEUDO_HEADS = 2

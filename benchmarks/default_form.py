@@ -16,13 +16,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from benchmarks.decode import cache_of, one_token
 from benchmarks.harness import (
@@ -37,7 +33,7 @@ from benchmarks.harness import (
     write,
 )
 from benchmarks.schedule import BASE, schedules
-from command_io import UserError, read_json, run_cli
+from common.command_io import UserError, read_json, run_cli
 from modeling_iha import attention_mha, virtual_sequence
 
 

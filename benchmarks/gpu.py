@@ -24,12 +24,9 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
 from benchmarks.gpu_slices import DEVICE, device_name, environment
 from benchmarks.harness import RESULTS
-from command_io import ROOT, UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
+from common.command_io import ROOT, UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
 
 
 TESTS = ["tests/test_gpu.py", "tests/triton_checks.py", "tests/test_triton.py", "-k", "not match_their_definition"]

@@ -14,7 +14,6 @@ import gc
 import platform
 import signal
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -31,16 +30,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import is_flash_attn_4_available
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from benchmarks import cost, harness
+from benchmarks import harness
 from benchmarks.harness import Attention, inference, training
 from benchmarks.schedule import schedules
-from command_io import UserError, current_commit, one_line, read_json, run_cli, write_json
+from common.command_io import UserError, current_commit, one_line, read_json, run_cli, write_json
 from gpu_kernels import mix_heads_triton
 from gpu_kernels.decode_triton import decode_attention
-from mechanisms.cost import score_products
+from kinds import model_cost as cost
+from kinds.cost import score_products
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, attention_iha, virtual_sequence, window_blocks
 from modeling_iha.absorbed_decode import absorbed_attention
 from modeling_iha.package import flop_matched_window

@@ -18,7 +18,7 @@ import transformers
 from matplotlib.figure import Figure
 from transformers.cache_utils import Cache
 
-from command_io import whole_file, write_json
+from common.command_io import whole_file, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
 
 

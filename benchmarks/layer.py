@@ -6,17 +6,11 @@ with projections, RoPE, mixing and collapse. "mha layer" is Llama's.
 example: python -m benchmarks.layer --tokens 512 2048 --pseudo-heads 4 8
 """
 
-import sys
-from pathlib import Path
-
 import torch
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from benchmarks.cost import attention
 from benchmarks.harness import Attention, arguments, inference, medians, ratios, report, training, write
-from mechanisms.cost import score_products
+from kinds.cost import score_products
+from kinds.model_cost import attention
 
 
 def bare_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

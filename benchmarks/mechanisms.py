@@ -8,25 +8,20 @@ widths of 1024 to 4096, where attention is a smaller part of the model (DCMHA, S
 example: python -m benchmarks.mechanisms --tokens 256 1024
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers import DynamicCache
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from benchmarks.cost import model
 from benchmarks.harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, report, write
-from mechanisms import all_mechanisms
+from kinds import all_companions
+from kinds.model_cost import model
 from modeling_iha import IHAConfig
 
 
 FORMS = {
     title: {"attention_kinds": kind, **fields}
-    for kind, mechanism in all_mechanisms().items()
+    for kind, mechanism in all_companions().items()
     if mechanism.cost
     for title, fields in mechanism.forms.items()
 }

@@ -5,15 +5,10 @@ It takes one document after the other: 8 heads of 64, fp32, forward and forward 
 example: python -m benchmarks.packed_rows --tokens 512 2048 --documents 16 256
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from benchmarks.harness import arguments, inference, medians, ratios, report, training, write
 from modeling_iha.virtual_sequence import document_bounds

@@ -6,17 +6,12 @@ global "mha" layers. The window is the same at every length.
 example: python -m benchmarks.prefill --tokens 4096 8192 16384 32768 65536
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from benchmarks.cost import head, model
 from benchmarks.harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, report, write
+from kinds.model_cost import head, model
 from modeling_iha import IHAConfig
 
 

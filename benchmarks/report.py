@@ -9,16 +9,12 @@ example: python -m benchmarks.report
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
 from benchmarks import default_form
 from benchmarks.harness import RESULTS
-from command_io import whole_file
+from common.command_io import whole_file
 
 
 @dataclass(frozen=True)

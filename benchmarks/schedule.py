@@ -6,17 +6,12 @@ modules run alone, and whole models with a gated FFN, at width 512 with 8 heads 
 example: python -m benchmarks.schedule --tokens 4096 8192
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from benchmarks.cost import attention, model
 from benchmarks.harness import Attention, arguments, causal_lm, inference, medians, ratios, report, training, write
+from kinds.model_cost import attention, model
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
 

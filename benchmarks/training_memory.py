@@ -6,17 +6,12 @@ width 512 and 8 heads in fp32. Each peak is measured in a process of its own, an
 example: python -m benchmarks.training_memory --tokens 1024 2048 4096
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from benchmarks.cost import attention
 from benchmarks.harness import Attention, arguments, extra_bytes, medians, ratios, report, training, write
+from kinds.model_cost import attention
 
 
 # Kind, `attention_form`, and the form's name in the cost model.

@@ -6,15 +6,10 @@ of its own, which also builds the model.
 example: python -m benchmarks.training_plan --tokens 1024 4096
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from trl.kernels import ChunkedLogProbFunction
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from benchmarks.harness import PRELOADED, arguments, extra_bytes, report, write
 from modeling_iha import IHAConfig, IHAForCausalLM

@@ -6,19 +6,14 @@ queries, keys and values, without projections, mixing and RoPE. The time of each
 example: python -m benchmarks.window_layer --tokens 1024 2048 4096
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import torch
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from benchmarks.cost import attention
 from benchmarks.harness import Attention, arguments, extra_bytes, inference, medians, ratios, report, write
-from mechanisms.cost import score_products
+from kinds.cost import score_products
+from kinds.model_cost import attention
 from modeling_iha import virtual_sequence
 from modeling_iha.window_blocks import block_size
 

@@ -8,13 +8,8 @@ itself included, and in its PyTorch training one more. In the converted model it
 import argparse
 import functools
 import math
-import sys
-from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, new_directory, run_cli
+from common.command_io import UserError, new_directory, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,7 +28,7 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedConfig
 
-from conversion_scripts.checkpoint_io import (
+from common.checkpoint_io import (
     check_finite,
     load_config_dict,
     load_generation_config,

@@ -6,13 +6,8 @@ name.
 
 import argparse
 import copy
-import sys
-from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, new_directory, run_cli
+from common.command_io import UserError, new_directory, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,7 +31,7 @@ if __name__ == "__main__":
 
 from transformers import DiffLlamaForCausalLM, PreTrainedConfig
 
-from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
+from common.checkpoint_io import load_config, load_model, load_tokenizer
 from conversion_scripts.convert_llama_to_iha import (
     SHARED_FIELDS,
     build,

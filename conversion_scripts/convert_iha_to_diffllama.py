@@ -1,13 +1,8 @@
 """Convert an IHA checkpoint of "diff" layers, trained or not, to a DiffLlama checkpoint that computes the same."""
 
 import argparse
-import sys
-from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, run_cli
+from common.command_io import UserError, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,19 +1,14 @@
 """Convert an IHA checkpoint to a stock architecture that computes the same.
 
 This is possible while every layer computes multi-head attention: its kind is "mha", or a kind with `deviations` in its
-file of mechanisms/ whose parameters are still at the exact start of `convert_llama_to_iha.py`. The command refuses
+file of kinds/ whose parameters are still at the exact start of `convert_llama_to_iha.py`. The command refuses
 anything else and names the first parameter that has moved.
 """
 
 import argparse
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, new_directory, run_cli
+from common.command_io import UserError, new_directory, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,7 +27,7 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion_scripts.checkpoint_io import load_model, load_tokenizer
+from common.checkpoint_io import load_model, load_tokenizer
 from conversion_scripts.convert_llama_to_iha import (
     ARCHITECTURES,
     SHARED_FIELDS,
@@ -41,7 +36,7 @@ from conversion_scripts.convert_llama_to_iha import (
     new_config,
     window_per_layer,
 )
-from mechanisms import mechanism_of
+from kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -50,7 +45,7 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
     parameter, unless every layer of `model` computes multi-head attention."""
     config, added = model.config, set()
     for i, kind in enumerate(config.attention_kinds):
-        if (deviations := mechanism_of(kind).deviations) is None:
+        if (deviations := companion_of(kind).deviations) is None:
             raise UserError(f"Layer {i} is of kind {kind!r}, which none of these architectures computes.")
         if kind == "iha" and config.pseudo_positions != "shared" and config.num_pseudo_heads > 1:
             raise UserError(

@@ -1,20 +1,16 @@
 """Convert a pretrained Llama-like checkpoint to Interleaved Head Attention (IHA), or to another attention kind,
 without changing what it computes.
 
-The file of a kind in mechanisms/ gives the values at which its parameters start.
+The file of a kind in kinds/ gives the values at which its parameters start.
 """
 
 import argparse
 import copy
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, attention_kinds, new_directory, one_line, run_cli
+from common.command_io import UserError, attention_kinds, new_directory, one_line, run_cli
 
 
 SCHEDULES = ("global", "hybrid")
@@ -82,8 +78,8 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
-from mechanisms import all_mechanisms, mechanism_of
+from common.checkpoint_io import load_config, load_model, load_tokenizer
+from kinds import all_companions, companion_of
 from model_cards.render import markdown, render_card, source_license, source_name
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -206,7 +202,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 # Attention cores count tokens in 32 bits.
 LARGEST_SIZE = 2**31 - 1
 
-ATTENTION_KINDS = [kind for kind, mechanism in all_mechanisms().items() if mechanism.start]
+ATTENTION_KINDS = [kind for kind, mechanism in all_companions().items() if mechanism.start]
 
 
 def check_source(config: PreTrainedConfig) -> Architecture:
@@ -338,7 +334,7 @@ def convert(
         schedule (`str`): "global" keeps the geometry of every layer and is exact; "hybrid" is the paper's four sliding
             "iha" layers, then a plain global one, and is exact for sequences of at most `exact_length` tokens.
         window (`int`, *optional*): of the sliding layers of "hybrid", in tokens.
-        value_offsets (`str`): "balanced" (see mechanisms/iha.py) or "none", which leaves the pseudo-heads symmetric.
+        value_offsets (`str`): "balanced" (see kinds/iha.py) or "none", which leaves the pseudo-heads symmetric.
         seed (`int`): of the values that the exact start leaves random.
         attention_kind (`str`): one of `ATTENTION_KINDS`, those whose mechanism has an exact start.
 
@@ -351,7 +347,7 @@ def convert(
         layer = f"model.layers.{i}."
         for name in ARCHITECTURES[source.config.model_type].lacks:
             state[layer + name] = torch.zeros(config.hidden_size, dtype=source.dtype)
-        if start := mechanism_of(kind).start:
+        if start := companion_of(kind).start:
             for name, value in start(config, generator, value_offsets).items():
                 state[f"{layer}self_attn.{name}"] = value.to(source.dtype)
     return build(IHAForCausalLM, config, state, source)

@@ -6,10 +6,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, one_line, printable, read_json, run_cli
+from common.command_io import UserError, one_line, printable, read_json, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -28,9 +25,9 @@ import yaml
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 from safetensors import SafetensorError, safe_open
 
-from conversion_scripts.checkpoint_checks import EVAL_RESULTS, weight_files
-from conversion_scripts.checkpoint_io import load_config
-from conversion_scripts.hub_client import check_repo_id, hub_api, hub_errors
+from common.checkpoint_io import load_config
+from hub.checks import EVAL_RESULTS, weight_files
+from hub.client import check_repo_id, hub_api, hub_errors
 from modeling_iha import IHAConfig
 
 

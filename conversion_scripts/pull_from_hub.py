@@ -2,13 +2,9 @@
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, new_directory, run_cli
+from common.command_io import UserError, new_directory, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -29,9 +25,9 @@ if __name__ == "__main__":
 
 from huggingface_hub import HfApi, constants
 
-from conversion_scripts.checkpoint_checks import check_checkpoint, checkpoint_files, refuse_pickles
-from conversion_scripts.checkpoint_io import load_in_clean_process
-from conversion_scripts.hub_client import check_repo_id, download, hub_api, hub_errors, snippet
+from common.checkpoint_io import load_in_clean_process
+from hub.checks import check_checkpoint, checkpoint_files, refuse_pickles
+from hub.client import check_repo_id, download, hub_api, hub_errors, snippet
 
 
 def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool = False) -> str:

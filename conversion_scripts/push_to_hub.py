@@ -2,17 +2,13 @@
 
 import argparse
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, one_line, printable, run_cli
+from common.command_io import UserError, one_line, printable, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,7 +40,9 @@ if __name__ == "__main__":
 import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
 
-from conversion_scripts.checkpoint_checks import (
+from common.checkpoint_io import load_cached_in_clean_process, load_config, load_in_clean_process
+from common.foreign_code import PACKAGE, refuse_foreign_code
+from hub.checks import (
     EVAL_RESULTS,
     LOADED_NAMES,
     check_checkpoint,
@@ -52,9 +50,7 @@ from conversion_scripts.checkpoint_checks import (
     check_secrets,
     checkpoint_files,
 )
-from conversion_scripts.checkpoint_io import load_cached_in_clean_process, load_config, load_in_clean_process
-from conversion_scripts.foreign_code import PACKAGE, refuse_foreign_code
-from conversion_scripts.hub_client import (
+from hub.client import (
     check_repo_id,
     download,
     hub_api,

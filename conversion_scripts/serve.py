@@ -10,21 +10,16 @@ example: python -m conversion_scripts.serve smollm2-iha --port 8000
 import errno
 import os
 import socket
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import transformers
 import typer
 from transformers.cli.serve import Serve
 from transformers.utils.import_utils import is_serve_available
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, one_line, run_cli
-from conversion_scripts.checkpoint_io import load_config_dict
-from conversion_scripts.foreign_code import note_foreign_code
+from common.checkpoint_io import load_config_dict
+from common.command_io import UserError, one_line, run_cli
+from common.foreign_code import note_foreign_code
 from modeling_iha import IHAForCausalLM
 
 

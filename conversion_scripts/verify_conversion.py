@@ -5,14 +5,10 @@ memory; the same thresholds must reject that model.
 """
 
 import argparse
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, check_output_file, run_cli, write_json
+from common.command_io import UserError, check_output_file, run_cli, write_json
 
 
 DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
@@ -48,9 +44,9 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedModel
 
-from conversion_scripts.checkpoint_io import load_config, load_model, load_tokenizer
-from conversion_scripts.foreign_code import note_foreign_code
-from mechanisms import all_mechanisms
+from common.checkpoint_io import load_config, load_model, load_tokenizer
+from common.foreign_code import note_foreign_code
+from kinds import all_companions
 from modeling_iha import IHAForCausalLM
 
 
@@ -118,7 +114,7 @@ def compare(reference: Run, run: Run) -> Comparison:
 def break_one_parameter(model: IHAForCausalLM) -> str:
     """Reverses, in place, the sign of a parameter in the first layer whose mechanism has a `control`; returns the name
     of the parameter."""
-    controls = {kind: mechanism.control for kind, mechanism in all_mechanisms().items() if mechanism.control}
+    controls = {kind: mechanism.control for kind, mechanism in all_companions().items() if mechanism.control}
     for i, kind in enumerate(model.config.attention_kinds):
         if kind in controls:
             name = f"model.layers.{i}.self_attn.{controls[kind]}"

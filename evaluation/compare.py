@@ -8,15 +8,11 @@ example: python -m evaluation.compare outputs/evaluation/smollm2 outputs/evaluat
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
+from common.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

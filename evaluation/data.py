@@ -4,8 +4,8 @@ import os
 from functools import cache
 from pathlib import Path
 
-import command_io
-from command_io import UserError, one_line, read_json, read_jsonl
+from common import command_io
+from common.command_io import UserError, one_line, read_json, read_jsonl
 
 
 MANIFEST = read_json(Path(__file__).with_name("data_manifest.json"))

@@ -15,7 +15,7 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from command_io import UserError
+from common.command_io import UserError
 from evaluation.records import Records, sample_key
 
 

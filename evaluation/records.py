@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from command_io import UserError
+from common.command_io import UserError
 
 
 def sample_key(task: str, document: str, prompt: str, settings: dict, index: int) -> tuple[str, str, int]:

@@ -10,16 +10,12 @@ import argparse
 import json
 import platform
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import check_output_file, run_cli, write_json
+from common.command_io import check_output_file, run_cli, write_json
 from evaluation import run_code
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from command_io import read_json, whole_file
+from common.command_io import read_json, whole_file
 from evaluation import ruler
 from model_cards.render import figure_text, markdown_table
 

@@ -23,7 +23,7 @@ import lm_eval.tasks
 import numpy as np
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from command_io import UserError
+from common.command_io import UserError
 from evaluation import data
 
 

@@ -29,7 +29,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
+from common.command_io import UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
 from evaluation import run_code
 
 
@@ -68,8 +68,8 @@ from accelerate import Accelerator
 from lm_eval.api.task import ConfigurableTask
 from transformers import PreTrainedTokenizerBase
 
-from conversion_scripts.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer, note_slow_dtype
-from conversion_scripts.foreign_code import note_foreign_code
+from common.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer, note_slow_dtype
+from common.foreign_code import note_foreign_code
 from evaluation import data, report, ruler, scores, suites
 from evaluation.recorded_model import RecordedModel, accelerator
 from evaluation.records import Records

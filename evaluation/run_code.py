@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from command_io import UserError
+from common.command_io import UserError
 from evaluation.run_program import NO_WALL
 
 

@@ -8,7 +8,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
-from command_io import UserError
+from common.command_io import UserError
 from evaluation import data, ruler
 
 

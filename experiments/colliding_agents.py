@@ -16,14 +16,10 @@ example: python -m experiments.colliding_agents --cells 20 --radius 1 --agents 1
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, run_cli
+from common.command_io import UserError, run_cli
 from experiments.options import study_parser
 
 

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 import torch
 from torch import nn
 
-from command_io import ROOT, UserError, check_output_file, read_json, write_json
+from common.command_io import ROOT, UserError, check_output_file, read_json, write_json
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 

@@ -17,15 +17,11 @@ example: python -m experiments.cpm3
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import run_cli
+from common.command_io import run_cli
 from experiments.options import study_parser
 
 

@@ -20,15 +20,11 @@ example: python -m experiments.dcmha_ablation --kinds mha pre post --seeds 0 1
 import argparse
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import run_cli, sole_writer, write_json
+from common.command_io import run_cli, sole_writer, write_json
 from experiments.options import add_text_option, comparison_parser
 
 
@@ -63,12 +59,12 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.cost import model as cost_of
 from experiments import language_models
 from experiments.comparison import begin, finished_run, interval, rise_and_fall, shown
 from experiments.head_diversity import CIRCUITS, curves_of
 from experiments.language_models import FULL, as_large_as, build, text_and_setting, train
 from experiments.study import environment, save_plot
+from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 

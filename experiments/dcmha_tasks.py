@@ -26,7 +26,6 @@ example: python -m experiments.dcmha_tasks --kinds mha dcmha --seeds 0 1
 
 import argparse
 import random
-import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import permutations, product
@@ -34,10 +33,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, run_cli, sole_writer, write_json
+from common.command_io import UserError, run_cli, sole_writer, write_json
 from experiments.options import comparison_parser
 
 

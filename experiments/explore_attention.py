@@ -12,16 +12,12 @@ import argparse
 import base64
 import gzip
 import json
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, check_output_file, run_cli, whole_file
+from common.command_io import UserError, check_output_file, run_cli, whole_file
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,8 +36,8 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from conversion_scripts.checkpoint_io import check_finite, load_config, load_model, load_tokenizer
-from mechanisms.iha import identity_mixing, last_pseudo_head
+from common.checkpoint_io import check_finite, load_config, load_model, load_tokenizer
+from kinds.iha import identity_mixing, last_pseudo_head
 from model_cards.render import source_name
 
 

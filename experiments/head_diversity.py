@@ -17,15 +17,11 @@ example: python -m experiments.head_diversity HuggingFaceTB/SmolLM2-135M-Instruc
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, check_output_file, run_cli, write_json
+from common.command_io import UserError, check_output_file, run_cli, write_json
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,7 +41,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedModel
 
-from conversion_scripts.checkpoint_io import load_model
+from common.checkpoint_io import load_model
 from experiments.study import environment, save_plot
 
 

@@ -24,14 +24,10 @@ example: python -m experiments.hyper_attention
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import run_cli
+from common.command_io import run_cli
 from experiments.options import study_parser
 
 

@@ -20,14 +20,10 @@ import hashlib
 import itertools
 import math
 import pydoc_data.topics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, one_line, run_cli, sole_writer, write_json
+from common.command_io import UserError, one_line, run_cli, sole_writer, write_json
 from experiments.options import add_text_option, comparison_parser
 
 
@@ -43,10 +39,10 @@ if __name__ == "__main__":
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.cost import model as cost_of
 from benchmarks.harness import extra_bytes
 from experiments.comparison import begin, finished_run, fit, interval, shown
 from experiments.study import environment, save_plot
+from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 

@@ -15,14 +15,10 @@ example: python -m experiments.mixing_rate
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import ROOT, path_from_root, read_json, run_cli, whole_file, write_json
+from common.command_io import ROOT, path_from_root, read_json, run_cli, whole_file, write_json
 from experiments.options import RESULTS
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from command_io import attention_kinds
+from common.command_io import attention_kinds
 
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -17,14 +17,10 @@ example: python -m experiments.polynomial_filters
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import run_cli
+from common.command_io import run_cli
 from experiments.options import study_parser
 
 

@@ -19,16 +19,12 @@ example: python -m experiments.relation_composition --full --device cuda --seeds
 
 import argparse
 import itertools
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import run_cli, sole_writer, write_json
+from common.command_io import run_cli, sole_writer, write_json
 from experiments.options import comparison_parser
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from benchmarks.harness import processor
-from command_io import read_json, whole_file, write_json
+from common.command_io import read_json, whole_file, write_json
 
 
 def run_once(path: Path, compute: Callable[..., dict], *values) -> dict:

@@ -15,17 +15,13 @@ import argparse
 import math
 import os
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import ROOT, path_from_root, read_json, run_cli, run_module, whole_file, write_json
+from common.command_io import ROOT, path_from_root, read_json, run_cli, run_module, whole_file, write_json
 from experiments.options import RESULTS
 
 
@@ -51,7 +47,7 @@ if __name__ == "__main__":
 import torch
 from matplotlib.figure import Figure
 
-from conversion_scripts.checkpoint_io import smollm2_gguf
+from common.checkpoint_io import smollm2_gguf
 
 
 RECIPE = "sft/recipes/warm_start/sft.yaml"

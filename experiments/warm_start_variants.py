@@ -26,16 +26,21 @@ import json
 import os
 import random
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import ROOT, new_directory, path_from_root, read_json, run_cli, sole_writer, whole_file, write_json
+from common.command_io import (
+    ROOT,
+    new_directory,
+    path_from_root,
+    read_json,
+    run_cli,
+    sole_writer,
+    whole_file,
+    write_json,
+)
 from experiments.options import RESULTS
 
 
@@ -97,7 +102,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
-from conversion_scripts.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
+from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert
 from experiments.comparison import begin, finished_run, interval, shown
 from experiments.study import environment, save_plot

@@ -11,16 +11,12 @@ import json
 import math
 import re
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import ROOT, UserError, read_json, run_cli, whole_file
+from common.command_io import ROOT, UserError, read_json, run_cli, whole_file
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,10 +38,10 @@ from gguf import GGUFReader
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from transformers.utils import cached_file
 
-from benchmarks.cost import model as cost_of_model
-from benchmarks.cost import with_mha
-from conversion_scripts.checkpoint_io import fingerprint
-from mechanisms import mechanism_of, own_modules
+from common.checkpoint_io import fingerprint
+from kinds import companion_of, own_modules
+from kinds.model_cost import model as cost_of_model
+from kinds.model_cost import with_mha
 from modeling_iha import IHAConfig, IHAModel
 
 
@@ -120,7 +116,7 @@ def render_card(
         modules = own_modules(IHAModel(config))
     adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
     length, pseudo_heads = min(16384, config.max_position_embeddings), config.num_pseudo_heads
-    kinds = {kind: mechanism_of(kind) for kind in dict.fromkeys(config.attention_kinds)}
+    kinds = {kind: companion_of(kind) for kind in dict.fromkeys(config.attention_kinds)}
     weights = f"The weights are under {markdown(license)}." if license else "No licence of the weights is known."
     return str(
         ModelCard.from_template(
@@ -197,7 +193,7 @@ def schedule(config: IHAConfig) -> str:
 
 def _cost(config: IHAConfig) -> str:
     """The table of predicted costs beside the same model with "mha" over all tokens in every layer."""
-    if unknown := [kind for kind in dict.fromkeys(config.attention_kinds) if mechanism_of(kind).cost is None]:
+    if unknown := [kind for kind in dict.fromkeys(config.attention_kinds) if companion_of(kind).cost is None]:
         return f"The cost model does not know {', '.join(map(repr, unknown))}."
     tokens = config.max_position_embeddings
     ours, mha = (cost_of_model(each, tokens) for each in (config, with_mha(config, "full_attention")))

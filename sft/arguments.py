@@ -17,7 +17,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import TrlParser
 
-from command_io import UserError, one_line, read_yaml
+from common.command_io import UserError, one_line, read_yaml
 from model_cards.render import source_base_model, source_license
 from sft.data import read_chat_template
 from sft.run_arguments import RunArguments

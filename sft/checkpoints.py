@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from command_io import UserError, file_sha256, new_directory, one_line, read_json, whole_file, write_json
+from common.command_io import UserError, file_sha256, new_directory, one_line, read_json, whole_file, write_json
 from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
 from sft.arguments import RunArguments
 from sft.distributed import OPTIMIZER_STATES

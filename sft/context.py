@@ -5,8 +5,8 @@ import math
 
 from transformers import PreTrainedConfig, TrainingArguments
 
-from command_io import UserError, one_line
-from conversion_scripts.checkpoint_io import load_config
+from common.checkpoint_io import load_config
+from common.command_io import UserError, one_line
 from modeling_iha import IHAConfig
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from sft.arguments import RunArguments

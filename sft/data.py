@@ -16,7 +16,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-from command_io import UserError, file_sha256, one_line, open_plain_or_gzip, read_jsonl
+from common.command_io import UserError, file_sha256, one_line, open_plain_or_gzip, read_jsonl
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
-from command_io import UserError, one_line
-from conversion_scripts.checkpoint_io import load_config
+from common.checkpoint_io import load_config
+from common.command_io import UserError, one_line
 from sft.arguments import RunArguments
 
 

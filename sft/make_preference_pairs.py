@@ -4,14 +4,10 @@ import argparse
 import json
 import random
 import string
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
+from common.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
 
 
 EXAMPLE = """examples:

@@ -3,14 +3,10 @@
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, check_output_file, one_line, read_jsonl, run_cli, whole_file
+from common.command_io import UserError, check_output_file, one_line, read_jsonl, run_cli, whole_file
 
 
 EXAMPLE = """example:

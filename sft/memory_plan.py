@@ -10,12 +10,8 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import astuple, dataclass, replace
 from itertools import combinations
-from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, run_cli
+from common.command_io import UserError, run_cli
 from sft.run_arguments import RunArguments, answer_help
 
 
@@ -38,9 +34,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from trl import SFTConfig
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
-from benchmarks.cost import attention, ffn, norm
 from configuration_iha import PRESETS
-from mechanisms import mechanism_of
+from kinds import companion_of
+from kinds.model_cost import attention, ffn, norm
 from modeling_iha import IHAConfig
 from modeling_iha.window_blocks import MIN_BLOCK, block_size
 from sft.arguments import RecipeParser
@@ -273,7 +269,7 @@ def known_config(config: PreTrainedConfig) -> IHAConfig | None:
     if type(config) is LlamaConfig:
         fields = {name: value for name, value in config.to_dict().items() if hasattr(IHAConfig, name)}
         config = IHAConfig(**{**fields, "attention_kinds": "mha"})
-    if not isinstance(config, IHAConfig) or not all(mechanism_of(kind).cost for kind in set(config.attention_kinds)):
+    if not isinstance(config, IHAConfig) or not all(companion_of(kind).cost for kind in set(config.attention_kinds)):
         return None
     return config
 

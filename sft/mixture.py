@@ -6,7 +6,7 @@ import numpy as np
 import yaml
 from datasets import interleave_datasets
 
-from command_io import UserError, one_line, read_yaml
+from common.command_io import UserError, one_line, read_yaml
 from sft.data import Rows, column
 
 

@@ -4,9 +4,9 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from command_io import UserError, one_line
-from conversion_scripts.checkpoint_io import load_model, load_tokenizer, note_slow_dtype
-from mechanisms import own_modules
+from common.checkpoint_io import load_model, load_tokenizer, note_slow_dtype
+from common.command_io import UserError, one_line
+from kinds import own_modules
 from sft.arguments import RunArguments, chat_template
 
 

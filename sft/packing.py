@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig
 
-from command_io import UserError
+from common.command_io import UserError
 
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")

@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, file_sha256, new_directory, one_line, read_json, run_cli
+from common.command_io import UserError, file_sha256, new_directory, one_line, read_json, run_cli
 
 
 EXAMPLE = """
@@ -86,7 +83,7 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
-from conversion_scripts.checkpoint_io import load_tokenizer
+from common.checkpoint_io import load_tokenizer
 from sft.data import (
     check_split,
     column,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import Trainer, TrainingArguments
 
-from command_io import UserError, sole_writer
+from common.command_io import UserError, sole_writer
 from conversion_scripts.push_to_hub import publish
 from sft.arguments import RecipeParser, RunArguments, check_values
 from sft.checkpoints import checkpoint_to_resume, newest_complete_checkpoint, save_final, write_losses

@@ -14,8 +14,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from command_io import ROOT, UserError, current_commit, file_sha256, one_line, read_json, write_json
-from conversion_scripts.checkpoint_io import load_config_dict
+from common.checkpoint_io import load_config_dict
+from common.command_io import ROOT, UserError, current_commit, file_sha256, one_line, read_json, write_json
 from sft.arguments import RunArguments, chat_template
 from sft.data import local_files
 from sft.mixture import sources

@@ -2,17 +2,13 @@
 
 import argparse
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import UserError, check_output_file, read_jsonl, run_cli, write_json
+from common.command_io import UserError, check_output_file, read_jsonl, run_cli, write_json
 
 
 EXAMPLE = """example:
@@ -41,7 +37,7 @@ import torch
 from reasoning_gym.factory import DATASETS
 from tqdm import tqdm
 
-from conversion_scripts.checkpoint_io import load_model, load_tokenizer, note_slow_dtype
+from common.checkpoint_io import load_model, load_tokenizer, note_slow_dtype
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 

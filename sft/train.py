@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import run_cli
+from common.command_io import run_cli
 from sft.run_arguments import RunArguments, answer_help
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from command_io import UserError, one_line, read_jsonl, run_cli
+from common.command_io import UserError, one_line, read_jsonl, run_cli
 from sft.run_arguments import RunArguments, answer_help
 
 

@@ -12,8 +12,8 @@ from transformers import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 
-from command_io import UserError, one_line
-from conversion_scripts.checkpoint_io import check_finite
+from common.checkpoint_io import check_finite
+from common.command_io import UserError, one_line
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from sft.callbacks import TrainingClock
 from sft.checkpoints import CHECKSUMS, file_fault, write_checksums

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from command_io import UserError, one_line
+from common.command_io import UserError, one_line
 from sft.arguments import RunArguments
 from sft.data import Rows, check_labels, check_split, column, cut_summary, kind_of, load_rows, local_files, tokenize
 from sft.mixture import mix, sources

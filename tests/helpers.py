@@ -12,7 +12,7 @@ from references.iha import causal_lm
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from command_io import run_cli
+from common.command_io import run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention

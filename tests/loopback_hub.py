@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from huggingface_hub import HfApi, constants
 
-from conversion_scripts import hub_client
+from hub import client as hub_client
 
 
 TOKEN = "hf_loopback"

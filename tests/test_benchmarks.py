@@ -24,7 +24,7 @@ from benchmarks import (
     training_plan,
     window_layer,
 )
-from command_io import UserError
+from common.command_io import UserError
 from modeling_iha import cpu_precision
 
 

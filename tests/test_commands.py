@@ -1,6 +1,7 @@
-"""Every command of the repository starts as a module from the checkout, and by path from anywhere; and tests import
-what they share from modules of helpers."""
+"""Every command starts as a module from the checkout, and those that launchers start also by path; imports between
+rooms go downwards; and tests import what they share from modules of helpers."""
 
+import ast
 import json
 import os
 import re
@@ -13,11 +14,17 @@ import pytest
 
 
 ROOT = Path(__file__).parents[1]
-# Started by path, Python looks beside the script only: this line, the same in every command, adds its checkout.
+# Started by path, Python looks beside the script only. This line adds its checkout.
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
+# From the lowest to the highest; CONTRIBUTING.md says what each is for.
+ROOMS = (
+    *("modeling_iha", "configuration_iha", "common", "kinds", "model_cards", "hub", "conversion_scripts"),
+    *("gpu_kernels", "sft", "evaluation", "benchmarks", "experiments", "checkpoints"),
+)
+BY_PATH = ("sft/train.py", "sft/train_dpo.py", "sft/train_grpo.py", "evaluation/run.py")
 COMMANDS = sorted(
     path
-    for name in ("conversion_scripts", "sft", "evaluation", "benchmarks", "experiments")
+    for name in ROOMS
     for path in (ROOT / name).glob("*.py")
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
     and path.name != "run_program.py"  # run_code.py starts it; it runs without this repository on the path
@@ -34,25 +41,32 @@ def test_a_command_answers_help(path, monkeypatch, capsys):
     assert stop.value.code in (0, None) and "usage:" in capsys.readouterr().out.lower()
 
 
-@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: f"{path.parent.name}.{path.stem}")
+@pytest.mark.parametrize("path", BY_PATH)
 def test_a_command_finds_its_own_checkout(path):
-    before, line, _ = path.read_text(encoding="utf-8").partition(LINE)
-    ours = (
-        "modeling_iha",
-        "command_io",
-        *(entry.name for entry in ROOT.iterdir() if (entry / "__init__.py").exists()),
-    )
-    assert line and not any(f"\n{word} {name}" in before for word in ("from", "import") for name in ours)
+    before, line, _ = (ROOT / path).read_text(encoding="utf-8").partition(LINE)
+    assert line and not any(f"\n{word} {name}" in before for word in ("from", "import") for name in ROOMS)
+
+
+def test_imports_go_downwards():
+    """A room imports from the rooms before it in `ROOMS`, so there is no circle."""
+    upward = []
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            modules += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            rooms = [module.split(".")[0] for module in modules]
+            rank = ROOMS.index(path.relative_to(ROOT).parts[0])
+            upward += [(path.name, room) for room in rooms if room in ROOMS and ROOMS.index(room) > rank]
+    assert not upward
 
 
 @pytest.mark.parametrize(
     ("arguments", "in_checkout"),
     [
-        ([ROOT / "benchmarks/cost.py"], False),
+        ([ROOT / "sft/train.py"], False),
         (["-m", "benchmarks.cost"], True),
-        ([ROOT / "sft/make_reasoning_data.py"], False),
     ],
-    ids=["path", "module", "other path"],
+    ids=["path", "module"],
 )
 def test_a_process_of_its_own(arguments, in_checkout, tmp_path):
     """As a user starts it, with nothing prepared."""
@@ -84,7 +98,7 @@ SLOW = {"conversion_scripts.serve"}
 
 def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
     names = [f"{path.parent.name}.{path.stem}" for path in COMMANDS if path.parent.name != "benchmarks"]
-    names += ["model_cards.make_checkpoints", "model_cards.render", "model_cards.untrained", "demo"]
+    names += ["demo"]
     names = [name for name in names if name not in SLOW]
     process = subprocess.run(
         [sys.executable, "-c", HELP], input=json.dumps(names), cwd=ROOT, capture_output=True, text=True

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import small_config
 
-import mechanisms
+import kinds
 from conversion_scripts.convert_llama_to_iha import ATTENTION_KINDS
 from model_cards.render import render_card
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
@@ -27,20 +27,20 @@ CONVERTERS = {
 # "mha" and "iha" are what the model is about.
 @pytest.mark.parametrize("kind", sorted(ATTENTION_CLASSES.keys() - {"mha", "iha"}))
 def test_a_kind_stands_in_its_own_files_and_one_line(kind):
-    folders = ("modeling_iha", "mechanisms", "conversion_scripts", "sft", "benchmarks", "model_cards")
+    folders = ("modeling_iha", "kinds", "conversion_scripts", "sft", "benchmarks", "model_cards")
     lines = {
-        path.name if path.parent.name != "mechanisms" else f"mechanisms/{path.name}": len(found)
+        path.name if path.parent.name != "kinds" else f"kinds/{path.name}": len(found)
         for folder in folders
         for path in sorted((ROOT / folder).glob("*.py"))
         if (found := re.findall(rf"[\"'`]{kind}[\"'`]", path.read_text(encoding="utf-8")))
     }
     assert lines.pop("attention_kinds.py") == 1
-    allowed = {f"attention_{kind}.py", f"mechanisms/{kind}.py"} | CONVERTERS.get(kind, set())
+    allowed = {f"attention_{kind}.py", f"kinds/{kind}.py"} | CONVERTERS.get(kind, set())
     assert lines.keys() <= allowed
 
 
 def test_every_companion_is_of_a_kind():
-    names = {path.stem for path in (ROOT / "mechanisms").glob("*.py")} - {"__init__", "cost"}
+    names = {path.stem for path in (ROOT / "kinds").glob("*.py")} - {"__init__", "cost", "model_cost"}
     assert names <= ATTENTION_CLASSES.keys()
 
 
@@ -61,14 +61,14 @@ def test_what_is_derived():
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
 def test_a_card_describes_every_kind(kind):
     config = small_config(attention_kinds=kind)
-    text = mechanisms.mechanism_of(kind).card.format(config=config)
+    text = kinds.companion_of(kind).card.format(config=config)
     assert text.endswith(".") and "{" not in text and f'- "{kind}": {text}' in render_card(config, "name")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if mechanisms.mechanism_of(kind).deviations])
+@pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if kinds.companion_of(kind).deviations])
 def test_no_deviation_at_the_exact_start(kind):
     """And one where a parameter has moved."""
-    mechanism, config = mechanisms.mechanism_of(kind), small_config(attention_kinds=kind)
+    mechanism, config = kinds.companion_of(kind), small_config(attention_kinds=kind)
     attention = ATTENTION_CLASSES[kind].for_layer(config, 0)
     state = mechanism.start(config, torch.Generator().manual_seed(0), "balanced") if mechanism.start else {}
     attention.load_state_dict(state, strict=False)
@@ -86,9 +86,9 @@ def test_a_kind_without_a_companion_has_defaults(monkeypatch):
         {anything}. A second sentence."""
 
     monkeypatch.setitem(ATTENTION_CLASSES, "unknown", Unknown)
-    mechanism = mechanisms.mechanism_of("unknown")
+    mechanism = kinds.companion_of("unknown")
     assert mechanism.card.format(config=None) == "Heads talk (Shazeer et al. 2020) of {anything}."
     assert mechanism.forms == {"unknown": {}}
     assert mechanism.start is mechanism.deviations is mechanism.control is mechanism.cost is None
     Unknown.__doc__ = None
-    assert mechanisms.mechanism_of("unknown").card == "Unknown."
+    assert kinds.companion_of("unknown").card == "Unknown."

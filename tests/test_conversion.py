@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import os
 import re
 import resource
 import shutil
@@ -37,12 +38,12 @@ from transformers import (
     MixtralConfig,
 )
 
-from command_io import UserError, attention_kinds, new_directory, run_cli
+from common.checkpoint_io import load_in_clean_process
+from common.command_io import UserError, attention_kinds, new_directory, run_cli
 from conversion_scripts import convert_iha_to_llama, convert_llama_to_iha, push_to_hub, verify_conversion
-from conversion_scripts.checkpoint_io import load_in_clean_process
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert, exact_length, iha_config
-from mechanisms.iha import last_pseudo_head
+from kinds.iha import last_pseudo_head
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
@@ -658,7 +659,8 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     process = subprocess.run(
         [
             sys.executable,
-            ROOT / "conversion_scripts" / "convert_llama_to_iha.py",
+            "-m",
+            "conversion_scripts.convert_llama_to_iha",
             "source",
             "iha",
             "--num-pseudo-heads",
@@ -667,6 +669,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
     )
     assert process.returncode == 1 and "File too large" in last_line(process.stderr)

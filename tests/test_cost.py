@@ -1,4 +1,4 @@
-"""The cost model of benchmarks/cost.py against what models are, keep and do."""
+"""The cost model (kinds/model_cost.py) against what models are, keep and do."""
 
 import math
 import sys
@@ -9,10 +9,10 @@ from helpers import keep_base_states, random_ids, random_model, set_core, small_
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 
-import mechanisms.cost
-import mechanisms.iha
-from benchmarks import cost
+import kinds.iha
+from benchmarks import cost as cost_command
 from configuration_iha import PRESETS
+from kinds import model_cost as cost
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.package import flop_matched_window
 
@@ -79,7 +79,7 @@ def test_visible_pairs(tokens, virtual, window):
     length = tokens * virtual
     span = length if window is None else window * virtual
     pairs = sum(v - span < u <= v for v in range(length) for u in range(length))
-    assert mechanisms.cost.visible_pairs(tokens, virtual, window) == pairs
+    assert kinds.cost.visible_pairs(tokens, virtual, window) == pairs
 
 
 @pytest.mark.parametrize("variant", OTHER_KINDS)
@@ -105,8 +105,8 @@ def test_products_of_other_kinds(variant):
 def test_flop_matched_window():
     """W = N / (2 P^2): a sliding layer has about as many pairs as a global MHA layer (IHA, Appendix C)."""
     tokens, virtual = 8192, 4
-    pairs = mechanisms.cost.visible_pairs(tokens, virtual, flop_matched_window(tokens, virtual))
-    assert pairs / mechanisms.cost.visible_pairs(tokens) == pytest.approx(1, rel=0.05)
+    pairs = kinds.cost.visible_pairs(tokens, virtual, flop_matched_window(tokens, virtual))
+    assert pairs / kinds.cost.visible_pairs(tokens) == pytest.approx(1, rel=0.05)
 
 
 def in_place_product(total, a, b, **kwargs):
@@ -146,7 +146,7 @@ def test_recomputed_products():
         counted[form] = multiply_adds(lambda: model(ids, use_cache=False).logits.sum().backward())
     # PyTorch counts no product of SDPA on a CPU.
     mixed = cost.model(config, tokens, "base").training - cost.model(config, tokens, "sdpa").training
-    pairs = 2 * 4 * 8 * mechanisms.cost.visible_pairs(tokens, 3)
+    pairs = 2 * 4 * 8 * kinds.cost.visible_pairs(tokens, 3)
     assert counted["base"] - counted["virtual"] == mixed - pairs
 
 
@@ -192,7 +192,7 @@ def test_kept_for_the_backward(monkeypatch, kind, gated, form):
 
 
 def test_unknown_kind_is_refused(monkeypatch):
-    monkeypatch.setattr(mechanisms.iha, "MECHANISM", mechanisms.Mechanism())
+    monkeypatch.setattr(kinds.iha, "COMPANION", kinds.Companion())
     with pytest.raises(ValueError, match="'mha', .*not 'iha': add its function"):
         cost.model(small_config(), 16)
 
@@ -202,7 +202,7 @@ def test_command(monkeypatch, capsys, tmp_path, source):
     IHAConfig.from_preset("paper-2.4b-iha").save_pretrained(tmp_path)
     name = tmp_path if source == "config" else "paper-2.4b-iha"
     monkeypatch.setattr(sys, "argv", ["cost.py", f"--{source}", str(name), "--tokens", "8192"])
-    cost.main()
+    cost_command.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[1:3]] == ["iha, sliding_attention", "mha, full_attention"]
     total = next(line for line in lines if line.startswith("whole model"))

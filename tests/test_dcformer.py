@@ -15,7 +15,7 @@ from references.dcmha import released_causal_lm
 from tiny_sources import DCFORMER, released_weights, save_released, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from command_io import UserError
+from common.command_io import UserError
 from conversion_scripts import convert_dcformer_to_iha
 from conversion_scripts.convert_dcformer_to_iha import convert, iha_config
 

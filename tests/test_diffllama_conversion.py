@@ -23,9 +23,9 @@ from tiny_sources import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, DiffLlamaForCausalLM
 
-from command_io import UserError
+from common.checkpoint_io import load_in_clean_process
+from common.command_io import UserError
 from conversion_scripts import convert_diffllama_to_iha, convert_iha_to_diffllama, verify_conversion
-from conversion_scripts.checkpoint_io import load_in_clean_process
 from conversion_scripts.convert_diffllama_to_iha import convert, iha_config
 from conversion_scripts.convert_iha_to_diffllama import convert_back
 from modeling_iha import IHAForCausalLM

@@ -20,8 +20,8 @@ from distributed_driver import train_run, whole_gradients
 from safetensors.torch import load_file
 from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 
-from command_io import UserError
-from conversion_scripts.checkpoint_io import load_in_clean_process
+from common.checkpoint_io import load_in_clean_process
+from common.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import train
 from sft.arguments import RunArguments

@@ -22,7 +22,7 @@ from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 
 pytest.importorskip("math_verify", reason='the extra "evaluation" is not installed')
 
-from command_io import UserError, read_jsonl, run_cli, sole_writer
+from common.command_io import UserError, read_jsonl, run_cli, sole_writer
 from evaluation import (
     compare,
     data,

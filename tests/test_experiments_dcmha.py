@@ -12,7 +12,7 @@ from statistics import mean
 import pytest
 import torch
 
-from command_io import UserError
+from common.command_io import UserError
 from evaluation import data
 from experiments import comparison, dcmha_ablation, dcmha_tasks, head_diversity, language_models
 from experiments.dcmha_tasks import ANSWERS, NAMES, SET_PATTERNS, TASKS, TOKENS

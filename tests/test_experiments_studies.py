@@ -10,9 +10,9 @@ import torch
 from helpers import random_model, small_config
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from benchmarks.cost import model as cost_of
-from command_io import UserError
+from common.command_io import UserError
 from experiments import comparison, head_diversity, language_models, relation_composition
+from kinds.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 

@@ -19,7 +19,7 @@ from helpers import EVERY_KIND, HYBRID, LLAMA, command, last_line, random_ids, r
 from tiny_training import byte_tokenizer
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig
 
-from command_io import UserError
+from common.command_io import UserError
 from experiments import explore_attention
 from experiments.explore_attention import LayerShape, Recorded, page, token_limit
 from modeling_iha import IHAForCausalLM

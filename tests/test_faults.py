@@ -19,7 +19,7 @@ from helpers import command
 from safetensors.torch import load_file
 from tiny_sources import edit_config, edit_weights, save_released, save_tiny_source, tiny_source
 
-from command_io import UserError, new_directory, run_cli, whole_file
+from common.command_io import UserError, new_directory, run_cli, whole_file
 from conversion_scripts import (
     check_remote_code,
     convert_dcformer_to_iha,
@@ -628,10 +628,11 @@ def test_commands_of_their_own_process_are_quiet_but_for_one_line(how, sources, 
         set_config(pad_token_id=-1)(tmp_path / "source")
     else:
         write("generation_config.json", "{")(tmp_path / "source")
-    script = ROOT / "conversion_scripts" / "convert_llama_to_iha.py"
+    module = "conversion_scripts.convert_llama_to_iha"
     process = subprocess.run(
-        [sys.executable, script, "source", "out", "--num-pseudo-heads", "2"],
+        [sys.executable, "-m", module, "source", "out", "--num-pseudo-heads", "2"],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

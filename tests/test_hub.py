@@ -15,7 +15,7 @@ from loopback_hub import File, LoopbackHub
 from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conversion_scripts.checkpoint_io import load_in_clean_process, run_in_clean_process
+from common.checkpoint_io import load_in_clean_process, run_in_clean_process
 from modeling_iha import IHAForCausalLM
 from modeling_iha.configuration_iha import AUTO_MAP
 from sft import train
@@ -28,7 +28,7 @@ PROMPT = "1+1?"
 PUSHES = """
 import json, sys
 from conversion_scripts import push_to_hub
-from conversion_scripts.checkpoint_io import UserError
+from common.checkpoint_io import UserError
 push_to_hub.load_in_clean_process = lambda directory: None
 push_to_hub.load_cached_in_clean_process = lambda repo_id, revision, cache: None
 for arguments in json.load(sys.stdin):
@@ -142,8 +142,8 @@ def trained(hub, tmp_path_factory):
     (path / "llama" / "README.md").write_text("---\nlicense: apache-2.0\n---\nA Llama.\n")
     hub.add("me/llama", path / "llama")
 
-    convert = ROOT / "conversion_scripts" / "convert_llama_to_iha.py"
-    run(hub.environment(path / "home"), convert, "me/llama", path / "iha", "--num-pseudo-heads", 2)
+    convert = ("-m", "conversion_scripts.convert_llama_to_iha")
+    run(hub.environment(path / "home"), *convert, "me/llama", path / "iha", "--num-pseudo-heads", 2)
     rows = write_jsonl(path / "rows.jsonl", training_rows(20))
     with pytest.MonkeyPatch.context() as context:
         context.chdir(ROOT)

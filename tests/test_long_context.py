@@ -18,7 +18,7 @@ from trl import SFTConfig
 from trl.models import enable_selective_activation_checkpointing
 from trl.trainer.utils import add_fused_lm_head
 
-from command_io import UserError
+from common.command_io import UserError
 from modeling_iha import IHAConfig
 from sft.arguments import RecipeParser
 from sft.context import rope_reach, run_config

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import CORES, HALVES, random_ids, random_model, uncached_logits
 
-from conversion_scripts.checkpoint_io import run_in_clean_process
+from common.checkpoint_io import run_in_clean_process
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 

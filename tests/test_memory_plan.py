@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, MistralConfig
 from trl import SFTConfig
 
-from command_io import UserError
+from common.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_sequence, window_blocks
 from sft import memory_plan, train
 from sft.arguments import RecipeParser

@@ -21,13 +21,14 @@ from tiny_sources import save_tiny_source
 from tiny_training import byte_tokenizer
 from transformers import TrainingArguments
 
-from benchmarks.cost import model as cost_of_model
-from command_io import UserError, read_json
+from checkpoints import make_checkpoints
+from common.checkpoint_io import fingerprint
+from common.command_io import UserError, read_json
 from conversion_scripts import convert_diffllama_to_iha, convert_llama_to_iha
-from conversion_scripts.checkpoint_io import fingerprint
 from evaluation.data import MANIFEST
-from mechanisms import Mechanism
-from model_cards import make_checkpoints, render
+from kinds import Companion
+from kinds.model_cost import model as cost_of_model
+from model_cards import render
 from model_cards.render import markdown, render_card, schedule, source_name, with_name, with_results
 from modeling_iha import IHAConfig
 from sft import checkpoints
@@ -95,7 +96,7 @@ def test_a_card_says_what_the_model_costs_and_what_is_not_known():
 
 
 def test_a_kind_without_a_cost_is_said(monkeypatch):
-    monkeypatch.setattr(render, "mechanism_of", lambda kind: Mechanism(card="A kind."))
+    monkeypatch.setattr(render, "companion_of", lambda kind: Companion(card="A kind."))
     card = render_card(small_config(), "name")
     assert "The cost model does not know 'iha'." in card and "| ratio |" not in card
 

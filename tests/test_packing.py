@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig
 
-from command_io import UserError
+from common.command_io import UserError
 from modeling_iha import score_matrix, virtual_sequence, window_blocks
 from sft.packing import check_packing
 from sft.trainer import MixingTrainer

@@ -17,8 +17,8 @@ from tiny_training import LONG_ROPE, ROOT, byte_tokenizer, recipe, sizes, traini
 from trl import SFTConfig
 from trl.scripts import sft as trl_sft
 
-from command_io import UserError
-from conversion_scripts.checkpoint_io import load_in_clean_process, run_in_clean_process
+from common.checkpoint_io import load_in_clean_process, run_in_clean_process
+from common.command_io import UserError
 from model_cards.render import render_card
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_dcmha import CompositionWeights

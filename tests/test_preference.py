@@ -13,8 +13,8 @@ from helpers import GEOMETRIES, random_model, small_config
 from tiny_training import LONG_ROPE, byte_tokenizer, write_jsonl
 from trl import DPOConfig, GRPOConfig
 
-from command_io import UserError
-from conversion_scripts.checkpoint_io import run_in_clean_process
+from common.checkpoint_io import run_in_clean_process
+from common.command_io import UserError
 from modeling_iha import IHAForCausalLM
 from sft import make_preference_pairs, make_reasoning_data, score_reasoning, train_dpo, train_grpo
 from sft.arguments import RecipeParser

@@ -17,17 +17,17 @@ from huggingface_hub import constants
 from loopback_hub import Fault, File, HubError, LoopbackHub
 from tiny_sources import tiny_source, tiny_tokenizer
 
-from command_io import UserError
+from common import foreign_code
+from common.checkpoint_io import load_config, load_in_clean_process
+from common.command_io import UserError
 from conversion_scripts import (
     check_remote_code,
     convert_llama_to_iha,
-    foreign_code,
     list_checkpoints,
     pull_from_hub,
     push_to_hub,
     verify_conversion,
 )
-from conversion_scripts.checkpoint_io import load_config, load_in_clean_process
 from evaluation import run as evaluate
 from model_cards import render
 

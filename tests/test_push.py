@@ -13,10 +13,11 @@ from loopback_hub import TOKEN, Fault, File, HubError, LoopbackHub
 from safetensors.torch import load_file, save_file
 from tiny_sources import tiny_tokenizer
 
-from command_io import UserError
-from conversion_scripts import hub_client, push_to_hub
-from conversion_scripts.checkpoint_checks import checkpoint_files
-from conversion_scripts.checkpoint_io import run_in_clean_process
+from common.checkpoint_io import run_in_clean_process
+from common.command_io import UserError
+from conversion_scripts import push_to_hub
+from hub import client as hub_client
+from hub.checks import checkpoint_files
 from model_cards.render import render_card
 
 

@@ -13,7 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer
 
-from conversion_scripts.checkpoint_io import load_model, load_tokenizer
+from common.checkpoint_io import load_model, load_tokenizer
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ import yaml
 from datasets import Dataset
 from tiny_training import ROOT, byte_tokenizer, sizes, training_rows, write_jsonl
 
-from command_io import UserError
+from common.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import train
 from sft.mixture import mix, sources

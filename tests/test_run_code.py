@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from command_io import UserError
+from common.command_io import UserError
 from evaluation import run_code
 
 

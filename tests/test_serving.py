@@ -63,8 +63,9 @@ def server(checkpoint, tmp_path_factory):
     url = f"http://127.0.0.1:{port}"
     with open(home / "log", "w") as log:
         process = subprocess.Popen(
-            [sys.executable, ROOT / "conversion_scripts" / "serve.py", checkpoint, "--host", "127.0.0.1"]
+            [sys.executable, "-m", "conversion_scripts.serve", checkpoint, "--host", "127.0.0.1"]
             + ["--port", str(port), "--device", "cpu"],
+            cwd=ROOT,
             env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
             stdout=log,
             stderr=log,

@@ -12,8 +12,8 @@ from tiny_training import byte_tokenizer, recipe, sizes, training_rows, with_tem
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
-from command_io import UserError
-from conversion_scripts.checkpoint_io import load_in_clean_process
+from common.checkpoint_io import load_in_clean_process
+from common.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM, cpu_precision
 from sft import make_reasoning_data, score_reasoning, train
 from sft.arguments import RecipeParser
@@ -258,7 +258,7 @@ def test_the_command_reports_a_mistake_in_one_line(tmp_path):
             "learning_rat",
         ),
         (
-            ["sft/make_reasoning_data.py", str(tmp_path / "rows.jsonl"), "--rows", "2", "--generator", "absent"],
+            ["-m", "sft.make_reasoning_data", str(tmp_path / "rows.jsonl"), "--rows", "2", "--generator", "absent"],
             "absent",
         ),
     ]:

@@ -21,7 +21,7 @@ from tiny_training import (
 )
 from trl import SFTConfig
 
-from command_io import UserError
+from common.command_io import UserError
 from modeling_iha import IHAForCausalLM
 from sft import prepare, train
 from sft import run as sft_run

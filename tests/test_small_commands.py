@@ -14,7 +14,7 @@ from tiny_training import with_template
 from transformers import LlamaConfig
 
 from benchmarks import cost
-from command_io import UserError, run_cli, run_module
+from common.command_io import UserError, run_cli, run_module
 from conversion_scripts import serve
 from modeling_iha import cpu_precision
 from sft import make_reasoning_data, score_reasoning

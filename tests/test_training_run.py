@@ -25,9 +25,9 @@ from tiny_training import LONG_ROPE, byte_tokenizer, recipe, sizes, training_row
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
-import command_io
-from command_io import UserError, run_cli, sole_writer
-from conversion_scripts.checkpoint_checks import checkpoint_files
+from common import command_io
+from common.command_io import UserError, run_cli, sole_writer
+from hub.checks import checkpoint_files
 from modeling_iha import IHAForCausalLM
 from sft import arguments as arguments_module
 from sft import callbacks, run_record, train

@@ -20,7 +20,7 @@ from trl import (
     SFTTrainer,
 )
 
-from conversion_scripts.checkpoint_io import run_in_clean_process
+from common.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification
 
 

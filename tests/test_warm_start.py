@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from command_io import UserError
+from common.command_io import UserError
 from experiments import mixing_rate, warm_start, warm_start_variants
 
 

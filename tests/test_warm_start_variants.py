@@ -15,8 +15,8 @@ from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer
 from transformers import LlamaForCausalLM
 
-from command_io import UserError, write_json
-from conversion_scripts.checkpoint_io import load_model
+from common.checkpoint_io import load_model
+from common.command_io import UserError, write_json
 from conversion_scripts.convert_llama_to_iha import convert
 from experiments import warm_start
 from experiments import warm_start_variants as study

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from model_cards import untrained
+from checkpoints import untrained
 
 
 ROOT = Path(__file__).resolve().parents[1]

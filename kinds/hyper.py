@@ -2,7 +2,7 @@
 
 from modeling_iha import IHAConfig
 
-from . import Mechanism
+from . import Companion
 from .cost import Cost, pair_products, tuples
 
 
@@ -17,7 +17,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     return tuples(config, tokens, window, stacked, *pair_products(config, tokens, window, options.windows))
 
 
-MECHANISM = Mechanism(
+COMPANION = Companion(
     card="HyperAttention: every token attends to tuples of tokens.",
     paper="A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions: "
     "Representation, Training, Generalization",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers.utils import CONFIG_NAME
 
-from command_io import UserError, printable, read_json
+from common.command_io import UserError, printable, read_json
 from modeling_iha import package
 
 

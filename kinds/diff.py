@@ -2,7 +2,7 @@
 
 from modeling_iha import IHAConfig
 
-from . import Mechanism, mha
+from . import Companion, mha
 from .cost import Cost
 
 
@@ -13,7 +13,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     return twice + more + Cost(kept=tokens * config.num_attention_heads * config.head_dim)
 
 
-MECHANISM = Mechanism(
+COMPANION = Companion(
     card="differential attention as in DiffLlama: the difference of two softmaxes over the same values.",
     paper="Ye et al., 2024, [Differential Transformer](https://arxiv.org/abs/2410.05258)",
     cost=cost,

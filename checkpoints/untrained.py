@@ -1,18 +1,14 @@
 """Write a tiny model that has learned nothing, with a tokenizer of bytes: one attention mechanism in every layer, in
-the first form that its file in mechanisms/ measures. What model_cards/tiny.yaml trains.
+the first form that its file in kinds/ measures. What model_cards/tiny.yaml trains.
 
-example: python -m model_cards.untrained iha outputs/tiny-iha
+example: python -m checkpoints.untrained iha outputs/tiny-iha
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import attention_kinds, new_directory, run_cli
+from common.command_io import attention_kinds, new_directory, run_cli
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -29,7 +25,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mechanisms import mechanism_of
+from kinds import companion_of
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -37,7 +33,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 # Those of sft/chat_templates.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-DETAILS = "## Training\n\nNone: the weights are random (`python -m model_cards.untrained`)."
+DETAILS = "## Training\n\nNone: the weights are random (`python -m checkpoints.untrained`)."
 
 
 def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
@@ -54,7 +50,7 @@ def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the model that the command line names. Raises `UserError`."""
     args = parse_arguments(argv)
-    tokenizer, form = byte_tokenizer(), next(iter(mechanism_of(args.kind).forms.values()))
+    tokenizer, form = byte_tokenizer(), next(iter(companion_of(args.kind).forms.values()))
     fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     fields |= {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True, "attention_kinds": args.kind}
     torch.manual_seed(0)

@@ -45,8 +45,8 @@ from transformers.utils import (
 from transformers.utils.hub import get_checkpoint_shard_files
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
-from command_io import UserError, file_sha256, one_line, read_json
-from conversion_scripts.foreign_code import code_elsewhere
+from common.command_io import UserError, file_sha256, one_line, read_json
+from common.foreign_code import code_elsewhere
 from modeling_iha import cpu_precision
 from modeling_iha.configuration_iha import MAX_LAYERS
 

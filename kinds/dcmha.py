@@ -7,7 +7,7 @@ import torch
 from modeling_iha import IHAConfig
 from modeling_iha.attention_dcmha import CompositionWeights
 
-from . import Mechanism
+from . import Companion
 from .cost import Cost, score_matrix
 
 
@@ -41,7 +41,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     )
 
 
-MECHANISM = Mechanism(
+COMPANION = Companion(
     card="Dynamically Composable Multi-Head Attention: before and after the softmax, heads are combined with weights that are "
     "computed from the query's and the key's token. The KV cache also holds the weights of each key's token.",
     paper="Xiao et al., 2024, Improving Transformers with Dynamically Composable Multi-Head "

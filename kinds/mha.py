@@ -2,7 +2,7 @@
 
 from modeling_iha import IHAConfig
 
-from . import Mechanism
+from . import Companion
 from .cost import Cost, score_products
 
 
@@ -22,7 +22,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     )
 
 
-MECHANISM = Mechanism(
+COMPANION = Companion(
     card="ordinary multi-head attention.",
     paper="Vaswani et al., 2017, [Attention Is All You Need](https://arxiv.org/abs/1706.03762)",
     cost=cost,

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, constants, set_client_factory
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from huggingface_hub.utils._http import default_client_factory
 
-from command_io import UserError, one_line
+from common.command_io import UserError, one_line
 
 
 TIMEOUT = 120  # seconds without a byte; by itself the client waits for ever

@@ -8,9 +8,9 @@ The fine-tuned SmolLM2 beside its MHA twin takes hours and comes from a run dire
 without --warm-start it is left out.
 
 examples:
-  python -m model_cards.make_checkpoints
-  python -m model_cards.make_checkpoints tiny-iha
-  python -m model_cards.make_checkpoints smollm2-135m-iha-p2-sft --warm-start outputs/warm_start
+  python -m checkpoints.make_checkpoints
+  python -m checkpoints.make_checkpoints tiny-iha
+  python -m checkpoints.make_checkpoints smollm2-135m-iha-p2-sft --warm-start outputs/warm_start
 """
 
 import argparse
@@ -27,10 +27,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
-
-from command_io import (
+from common.command_io import (
     ROOT,
     UserError,
     current_commit,
@@ -44,7 +41,7 @@ from command_io import (
 )
 
 
-INDEX = Path(__file__).parent
+INDEX = ROOT / "model_cards"
 OUTPUT = Path("outputs/checkpoints")
 
 
@@ -74,7 +71,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks.harness import processor
-from conversion_scripts.checkpoint_io import fingerprint, load_config, load_config_dict, smollm2_gguf
+from common.checkpoint_io import fingerprint, load_config, load_config_dict, smollm2_gguf
 from model_cards.render import figure_text, markdown_table, read_results, source_name, update
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
@@ -152,7 +149,7 @@ def train_tiny(kind: str, output: Path, name: str) -> Made:
     """A tiny model of one mechanism, trained from scratch on the bytes of a story."""
     untrained, run = output / name / "untrained", output / name / "run"
     made = Made(run / "final", run=run)
-    made.step(untrained, "model_cards.untrained", kind, untrained)
+    made.step(untrained, "checkpoints.untrained", kind, untrained)
     what = ("--model_name_or_path", untrained, "--dataset_name", story(), "--output_dir", run)
     made.step(made.checkpoint, "sft.train", "--config", "model_cards/tiny.yaml", *what)
     made.evaluate(output / name / "evaluation", 256)

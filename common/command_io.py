@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import yaml
 
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 _held_locks: set[int] = set()  # descriptors
 
 

@@ -11,7 +11,7 @@ import torch
 
 from modeling_iha import IHAConfig
 
-from . import Mechanism
+from . import Companion
 from .cost import Cost, score_products
 
 
@@ -103,7 +103,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     )
 
 
-MECHANISM = Mechanism(
+COMPANION = Companion(
     card="Interleaved Head Attention: every head is a learned combination of all heads, and every token takes part in attention as "
     "{config.num_pseudo_heads} interleaved pseudo-tokens. The KV cache holds base keys and values only, so it is as large as that of "
     "the same model with ordinary attention.",

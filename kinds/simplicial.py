@@ -2,7 +2,7 @@
 
 from modeling_iha import IHAConfig
 
-from . import Mechanism
+from . import Companion
 from .cost import Cost, pair_products, tuples
 
 
@@ -12,7 +12,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     return tuples(config, tokens, window, 2, *pair_products(config, tokens, window, windows))
 
 
-MECHANISM = Mechanism(
+COMPANION = Companion(
     card="2-simplicial attention: every token attends to pairs of tokens.",
     paper="Roy et al., 2025, Fast and Simplex: 2-Simplicial Attention in Triton",
     cost=cost,

@@ -1,7 +1,7 @@
 """Describe each attention mechanism to cards, converters and benchmarks; a checkpoint ships none of this.
 
-The file `mechanisms/<kind>.py` of a kind of `ATTENTION_CLASSES` has the name of the kind. A kind without a file has
-the defaults of `Mechanism`.
+The file `kinds/<kind>.py` of a kind of `ATTENTION_CLASSES` has the name of the kind. A kind without a file has
+the defaults of `Companion`.
 """
 
 import importlib
@@ -20,8 +20,8 @@ from .cost import Cost
 
 
 @dataclass(frozen=True)
-class Mechanism:
-    """Hold the `MECHANISM` of a companion file.
+class Companion:
+    """Hold the `COMPANION` of a companion file.
 
     Attributes:
         card: what a layer does, for the reader of a model card; `{config.field}` is a field of its config. The default
@@ -49,17 +49,17 @@ class Mechanism:
     forms: dict[str, dict] = field(default_factory=dict)
 
 
-def mechanism_of(kind: str) -> Mechanism:
+def companion_of(kind: str) -> Companion:
     """Return the companion of a kind of `ATTENTION_CLASSES`, with its defaults filled in."""
     name = f"{__name__}.{kind}"
-    mechanism = importlib.import_module(name).MECHANISM if find_spec(name) else Mechanism()
+    mechanism = importlib.import_module(name).COMPANION if find_spec(name) else Companion()
     card = mechanism.card or _first_sentence(ATTENTION_CLASSES[kind]).replace("{", "{{").replace("}", "}}")
     return replace(mechanism, card=card, forms=mechanism.forms or {kind: {}})
 
 
-def all_mechanisms() -> dict[str, Mechanism]:
+def all_companions() -> dict[str, Companion]:
     """Return the mechanism of every kind, in the order of `ATTENTION_CLASSES`."""
-    return {kind: mechanism_of(kind) for kind in ATTENTION_CLASSES}
+    return {kind: companion_of(kind) for kind in ATTENTION_CLASSES}
 
 
 def own_modules(model: torch.nn.Module) -> list[str]:

@@ -10,9 +10,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from command_io import UserError, one_line, printable, read_json
-from conversion_scripts.check_remote_code import check_remote_code
-from conversion_scripts.checkpoint_io import (
+from common.checkpoint_io import (
     check_finite,
     check_index,
     check_shapes,
@@ -21,7 +19,9 @@ from conversion_scripts.checkpoint_io import (
     load_generation_config,
     load_tokenizer,
 )
-from conversion_scripts.foreign_code import refuse_foreign_code
+from common.command_io import UserError, one_line, printable, read_json
+from common.foreign_code import refuse_foreign_code
+from hub.remote_code import check_remote_code
 
 
 # What Transformers reads beside weights and code.

@@ -2,7 +2,7 @@
 
 from modeling_iha import IHAConfig
 
-from . import Mechanism
+from . import Companion
 from .cost import Cost, linear, score_matrix
 
 
@@ -16,7 +16,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     return score_matrix(config, tokens, window) + linear(tokens, config.hidden_size, more, config.attention_bias)
 
 
-MECHANISM = Mechanism(
+COMPANION = Companion(
     card="HyperFeatureAttention: a head's scores are products of several features' scores.",
     paper="A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions: "
     "Representation, Training, Generalization",

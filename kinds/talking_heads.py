@@ -6,7 +6,7 @@ import torch
 
 from modeling_iha import IHAConfig
 
-from . import Mechanism
+from . import Companion
 from .cost import Cost, score_matrix
 
 
@@ -29,7 +29,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     return score_matrix(config, tokens, window, per_pair=maps) + Cost(parameters=maps)
 
 
-MECHANISM = Mechanism(
+COMPANION = Companion(
     card="Talking-Heads Attention: the heads mix their attention scores before the softmax and their weights after it.",
     paper="Shazeer et al., 2020, [Talking-Heads Attention](https://arxiv.org/abs/2003.02436)",
     cost=cost,
