@@ -8,7 +8,7 @@ OLDEST := .venv-oldest/bin/python
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
 	@echo "make test   lint and the tests (12 minutes on 2 cores)"
-	@echo "make test-full  the same with the slow tests; writes tests/full_result.json"
+	@echo "make test-full  the same with the slow tests"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (2 minutes)"
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=paper_decode for one)"
@@ -55,7 +55,7 @@ test: lint
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-full: lint
-	$(RUN) -m pytest -n 2 --dist loadfile --summary tests/full_result.json
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 test-oldest: .venv-oldest/installed
 	$(OLDEST) -m pytest -n 2 --dist loadfile --deselect tests/test_conversion.py::test_real_weights tests/test_mechanisms.py tests/test_reference.py tests/test_generation.py \

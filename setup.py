@@ -14,8 +14,8 @@ setup(
     extras_require={
         # What the commands of this repository need; they run from a checkout.
         "scripts": [
-            *("datasets", "gguf", "huggingface_hub", "matplotlib", "networkx", "peft"),
-            *("plotly", "reasoning-gym", "trl"),
+            *("datasets", "filelock", "gguf", "huggingface_hub", "matplotlib", "networkx"),
+            *("peft", "plotly", "reasoning-gym", "trl"),
         ],
         # What `python -m evaluation.run` needs beside "scripts".
         "evaluation": ["lm_eval", "markdown-it-py", "math-verify[antlr4-13-2]", "nltk", "scipy", "wonderwords"],

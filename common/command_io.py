@@ -1,7 +1,8 @@
-"""What every command does the same way: errors as one line, outputs whole or not at all, JSON read with its mistakes
-named, one command that runs another."""
+"""Hold what every command does in the same way.
 
-import fcntl
+An error is one line. An output is written whole or not at all. Mistakes in JSON are named. One command runs another.
+"""
+
 import gzip
 import hashlib
 import json
@@ -19,21 +20,21 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
+from filelock import FileLock, Timeout
 
 
 ROOT = Path(__file__).resolve().parents[1]
-_held_locks: set[int] = set()  # descriptors
 
 
 class UserError(Exception):
-    """A mistake the user can fix: what was wrong, what was expected, what to do. Shown as one line."""
+    """Report a mistake that the user can fix, in one line: what was wrong, what was expected, what to do."""
 
 
 def run_cli(main: Callable[[], None]) -> None:
-    """Run a command's `main`; a mistake of the user becomes one line on stderr and exit code 1, Ctrl-C exit code 130.
+    """Run a command's `main` and turn its errors into one line on stderr and an exit code.
 
-    The same goes for the machine's refusals, such as a full disk. Any other exception is a defect and keeps its
-    traceback.
+    The code is 1 for a mistake of the user and for a refusal of the machine, such as a full disk, and 130 for Ctrl-C.
+    Any other exception is a defect and keeps its traceback.
     """
     if not sys.stderr.isatty() and "transformers" in sys.modules:  # to import it for --help would take seconds
         sys.modules["transformers"].utils.logging.disable_progress_bar()  # a log would keep every state of a bar
@@ -59,30 +60,31 @@ def run_cli(main: Callable[[], None]) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """The message of `error` with its line breaks removed, or its class name when it has none."""
+    """Return the message of `error` on one line, or the name of its class when it has no message."""
     return printable(" ".join(str(error).split())) or type(error).__name__
 
 
 def printable(text: str) -> str:
-    """Return `text` with its control characters as escapes: a terminal acts on them, and a stranger may have written
-    them."""
+    """Return `text` with its control characters escaped, because a terminal acts on those that a stranger wrote."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
 
 
 def path_from_root(text: str) -> Path:
-    """Return a path that the user gave, for a command that runs in the root of the checkout.
+    """Return a path that the user gave, as a command that runs in the root of the checkout needs it.
 
-    Inside the checkout it is relative, so that a record of the command names no place of this machine.
+    A path inside the checkout becomes relative, so that a record of the command names no place of this machine.
     """
     path = Path(os.path.abspath(text))
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 def run_module(result: str | os.PathLike, *command: str | os.PathLike) -> None:
-    """Run a module of this repository with its arguments, as a command in a process of its own, unless its `result` is
-    there already. Raises `UserError` when it fails."""
+    """Run a module of this repository in a process of its own, unless its `result` exists already.
+
+    Raise `UserError` when the module fails.
+    """
     if os.path.exists(result):
         print(f"{result} is there: done before", flush=True)
         return
@@ -95,11 +97,11 @@ def run_module(result: str | os.PathLike, *command: str | os.PathLike) -> None:
 
 @contextmanager
 def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
-    """Yield a temporary sibling of `dst` to write into; it becomes `dst` on success and is removed on any exception,
-    Ctrl-C, SIGTERM and SIGHUP. What a killed run left is removed by the next one for the same `dst`.
+    """Yield a temporary sibling of `dst` to write into, which becomes `dst` on success.
 
-    Raises `UserError` before anything is done when `dst` exists and is anything but an empty directory, cannot be
-    replaced or made, or is being written by another run.
+    The sibling is removed on any exception, Ctrl-C, SIGTERM and SIGHUP. The next run for the same `dst` removes what a
+    killed run left. Raise `UserError` before anything is done when `dst` is anything but an empty directory, cannot be
+    made or replaced, or is being written by another run.
     """
     dst = Path(os.path.abspath(dst))
     _check_destination(dst)
@@ -117,11 +119,10 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a temporary sibling of `path` to write to; it becomes `path` on success and is removed on any exception
-    and Ctrl-C.
+    """Yield a temporary sibling of `path` to write to, which becomes `path` on success.
 
-    `path` holds its old content or all of the new, never a part. The directories above it are made; a symbolic link
-    stays one.
+    `path` holds its old content or all of the new, never a part. Missing directories are made. A symbolic link stays
+    one.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,8 +135,10 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
-    """Raises `UserError`, before the work, when `whole_file` could not write `path` after it, and, unless it may
-    `replace` it, when there is a file of that name."""
+    """Refuse, before the work, a `path` that `whole_file` could not write after it.
+
+    A file of that name is refused too, unless it may be replaced. Raise `UserError`.
+    """
     path = Path(os.path.realpath(path))
     try:
         if path.exists() and not path.is_file():
@@ -153,26 +156,22 @@ def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
 
 @contextmanager
 def sole_writer(directory: str | os.PathLike) -> Iterator[None]:
-    """Holds a lock on `directory`, made if need be, for as long as it is written to: the system drops it with the
-    process, however that ends. A directory that is empty in the end is removed.
+    """Lock `directory`, which is made if it is missing, and remove it in the end if it is empty.
 
-    Raises `UserError` when another run holds the lock, and when the file system refuses it.
+    The system drops the lock when the process ends, however it ends. Raise `UserError` when another run holds the
+    lock, and when the file system has no locks.
     """
     directory = Path(os.path.abspath(directory))
-    lock_file = directory / ".lock"
-    lock = _lock(directory, lock_file)
     try:
-        yield
+        with _locked(directory / ".lock", directory):
+            yield
     finally:
-        lock_file.unlink(missing_ok=True)
-        _unlock(lock)
         with suppress(OSError):
             directory.rmdir()
 
 
 def _check_destination(dst: Path) -> None:
-    """Raises `UserError` unless `dst` is free, or an empty directory that a new one can replace, and its parents can
-    be made."""
+    """Raise `UserError` unless `dst` is free or an empty directory, and its parents can be made."""
     if dst.is_symlink():
         raise UserError(f"{dst} is a symbolic link: give the path it leads to, or remove it.")
     if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
@@ -190,7 +189,7 @@ def _check_destination(dst: Path) -> None:
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP raise `KeyboardInterrupt(signal)`, unless the process ignores or handles them already."""
+    """Make SIGTERM and SIGHUP raise `KeyboardInterrupt(signal)`, unless the process ignores or handles them."""
 
     def interrupt(number, frame):
         raise KeyboardInterrupt(number)
@@ -208,73 +207,53 @@ def _signals_as_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _temporary_sibling(dst: Path) -> Iterator[Path]:
-    """Yields the new directory .NAME.tmp beside `dst`, and removes it if it is still there in the end.
+    """Yield the new directory .NAME.tmp beside `dst`, and remove it if it still exists in the end.
 
-    The file .NAME.lock beside it is locked meanwhile. The system drops the lock with the process, however that ends,
-    so a lock file that says so and is not locked makes the directory the leftover of a killed run. Raises `UserError`.
+    The file .NAME.lock beside it is locked meanwhile and says what it is for. The system drops the lock of a killed
+    run, so such a file without a lock marks the directory as a leftover. Raise `UserError`.
     """
     temporary, lock_file = dst.with_name(f".{dst.name}.tmp"), dst.with_name(f".{dst.name}.lock")
-    lock = _lock(dst, lock_file)
-    try:
+    with _locked(lock_file, dst):
         _check_destination(dst)  # another run may have finished since
         if os.path.lexists(temporary):
-            if not os.read(lock, 1):
+            if not lock_file.read_bytes():
                 raise UserError(f"{temporary} exists, and no run of this command made it: remove or rename it.")
             print(f"Removing {temporary}, left by a run that was killed", flush=True)
             shutil.rmtree(temporary)
-        os.write(lock, b"A run of this project makes the directory .tmp beside this file.\n")
+        lock_file.write_text("A run of this project makes the directory .tmp beside this file.\n")
         temporary.mkdir()
         try:
             yield temporary
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path, dst: Path) -> Iterator[None]:
+    """Lock the file `path`, which is made if it is missing and removed in the end.
+
+    Raise `UserError`, which names `dst`, when another run holds the lock and when the file cannot be locked.
+    """
+    # Not at once, because a run that ends may remove the file that this one has just opened.
+    lock = FileLock(path, timeout=0.2, poll_interval=0.02, fallback_to_soft=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"Another run is writing {dst}: wait for it, or choose another output path.") from None
+    except OSError as error:
+        raise UserError(f"{dst} cannot be made: {path} cannot be locked: {one_line(error)}") from error
+    try:
+        yield
     finally:
-        lock_file.unlink(missing_ok=True)
-        _unlock(lock)
-
-
-def _lock(dst: Path, path: Path) -> int:
-    """A descriptor of the file `path`, made if need be and locked until it is closed. Raises `UserError`."""
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise UserError(f"{dst} cannot be made: {one_line(error)}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last holder may have removed the file between the two calls: then somebody else can lock another.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), path.stat()):
-                    _held_locks.add(lock)
-                    return lock
-        except BlockingIOError:
-            os.close(lock)
-            raise UserError(f"Another run is writing {dst}: wait for it, or choose another output path.") from None
-        except OSError as error:
-            os.close(lock)
-            raise UserError(f"{dst} cannot be made: {path} cannot be locked: {one_line(error)}") from error
-        os.close(lock)
+        path.unlink(missing_ok=True)
+        lock.release()
 
 
 def attention_kinds() -> list[str]:
-    """Return the names of all attention kinds, by their files: for options, which must not wait for PyTorch."""
+    """Return the names of all attention kinds, read from file names because options must not wait for PyTorch."""
     files = (path.stem.removeprefix("attention_") for path in ROOT.glob("modeling_iha/attention_*.py"))
     return sorted(set(files) - {"kinds", "options"})
-
-
-def _unlock(lock: int) -> None:
-    _held_locks.discard(lock)
-    os.close(lock)
-
-
-def _leave_locks_to_parent() -> None:
-    while _held_locks:
-        os.close(_held_locks.pop())
-
-
-# A worker that loads data lives on for seconds when its parent is killed, and would hold the lock as long.
-os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 
 def write_json(path: str | os.PathLike, content: dict) -> None:
@@ -284,13 +263,16 @@ def write_json(path: str | os.PathLike, content: dict) -> None:
 
 
 def file_sha256(path: str | os.PathLike) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def current_commit() -> str:
-    """The commit of this checkout, with "-dirty" where files differ from it; "unknown" without git, and for a copy
-    inside another repository."""
+    """Return the commit of this checkout, with "-dirty" where files differ from it.
+
+    It is "unknown" without git, and for a copy inside another repository.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), "--no-optional-locks", *arguments]
@@ -305,7 +287,7 @@ def current_commit() -> str:
 
 
 def read_json(path: str | os.PathLike) -> dict:
-    """The object that a JSON file holds. Raises `UserError` when it holds anything else or cannot be read."""
+    """Return the object that a JSON file holds, or raise `UserError` when it holds anything else."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except (OSError, ValueError, RecursionError) as error:
@@ -318,7 +300,7 @@ def read_json(path: str | os.PathLike) -> dict:
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs of an object as a dictionary.
 
-    Raises `ValueError` for a key given twice, of which JSON and YAML would silently keep the last.
+    Raise `ValueError` for a key given twice, of which JSON and YAML would silently keep the last.
     """
     content = dict(pairs)
     if len(content) < len(pairs):
@@ -336,14 +318,16 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def read_yaml(path: str | os.PathLike) -> Any:
     """Return the content of a YAML file.
 
-    Raises `OSError`, `yaml.YAMLError`, and `ValueError` for text that is not UTF-8 and for a key given twice.
+    Raise `OSError`, `yaml.YAMLError`, and `ValueError` for text that is not UTF-8 and for a key given twice.
     """
     return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
 
 
 def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
-    """The rows of a JSON-lines file, plain or compressed by gzip, one object a line; empty lines do not count. Raises
-    `UserError` naming the row."""
+    """Yield the rows of a JSON-lines file, plain or compressed by gzip.
+
+    Each line is one object, and empty lines do not count. Raise `UserError`, which names the row.
+    """
     with open_plain_or_gzip(path) as lines:
         for number, line in enumerate(filter(bytes.strip, lines), 1):
             try:
@@ -360,8 +344,10 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
 
 @contextmanager
 def open_plain_or_gzip(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Yields the bytes of a file for reading, decompressed where its first bytes are those of gzip, whatever its name.
-    Raises `UserError` for compressed data that is damaged or cut short."""
+    """Open a file for reading bytes, decompressed if it begins like gzip, whatever its name.
+
+    Raise `UserError` for compressed data that is damaged or cut short.
+    """
     with open(path, "rb") as file:
         is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
         try:

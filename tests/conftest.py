@@ -1,8 +1,4 @@
-import json
 import os
-import platform
-import time
-from pathlib import Path
 
 
 # The test models are tiny: more threads than one cost more than they give, most of all with several processes at a
@@ -12,12 +8,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fake_flash  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-import transformers  # noqa: E402
 from helpers import keep_base_states  # noqa: E402
 
 
 torch.set_num_threads(1)
-STARTED = time.monotonic()
 
 
 @pytest.fixture
@@ -69,20 +63,3 @@ def pytest_runtest_makereport(item, call):
         if not any(known in reason for known in expected):
             report.outcome, report.longrepr = "failed", f"{reason!r} is not among the module's EXPECTED_SKIPS"
     return report
-
-
-def pytest_addoption(parser):
-    parser.addoption("--summary", type=Path, help="write the counts, versions and seconds of the run to this file")
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if (path := config.getoption("--summary")) is None:
-        return
-    counts = {name: len(terminalreporter.stats.get(name, [])) for name in ("passed", "failed", "error", "skipped")}
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    summary = {**counts, "seconds": round(time.monotonic() - STARTED), **versions}
-    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
