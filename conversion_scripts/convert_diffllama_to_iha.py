@@ -12,7 +12,8 @@ from common.command_io import UserError, new_directory, run_cli
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description='Convert a DiffLlama checkpoint to an IHA checkpoint of "diff" layers without changing what it computes.',
+        description='Convert a DiffLlama checkpoint to an IHA checkpoint of "diff" layers without changing what it '
+        "computes.",
         epilog="example: python -m conversion_scripts.convert_diffllama_to_iha kajuma/DiffLlama-0.3B-handcut diff-iha",
     )
     parser.add_argument("src", help="DiffLlama checkpoint: a directory or a Hub id")
@@ -47,7 +48,8 @@ def iha_config(source: PreTrainedConfig) -> IHAConfig:
     """The configuration of the converted model. Raises `UserError` when the source does not allow one."""
     if source.model_type != "diffllama":
         raise UserError(
-            f"The architecture {source.model_type!r} is not 'diffllama'. Use convert_llama_to_iha.py for Llama and similar architectures."
+            f"The architecture {source.model_type!r} is not 'diffllama'. Use convert_llama_to_iha.py for Llama and "
+            "similar architectures."
         )
     check_fields(source, ("attention_bias", "lambda_std_dev"))
     return new_config(
@@ -76,8 +78,8 @@ def main() -> None:
         tokenizer = load_tokenizer(args.src, source.config.vocab_size)
         model = convert(source)
         details = (
-            f"## Conversion\n\nConverted from {markdown(source_name(args.src))} (diffllama). Before any further training the model computes what "
-            "its source does, up to rounding, for sequences of any length."
+            f"## Conversion\n\nConverted from {markdown(source_name(args.src))} (diffllama). Before any further "
+            "training the model computes what its source does, up to rounding, for sequences of any length."
         )
         write_checkpoint(directory, model, tokenizer, args.src, args.dst, details)
     print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.")

@@ -7,7 +7,8 @@ from common.command_io import UserError, run_cli
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description='Convert an IHA checkpoint of "diff" layers to a DiffLlama checkpoint without changing what it computes.',
+        description='Convert an IHA checkpoint of "diff" layers to a DiffLlama checkpoint without changing what it '
+        "computes.",
         epilog="example: python -m conversion_scripts.convert_iha_to_diffllama diff-iha diffllama-again",
     )
     parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")

@@ -13,7 +13,8 @@ from common.command_io import UserError, new_directory, run_cli
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Convert an IHA checkpoint whose layers still compute a multi-head attention to a stock architecture.",
+        description="Convert an IHA checkpoint whose layers still compute a multi-head attention to a stock "
+        "architecture.",
         epilog="example: python -m conversion_scripts.convert_iha_to_llama smollm2-iha smollm2-again",
     )
     parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")
@@ -82,7 +83,8 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
     raise UserError(
         f"None of {', '.join(ARCHITECTURES)} has this combination: gated_mlp={config.gated_mlp}, "
         f"mlp_gate_groups={config.mlp_gate_groups}, use_qk_norm={config.use_qk_norm}, "
-        f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, layer_types={sorted(set(config.layer_types))}."
+        f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, "
+        f"layer_types={sorted(set(config.layer_types))}."
     )
 
 

@@ -19,8 +19,8 @@ VALUE_OFFSETS = ("balanced", "none")
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Convert a Llama, Mistral, Qwen2 or Qwen3 checkpoint to another attention without changing what it "
-        "computes.",
+        description="Convert a Llama, Mistral, Qwen2 or Qwen3 checkpoint to another attention without changing what "
+        "it computes.",
         epilog="example: python -m conversion_scripts.convert_llama_to_iha HuggingFaceTB/SmolLM2-135M-Instruct "
         "smollm2-iha --num-pseudo-heads 2",
     )
@@ -39,8 +39,8 @@ def parse_arguments() -> argparse.Namespace:
         "--schedule",
         choices=SCHEDULES,
         default="global",
-        help="global: every layer keeps its window, and the conversion is exact; hybrid: 4 sliding IHA layers, then a plain global "
-        "layer, exact for sequences of at most WINDOW tokens (default: global)",
+        help="global: every layer keeps its window, and the conversion is exact; hybrid: 4 sliding IHA layers, then a "
+        "plain global layer, exact for sequences of at most WINDOW tokens (default: global)",
     )
     parser.add_argument(
         "--window", type=int, help="window of the hybrid schedule, in tokens; the paper uses context length / (2 P^2)"
@@ -49,8 +49,8 @@ def parse_arguments() -> argparse.Namespace:
         "--value-offsets",
         choices=VALUE_OFFSETS,
         default="balanced",
-        help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the pseudo-heads start equal "
-        "(default: balanced)",
+        help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the "
+        "pseudo-heads start equal (default: balanced)",
     )
     parser.add_argument(
         "--dtype",
@@ -228,8 +228,8 @@ def check_fields(config: PreTrainedConfig, fields: tuple[str, ...]) -> None:
         # An extension of the architecture that is switched off changes nothing.
         if field not in known and not field.startswith("_") and value:
             raise UserError(
-                f"The source config sets {field}={value!r}, which {config.model_type} conversion does not know. If it does not "
-                "change the model's output, remove it from config.json."
+                f"The source config sets {field}={value!r}, which {config.model_type} conversion does not know. If it "
+                "does not change the model's output, remove it from config.json."
             )
 
 
@@ -268,13 +268,13 @@ def iha_config(
     architecture = check_source(source)
     if (attention_kind == "iha") != (num_pseudo_heads is not None):
         raise UserError(
-            f"attention kind {attention_kind!r} with num_pseudo_heads={num_pseudo_heads}: 'iha' needs a number of pseudo-heads, and "
-            "no other kind has any."
+            f"attention kind {attention_kind!r} with num_pseudo_heads={num_pseudo_heads}: 'iha' needs a number of "
+            "pseudo-heads, and no other kind has any."
         )
     if num_pseudo_heads is not None and num_pseudo_heads * source.max_position_embeddings > LARGEST_SIZE:
         raise UserError(
-            f"num_pseudo_heads={num_pseudo_heads} with max_position_embeddings={source.max_position_embeddings}: their product, the "
-            f"virtual tokens of a full context, must be at most {LARGEST_SIZE}."
+            f"num_pseudo_heads={num_pseudo_heads} with max_position_embeddings={source.max_position_embeddings}: "
+            f"their product, the virtual tokens of a full context, must be at most {LARGEST_SIZE}."
         )
     if attention_kind != "iha" and schedule != "global":
         raise UserError(f"attention kind {attention_kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
@@ -381,8 +381,8 @@ def describe(source: str, source_config: PreTrainedConfig, config: IHAConfig, sc
     if "iha" in config.attention_kinds:
         how = f"with {config.num_pseudo_heads} pseudo-heads and the {schedule} schedule"
     return (
-        f"## Conversion\n\nConverted from {markdown(source_name(source))} ({source_config.model_type}) {how}. Before any further training "
-        f"the model computes what its source does, up to rounding, for {lengths}."
+        f"## Conversion\n\nConverted from {markdown(source_name(source))} ({source_config.model_type}) {how}. Before "
+        f"any further training the model computes what its source does, up to rounding, for {lengths}."
     )
 
 
@@ -407,8 +407,8 @@ def main() -> None:
     args = parse_arguments()
     if args.attention_kind not in ATTENTION_KINDS:
         raise UserError(
-            f"--attention-kind {args.attention_kind}: no layer of this kind computes what one of Llama does; expected one "
-            f"of {', '.join(ATTENTION_KINDS)}."
+            f"--attention-kind {args.attention_kind}: no layer of this kind computes what one of Llama does; expected "
+            f"one of {', '.join(ATTENTION_KINDS)}."
         )
     check_seed(args.seed)
     with new_directory(args.dst) as directory:

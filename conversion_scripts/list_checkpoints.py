@@ -11,7 +11,8 @@ from common.command_io import UserError, one_line, printable, read_json, run_cli
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Show the checkpoints in a local directory, or of a user or organisation on the Hugging Face Hub, as a table.",
+        description="Show the checkpoints in a local directory, or of a user or organisation on the Hugging Face Hub, "
+        "as a table.",
         epilog="example: python -m conversion_scripts.list_checkpoints outputs",
     )
     parser.add_argument("source", help="a directory that holds checkpoints, or a name on the Hub")

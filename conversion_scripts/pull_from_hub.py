@@ -9,8 +9,8 @@ from common.command_io import UserError, new_directory, run_cli
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Fetch a checkpoint from the Hugging Face Hub into a new directory: every file compared with the Hub's checksum, "
-        "the weights checked, and the model loaded in a process without this package.",
+        description="Fetch a checkpoint from the Hugging Face Hub into a new directory: every file compared with the "
+        "Hub's checksum, the weights checked, and the model loaded in a process without this package.",
         epilog="example: python -m conversion_scripts.pull_from_hub me/smollm2-iha smollm2-iha --revision v1",
     )
     parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")

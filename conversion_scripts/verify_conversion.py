@@ -16,9 +16,10 @@ DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Compare a converted IHA checkpoint with its source on real text. The exit code is 1 if they differ, or if a "
-        "deliberately broken control does not.",
-        epilog="example: python -m conversion_scripts.verify_conversion HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha",
+        description="Compare a converted IHA checkpoint with its source on real text. The exit code is 1 if they "
+        "differ, or if a deliberately broken control does not.",
+        epilog="example: python -m conversion_scripts.verify_conversion HuggingFaceTB/SmolLM2-135M-Instruct "
+        "smollm2-iha",
     )
     parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
     parser.add_argument("dst", help="converted checkpoint: a directory or a Hub id")
@@ -121,7 +122,8 @@ def break_one_parameter(model: IHAForCausalLM) -> str:
             model.get_parameter(name).neg_()
             return name
     raise UserError(
-        f"The converted model has no layer of kind {', '.join(map(repr, controls))}, so there is nothing to break as a control."
+        f"The converted model has no layer of kind {', '.join(map(repr, controls))}, so there is nothing to break as "
+        "a control."
     )
 
 
@@ -165,8 +167,8 @@ def main() -> None:
         raise UserError(f"{args.dst} is a {converted.config.model_type!r} checkpoint; expected 'iha'.")
     if converted.config.vocab_size != config.vocab_size:
         raise UserError(
-            f"{args.dst} has a vocabulary of {converted.config.vocab_size} and {args.src} one of {config.vocab_size}: it is not a "
-            "conversion of it."
+            f"{args.dst} has a vocabulary of {converted.config.vocab_size} and {args.src} one of {config.vocab_size}: "
+            "it is not a conversion of it."
         )
     converted_tokens = read_tokens(load_tokenizer(args.dst, config.vocab_size), args.text, args.tokens)
     if not torch.equal(tokens, converted_tokens):
@@ -193,8 +195,8 @@ def main() -> None:
             converted.config.sliding_window is not None
         )
         raise UserError(
-            f"{args.dst} does not compute what {args.src} does: expected max |dlogit| < {MAX_LOGIT_DIFFERENCE:g} and the same "
-            f"greedy continuation.{hint}"
+            f"{args.dst} does not compute what {args.src} does: expected max |dlogit| < {MAX_LOGIT_DIFFERENCE:g} and "
+            f"the same greedy continuation.{hint}"
         )
     print("The conversion is exact up to rounding.")
 

@@ -1,5 +1,8 @@
-"""What must hold for a checkpoint that is published or was fetched: the files that belong to it, whole and consistent
-weights, code that is known, a tokenizer that fits, and a load in a process that has none of this package."""
+"""Check what must hold for a checkpoint that is published or was fetched.
+
+The files that belong to it are there, its weights are whole and consistent, its code is known, its tokenizer fits, and
+it holds no secrets.
+"""
 
 import re
 from pathlib import Path
@@ -55,10 +58,10 @@ SECRETS = {
 
 
 def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
-    """The names in `directory` that make up the checkpoint, and the names that do not (folders end in "/").
+    """Return the names in `directory` that make up the checkpoint, and those that do not (folders end in "/").
 
     The checkpoint consists of the weights that a load reads, the Python files that the config's `auto_map` leads to,
-    what Transformers and people read beside them, and results of evaluations. Raises `UserError` if `directory` is not
+    what Transformers and people read beside them, and results of evaluations. Raise `UserError` if `directory` is not
     a saved model, or holds a pickle, which could run any code when it is loaded.
     """
     if not (directory / CONFIG_NAME).is_file():
@@ -75,7 +78,7 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
 
 
 def refuse_pickles(source: str | Path, names: list[str]) -> None:
-    """Raises `UserError` if one of the file names is that of a pickle."""
+    """Raise `UserError` if one of the file names is that of a pickle."""
     if pickles := [printable(name) for name in names if Path(name).suffix.lower() in PICKLE_SUFFIXES]:
         raise UserError(
             f"{source} holds {', '.join(pickles)}: pickles are refused, a checkpoint is safetensors only. Remove or "
@@ -84,8 +87,10 @@ def refuse_pickles(source: str | Path, names: list[str]) -> None:
 
 
 def _code_files(directory: Path) -> set[str]:
-    """Names of the modules in the config's `auto_map` and of all modules of the directory that they import. Raises
-    `UserError` for code that would not work from the Hub."""
+    """Return the names of the modules in the config's `auto_map` and of all siblings that they import.
+
+    Raise `UserError` for code that would not work from the Hub.
+    """
     if problems := check_remote_code(directory):
         raise UserError(f"{directory} holds code that breaks once it is published: {' '.join(problems)}")
     auto_map = load_config_dict(directory).get("auto_map", {})
@@ -95,7 +100,10 @@ def _code_files(directory: Path) -> set[str]:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """The file of each tensor by the index of sharded weights; `None` if there is one file. Raises `UserError`."""
+    """Return the file of each tensor by the index of sharded weights, or `None` if there is one file.
+
+    Raise `UserError`.
+    """
     single, index = ((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
     if single and index:
         raise UserError(
@@ -114,14 +122,16 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
 
 
 def weight_files(directory: Path) -> set[str]:
-    """Names of the safetensors that a load reads, and of their index. Raises `UserError`."""
+    """Return the names of the safetensors that a load reads, and of their index, or raise `UserError`."""
     weight_map = _weight_map(directory)
     return {SAFE_WEIGHTS_NAME} if weight_map is None else {SAFE_WEIGHTS_INDEX_NAME, *weight_map.values()}
 
 
 def check_checkpoint(directory: Path, trust_code: bool) -> None:
-    """Check all that can be checked of the checkpoint `directory` without running its code, which must be this
-    package's byte for byte unless `trust_code`. Raises `UserError`."""
+    """Check all that can be checked of a checkpoint without running its code.
+
+    The code must be this package's byte for byte unless `trust_code`. Raise `UserError`.
+    """
     refuse_foreign_code(directory, trust_code)
     config = load_config(directory)
     if load_generation_config(directory) is None:
@@ -132,8 +142,11 @@ def check_checkpoint(directory: Path, trust_code: bool) -> None:
 
 
 def _check_weights(directory: Path, tied: bool) -> None:
-    """Raises `UserError` unless every tensor can be read and is finite, the index says what the files hold, and tied
-    embeddings are equal where both are saved: a load would keep them apart without an error."""
+    """Refuse weights that cannot be read, are not finite, or are not what their index says.
+
+    Tied embeddings must be equal where both are saved, because a load would keep them apart without an error. Raise
+    `UserError`.
+    """
     weight_map, found, size, embeddings = _weight_map(directory), {}, 0, {}
     files = {SAFE_WEIGHTS_NAME} if weight_map is None else set(weight_map.values())
     for file in sorted(files):
@@ -155,24 +168,26 @@ def _check_weights(directory: Path, tied: bool) -> None:
             raise UserError(f"{directory / file} is no whole safetensors file: {one_line(error)}") from error
         if metadata.get("format") != "pt":
             raise UserError(
-                f"{directory / file} has format={metadata.get('format')!r} in its metadata; expected 'pt': save the model again."
+                f"{directory / file} has format={metadata.get('format')!r} in its metadata; expected 'pt': save the "
+                "model again."
             )
     if tied and len(embeddings) == 2 and not torch.equal(*embeddings.values()):
         raise UserError(
-            f"{directory} ties its embeddings (tie_word_embeddings), and lm_head.weight differs from model.embed_tokens.weight: "
-            "set tie_word_embeddings to false, or save the model again."
+            f"{directory} ties its embeddings (tie_word_embeddings), and lm_head.weight differs from "
+            "model.embed_tokens.weight: set tie_word_embeddings to false, or save the model again."
         )
     if weight_map is not None:
         _check_weight_map(weight_map, found, directory)
         stated = read_json(directory / SAFE_WEIGHTS_INDEX_NAME)["metadata"].get("total_size", size)
         if stated != size:
             raise UserError(
-                f"{SAFE_WEIGHTS_INDEX_NAME} of {directory} states {stated} bytes, its files hold {size}: save the model again."
+                f"{SAFE_WEIGHTS_INDEX_NAME} of {directory} states {stated} bytes, its files hold {size}: save the "
+                "model again."
             )
 
 
 def _check_weight_map(weight_map: dict[str, str], found: dict[str, str], directory: Path) -> None:
-    """Raises `UserError` unless the index names just the tensors that the files hold."""
+    """Raise `UserError` unless the index names just the tensors that the files hold."""
     for name in sorted(weight_map.keys() | found.keys()):
         if weight_map.get(name) != found.get(name):
             raise UserError(
@@ -182,8 +197,10 @@ def _check_weight_map(weight_map: dict[str, str], found: dict[str, str], directo
 
 
 def check_links(directory: Path, names: list[str]) -> None:
-    """Raises `UserError` for a link that leads out of `directory`: what it points at may not be meant for publication.
-    The Hub's own cache is made of links and is no danger."""
+    """Refuse a link that leads out of `directory`, because its target may not be meant for publication.
+
+    The Hub's own cache is made of links, and a link into it is allowed. Raise `UserError`.
+    """
     cache = Path(constants.HF_HUB_CACHE).resolve()
     for name in names:
         target = (directory / name).resolve()
@@ -194,8 +211,10 @@ def check_links(directory: Path, names: list[str]) -> None:
 
 
 def check_secrets(directory: Path, names: list[str]) -> None:
-    """Raises `UserError` for a file with what looks like a token or a private key, or the token in use, and says where
-    without repeating it. Of weights only the header is text."""
+    """Refuse a file that holds the token in use, or what looks like a token or a private key.
+
+    The error says where without repeating it. Of weights only the header is searched. Raise `UserError`.
+    """
     patterns = dict(SECRETS)
     if token := get_token():
         patterns["the Hugging Face token in use"] = re.escape(token.encode())
@@ -207,6 +226,6 @@ def check_secrets(directory: Path, names: list[str]) -> None:
             if match := re.search(pattern, text):
                 line = text.count(b"\n", 0, match.start()) + 1
                 raise UserError(
-                    f"{directory / name}, line {line}, holds what looks like {what}: remove it, and revoke it if anybody else "
-                    "has seen the file."
+                    f"{directory / name}, line {line}, holds what looks like {what}: remove it, and revoke it if "
+                    "anybody else has seen the file."
                 )

@@ -1,4 +1,4 @@
-"""How commands speak to the Hub: with time-outs, one line for every refusal, and downloads that a load by id finds."""
+"""Speak to the Hub with time-outs, one line for every refusal, and downloads that a load by id finds."""
 
 import glob
 import json
@@ -27,7 +27,7 @@ ADVICE = {
 
 
 def hub_api() -> HfApi:
-    """The Hub's client, with time-outs."""
+    """Return the Hub's client, with time-outs."""
     set_client_factory(_client_with_timeouts)
     return HfApi()
 
@@ -40,8 +40,10 @@ def _client_with_timeouts():
 
 @contextmanager
 def hub_errors(doing: str) -> Iterator[None]:
-    """Turns whatever the client raises while `doing` into a `UserError` that says what to do. Its types are many: of
-    HTTP, of the network, of uploads in threads, and of answers that are not what they should be."""
+    """Turn whatever the client raises while `doing` into a `UserError` that says what to do.
+
+    Its errors have many types: of HTTP, of the network, of uploads in threads, and of answers that cannot be read.
+    """
     try:
         yield
     except UserError:
@@ -51,12 +53,12 @@ def hub_errors(doing: str) -> Iterator[None]:
 
 
 def status_of(error: BaseException | None) -> int | None:
-    """The HTTP status behind an error of the client, or `None`."""
+    """Return the HTTP status behind an error of the client, or `None`."""
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def _explanation(error: BaseException) -> str:
-    """What happened and what to do, from an error and what it was raised from."""
+    """Return what happened and what to do, from an error and what it was raised from."""
     if isinstance(error, json.JSONDecodeError):
         return f"the answer is no JSON: a login page of the network, or not the Hub? Check the connection and {AGAIN}"
     text, status = one_line(error), status_of(error)
@@ -73,7 +75,7 @@ def _explanation(error: BaseException) -> str:
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Raises `UserError` unless this could be a repository's id."""
+    """Raise `UserError` unless this could be a repository's id."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -81,15 +83,17 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def download(api: HfApi, repo_id: str, revision: str, names: list[str] | None = None) -> Path:
-    """The folder of the Hub's cache with the files of a repository at a commit, all or those of these `names`,
-    downloaded as far as they are not there."""
+    """Download the files of a repository at a commit, and return their folder in the Hub's cache.
+
+    All files are downloaded, or those of these `names`, as far as the cache lacks them.
+    """
     patterns = None if names is None else [glob.escape(name) for name in names]
     cache = constants.HF_HUB_CACHE
     return Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=patterns, cache_dir=cache))
 
 
 def snippet(repo_id: str, revision: str) -> str:
-    """Python code that loads a checkpoint at a commit."""
+    """Return Python code that loads a checkpoint at a commit."""
     pinned = f'"{repo_id}", revision="{revision}", trust_remote_code=True'
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"

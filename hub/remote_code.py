@@ -1,4 +1,4 @@
-"""Find in a directory of Python files what would break, mostly without an error message, once they are remote code.
+"""Find in a directory of Python files what would break, mostly without an error, once they are remote code.
 
 Transformers does not run the files of a checkpoint as a package. Saving and loading copy the files that two regular
 expressions find into one flat directory. Python accepts imports that these expressions miss, so code that works as a
@@ -20,9 +20,9 @@ ALWAYS_INSTALLED = sys.stdlib_module_names | {"accelerate", "huggingface_hub", "
 
 
 def check_remote_code(directory: str | Path) -> list[str]:
-    """The mistakes in the code that `directory` ships, each as "file:line: what is wrong, what to do".
+    """Return the mistakes in the code that `directory` ships, each as "file:line: what is wrong, what to do".
 
-    If there is a config.json, the code is what its `auto_map` leads to; otherwise it is every .py file but
+    If there is a config.json, the code is what its `auto_map` leads to. Otherwise it is every .py file but
     __init__.py, which never ships.
     """
     directory = Path(directory).resolve()
@@ -69,7 +69,7 @@ def check_remote_code(directory: str | Path) -> list[str]:
 
 
 def _check_file(path: Path, tree: ast.Module, siblings: set[str]) -> tuple[list[str], set[str]]:
-    """The mistakes in one file, and the siblings it imports."""
+    """Return the mistakes in one file, and the siblings it imports."""
     mistakes, relative, absolute = [], {}, {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -107,7 +107,7 @@ def _check_file(path: Path, tree: ast.Module, siblings: set[str]) -> tuple[list[
 
 
 def _imports_relatively(call: ast.Call) -> bool:
-    """Whether this is `import_module` with a name that begins with a dot or is relative to a package."""
+    """Tell if this is `import_module` with a relative name, computed or not."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
     if name != "import_module" or not call.args:
         return False

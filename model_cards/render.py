@@ -205,8 +205,10 @@ def _cost(config: IHAConfig) -> str:
         for title, a, b in zip(titles, astuple(ours), astuple(mha))
     ]
     about = (
-        f"Predicted by the cost model (`python -m benchmarks.cost`) for one sequence of {tokens:,} tokens, beside the same model with "
-        'ordinary attention ("mha") over all tokens in every layer. Products of matrices are counted; norms, rotations and softmax are '
+        f"Predicted by the cost model (`python -m benchmarks.cost`) for one sequence of {tokens:,} tokens, beside the "
+        "same model with "
+        'ordinary attention ("mha") over all tokens in every layer. Products of matrices are counted; norms, '
+        "rotations and softmax are "
         "not. These are no measurements of time."
     )
     return f"{about}\n\n{markdown_table(['', 'this model', 'mha', 'ratio'], rows)}".rstrip()
@@ -239,14 +241,16 @@ def _limits(config: IHAConfig) -> str:
     """What a user has to know before relying on the model, as a list."""
     limits = [
         f"The context is {config.max_position_embeddings:,} tokens; nothing is known of longer texts.",
-        "What the table under Evaluation does not show has not been measured: safety, bias and truth of the text among it. A model "
-        "made from another one has that model's limits too.",
-        'Attention runs on `"sdpa"` and `"eager"`; which mechanisms take FlashAttention and FlexAttention is in docs/SUPPORT.md of the '
+        "What the table under Evaluation does not show has not been measured: safety, bias and truth of the text "
+        "among it. A model made from another one has that model's limits too.",
+        'Attention runs on `"sdpa"` and `"eager"`; which mechanisms take FlashAttention and FlexAttention is in '
+        "docs/SUPPORT.md of the "
         "code. Servers with an attention of their own (vLLM, SGLang, llama.cpp) do not run it.",
     ]
     if ("iha", "full_attention") in zip(config.attention_kinds, config.layer_types):
         limits.append(
-            f'An "iha" layer over all tokens attends to {config.num_pseudo_heads**2} times the pairs of an "mha" layer: long contexts '
+            f'An "iha" layer over all tokens attends to {config.num_pseudo_heads**2} times the pairs of an "mha" '
+            "layer: long contexts "
             "cost more time, though no more cache."
         )
     return "\n".join(f"- {limit}" for limit in limits)
@@ -302,8 +306,9 @@ def _evaluation(results: dict, twin: tuple[str, dict] | None) -> str:
     header = ["task", "metric", "this model ± s.e.", *([markdown(other)] if twin else [])]
     versions = ", ".join(f"{library} {number}" for library, number in results["versions"].items())
     about = (
-        f"± is the standard error over the examples; figures are percentages, losses are in nats. Suite {results['suite']}, seed "
-        f"{results['seed']}, {results['model_dtype']} on {results['device']}, code of commit {results['commit'][:12]}; {versions}."
+        "± is the standard error over the examples; figures are percentages, losses are in nats. Suite "
+        f"{results['suite']}, seed {results['seed']}, {results['model_dtype']} on {results['device']}, code of commit "
+        f"{results['commit'][:12]}; {versions}."
     )
     return f"{markdown_table([*header, 'examples', 'samples each', 'remarks'], rows)}\n{markdown(about)}"
 
