@@ -9,7 +9,7 @@ import argparse
 import functools
 import math
 
-from common.command_io import UserError, new_directory, run_cli
+from common.command_io import UserError, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,8 +36,14 @@ from common.checkpoint_io import (
     load_tokenizer,
     load_weights,
 )
-from conversion_scripts.convert_llama_to_iha import check_sizes, new_config, write_checkpoint
-from model_cards.render import markdown, source_name
+from conversion_scripts.conversion import (
+    check_known,
+    check_sizes,
+    describe,
+    forget_name,
+    new_config,
+    write_checkpoint,
+)
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -124,8 +130,10 @@ STATIC_MAPS = (".pre_proj.w", ".post_proj.w")
 
 
 def iha_config(source: dict) -> IHAConfig:
-    """The configuration of the converted model, from the entries of a DCFormer's config.json. Raises `UserError` if no
-    IHA model computes the same."""
+    """Return the configuration of the converted model, from the entries of a DCFormer's config.json.
+
+    Raise `UserError` if no IHA model computes the same.
+    """
     model_type = source.get("model_type")
     if model_type == "dcpythia":
         raise UserError(
@@ -156,8 +164,7 @@ def iha_config(source: dict) -> IHAConfig:
 
 
 def _check_fields(source: dict) -> None:
-    """Raises a `UserError` that names the field for anything that could change what the model computes and that is not
-    carried over."""
+    """Raise a `UserError` that names a field which could change what the model computes and is not carried over."""
     check_sizes({field: source[field] for field in SIZES})
     for field, (is_valid, expected) in VALUES.items():
         if not is_valid(source[field]):
@@ -167,13 +174,7 @@ def _check_fields(source: dict) -> None:
             f"The source config has dim={source['dim']} and n_head={source['n_head']}; the heads must share dim out "
             "evenly."
         )
-    known = {*FIELDS, *DEFAULTS, *HARMLESS_FIELDS, "rope_base", "window_size", "n_local_heads"}
-    for field, value in source.items():
-        if field not in known and not field.startswith("_") and value:
-            raise UserError(
-                f"The source config sets {field}={value!r}, which this conversion does not know. If it does not "
-                "change the model's output, remove it from config.json."
-            )
+    check_known(source, {*FIELDS, *DEFAULTS, *HARMLESS_FIELDS, "rope_base", "window_size", "n_local_heads"})
     if source.get("n_local_heads", -1) not in (-1, source["n_head"]):
         raise UserError(
             f"The source config has n_local_heads={source['n_local_heads']} and n_head={source['n_head']}; the "
@@ -202,9 +203,9 @@ def _check_fields(source: dict) -> None:
 
 
 def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict[str, torch.Tensor]:
-    """The state dict of the converted model; where possible its tensors are views of those of `weights`.
+    """Return the state dict of the converted model, whose tensors are views of those of `weights` where possible.
 
-    Raises `UserError` if a parameter is missing, unknown, of another shape than `config` gives it, not a
+    Raise `UserError` if a parameter is missing, unknown, of another shape than `config` gives it, not a
     floating-point tensor, or not finite.
     """
     weights = {
@@ -260,9 +261,11 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
 
 
 def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
-    """The model that computes what the official code does with the config.json `source` and its `weights`, in eval
-    mode and in the narrowest dtype that represents every weight exactly. Raises `UserError` if they are not supported
-    or do not fit each other."""
+    """Return the model that computes what the official code does with the config.json `source` and its `weights`.
+
+    It is in eval mode and in the narrowest dtype that represents every weight exactly. Raise `UserError` if config and
+    weights are not supported or do not fit each other.
+    """
     config = iha_config(source)
     state = convert_weights(weights, config)
     model, info = IHAForCausalLM.from_pretrained(
@@ -278,14 +281,14 @@ def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
             raise UserError(
                 f"The source weights do not fit its config: {problem} {sorted(map(str, info[problem]))[0]}."
             )
-    model.name_or_path = model.config._name_or_path = ""
+    forget_name(model)
     return model
 
 
 def main() -> None:
     args = parse_arguments()
-    with new_directory(args.dst) as directory:
-        print(f"Reading {args.src}", flush=True)
+
+    def make():
         source = load_config_dict(args.src)
         # Loading takes long, so everything that can be refused without weights is refused first.
         config = iha_config(source)
@@ -294,14 +297,9 @@ def main() -> None:
         model = convert(source, load_weights(args.src))
         if generation_config is not None:
             model.generation_config = generation_config
-        print(f"Converting {model.num_parameters():,} parameters, {model.dtype}", flush=True)
+        return model, tokenizer, describe(args.src, "dcformer")
 
-        details = (
-            f"## Conversion\n\nConverted from {markdown(source_name(args.src))} (dcformer). The model computes what "
-            "its source does, up to rounding."
-        )
-        write_checkpoint(directory, model, tokenizer, args.src, args.dst, details)
-    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.")
+    write_checkpoint(args.src, args.dst, make)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ name.
 import argparse
 import copy
 
-from common.command_io import UserError, new_directory, run_cli
+from common.command_io import UserError, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,20 +32,20 @@ if __name__ == "__main__":
 
 from transformers import DiffLlamaForCausalLM, PreTrainedConfig
 
-from common.checkpoint_io import load_config, load_model, load_tokenizer
-from conversion_scripts.convert_llama_to_iha import (
+from conversion_scripts.conversion import (
     SHARED_FIELDS,
     build,
     check_fields,
+    describe,
     new_config,
+    read_source,
     write_checkpoint,
 )
-from model_cards.render import markdown, source_name
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 def iha_config(source: PreTrainedConfig) -> IHAConfig:
-    """The configuration of the converted model. Raises `UserError` when the source does not allow one."""
+    """Return the configuration of the converted model, or raise `UserError` when the source does not allow one."""
     if source.model_type != "diffllama":
         raise UserError(
             f"The architecture {source.model_type!r} is not 'diffllama'. Use convert_llama_to_iha.py for Llama and "
@@ -61,28 +61,21 @@ def iha_config(source: PreTrainedConfig) -> IHAConfig:
 
 
 def convert(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
-    """The model that computes what `source` does, in eval mode and its dtype, sharing its weights' memory.
+    """Return the model that computes what `source` does, in eval mode and its dtype, with its weights' memory.
 
-    Raises `UserError` when the source is not supported.
+    Raise `UserError` when the source is not supported.
     """
     return build(IHAForCausalLM, iha_config(source.config), source.state_dict(), source)
 
 
 def main() -> None:
     args = parse_arguments()
-    with new_directory(args.dst) as directory:
-        print(f"Reading {args.src}", flush=True)
-        # Loading takes long, so everything that can be refused without weights is refused first.
-        iha_config(load_config(args.src))
-        source = load_model(args.src, args.dtype)
-        tokenizer = load_tokenizer(args.src, source.config.vocab_size)
-        model = convert(source)
-        details = (
-            f"## Conversion\n\nConverted from {markdown(source_name(args.src))} (diffllama). Before any further "
-            "training the model computes what its source does, up to rounding, for sequences of any length."
-        )
-        write_checkpoint(directory, model, tokenizer, args.src, args.dst, details)
-    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters.")
+
+    def make():
+        source, tokenizer = read_source(args.src, iha_config, args.dtype)
+        return convert(source), tokenizer, describe(args.src, "diffllama")
+
+    write_checkpoint(args.src, args.dst, make)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ if __name__ == "__main__":
 
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
+from conversion_scripts.conversion import SHARED_FIELDS, build, new_config
 from conversion_scripts.convert_iha_to_llama import write_stock_checkpoint
-from conversion_scripts.convert_llama_to_iha import SHARED_FIELDS, build, new_config
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -31,7 +31,10 @@ FIXED = {"gated_mlp": True, "mlp_bias": False, "use_qk_norm": False}
 
 
 def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
-    """The configuration of the DiffLlama. Raises a `UserError` that names the layer or field that no DiffLlama has."""
+    """Return the configuration of the DiffLlama.
+
+    Raise a `UserError` that names the layer or field that no DiffLlama has.
+    """
     for i, (kind, layer_type) in enumerate(zip(config.attention_kinds, config.layer_types)):
         if (kind, layer_type) != ("diff", "full_attention"):
             raise UserError(
@@ -45,9 +48,9 @@ def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
 
 
 def convert_back(model: IHAForCausalLM) -> DiffLlamaForCausalLM:
-    """The DiffLlama that computes what `model` does, in eval mode and its dtype, sharing its weights' memory.
+    """Return the DiffLlama that computes what `model` does, in eval mode and its dtype, with its weights' memory.
 
-    Raises `UserError` if there is none.
+    Raise `UserError` if there is none.
     """
     return build(DiffLlamaForCausalLM, diffllama_config(model.config), model.state_dict(), model)
 

@@ -8,7 +8,7 @@ anything else and names the first parameter that has moved.
 import argparse
 from collections.abc import Callable
 
-from common.command_io import UserError, new_directory, run_cli
+from common.command_io import UserError, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -28,22 +28,25 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.checkpoint_io import load_model, load_tokenizer
-from conversion_scripts.convert_llama_to_iha import (
-    ARCHITECTURES,
+from conversion_scripts.conversion import (
     SHARED_FIELDS,
-    Architecture,
     build,
+    check_iha,
     new_config,
-    window_per_layer,
+    read_source,
+    write_checkpoint,
 )
+from conversion_scripts.convert_llama_to_iha import ARCHITECTURES, Architecture, layer_windows
 from kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
+@torch.no_grad()
 def check_layers(model: IHAForCausalLM) -> set[str]:
-    """The names of the parameters that multi-head attention lacks. Raises a `UserError` that names the first layer or
-    parameter, unless every layer of `model` computes multi-head attention."""
+    """Return the names of the parameters that multi-head attention lacks.
+
+    Raise a `UserError` that names the first layer or parameter by which `model` computes another attention.
+    """
     config, added = model.config, set()
     for i, kind in enumerate(config.attention_kinds):
         if (deviations := companion_of(kind).deviations) is None:
@@ -64,8 +67,10 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
 
 
 def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]:
-    """The first row of `ARCHITECTURES` that can compute what `model` does, and its config. Raises `UserError` if there
-    is none."""
+    """Return the first row of `ARCHITECTURES` that can compute what `model` does, and its config.
+
+    Raise `UserError` if there is none.
+    """
     config = model.config
     if config.gated_mlp and config.mlp_gate_groups is None:
         for model_type, architecture in ARCHITECTURES.items():
@@ -74,7 +79,7 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
             if (
                 architecture.use_qk_norm == config.use_qk_norm
                 and all(value is None or value == getattr(config, name) for name, value in fixed.items())
-                and architecture.layer_windows(target) == window_per_layer(config)
+                and layer_windows(target) == layer_windows(config)
                 and not any(
                     tensor.any() for name, tensor in model.state_dict().items() if name.endswith(architecture.lacks)
                 )
@@ -98,9 +103,9 @@ def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
 
 
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
-    """The stock model that computes what `model` does, in eval mode and its dtype, sharing its weights' memory.
+    """Return the stock model that computes what `model` does, in eval mode and its dtype, with its weights' memory.
 
-    Raises `UserError` if a layer no longer computes multi-head attention, or if no stock architecture fits.
+    Raise `UserError` if a layer no longer computes multi-head attention, or if no stock architecture fits.
     """
     added = check_layers(model)
     architecture, config = stock_config(model)
@@ -113,23 +118,15 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
 
 
 def write_stock_checkpoint(src: str, dst: str, convert: Callable[[IHAForCausalLM], PreTrainedModel]) -> None:
-    """Reads the IHA checkpoint `src`, converts it, and writes the stock model and the tokenizer to the new directory
-    `dst`."""
-    with new_directory(dst) as directory:
-        print(f"Reading {src}", flush=True)
-        source = load_model(src)
-        if not isinstance(source, IHAForCausalLM):
-            raise UserError(f"{src} is a {source.config.model_type!r} checkpoint; expected 'iha'.")
-        tokenizer = load_tokenizer(src, source.config.vocab_size)
-        model = convert(source)
+    """Convert the IHA checkpoint `src` and write the stock model and the tokenizer to the new directory `dst`."""
 
-        print(f"Writing {type(model).__name__} and tokenizer", flush=True)
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-    print(f"Wrote {dst}, {model.num_parameters():,} parameters.")
+    def make():
+        source, tokenizer = read_source(src, lambda config: check_iha(src, config))
+        return convert(source), tokenizer, None
+
+    write_checkpoint(src, dst, make)
 
 
-@torch.no_grad()
 def main() -> None:
     args = parse_arguments()
     write_stock_checkpoint(args.src, args.dst, convert_back)

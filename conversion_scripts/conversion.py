@@ -1,0 +1,151 @@
+"""Hold what the converters share: the checks of a source, how a model is built, and how a checkpoint is written."""
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.activations import ACT2FN
+
+from common.checkpoint_io import load_config, load_model, load_tokenizer
+from common.command_io import UserError, new_directory, one_line
+from model_cards.render import markdown, render_card, source_license, source_name
+
+
+# Config fields that have the same name and meaning in IHA and in all architectures that are converted by them.
+SHARED_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
+    *("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters"),
+    "attention_dropout",
+)
+# Fields that no forward pass reads: those of Transformers' base class, and others that published checkpoints have.
+HARMLESS_FIELDS = {
+    *PreTrainedConfig().to_dict(),
+    *("head_dim", "is_llama_config", "model_max_length", "pretraining_tp", "transformers.js_config"),
+    *("unk_token_id", "unsloth_fixed", "unsloth_version"),
+}
+# The fields from which the shapes of all weights follow.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Attention cores count tokens in 32 bits.
+LARGEST_SIZE = 2**31 - 1
+
+
+def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:
+    """Refuse a source config that sets a field which is neither shared nor one of its architecture's `fields`.
+
+    Such a field could change what the model computes. Raise a `UserError` that names it.
+    """
+    check_sizes({name: getattr(config, name) for name in SIZES})
+    if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
+        raise UserError(f"The source config sets hidden_act={config.hidden_act!r}, which Transformers does not have.")
+    check_known(config.to_dict(), {*SHARED_FIELDS, *fields, *HARMLESS_FIELDS})
+
+
+def check_known(entries: dict, known: set[str]) -> None:
+    """Raise a `UserError` that names the first field of a source config that is set and not `known`."""
+    for field, value in entries.items():
+        # An extension of the architecture that is switched off changes nothing.
+        if field not in known and not field.startswith("_") and value:
+            raise UserError(
+                f"The source config sets {field}={value!r}, which this conversion does not know. If it does not "
+                "change the model's output, remove it from config.json."
+            )
+
+
+def check_sizes(sizes: dict[str, int]) -> None:
+    """Raise a `UserError` that names the field which is no whole number from 1 to `LARGEST_SIZE`."""
+    for field, value in sizes.items():
+        if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
+            raise UserError(
+                f"The source config has {field}={value!r}; it must be a whole number from 1 to {LARGEST_SIZE}."
+            )
+
+
+def check_iha(source: str, config: PreTrainedConfig) -> None:
+    """Raise `UserError` unless `config`, that of the checkpoint `source`, is an IHA model's."""
+    if config.model_type != "iha":
+        raise UserError(f"{source} is a {config.model_type!r} checkpoint; expected 'iha'.")
+
+
+def new_config(config_class: type[PreTrainedConfig], **fields) -> PreTrainedConfig:
+    """Return `config_class(**fields)`, or raise `UserError` if the class refuses the fields."""
+    try:
+        return config_class(**fields)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise UserError(f"No {config_class.__name__} can be built: {one_line(error.__cause__ or error)}") from error
+
+
+def build(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    state: dict[str, torch.Tensor],
+    source: PreTrainedModel,
+) -> PreTrainedModel:
+    """Build a model that uses the tensors of `state` without a copy and generates with the settings of `source`."""
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=state, dtype=source.dtype, output_loading_info=True
+    )
+    if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
+        raise RuntimeError(f"{model_class.__name__} was not filled exactly: {info}")
+    forget_name(model)
+    model.generation_config = copy.deepcopy(source.generation_config)
+    return model
+
+
+def forget_name(model: PreTrainedModel) -> None:
+    """Clear the name of a model built from tensors, which adapters would else record as the base model "None"."""
+    model.name_or_path = model.config._name_or_path = ""
+
+
+def read_source(
+    src: str, check: Callable[[PreTrainedConfig], object], dtype: str = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and the tokenizer of the checkpoint `src`.
+
+    Loading takes long, so `check` refuses by the config what can be refused without weights. Raise `UserError`.
+    """
+    check(load_config(src))
+    source = load_model(src, dtype)
+    tokenizer = load_tokenizer(src, source.config.vocab_size)
+    print(
+        f"Converting {source.config.model_type}, {source.num_parameters():,} parameters, {source.dtype}",
+        flush=True,
+    )
+    return source, tokenizer
+
+
+def describe(src: str, model_type: str, how: str = "", exact_length: int | None = None) -> str:
+    """Return the section of a card that says what was converted and up to which length, in tokens, it is exact."""
+    lengths = f"sequences of at most {exact_length} tokens; longer ones differ"
+    if exact_length is None:
+        lengths = "sequences of any length"
+    return (
+        f"## Conversion\n\nConverted from {markdown(source_name(src))} ({model_type}){how}. Before any further "
+        f"training the model computes what its source does, up to rounding, for {lengths}."
+    )
+
+
+def write_checkpoint(
+    src: str, dst: str, make: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str | None]]
+) -> None:
+    """Write what `make` reads from `src` and converts into the new directory `dst`.
+
+    `make` returns the model, the tokenizer and the section of the model card on the conversion. A stock model has
+    `None` in its place and gets no card. Raise `UserError`.
+    """
+    with new_directory(dst) as directory:
+        print(f"Reading {src}", flush=True)
+        model, tokenizer, section = make()
+        print(f"Writing {type(model).__name__} and tokenizer", flush=True)
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        if section is not None:
+            base_model, license = None if Path(src).exists() else src, source_license(src)
+            card = render_card(model.config, Path(dst).name, base_model=base_model, license=license, details=section)
+            (directory / "README.md").write_text(card, encoding="utf-8")
+    print(f"Wrote {dst}, {model.num_parameters():,} parameters.")
+    if section is not None:
+        print(section.splitlines()[-1])
