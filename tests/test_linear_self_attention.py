@@ -63,6 +63,6 @@ def test_study(tmp_path, monkeypatch, capsys):
 
 
 def test_a_ring_too_small_is_refused():
-    command = [sys.executable, EXPERIMENTS / "colliding_agents.py", "--cells", "5"]
-    refusal = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "experiments.colliding_agents", "--cells", "5"]
+    refusal = subprocess.run(command, cwd=EXPERIMENTS.parent, capture_output=True, text=True)
     assert refusal.returncode == 1 and "--cells 5 --radius 1" in refusal.stderr.splitlines()[-1]
