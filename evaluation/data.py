@@ -1,8 +1,17 @@
-"""The benchmarks' rows and texts: from a directory, every file checked against the manifest, or from the Hub."""
+"""Read the benchmarks' rows and texts, and make them lm-eval's {split: rows}.
+
+They come from a data directory, every file checked against the manifest, or from the Hub. The YAML of a task names
+`files`, `dcformer_synthetic` or `text_windows` under `custom_dataset`; lm-eval passes it the task's `metadata` and
+`dataset_kwargs`.
+"""
 
 import os
+import re
 from functools import cache
+from itertools import count
 from pathlib import Path
+
+from datasets import Dataset, load_dataset
 
 from common import command_io
 from common.command_io import UserError, one_line, read_json, read_jsonl
@@ -17,7 +26,7 @@ file_sha256 = cache(command_io.file_sha256)  # text of many megabytes is asked f
 
 
 def locate(name: str, directory: str | os.PathLike) -> Path:
-    """The file `name` of the manifest inside the data directory.
+    """Return the path of the file `name` of the manifest inside the data directory.
 
     Raises `UserError` when it is missing or is not the file of the manifest. A file whose SHA-256 the manifest does
     not know, because nobody had it when the manifest was written, is taken as it is; the results record its hash.
@@ -38,7 +47,7 @@ def locate(name: str, directory: str | os.PathLike) -> Path:
 
 
 def rows(name: str, directory: str | os.PathLike | None) -> list[dict]:
-    """The rows of the JSON-lines file `name` of the manifest; without a `directory`, of its copy on the Hub.
+    """Return the rows of the JSON-lines file `name` of the manifest; without a `directory`, of its copy on the Hub.
 
     Raises `UserError` when they cannot be had, and when the Hub's copy has another number of rows.
     """
@@ -46,8 +55,6 @@ def rows(name: str, directory: str | os.PathLike | None) -> list[dict]:
         return list(read_jsonl(locate(name, directory)))
     if "hub" not in (entry := MANIFEST[name]):
         raise UserError(f"{name} is not on the Hub in this form ({entry['source']}): give a directory with --data.")
-    from datasets import load_dataset
-
     try:
         loaded = load_dataset(**entry["hub"]).to_list()
     # Without a network, an account or the repository the errors are of many types.
@@ -59,7 +66,47 @@ def rows(name: str, directory: str | os.PathLike | None) -> list[dict]:
 
 
 def text(name: str, directory: str | os.PathLike | None) -> str:
-    """The text of the file `name` of the manifest. Raises `UserError`."""
+    """Return the text of the file `name` of the manifest. Raises `UserError`."""
     if directory is None:
         raise UserError(f"{name} is not on the Hub in this form ({MANIFEST[name]['source']}): use --data.")
     return locate(name, directory).read_text(encoding="utf-8", errors="replace")
+
+
+# For `custom_dataset`
+
+
+def files(files: dict[str, str], data_directory=None, **_) -> dict[str, Dataset]:
+    """Return the rows of `files`, {split: name in the manifest}."""
+    return {split: Dataset.from_list(rows(name, data_directory)) for split, name in files.items()}
+
+
+def dcformer_synthetic(data_directory=None, **_) -> dict[str, Dataset]:
+    """Return each bracketed word of DCFormer's synthetic texts as a target, after the lines before it as its shots.
+
+    888 texts of eight lines, of which the last six have a target, give 5,328 rows {"context", "target", "shots"}
+    (Xiao et al., "Improving Transformers with Dynamically Composable Multi-Head Attention", section 4.3: between 2
+    and 7 shots).
+    """
+    targets = []
+    for entry in rows("dcformer/synthetic_dataset.jsonl", data_directory):
+        before = ""
+        for shots, line in enumerate(entry["texts"].strip().split("\n")):
+            if found := re.search(r"\[ (.+?) \]", line):
+                context = before + line[: found.start()]
+                targets.append({"context": context.rstrip(), "target": f" {found.group(1)}", "shots": shots})
+            before += re.sub(r"\[ (.+?) \]", r"\1", line) + "\n"
+    return {"test": Dataset.from_list(targets)}
+
+
+def text_windows(data_directory=None, length=4096, windows=20, tokenizer=None, **_) -> dict[str, Dataset]:
+    """Return disjoint stretches of long text, of about `length` tokens of `tokenizer` each: {"text"}."""
+    whole, found, start = text("text/state_union.txt", data_directory), [], 0
+    for index in count():
+        # No text has more tokens than bytes; most have a quarter of that.
+        piece = whole[start : start + 16 * length]
+        offsets = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        if index == windows or len(offsets) < length:
+            return {"test": Dataset.from_list(found or [{"text": whole}])}
+        end = offsets[length - 1][1]
+        found.append({"text": piece[:end]})
+        start += end

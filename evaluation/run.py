@@ -1,9 +1,8 @@
-"""Measure a checkpoint as the paper does: RULER, GSM8K, MATH-500, MBPP, HumanEval, DCFormer's synthetic task and loss
-by position, through lm-eval with this directory's tasks.
+"""Measure a checkpoint as the paper does, through lm-eval with this directory's tasks.
 
-Everything is checked before the first token is generated. Samples are recorded as they are made: the same command
-continues a killed run, and with more --samples adds to those that are there. What each figure means is said in
-evaluation/README.md.
+The tasks are RULER, GSM8K, MATH-500, MBPP, HumanEval, DCFormer's synthetic task and loss by position. Everything is
+checked before the first token is generated. Samples are recorded as they are made: the same command continues a
+killed run, and with more --samples adds to those that are there. evaluation/README.md says what each figure means.
 
 examples:
   python -m evaluation.run outputs/smollm2-iha --suite smoke
@@ -16,7 +15,6 @@ examples:
 import argparse
 import hashlib
 import json
-import os
 import platform
 import sys
 import time
@@ -78,89 +76,68 @@ from model_cards.render import source_name
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
 # The modules of this directory that decide on a task's figures.
-_DECIDING = (
-    *("data", "recorded_model", "replies", "ruler", "run", "run_code", "run_program", "scores", "suites"),
-    "task_rows",
-)
+_DECIDING = ("data", "recorded_model", "replies", "ruler", "run", "run_code", "run_program", "scores", "suites")
 
 
 def claim_output(directory: Path, identity: dict, rank: int) -> None:
-    """Makes `directory` this run's, or goes on with it. Raises `UserError` when it holds something else, or samples of
-    another checkpoint, tokenizer, seed or dtype."""
+    """Make `directory` this run's, or go on with it.
+
+    Raises `UserError` when it holds something else, or samples of another checkpoint, tokenizer, seed or dtype.
+    """
     path = directory / "run.json"
     if path.is_file():
         found = read_json(path)
         if different := [name for name in identity if found.get(name) != identity[name]]:
-            raise UserError(
-                f"{directory} holds samples of another {' and '.join(different)}: choose another --output, or remove it."
-            )
+            another = " and ".join(different)
+            raise UserError(f"{directory} holds samples of another {another}: choose another --output, or remove it.")
         return
-    if directory.exists() and (
-        not directory.is_dir() or any(entry.name not in ("samples", ".lock") for entry in directory.iterdir())
-    ):
+    ours = {"samples", ".lock"}
+    if directory.exists() and not (directory.is_dir() and {entry.name for entry in directory.iterdir()} <= ours):
         raise UserError(f"{directory} exists and is no output of this command: choose another --output.")
     if rank == 0:
         write_json(path, identity)
 
 
 def task_hash(name: str) -> str:
-    """Of everything in this repository that decides a task's prompts, replies and scores."""
-    together = hashlib.sha256()
-    settings = [
-        file for file in suites.TASKS.glob("*.yaml") if file.stem[0] == "_" or file.stem == name.partition("@")[0]
-    ]
-    for file in sorted([*settings, *(Path(__file__).with_name(f"{module}.py") for module in _DECIDING)]):
-        together.update(file.read_bytes())
-    return together.hexdigest()[:16]
+    """Return a hash of everything in this repository that decides a task's prompts, replies and scores."""
+    settings = [*suites.TASKS.glob("_*.yaml"), *suites.TASKS.glob(f"{name.partition('@')[0]}.yaml")]
+    modules = [Path(__file__).with_name(f"{module}.py") for module in _DECIDING]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(settings + modules))).hexdigest()[:16]
 
 
 def check_chat_template(tasks: dict[str, ConfigurableTask], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `UserError` when a task is put to a chat model and the tokenizer cannot write a chat."""
+    """Raise `UserError` when a task is put to a chat model and the tokenizer cannot write a chat."""
     names = [name for name, task in tasks.items() if task.config.metadata.get("chat")]
     if names and not tokenizer.chat_template:
         raise UserError(
-            f"The tokenizer has no chat template, which {', '.join(names)} need: add one (see sft/chat_templates), give "
-            f"another --tokenizer, or put the questions as plain text with --no-chat."
+            f"The tokenizer has no chat template, which {', '.join(names)} need: add one (see sft/chat_templates), "
+            f"give another --tokenizer, or put the questions as plain text with --no-chat."
         )
 
 
 def evaluate(
     model: RecordedModel, tasks: dict[str, ConfigurableTask], limit: int | None, use_chat: bool
 ) -> tuple[dict, dict]:
-    """lm-eval's results and prompt lengths by task; empty dicts on every process but the first."""
-    groups = [
-        (
-            chat,
-            {
-                name: task
-                for name, task in tasks.items()
-                if bool(use_chat and task.config.metadata.get("chat")) == chat
-            },
+    """Return lm-eval's results and prompt lengths by task; empty dicts on every process but the first."""
+    chats = {name: bool(use_chat and task.config.metadata.get("chat")) for name, task in tasks.items()}
+    for name, task in tasks.items():
+        if (count := min(len(task.eval_docs), limit or sys.maxsize)) < model.world_size:
+            raise UserError(f"{name} has {count} examples for {model.world_size} processes: start fewer of them.")
+        task.set_fewshot_seed(0)
+        task.build_all_requests(
+            limit=limit,
+            rank=model.rank,
+            world_size=model.world_size,
+            apply_chat_template=chats[name],
+            fewshot_as_multiturn=True,
+            chat_template=model.apply_chat_template if chats[name] else None,
         )
-        for chat in (False, True)
-    ]
-    lengths = {}
-    for chat, group in groups:
-        for name, task in group.items():
-            if (count := min(len(task.eval_docs), limit or sys.maxsize)) < model.world_size:
-                raise UserError(f"{name} has {count} examples for {model.world_size} processes: start fewer of them.")
-            task.set_fewshot_seed(0)
-            task.build_all_requests(
-                limit=limit,
-                rank=model.rank,
-                world_size=model.world_size,
-                apply_chat_template=chat,
-                fewshot_as_multiturn=True,
-                chat_template=model.apply_chat_template if chat else None,
-            )
-        lengths |= model.check_prompts([request for task in group.values() for request in task.instances])
+    lengths = model.check_prompts([request for task in tasks.values() for request in task.instances])
     merged: dict = {"results": {}, "samples": {}}
-    for chat, group in groups:
-        if not group:
-            continue
+    for chat in sorted(set(chats.values())):
         answer = lm_eval.evaluate(
             model,
-            {"tasks": group},
+            {"tasks": {name: task for name, task in tasks.items() if chats[name] == chat}},
             limit=limit,
             apply_chat_template=chat,
             fewshot_as_multiturn=True,
@@ -180,7 +157,7 @@ def evaluate(
 def summarise(
     answer: dict, lengths: dict[str, list[int]], model: RecordedModel, tasks: dict[str, ConfigurableTask], directory
 ) -> dict:
-    """One entry a task: its metrics with standard errors, and what they were measured on."""
+    """Return one entry a task: its metrics with standard errors, and what they were measured on."""
     summary = {}
     for name in tasks:
         figures, metrics = answer["results"][name], {}
@@ -189,24 +166,19 @@ def summarise(
             if pipeline and not metric.endswith("_stderr"):
                 error = figures[f"{metric}_stderr,{pipeline}"]
                 metrics[metric] = {"value": value, "stderr": error if isinstance(error, float) else None}
-        counts = model.counts[name]
+        tokens = lengths[name]
         entry = {
             "metrics": metrics,
             "examples": figures["sample_len"],
             "samples_each": tasks[name].config.repeats,
             "shots": tasks[name].config.num_fewshot or 0,
             "generation": tasks[name].config.generation_kwargs,
-            "prompt_tokens": {
-                "min": min(lengths[name]),
-                "median": median(lengths[name]),
-                "max": max(lengths[name]),
-            },
-            "truncated_prompts": counts["truncated_prompts"],
-            "unfinished_replies": counts["unfinished_replies"],
+            "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)},
+            "truncated_prompts": model.counts[name]["truncated_prompts"],
+            "unfinished_replies": model.counts[name]["unfinished_replies"],
             "task_hash": task_hash(name),
         }
-        base = name.partition("@")[0]
-        if base in ruler.ESSAY_TASKS:
+        if name.partition("@")[0] in ruler.ESSAY_TASKS:
             entry["haystack"] = ruler.haystack_file(directory)
             if entry["haystack"] != ruler.ESSAYS:
                 entry["note"] = ruler.NOT_COMPARABLE
@@ -215,7 +187,7 @@ def summarise(
 
 
 def write_samples(path: Path, rows: list[dict]) -> None:
-    """One line a document: its hash, target, replies and scores."""
+    """Write one line a document: its hash, target, replies and scores."""
     with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for row in sorted(rows, key=lambda row: row["doc_id"]):
             kept = {key: row[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target", *row["metrics"])}
@@ -249,8 +221,10 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
-    """Evaluates, writes results.json, report.md, plots and samples, and returns the results; `None` on every process
-    but the first. Raises `UserError`."""
+    """Evaluate, write results.json, report.md, plots and samples, and return the results.
+
+    The result is `None` on every process but the first. Raises `UserError`.
+    """
     args = complete(parse_arguments(argv))
     process = accelerator()
     # The other processes of a run write beside the main one.
@@ -259,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 
 
 def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
-    """Evaluates as the command line asks and returns what `main` does. Raises `UserError`."""
+    """Evaluate as the command line asks and return what `main` does. Raises `UserError`."""
     config = load_config(args.model)
     note_foreign_code(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
@@ -307,7 +281,9 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "isolated_code": run_code.isolates(),
         "minerva_comparison": scores.has_minerva_comparison(),
         "data_sha256": {
-            name: data.file_sha256(args.data / name) for name in data.MANIFEST if _is_there(args.data, name)
+            name: data.file_sha256(args.data / name)
+            for name in data.MANIFEST
+            if args.data is not None and (args.data / name).is_file()
         },
         "seconds": round(time.monotonic() - started),
         "tasks": summarise(answer, lengths, model, tasks, args.data),
@@ -319,10 +295,6 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     write_json(args.output / "results.json", results)
     print((args.output / "report.md").read_text(encoding="utf-8"))
     return results
-
-
-def _is_there(directory: Path | None, name: str) -> bool:
-    return directory is not None and os.path.isfile(directory / name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Scorers: one document and its sampled replies in, one number per metric out.
+"""Score the sampled replies to one document: one number per metric.
 
 The tasks name these functions as `process_results`. Beside each figure of ours stands lm-eval's own, computed by
 lm-eval's code where it can be imported, from the same replies; its names begin with "lm_eval".
@@ -26,7 +26,7 @@ STOCK_TASKS = Path(lm_eval.tasks.__file__).parent
 
 
 def all_samples(replies: list[list[str]], documents: list[dict]) -> list[list[str]]:
-    """A filter that hands every sample to the scorer. lm-eval's default hands on the first one only."""
+    """Hand every sample to the scorer, as a filter. lm-eval's default hands on the first one only."""
     return [list(samples) for samples in replies]
 
 
@@ -34,23 +34,25 @@ def all_samples(replies: list[list[str]], documents: list[dict]) -> list[list[st
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """The chance that at least one of `k` samples passes, unbiased: 1 - C(n-c, k) / C(n, k) for c of n samples that
-    passed. Chen et al., "Evaluating Large Language Models Trained on Code" (2021), equation 1. Needs k <= n."""
+    """Return the unbiased chance that at least one of `k` samples passes, for k <= `samples`.
+
+    It is 1 - C(n-c, k) / C(n, k) for c of n samples that passed: Chen et al., "Evaluating Large Language Models
+    Trained on Code" (2021), equation 1.
+    """
     return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def majority(answers: Sequence, equal: Callable[[object, object], bool]):
-    """The answer that most of `answers` are equal to; among equally frequent ones that which came first.
+    """Return the answer that most of `answers` are equal to; among equally frequent ones that which came first.
 
     `None` stands for a reply without an answer and never wins; without any answer the result is `None`.
     """
     groups: list[list] = []
     for answer in (answer for answer in answers if answer is not None):
-        group = next((group for group in groups if equal(group[0], answer)), None)
-        if group is None:
-            groups.append([answer])
-        else:
-            group.append(answer)
+        group = next((group for group in groups if equal(group[0], answer)), [])
+        if not group:
+            groups.append(group)
+        group.append(answer)
     return max(groups, key=len)[0] if groups else None
 
 
@@ -58,7 +60,7 @@ def majority(answers: Sequence, equal: Callable[[object, object], bool]):
 
 
 def _math_metrics(gold: tuple, replies: list[str]) -> dict[str, float]:
-    """P@1, the mean over the samples, and Maj@k of `k` samples; with one sample its exact match."""
+    """Return P@1, the mean over the samples, and Maj@k of `k` samples; with one sample its exact match."""
     answers = [math_answer(reply) for reply in replies]
     right = [answer is not None and equal_answers(gold, answer) for answer in answers]
     if len(replies) == 1:
@@ -71,7 +73,7 @@ def _math_metrics(gold: tuple, replies: list[str]) -> dict[str, float]:
 
 
 def gsm8k(document: dict, results: list[list[str]]) -> dict[str, float]:
-    """Of a row with "answer", the worked answer that ends in "#### 18"."""
+    """Score replies to a row with "answer", the worked answer that ends in "#### 18"."""
     (replies,) = results
     return _math_metrics(math_answer(document["answer"]), replies) | _lm_eval_gsm8k(document, replies)
 
@@ -82,7 +84,7 @@ def _stock_gsm8k() -> dict:
 
 
 def _lm_eval_gsm8k(document: dict, replies: list[str]) -> dict[str, float]:
-    """What the stock task gsm8k gives: the first sample by its two filters, and the majority of raw strings."""
+    """Score as the stock task gsm8k does: the first sample by its two filters, and the majority of raw strings."""
     stock = _stock_gsm8k()
     options = {name: stock["metric_list"][0][name] for name in ("ignore_case", "regexes_to_ignore")}
 
@@ -103,7 +105,7 @@ def _lm_eval_gsm8k(document: dict, replies: list[str]) -> dict[str, float]:
 
 
 def math500(document: dict, results: list[list[str]]) -> dict[str, float]:
-    """Of a row with "answer", in LaTeX, and "solution"."""
+    """Score replies to a row with "answer", in LaTeX, and "solution"."""
     (replies,) = results
     gold = math_answer(rf"\boxed{{{document['answer']}}}")
     return _math_metrics(gold, replies) | _lm_eval_math(document, replies)
@@ -111,21 +113,24 @@ def math500(document: dict, results: list[list[str]]) -> dict[str, float]:
 
 @cache
 def minerva():
-    """lm-eval's module of the stock task minerva_math500. Its import demands the antlr 4.11 that only its comparison
-    of unequal strings needs, so the demand is met with a false answer here; see `has_minerva_comparison`."""
+    """Import lm-eval's module of the stock task minerva_math500.
+
+    The import demands the antlr 4.11 that only its comparison of unequal strings needs, so the demand is met with a
+    false answer here; see `has_minerva_comparison`.
+    """
     with mock.patch("importlib.metadata.version", lambda name: "4.11"):
         from lm_eval.tasks.minerva_math import utils
     return utils
 
 
 def minerva_shots() -> list[dict]:
-    """The four worked problems of Lewkowycz et al. (2022)."""
+    """Return the four worked problems of Lewkowycz et al. (2022)."""
     return minerva().list_fewshot_samples()
 
 
 @cache
 def has_minerva_comparison() -> bool:
-    """Whether the installed antlr is the one that lm-eval's comparison of LaTeX by sympy needs."""
+    """Return whether the installed antlr is the one that lm-eval's comparison of LaTeX by sympy needs."""
     try:
         return version("antlr4-python3-runtime").startswith("4.11")
     except PackageNotFoundError:
@@ -133,8 +138,11 @@ def has_minerva_comparison() -> bool:
 
 
 def _lm_eval_math(document: dict, replies: list[str]) -> dict[str, float]:
-    """What the stock task minerva_math500 gives for the first sample: its exact match, of a reply that says "Final
-    Answer: The final answer is ...". Without antlr 4.11 only equal strings count, under another name."""
+    """Score the first sample as the stock task minerva_math500 does.
+
+    It wants a reply that says "Final Answer: The final answer is ...". Without antlr 4.11 only equal strings count,
+    under another name.
+    """
     stock = minerva()
     gold = stock.normalize_final_answer(document["answer"])
     answer = stock.normalize_final_answer(stock.get_unnormalized_answer(replies[0]))
@@ -147,7 +155,7 @@ def _lm_eval_math(document: dict, replies: list[str]) -> dict[str, float]:
 
 
 def _first_block(reply: str) -> str:
-    """What lm-eval's instruct tasks run: the first fenced block, whatever it is."""
+    """Return what lm-eval's instruct tasks run: the first fenced block, whatever it is."""
     found = re.search(r"```(?:\w+)?\n?(.*?)\n?```", reply, re.DOTALL)
     return found.group(1) if found else ""
 
@@ -158,8 +166,9 @@ def _with_futures_first(code: str) -> str:
     return "".join([*futures.findall(code), futures.sub("", code)])
 
 
-def _code_metrics(programs: list[str], stock_program: str) -> dict[str, float]:
-    """P@1, the mean over the samples, P@10 when there are as many, and whether lm-eval's program passes."""
+def _code_metrics(solutions: list[str], tests: str, stock_program: str) -> dict[str, float]:
+    """Return P@1, the mean over the samples, P@10 when there are as many, and whether lm-eval's program passes."""
+    programs = [f"{_with_futures_first(code)}\n{tests}" for code in solutions]
     # As the benchmarks' own harnesses run them: not as `__main__`.
     *passed, stock_passed = passes_each([f"exec({text!r}, {{}})" for text in [*programs, stock_program]])
     count = len(passed)
@@ -171,39 +180,40 @@ def _mbpp(document: dict, solutions: list[str], stock_solution: str) -> dict[str
     # The set-up of a test uses what the solution defines.
     tests = "\n".join([document["test_setup_code"], *document["test_list"]])
     stock_tests = "\n".join(document["test_list"][:3])
-    return _code_metrics(
-        [f"{_with_futures_first(code)}\n{tests}" for code in solutions], f"{stock_solution}\n{stock_tests}"
-    )
+    return _code_metrics(solutions, tests, f"{stock_solution}\n{stock_tests}")
 
 
 def mbpp(document: dict, results: list[list[str]]) -> dict[str, float]:
-    """Of replies of a chat model."""
+    """Score replies of a chat model."""
     (replies,) = results
     names = names_needed("\n".join(document["test_list"]))
     return _mbpp(document, [program(reply, names) for reply in replies], _first_block(replies[0]))
 
 
 def mbpp_completion(document: dict, results: list[list[str]]) -> dict[str, float]:
-    """Of completions after [BEGIN], which are code."""
+    """Score completions after [BEGIN], which are code."""
     (replies,) = results
     return _mbpp(document, replies, replies[0])
 
 
 def _humaneval(document: dict, solutions: list[str], stock_solution: str) -> dict[str, float]:
     tests = f"{document['test']}\ncheck({document['entry_point']})"
-    return _code_metrics([f"{_with_futures_first(code)}\n{tests}" for code in solutions], f"{stock_solution}\n{tests}")
+    return _code_metrics(solutions, tests, f"{stock_solution}\n{tests}")
 
 
 def humaneval(document: dict, results: list[list[str]]) -> dict[str, float]:
-    """Of replies of a chat model. The prompt stands before the reply's code, for its imports and helpers: what follows
-    continues its function or defines it again."""
+    """Score replies of a chat model.
+
+    The prompt stands before the reply's code, for its imports and helpers: what follows continues its function or
+    defines it again.
+    """
     (replies,) = results
     solutions = [document["prompt"] + program(reply, {document["entry_point"]}) for reply in replies]
     return _humaneval(document, solutions, document["prompt"] + _first_block(replies[0]))
 
 
 def humaneval_completion(document: dict, results: list[list[str]]) -> dict[str, float]:
-    """Of completions of the prompt, which are code."""
+    """Score completions of the prompt, which are code."""
     (replies,) = results
     solutions = [document["prompt"] + reply for reply in replies]
     return _humaneval(document, solutions, solutions[0])
@@ -213,14 +223,16 @@ def humaneval_completion(document: dict, results: list[list[str]]) -> dict[str, 
 
 
 def next_word(document: dict, results: list[tuple[float, bool]]) -> dict[str, float]:
-    """Of a target's log-likelihood in nats and whether greedy decoding gives it."""
+    """Score a target by its log-likelihood in nats and by whether greedy decoding gives it."""
     ((log_likelihood, is_greedy),) = results
     return {"acc": float(is_greedy), "loss": -log_likelihood}
 
 
 def loss_by_position(document: dict, results: list[list[float]]) -> dict[str, float]:
-    """Mean loss in nats a token over the positions 1 to 63, 64 to 127, 128 to 255, and so on, each under the name of
-    its first position. A stretch that the text fills to less than half is left out."""
+    """Return the mean loss in nats a token over the positions 1 to 63, 64 to 127, 128 to 255, and so on.
+
+    Each mean has the name of its first position. A stretch that the text fills to less than half is left out.
+    """
     (log_probs,) = results
     metrics, first, end = {}, 1, 64
     while len(log_probs) >= first + (end - first) / 2:

@@ -35,7 +35,6 @@ from evaluation import (
     run_code,
     scores,
     suites,
-    task_rows,
 )
 from evaluation.recorded_model import RecordedModel, SeededSampling
 from evaluation.records import Records, sample_key
@@ -357,7 +356,7 @@ def test_skipped_samples_are_refused(monkeypatch):
 
 
 def test_targets_of_dcformers_task():
-    rows = list(task_rows.dcformer_synthetic(data.SMOKE)["test"])
+    rows = list(data.dcformer_synthetic(data.SMOKE)["test"])
     assert [row["target"] for row in rows] == [" fruit", " vehicle"] and [row["shots"] for row in rows] == [2, 3]
     assert rows[1]["context"].endswith("Ann has a kind of fruit\n< Eve has a bus. Bob has a fig. >. Eve has a kind of")
     assert "[" not in rows[1]["context"]
@@ -365,11 +364,11 @@ def test_targets_of_dcformers_task():
 
 @needs_data
 def test_number_of_targets_in_dcformers_task():
-    assert len(task_rows.dcformer_synthetic(DATA)["test"]) == 888 * 6
+    assert len(data.dcformer_synthetic(DATA)["test"]) == 888 * 6
 
 
 def test_windows_of_text_are_disjoint_and_of_the_asked_length():
-    rows = [row["text"] for row in task_rows.text_windows(data.SMOKE, 100, 4, tiny_tokenizer())["test"]]
+    rows = [row["text"] for row in data.text_windows(data.SMOKE, 100, 4, tiny_tokenizer())["test"]]
     assert [len(tiny_tokenizer()(row)["input_ids"]) for row in rows] == [100] * 4
     assert data.text("text/state_union.txt", data.SMOKE).startswith("".join(rows))
 
