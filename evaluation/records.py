@@ -1,41 +1,40 @@
-"""Generated samples on disk, so that a killed run continues and more samples add to those that are there."""
+"""Keep generated samples on disk, so that a killed run continues and more samples add to those that are there."""
 
-import fcntl
 import hashlib
 import json
 import os
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from common.command_io import UserError
 
 
 def sample_key(task: str, document: str, prompt: str, settings: dict, index: int) -> tuple[str, str, int]:
-    """(task, hash, index) of one sample: what was asked, with which settings, and the how manieth answer it is."""
+    """Return the key of one sample: its task, a hash of what was asked with which settings, and its number."""
     question = json.dumps([document, prompt, settings], sort_keys=True, ensure_ascii=False)
     return task, hashlib.sha256(question.encode("utf-8", "surrogatepass")).hexdigest()[:16], index
 
 
 class Records:
-    """One JSON line a sample, appended and flushed as soon as it is generated, in one file per process.
+    """Keep one JSON line per sample, appended and flushed as soon as it is generated, in one file per process.
 
-    Reads what every process of this run or an earlier one has written to `directory`, so shards and other numbers of
-    processes share their samples. The half-written last line of a killed process is dropped.
-
-    Raises `UserError` when another process is writing the same file, and for a damaged line.
+    Every file of `directory` is read, so processes and runs share their samples. The half-written last line of a
+    killed process is dropped. Raise `UserError` when another process is writing the same file, and for a damaged line.
     """
 
     def __init__(self, directory: str | os.PathLike, rank: int = 0):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"rank{rank}.jsonl"
-        self._file = open(path, "a+b")
+        self._lock = FileLock(path.with_suffix(".lock"), blocking=False, fallback_to_soft=False)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._lock.acquire()
+        except Timeout:
             raise UserError(f"Another run is writing {path}: wait for it, or choose another --output.") from None
+        self._file = open(path, "a+b")
         self._file.seek(0)
-        whole = self._file.read().rfind(b"\n") + 1
-        self._file.truncate(whole)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
         self._samples: dict[tuple[str, str, int], dict] = {}
         for other in sorted(directory.glob("rank*.jsonl")):
             self._read(other)
@@ -62,8 +61,6 @@ class Records:
         self._file.flush()
         self._samples[key] = row
 
-    def of_task(self, task: str) -> list[dict]:
-        return [row for row in self._samples.values() if row["task"] == task]
-
     def close(self) -> None:
         self._file.close()
+        self._lock.release()

@@ -1,6 +1,7 @@
-"""The report of an evaluation: a Markdown file with ours beside the paper's figures, and plots."""
+"""Write the report of an evaluation: a Markdown file with ours beside the paper's figures, and plots."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -11,19 +12,23 @@ from model_cards.render import figure_text, markdown_table
 
 
 PAPER = read_json(Path(__file__).with_name("paper.json"))
+_TABLES = [PAPER[name] for name in ("table_1", "table_2", "ruler")]
 _RULER_METRICS = ("string_match", "answer_first", "lm_eval")
 
 
 def _mean(figures: list[dict]) -> dict:
-    """Mean of independent figures {"value", "stderr"}."""
+    """Return the mean of independent figures {"value", "stderr"}."""
     errors = [figure["stderr"] for figure in figures]
     stderr = None if None in errors else math.sqrt(sum(error**2 for error in errors)) / len(figures)
     return {"value": sum(figure["value"] for figure in figures) / len(figures), "stderr": stderr}
 
 
 def ruler_means(tasks: dict[str, dict]) -> dict:
-    """Means of the RULER tasks that were run: {"by_length": {length: figures}, "all": figures, "tasks": names}, every
-    task with the same weight; empty without any. (lm-eval's group counts length 4096 and no other.)"""
+    """Return the means of the RULER tasks that were run, each with the same weight; {} without any.
+
+    They are {"by_length": {length: figures}, "all": figures, "tasks": names}. (lm-eval's group counts length 4096 and
+    no other.)
+    """
     names = [name for name in tasks if name.partition("@")[0] in ruler.TASKS]
     if not names:
         return {}
@@ -48,7 +53,9 @@ def _tasks_table(tasks: dict[str, dict]) -> str:
     return markdown_table([*header, "unfinished replies"], rows)
 
 
-def _ours(results: dict, task: str, metric: str) -> dict | None:
+def _ours(results: dict, column: dict) -> dict | None:
+    """Return our figure for a column of the paper's tables, or `None` when it was not measured."""
+    task, metric = column["task"], column["metric"]
     if task == "ruler":
         # The paper's average is over all tasks.
         is_whole = results["ruler"].get("tasks") == sorted(ruler.TASKS)
@@ -58,80 +65,76 @@ def _ours(results: dict, task: str, metric: str) -> dict | None:
 
 def _paper_table(results: dict, table: dict) -> str:
     columns = table["columns"]
-    rows = [["**ours**", *(figure_text(_ours(results, c["task"], c["metric"]), True) for c in columns)]]
+    rows = [["**ours**", *(figure_text(_ours(results, c), True) for c in columns)]]
     for index, model in enumerate(PAPER["models"]):
         rows.append([model, *("–" if c["paper"][index] is None else f"{c['paper'][index]:g}" for c in columns)])
     return markdown_table(["per cent", *(column["name"] for column in columns)], rows)
 
 
-def _plot_paper(results: dict, path: Path) -> bool:
-    columns = [
-        column
-        for table in ("table_1", "table_2", "ruler")
-        for column in PAPER[table]["columns"]
-        if _ours(results, column["task"], column["metric"])
-    ]
-    if not columns:
-        return False
-    figure = Figure(figsize=(2 + 1.6 * len(columns), 4))
-    axes, width = figure.subplots(), 0.8 / (len(PAPER["models"]) + 1)
-    ours = [_ours(results, column["task"], column["metric"]) for column in columns]
-    series = {"ours": [100 * figure["value"] for figure in ours]}
-    series |= {model: [c["paper"][i] or math.nan for c in columns] for i, model in enumerate(PAPER["models"])}
-    for index, (name, values) in enumerate(series.items()):
-        errors = [100 * (figure["stderr"] or 0) for figure in ours] if name == "ours" else None
-        places = [place + index * width for place in range(len(columns))]
-        axes.bar(places, values, width, label=name, yerr=errors, color="black" if name == "ours" else None)
-    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(columns))], [c["name"] for c in columns])
+def draw_bars(path: Path, groups: Sequence[str], series: dict[str, Sequence[dict | None]]) -> None:
+    """Draw a group of bars for each of `groups`, with a figure {"value", "stderr"} of each of the series."""
+    figure = Figure(figsize=(3 + 1.2 * len(groups), 4.5))
+    axes, width = figure.subplots(), 0.8 / len(series)
+    for index, (label, figures) in enumerate(series.items()):
+        places = [place + index * width for place in range(len(groups))]
+        values = [100 * figure["value"] if figure else math.nan for figure in figures]
+        errors = [100 * ((figure and figure["stderr"]) or 0) for figure in figures]
+        axes.bar(places, values, width, yerr=errors, label=label)
+    middle = 0.4 - width / 2
+    axes.set_xticks([place + middle for place in range(len(groups))], groups, rotation=45, ha="right")
     axes.set_ylabel("per cent")
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    save_plot(figure, path)
-    return True
+    _save(figure, path)
 
 
-def _plot_ruler(results: dict, path: Path) -> bool:
-    if not results["ruler"]:
-        return False
+def _draw_lines(path: Path, series: dict[str, list[tuple[int, float]]], **settings) -> None:
     figure = Figure(figsize=(8, 4.5))
     axes = figure.subplots()
-    for task in results["ruler"]["tasks"]:
-        points = sorted(
-            (int(name.partition("@")[2]), 100 * entry["metrics"]["string_match"]["value"])
-            for name, entry in results["tasks"].items()
-            if name.partition("@")[0] == task
-        )
-        axes.plot(*zip(*points), marker="o", label=task.removeprefix("ruler_"))
-    axes.set(xscale="log", xlabel="nominal length, tokens", ylabel="string match, per cent", ylim=(-3, 103))
-    axes.legend(fontsize="x-small", ncols=2)
+    for label, points in series.items():
+        axes.plot(*zip(*sorted(points)), marker="o", label=label)
+    axes.set(xscale="log", **settings)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.axes[0].legend(fontsize="x-small", ncols=2)
     figure.tight_layout()
-    save_plot(figure, path)
-    return True
-
-
-def _plot_loss(results: dict, path: Path) -> bool:
-    entries = {name: t for name, t in results["tasks"].items() if name.startswith("perplexity_by_position")}
-    if not entries:
-        return False
-    figure = Figure(figsize=(7, 4))
-    axes = figure.subplots()
-    for name, entry in entries.items():
-        points = [(int(metric.partition("@")[2]), figure["value"]) for metric, figure in entry["metrics"].items()]
-        axes.plot(*zip(*points), marker="o", label=name)
-    axes.set(xscale="log", xlabel="first position, tokens", ylabel="loss, nats per token")
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    save_plot(figure, path)
-    return True
-
-
-def save_plot(figure: Figure, path: Path) -> None:
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=90, format="png")
 
 
+def _draw(results: dict, directory: Path) -> list[str]:
+    """Draw what was measured, and return the names of the plots."""
+    drawn = []
+    columns = [column for table in _TABLES for column in table["columns"] if _ours(results, column)]
+    if columns:
+        series = {"ours": [_ours(results, column) for column in columns]}
+        for index, model in enumerate(PAPER["models"]):
+            values = [column["paper"][index] for column in columns]
+            series[model] = [None if value is None else {"value": value / 100, "stderr": None} for value in values]
+        drawn.append("paper.png")
+        draw_bars(directory / drawn[-1], [column["name"] for column in columns], series)
+    by_length, losses = {}, {}
+    for name, entry in results["tasks"].items():
+        task, _, length = name.partition("@")
+        if task in ruler.TASKS:
+            point = int(length), 100 * entry["metrics"]["string_match"]["value"]
+            by_length.setdefault(task.removeprefix("ruler_"), []).append(point)
+        elif task == "perplexity_by_position":
+            losses[name] = [
+                (int(metric.partition("@")[2]), each["value"]) for metric, each in entry["metrics"].items()
+            ]
+    if by_length:
+        drawn.append("ruler.png")
+        labels = {"xlabel": "nominal length, tokens", "ylabel": "string match, per cent"}
+        _draw_lines(directory / drawn[-1], by_length, **labels, ylim=(-3, 103))
+    if losses:
+        drawn.append("loss_by_position.png")
+        _draw_lines(directory / drawn[-1], losses, xlabel="first position, tokens", ylabel="loss, nats per token")
+    return drawn
+
+
 def markdown(results: dict, plots: list[str]) -> str:
-    """The report. Nothing that was cut, left out or is not comparable goes without a line."""
+    """Return the report, with a line for all that was cut, left out or is not comparable."""
     tasks = results["tasks"]
     lines = [
         f"# {results['model']}: {results['suite']}\n",
@@ -164,8 +167,8 @@ def markdown(results: dict, plots: list[str]) -> str:
         lines += [f"Not run, and not in the means: {', '.join(missing)}.\n"] if missing else []
     beside = [
         f"### {table['title']}\n\n{_paper_table(results, table)}"
-        for table in (PAPER["table_1"], PAPER["table_2"], PAPER["ruler"])
-        if any(_ours(results, column["task"], column["metric"]) for column in table["columns"])
+        for table in _TABLES
+        if any(_ours(results, column) for column in table["columns"])
     ]
     lines += [f"## Beside the paper\n\n{PAPER['source']}.\n", *beside] if beside else []
     lines += [f"![{plot}]({plot})" for plot in plots]
@@ -173,8 +176,7 @@ def markdown(results: dict, plots: list[str]) -> str:
 
 
 def write(results: dict, directory: Path) -> None:
-    """Writes report.md and its plots, each whole or not at all."""
-    plots = {"paper.png": _plot_paper, "ruler.png": _plot_ruler, "loss_by_position.png": _plot_loss}
-    drawn = [name for name, plot in plots.items() if plot(results, directory / name)]
+    """Write report.md and its plots, each whole or not at all."""
+    text = markdown(results, _draw(results, directory))
     with whole_file(directory / "report.md") as path:
-        path.write_text(markdown(results, drawn), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
