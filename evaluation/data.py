@@ -28,7 +28,7 @@ file_sha256 = cache(command_io.file_sha256)  # text of many megabytes is asked f
 def locate(name: str, directory: str | os.PathLike) -> Path:
     """Return the path of the file `name` of the manifest inside the data directory.
 
-    Raises `UserError` when it is missing or is not the file of the manifest. A file whose SHA-256 the manifest does
+    Raise `UserError` when it is missing or is not the file of the manifest. A file whose SHA-256 the manifest does
     not know, because nobody had it when the manifest was written, is taken as it is; the results record its hash.
     """
     path = Path(directory).expanduser() / name
@@ -49,7 +49,7 @@ def locate(name: str, directory: str | os.PathLike) -> Path:
 def rows(name: str, directory: str | os.PathLike | None) -> list[dict]:
     """Return the rows of the JSON-lines file `name` of the manifest; without a `directory`, of its copy on the Hub.
 
-    Raises `UserError` when they cannot be had, and when the Hub's copy has another number of rows.
+    Raise `UserError` when they cannot be had, and when the Hub's copy has another number of rows.
     """
     if directory is not None:
         return list(read_jsonl(locate(name, directory)))
@@ -66,7 +66,7 @@ def rows(name: str, directory: str | os.PathLike | None) -> list[dict]:
 
 
 def text(name: str, directory: str | os.PathLike | None) -> str:
-    """Return the text of the file `name` of the manifest. Raises `UserError`."""
+    """Return the text of the file `name` of the manifest. Raise `UserError`."""
     if directory is None:
         raise UserError(f"{name} is not on the Hub in this form ({MANIFEST[name]['source']}): use --data.")
     return locate(name, directory).read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""lm-eval's Transformers model with samples that are seeded one by one, recorded, and never cut without a word."""
+"""Run lm-eval's Transformers model with samples that are seeded one by one, recorded, and not cut silently."""
 
 import hashlib
 import json
@@ -20,11 +20,11 @@ from evaluation.records import Records, sample_key
 
 
 class SeededSampling(LogitsProcessor):
-    """Samples each row of a batch from its own seed: leaves one token a row, drawn from softmax(logits / temperature)
-    by inverting its cumulative distribution at a uniform number of the row and step.
+    """Sample each row of a batch from its own seed.
 
-    Neither top-k nor top-p cuts the distribution. The numbers of a row depend on its seed alone, so a sample depends
-    on its seed and its logits, not on the batch that it is generated in.
+    One token per row is left, drawn from softmax(logits / temperature) by inverting the cumulative distribution at a
+    uniform random number. Neither top-k nor top-p cuts the distribution. The random numbers of a row depend on its
+    seed alone, so a sample does not depend on the batch that it is generated in.
     """
 
     def __init__(self, seeds: list[int], temperature: float, prompt_length: int, steps: int):
@@ -32,7 +32,7 @@ class SeededSampling(LogitsProcessor):
         self.temperature, self.prompt_length = temperature, prompt_length
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """`scores` [batch, vocabulary] with all but one token a row at minus infinity."""
+        """Return `scores` [batch, vocabulary] with all but one token per row at minus infinity."""
         cumulative = (scores.double() / self.temperature).softmax(-1).cumsum(-1)
         uniform = self.uniform[:, input_ids.shape[1] - self.prompt_length, None].to(scores.device)
         token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
@@ -41,16 +41,16 @@ class SeededSampling(LogitsProcessor):
 
 
 class RecordedModel(HFLM):
-    """An evaluated model on one device per process; `accelerate launch` shares the documents among processes.
+    """Hold an evaluated model on one device per process; `accelerate launch` shares the documents among processes.
+
+    The generation settings of the checkpoint, such as a repetition penalty, are put aside: a task's own count.
 
     Args:
         records: where samples are kept; those that are there are not generated again.
         seed: of the run. A sample is seeded by (seed, task, document, prompt, settings, number of the sample), so
             neither the batch size, nor `--limit`, nor the number of samples or processes changes its random numbers.
-            Logits differ in their last bits between batch sizes; a token whose limit lies that near can change.
+            Logits differ in their last bits between batch sizes, which can change a token whose limit is that near.
         truncate: cut the beginning off prompts that do not fit, instead of refusing them.
-
-    The generation settings of the checkpoint, such as a repetition penalty, are put aside: a task's own count.
     """
 
     def __init__(
@@ -72,21 +72,25 @@ class RecordedModel(HFLM):
         self.counts: dict[str, Counter] = defaultdict(Counter)
 
     def join(self, accelerator: Accelerator) -> None:
-        """Makes this process one of `accelerator.num_processes` that share the documents."""
+        """Make this process one of `accelerator.num_processes` that share the documents."""
         if accelerator.num_processes > 1:
             self.accelerator = accelerator
             # lm-eval takes the rank inside the machine, which two machines would have twice.
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every process's `tensor`, as if all had this one's. lm-eval gathers the numbers of documents, and where they
-        differ it repeats requests to even them out, whose replies it then takes for samples of the last document. The
-        processes here work on their own, so there is nothing to even out."""
+        """Return this process's `tensor` as if every process had the same.
+
+        lm-eval gathers the numbers of documents here. Where they differ it repeats requests to even them out, and
+        takes the replies for samples of the last document. The processes here work on their own and need no evening.
+        """
         return tensor.expand(self.world_size)
 
     def check_prompts(self, requests: list[Instance]) -> dict[str, list[int]]:
-        """Tokens of each prompt, by task. Raises `UserError`, naming the tasks, when prompts and replies do not fit
-        into the context."""
+        """Return the number of tokens of each prompt, by task.
+
+        Raise `UserError`, which names the tasks, when prompts and replies do not fit into the context.
+        """
         lengths, too_long, longest = defaultdict(list), Counter(), 0
         for request in requests:
             lengths[request.task_name].append(len(self.tok_encode(request.args[0])))
@@ -97,14 +101,14 @@ class RecordedModel(HFLM):
         if too_long.total() and not self.truncate:
             names = ", ".join(f"{task} ({count})" for task, count in too_long.items() if count)
             raise UserError(
-                f"{too_long.total()} prompts do not fit: prompt and reply need up to {longest} tokens and the context has "
-                f"{self.max_length}: {names}. Lower --lengths or --max-new-tokens, or cut prompts with "
+                f"{too_long.total()} prompts do not fit: prompt and reply need up to {longest} tokens and the context "
+                f"has {self.max_length}: {names}. Lower --lengths or --max-new-tokens, or cut prompts with "
                 f"--truncate-prompts."
             )
         return lengths
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """One reply a request, in order. lm-eval asks for k samples with k references to one request."""
+        """Return one reply per request, in order. lm-eval asks for k samples with k references to one request."""
         keys, waiting, seen = [], {}, Counter()
         for request in requests:
             prompt, settings = request.args
@@ -137,8 +141,10 @@ class RecordedModel(HFLM):
         return [self.records.get(key)["text"] for key in keys]
 
     def _halve(self, size: int, error: RuntimeError) -> None:
-        """Halves the batch size after a batch of `size` that did not fit into memory; raises any other error again,
-        and `UserError` when there was nothing to halve."""
+        """Halve the batch size after a batch of `size` that did not fit into memory.
+
+        Raise any other error again, and `UserError` when there is nothing to halve.
+        """
         if not should_reduce_batch_size(error):
             raise error
         if size == 1:
@@ -148,7 +154,7 @@ class RecordedModel(HFLM):
         print(f"Out of memory: the batch size is {self.batch_size_per_gpu} from here on.", flush=True)
 
     def _loglikelihood_tokens(self, requests: list, **options) -> list[tuple[float, bool]]:
-        """lm-eval's, all over again with half the batch when memory runs out."""
+        """Do what lm-eval does, from the beginning with half the batch when memory runs out."""
         while True:
             try:
                 return super()._loglikelihood_tokens(requests, **options)
@@ -156,8 +162,10 @@ class RecordedModel(HFLM):
                 self._halve(self.batch_size, error)
 
     def _replies(self, batch: list) -> list[dict]:
-        """{"text", "seed", "tokens", "truncated", "unfinished"} of each of a batch of equal settings: whether its
-        prompt was cut, and whether it stopped only because `max_gen_toks` were reached."""
+        """Generate a batch of equal settings: {"text", "seed", "tokens", "truncated", "unfinished"} of each.
+
+        "truncated" means that the prompt was cut, "unfinished" that only `max_gen_toks` stopped the reply.
+        """
         settings = batch[0][1][1]
         limit, stops = settings["max_gen_toks"], [stop for stop in settings.get("until", []) if stop]
         room = self.max_length - limit
@@ -197,8 +205,10 @@ class RecordedModel(HFLM):
         return {"text": text[:stopped], "tokens": len(tokens), "unfinished": unfinished}
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[list[float]]:
-        """The log-probability, in nats, of every token of a text but the first, given all before it: one forward, no
-        windows. (lm-eval's own gives their sum, over windows.)"""
+        """Return the log-probability, in nats, of every token of each text but the first, given all before it.
+
+        It takes one forward, without windows. (lm-eval's own returns their sum, over windows.)
+        """
         result = []
         for request in tqdm(requests, desc="Reading", unit="text", disable=disable_tqdm or self.rank != 0):
             ids = torch.tensor([self.tok_encode(request.args[0])], device=self.device)
@@ -217,10 +227,11 @@ class RecordedModel(HFLM):
 
 
 def sample_seed(seed: int, key: tuple[str, str, int]) -> int:
-    """The seed of one sample of a run. (Python's own hash differs between processes.)"""
+    """Return the seed of one sample of a run."""
+    # Python's own hash differs between processes.
     return int.from_bytes(hashlib.sha256(json.dumps([seed, *key]).encode()).digest()[:8], "big")
 
 
 def accelerator() -> Accelerator:
-    """This process among those that `accelerate launch` started. Some finish hours before others: no timeout."""
+    """Return the `Accelerator` of this process, without a timeout, because some finish hours before others."""
     return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(weeks=52))])

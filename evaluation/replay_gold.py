@@ -11,7 +11,8 @@ import json
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,31 +42,30 @@ if __name__ == "__main__":
 from evaluation import data, scores
 
 
-def _gsm8k(rows: list[dict]) -> Iterator[tuple[str, str]]:
-    for row in rows:
-        worked, _, answer = row["answer"].rpartition("####")
-        yield row["answer"], f"{worked}#### {int(answer.replace(',', '')) + 1}"
+# Each returns a gold and a broken reply to a row.
 
 
-def _math500(rows: list[dict]) -> Iterator[tuple[str, str]]:
-    for row in rows:
-        yield row["solution"], "The answer is $\\boxed{-987654321.5}$."
+def _gsm8k(row: dict) -> tuple[str, str]:
+    worked, _, answer = row["answer"].rpartition("####")
+    return row["answer"], f"{worked}#### {int(answer.replace(',', '')) + 1}"
 
 
-def _mbpp(rows: list[dict]) -> Iterator[tuple[str, str]]:
-    for row in rows:
-        name = re.search(r"(\w+)\s*\(", row["test_list"][0].removeprefix("assert")).group(1)
-        broken = f"{row['code']}\ndef {name}(*arguments): raise NotImplementedError"
-        yield f"Some thoughts.\n```python\n{row['code']}\n```\nDone.", f"```python\n{broken}\n```"
+def _math500(row: dict) -> tuple[str, str]:
+    return row["solution"], "The answer is $\\boxed{-987654321.5}$."
 
 
-def _humaneval(rows: list[dict]) -> Iterator[tuple[str, str]]:
-    for row in rows:
-        whole = f"{row['prompt']}{row['canonical_solution']}"
-        yield f"```python\n{whole}\n```", f"```python\n{row['prompt']}    return None\n```"
+def _mbpp(row: dict) -> tuple[str, str]:
+    name = re.search(r"(\w+)\s*\(", row["test_list"][0].removeprefix("assert")).group(1)
+    broken = f"{row['code']}\ndef {name}(*arguments): raise NotImplementedError"
+    return f"Some thoughts.\n```python\n{row['code']}\n```\nDone.", f"```python\n{broken}\n```"
 
 
-# benchmark -> file of rows, scorer, (gold reply, broken reply) of each row
+def _humaneval(row: dict) -> tuple[str, str]:
+    whole = f"{row['prompt']}{row['canonical_solution']}"
+    return f"```python\n{whole}\n```", f"```python\n{row['prompt']}    return None\n```"
+
+
+# benchmark -> file of rows, scorer, maker of replies
 REPLAYS: dict[str, tuple[str, Callable, Callable]] = {
     "gsm8k": ("gsm8k/test.jsonl", scores.gsm8k, _gsm8k),
     "math500": ("math500/test.jsonl", scores.math500, _math500),
@@ -75,20 +75,21 @@ REPLAYS: dict[str, tuple[str, Callable, Callable]] = {
 
 
 def replay(name: str, directory: Path | None, limit: int | None = None) -> dict:
-    """Counts of one benchmark: {"rows", "gold_right", "broken_right", "gold_wrong_rows", "broken_right_rows"} and, of
-    the gold replies, how many lm-eval's own figures take for right."""
+    """Count right replies: {"rows", "gold_right", "broken_right", "gold_wrong_rows", "broken_right_rows", ...}.
+
+    The other keys count the gold replies that lm-eval's own figures take for right.
+    """
     file, scorer, replies = REPLAYS[name]
     rows = data.rows(file, directory)[:limit]
-    wrong, right, stock = [], [], {}
-    for index, (row, (gold, broken)) in enumerate(zip(rows, replies(rows), strict=True)):
-        score, broken_score = scorer(row, [[gold]]), scorer(row, [[broken]])
-        ours = next(metric for metric in score if not metric.startswith("lm_eval"))
-        if score[ours] != 1:
+    wrong, right, stock = [], [], Counter()
+    for index, row in enumerate(rows):
+        gold, broken = (scorer(row, [[reply]]) for reply in replies(row))
+        ours = next(metric for metric in gold if not metric.startswith("lm_eval"))
+        if gold.pop(ours) != 1:
             wrong.append(index)
-        if broken_score[ours] != 0:
+        if broken[ours] != 0:
             right.append(index)
-        for metric in score.keys() - {ours}:
-            stock[metric] = stock.get(metric, 0) + score[metric]
+        stock.update(gold)
         if (index + 1) % 100 == 0:
             print(f"{name}: {index + 1} of {len(rows)}", flush=True)
     return {

@@ -78,8 +78,10 @@ def _read(answer: str) -> tuple | None:
 
 
 def _conclusion(text: str) -> str | None:
-    """Return the sentence with a number or LaTeX that a reply without a box ends with, from its last "answer" on;
-    `None` where the reply breaks off or doubts what it says, and where there is none."""
+    """Return the last sentence with a number or LaTeX of a reply without a box, from its last "answer" on.
+
+    It is `None` where the reply breaks off or doubts what it says, and where there is no such sentence.
+    """
     text = re.sub(r"(?is)\\\[.*?\\\]|\$\$.*?\$\$|answer\W*\n", lambda part: part[0].replace("\n", " "), text)
     sentences = re.split(r"(?<=[.!?])\s+|\n+", text.strip())
     stated = [sentence for sentence in sentences if re.search(r"\d|\\\w", sentence) and not _ASIDE.match(sentence)]
@@ -94,10 +96,10 @@ def _conclusion(text: str) -> str | None:
 
 @cache
 def math_answer(text: str) -> tuple | None:
-    """Return the final answer in `text` as math_verify reads it: in the last box, else after the last "####" (GSM8K's
-    marker) with nothing but a number, else in its conclusion; `None` when there is none.
+    """Return the final answer in `text` as math_verify reads it; `None` when there is none.
 
-    Thoughts do not count, and boxes that "and", "or" or a comma joins are one answer.
+    It is in the last box, else after the last "####" (GSM8K's marker) with nothing but a number, else in the
+    conclusion. Thoughts do not count, and boxes that "and", "or" or a comma joins are one answer.
     """
     text = final_part(text)
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
@@ -136,8 +138,7 @@ def _differ(first: str, second: str) -> bool:
 
 
 def equal_answers(gold: tuple, answer: tuple) -> bool:
-    """Return whether `answer` is the same as `gold`: 1,000 and 1000, 1/2 and 0.5, x < 3 and the interval. At most 5
-    seconds."""
+    """Return whether answers are the same: 1,000 and 1000, 1/2 and 0.5, x < 3 and the interval. Takes at most 5 s."""
     same = verify(list(gold), list(answer), allow_set_relation_comp=True)
     return same and not _differ(str(gold[-1]), str(answer[-1]))
 

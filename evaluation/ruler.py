@@ -1,9 +1,12 @@
-"""RULER (Hsieh et al., 2024) at any length, made by lm-eval's own generators.
+"""Make RULER (Hsieh et al., 2024) at any length with lm-eval's own generators, and score it.
 
-What lm-eval 0.4.13 leaves to chance or passes over is settled here: the random state is seeded by run, task and
-length; the haystack is a local text; a length at which a task cannot be made, and which sends some generators into an
-endless loop, is refused, as are skipped samples; "fwe" leaves room for its answer; "cwe" begins with its worked
-example, which lm-eval makes, counts and drops; and samples are made only as many as are asked for.
+This mends what lm-eval 0.4.13 leaves to chance or passes over:
+- The random state is seeded by run, task and length.
+- The haystack is a local text.
+- A length at which a task cannot be made, an endless loop for some generators, is refused, as are skipped samples.
+- "fwe" leaves room for its answer.
+- "cwe" begins with its worked example, which lm-eval makes, counts and drops.
+- No more samples are made than are asked for.
 """
 
 import io
@@ -46,8 +49,10 @@ STOCK_SAMPLES = 500
 
 
 class _Words(Sequence):
-    """Every "adjective-noun", the keys and values of needles. lm-eval builds the list of all when it is imported,
-    which takes a minute and a gigabyte."""
+    """Hold every "adjective-noun", the keys and values of needles.
+
+    lm-eval builds the list of all when it is imported, which takes a minute and a gigabyte.
+    """
 
     def __init__(self, adjectives: list[str], nouns: list[str]):
         self.adjectives, self.nouns = sorted(set(adjectives)), sorted(set(nouns))
@@ -62,8 +67,10 @@ class _Words(Sequence):
 
 @cache
 def _generators() -> tuple[ModuleType, ...]:
-    """lm-eval's modules niah_utils, vt_utils, cwe_utils, fwe_utils, qa_utils. The import of the first would download
-    nltk's model of sentences, which `split_sentences` replaces here."""
+    """Import lm-eval's modules niah_utils, vt_utils, cwe_utils, fwe_utils and qa_utils.
+
+    The first would download nltk's model of sentences, which `split_sentences` replaces.
+    """
     import nltk
     import wonderwords
 
@@ -82,23 +89,23 @@ def _generators() -> tuple[ModuleType, ...]:
 
 @cache
 def split_sentences(text: str) -> list[str]:
-    """Sentences of `text`, for the places of needles. In place of nltk's punkt, which has to be downloaded."""
+    """Return the sentences of `text`, between which needles go, without nltk's punkt, which has to be downloaded."""
     return re.split(r"(?<=[.!?])\s+", text)
 
 
 def haystack_file(directory: Path | None) -> str:
-    """The manifest's name of the text that needles are hidden in: the essays where they are, else the substitute."""
+    """Return the manifest's name of the text that hides the needles: the essays if they are there."""
     return ESSAYS if directory is not None and (Path(directory) / ESSAYS).is_file() else SUBSTITUTE
 
 
 def stock_config(task: str) -> dict:
-    """lm-eval's YAML of a RULER task, without its functions."""
+    """Return lm-eval's YAML of a RULER task, without its functions."""
     config = load_yaml(STOCK / f"{task.removeprefix('ruler_')}.yaml", resolve_func=False)
     return {key: value for key, value in config.items() if key not in ("tag", "custom_dataset", "process_results")}
 
 
 def _check_length(task: str, length: int, tokens: Callable[[str], int]) -> None:
-    """Raises `UserError` for a length at which the generators of vt, cwe and fwe would never end."""
+    """Raise `UserError` for a length at which the generators of vt, cwe and fwe would never end."""
     _, vt, cwe, fwe, _ = _generators()
     if task == "ruler_vt":
         example = tokens(vt.generate_input_output(5, 1, 4, is_icl=True)[0])
@@ -117,7 +124,7 @@ def _check_length(task: str, length: int, tokens: Callable[[str], int]) -> None:
 
 @contextmanager
 def _settled(task: str, length: int, samples: int, seed: int, directory, tokenizer) -> Iterator[None]:
-    """lm-eval's generators with their own random state, `samples` samples, this tokenizer and local texts."""
+    """Give lm-eval's generators their own random state, `samples` samples, this tokenizer and local texts."""
     niah, vt, cwe, fwe, qa = _generators()
     from lm_eval.tasks.ruler import prepare_niah
 
@@ -176,14 +183,14 @@ def _read(path: str):
 
 
 def samples(task: str, length: int, count: int, seed: int = 0, data_directory=None, tokenizer=None) -> list[dict]:
-    """`count` documents of a RULER task: {"input", "outputs", "gen_prefix", "max_length", "length", ...}.
+    """Return `count` documents of a RULER task: {"input", "outputs", "gen_prefix", "max_length", "length", ...}.
 
     Args:
         length: nominal, in tokens, of prompt and answer; "length" of a document is the real one.
         seed: the same seed gives the same documents whatever else is made, and fewer are the first of more.
         tokenizer: the `PreTrainedTokenizerBase` that measures them.
 
-    Raises `UserError` for a length that is too short, a haystack that is, a missing file, and a skipped sample.
+    Raise `UserError` for a length that is too short, a haystack that is, a missing file, and a skipped sample.
     """
     niah, vt, cwe, fwe, qa = _generators()
     makers = {"ruler_vt": vt.get_vt_dataset, "ruler_cwe": cwe.get_cw_dataset, "ruler_fwe": fwe.fwe_download}
@@ -209,14 +216,14 @@ def samples(task: str, length: int, count: int, seed: int = 0, data_directory=No
             raise UserError(f"{task} at --lengths {length}: {error}") from error
     if len(rows) < count:
         raise UserError(
-            f"{task} at --lengths {length}: {count - len(rows)} of {count} samples cannot be made to fit. Choose a larger "
-            f"length, or leave the task out with --tasks."
+            f"{task} at --lengths {length}: {count - len(rows)} of {count} samples cannot be made to fit. Choose a "
+            f"larger length, or leave the task out with --tasks."
         )
     return rows
 
 
 def documents(task: str, length: int, count: int, seed=0, data_directory=None, tokenizer=None, **_) -> dict:
-    """`samples` as lm-eval's `custom_dataset`."""
+    """Return `samples` as lm-eval's `custom_dataset`."""
     rows = samples(task, length, count, seed, data_directory, tokenizer)
     return {"test": datasets.Dataset.from_list(rows)}
 
@@ -225,8 +232,11 @@ def documents(task: str, length: int, count: int, seed=0, data_directory=None, t
 
 
 def answer_first(reply: str, references: list[str]) -> float:
-    """The part of the references that the reply begins with, in any order and with nothing but punctuation, "and" and
-    list numbers between them. A string match also counts an answer in a reply that lists everything it has seen."""
+    """Return the share of the references that the reply begins with, in any order.
+
+    Nothing but punctuation, "and" and list numbers may stand between them. A string match also counts an answer in a
+    reply that lists everything it has seen.
+    """
     left, rest = sorted(references, key=len, reverse=True), reply
     while left:
         rest = rest.lstrip(" \t\n\r.,;:*_`'\"()[]-")
@@ -247,12 +257,8 @@ def _contained(reply: str, references: list[str]) -> list[bool]:
     return [reference.lower() in reply for reference in references]
 
 
-def _one(reply: str, reference: str) -> float:
-    return answer_first(reply, [reference])
-
-
 def score_all(document: dict, results: list[list[str]]) -> dict[str, float]:
-    """Every reference counts: the part of them that the reply contains (RULER's string_match_all)."""
+    """Score the share of the references that the reply contains (RULER's string_match_all)."""
     ((reply,),) = results
     found = _contained(reply, document["outputs"])
     return {
@@ -263,11 +269,11 @@ def score_all(document: dict, results: list[list[str]]) -> dict[str, float]:
 
 
 def score_any(document: dict, results: list[list[str]]) -> dict[str, float]:
-    """One reference is enough (RULER's string_match_part). lm-eval takes the mean over the references instead."""
+    """Score whether one reference is there (RULER's string_match_part); lm-eval takes the mean over them."""
     ((reply,),) = results
     found = _contained(reply, document["outputs"])
     return {
         "string_match": float(any(found)),
-        "answer_first": max(_one(reply, reference) for reference in document["outputs"]),
+        "answer_first": max(answer_first(reply, [reference]) for reference in document["outputs"]),
         "lm_eval": sum(found) / len(found),
     }

@@ -82,7 +82,7 @@ _DECIDING = ("data", "recorded_model", "replies", "ruler", "run", "run_code", "r
 def claim_output(directory: Path, identity: dict, rank: int) -> None:
     """Make `directory` this run's, or go on with it.
 
-    Raises `UserError` when it holds something else, or samples of another checkpoint, tokenizer, seed or dtype.
+    Raise `UserError` when it holds something else, or samples of another checkpoint, tokenizer, seed or dtype.
     """
     path = directory / "run.json"
     if path.is_file():
@@ -197,7 +197,7 @@ def write_samples(path: Path, rows: list[dict]) -> None:
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the command line with the suite's tasks and defaults filled in. Raises `UserError`."""
+    """Return the command line with the suite's tasks and defaults filled in. Raise `UserError`."""
     if args.suite not in suites.SUITES:
         raise UserError(f"--suite {args.suite}: expected one of {', '.join(suites.SUITES)}.")
     suite = suites.SUITES[args.suite]
@@ -223,7 +223,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> dict | None:
     """Evaluate, write results.json, report.md, plots and samples, and return the results.
 
-    The result is `None` on every process but the first. Raises `UserError`.
+    The result is `None` on every process but the first. Raise `UserError`.
     """
     args = complete(parse_arguments(argv))
     process = accelerator()
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 
 
 def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
-    """Evaluate as the command line asks and return what `main` does. Raises `UserError`."""
+    """Evaluate as the command line asks and return what `main` does. Raise `UserError`."""
     config = load_config(args.model)
     note_foreign_code(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)

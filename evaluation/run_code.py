@@ -39,14 +39,17 @@ _confirmed = False
 
 
 def confirm_unsafe_code(confirmed: bool) -> None:
-    """Allow this process to run programs without isolation if the user has `confirmed` it. Raises `UserError` where
-    there is none and nobody has."""
+    """Allow this process to run programs without isolation if the user has `confirmed` it.
+
+    Raise `UserError` where there is no isolation and nobody has confirmed.
+    """
     global _confirmed
     _confirmed = _confirmed or confirmed
     if not _confirmed and not isolates():
         raise UserError(
-            "This system lets this user make no namespaces (Linux 5.12 or newer does, many containers do not), so programs "
-            f"that the model writes could read and change all that you can: leave their tasks out, or give {FLAG}."
+            "This system lets this user make no namespaces (Linux 5.12 or newer does, many containers do not), so "
+            "programs that the model writes could read and change all that you can: leave their tasks out, or give "
+            f"{FLAG}."
         )
 
 
@@ -59,19 +62,16 @@ def isolates() -> bool:
         return False
 
 
-def passes(
-    program: str, cpu_seconds: int = CPU_SECONDS, wall_seconds: float = WALL_SECONDS, memory_bytes: int = MEMORY_BYTES
-) -> bool:
+def passes(program: str, **limits) -> bool:
     """Return whether `program` (Python source, tests included) runs to its end without an exception.
 
     Args:
-        cpu_seconds: CPU time after which the system kills it; sleeping is bound by `wall_seconds`.
-        memory_bytes: of address space.
+        limits: `cpu_seconds`, of CPU time; `wall_seconds`, which bound its sleep; `memory_bytes`, of address space.
 
-    Raises `UserError` where it cannot be isolated and the user has not confirmed to run it nevertheless.
+    Raise `UserError` where it cannot be isolated and the user has not confirmed to run it nevertheless.
     """
     confirm_unsafe_code(False)
-    return _run(program, isolates(), cpu_seconds, wall_seconds, memory_bytes)
+    return _run(program, isolates(), **limits)
 
 
 def _run(

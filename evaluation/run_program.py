@@ -27,14 +27,14 @@ PROCESSES = 32  # of a walled-off program, threads included; Linux does not coun
 
 
 def call(name: str, *arguments) -> None:
-    """Call a function of the C library that returns 0. Raises `OSError`."""
+    """Call a function of the C library that returns 0. Raise `OSError`."""
     arguments = [a.encode() if isinstance(a, str) else a for a in arguments]
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
 def leave_namespaces() -> None:
-    """Leave the caller's mounts, processes, network, host name, System V objects and user. Raises `OSError`."""
+    """Leave the caller's mounts, processes, network, host name, System V objects and user. Raise `OSError`."""
     user, group = os.geteuid(), os.getegid()
     call("unshare", CLONE_NEW)
     for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -43,7 +43,7 @@ def leave_namespaces() -> None:
 
 
 def bind(path: str, root: str, attributes: int) -> None:
-    """Show a file or directory, and what is mounted in it, at the same place below `root`. Raises `OSError`."""
+    """Show a file or directory, and what is mounted in it, at the same place below `root`. Raise `OSError`."""
     target = root + path
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
@@ -57,8 +57,10 @@ def bind(path: str, root: str, attributes: int) -> None:
 
 
 def enter(root: str) -> None:
-    """Make `root` the root: an empty file system in memory with the interpreter, its packages and the system's
-    libraries, all read-only. Raises `OSError`."""
+    """Make `root` the root: an empty file system in memory. Raise `OSError`.
+
+    It shows the interpreter, its packages and the system's libraries, all read-only.
+    """
     call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
     call("mount", "tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=64m,mode=755")
     shown: list[str] = []
@@ -79,15 +81,17 @@ def enter(root: str) -> None:
 
 
 def drop_privileges() -> None:
-    """Give up, for good, what the owner of the namespaces may do in them. Raises `OSError`."""
+    """Give up, for good, what the owner of the namespaces may do in them. Raise `OSError`."""
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)())
 
 
 def wall_off(root: str) -> None:
-    """Go on in a new process that sees nothing of the caller's files, processes and network; `root` is an empty
-    directory, and stays empty. With the first process of its own tree all others die. Exits with `NO_WALL` where the
-    system refuses."""
+    """Go on in a new process that sees nothing of the caller's files, processes and network.
+
+    `root` is an empty directory, and stays empty. With the first process of its own tree all others die. Exit with
+    `NO_WALL` where the system refuses.
+    """
     try:
         leave_namespaces()
         if (first := os.fork()) != 0:

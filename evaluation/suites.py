@@ -1,4 +1,4 @@
-"""Which tasks make a suite, and how a task becomes lm-eval's."""
+"""Name the tasks of each suite, and build lm-eval's tasks of them."""
 
 import logging
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ BY_LENGTH = (*ruler.TASKS, "perplexity_by_position")
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks and what the command line's options default to; `None` leaves it to the task."""
+    """Hold tasks and the defaults of the command line's options; `None` leaves an option to the task."""
 
     tasks: tuple[str, ...]
     lengths: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ SUITES = {
 
 
 def choose_tasks(suite: str, names: list[str] | None) -> list[str]:
-    """The tasks of a suite, or those of them that are named. Raises `UserError` for a task that is not in it."""
+    """Return the tasks of a suite, or those of them that are named. Raise `UserError` for any other task."""
     tasks = SUITES[suite].tasks
     for name in names or ():
         if name not in tasks:
@@ -66,7 +66,7 @@ def build_tasks(
     samples: int | None = None,
     max_new_tokens: int | None = None,
 ) -> dict[str, ConfigurableTask]:
-    """lm-eval's tasks, with their rows read or made: NAME, or NAME@LENGTH for each length. Raises `UserError`."""
+    """Return lm-eval's tasks with their rows, named NAME, or NAME@LENGTH for each length. Raise `UserError`."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every task that has functions of its own
     tasks = {}
     for name in names:
