@@ -237,9 +237,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     config = load_config(args.model)
     note_foreign_code(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
-    tasks = suites.build_tasks(
-        args.tasks, args.lengths, args.data, tokenizer, args.seed, args.limit, args.samples, args.max_new_tokens
-    )
+    tasks = suites.build_tasks(args, tokenizer)
     if any(task.config.unsafe_code for task in tasks.values()):
         run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)
     if not args.no_chat:

@@ -1,5 +1,6 @@
 """Name the tasks of each suite, and build lm-eval's tasks of them."""
 
+import argparse
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,32 +57,27 @@ def choose_tasks(suite: str, names: list[str] | None) -> list[str]:
     return [task for task in tasks if not names or task in names]
 
 
-def build_tasks(
-    names: list[str],
-    lengths: list[int],
-    data_directory: Path | None,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int = 0,
-    limit: int | None = None,
-    samples: int | None = None,
-    max_new_tokens: int | None = None,
-) -> dict[str, ConfigurableTask]:
-    """Return lm-eval's tasks with their rows, named NAME, or NAME@LENGTH for each length. Raise `UserError`."""
+def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, ConfigurableTask]:
+    """Return lm-eval's tasks with their rows, named NAME, or NAME@LENGTH for each length. Raise `UserError`.
+
+    Args:
+        args: the options of `evaluation.run`, with the suite's tasks and defaults filled in.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every task that has functions of its own
     tasks = {}
-    for name in names:
-        for length in lengths if name in BY_LENGTH else [None]:
+    for name in args.tasks:
+        for length in args.lengths if name in BY_LENGTH else [None]:
             config = _config(name)
-            run = {"task": name, "length": length, "count": limit or ruler.STOCK_SAMPLES, "seed": seed}
-            run |= {"data_directory": data_directory, "tokenizer": tokenizer}
+            run = {"task": name, "length": length, "count": args.limit or ruler.STOCK_SAMPLES, "seed": args.seed}
+            run |= {"data_directory": args.data, "tokenizer": tokenizer}
             metadata = config.pop("metadata", {})
             title = name if length is None else f"{name}@{length}"
             task = ConfigurableTask(config={**config, "task": title, "metadata": metadata | run})
             task.config.metadata = metadata
-            if (settings := task.config.generation_kwargs) is not None and max_new_tokens:
-                settings["max_gen_toks"] = max_new_tokens
-            if name in TABLE_1 and samples:
-                task.config.repeats = samples
+            if (settings := task.config.generation_kwargs) is not None and args.max_new_tokens:
+                settings["max_gen_toks"] = args.max_new_tokens
+            if name in TABLE_1 and args.samples:
+                task.config.repeats = args.samples
             tasks[title] = task
     return tasks
 

@@ -1,5 +1,4 @@
-"""The evaluation command: gold answers score 1 and broken ones 0, samples are recorded and seeded one by one, RULER is
-the same every time, the smoke suite runs offline, and mistakes get one line before anything is generated."""
+"""Test scorers, recorded and seeded samples, RULER, the commands of `evaluation`, and their one-line errors."""
 
 import itertools
 import json
@@ -50,7 +49,7 @@ needs_data = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def confirmed(monkeypatch):
-    """Where the system isolates no programs, the few of these tests run all the same."""
+    """Let the few programs of these tests run where the system isolates none."""
     monkeypatch.setattr(run_code, "_confirmed", True)
 
 
@@ -58,21 +57,14 @@ def confirmed(monkeypatch):
 
 
 @pytest.mark.parametrize("name", replay_gold.REPLAYS)
-def test_gold_scores_1_and_broken_0(name):
-    result = replay_gold.replay(name, data.SMOKE)
-    assert result["gold_right"] == result["rows"] > 1 and result["broken_right"] == 0
+@pytest.mark.parametrize(("directory", "rows"), [(data.SMOKE, None), pytest.param(DATA, 12, marks=needs_data)])
+def test_gold_scores_1_and_broken_0(name, directory, rows):
+    result = replay_gold.replay(name, directory, limit=rows)
+    assert result["gold_right"] == result["rows"] == (rows or result["rows"]) > 1 and result["broken_right"] == 0
 
 
 def test_help_names_every_replay():
-    """Which it knows without the scorers: they take seconds to import."""
     assert tuple(replay_gold.REPLAYS) == replay_gold.BENCHMARKS
-
-
-@needs_data
-@pytest.mark.parametrize("name", replay_gold.REPLAYS)
-def test_gold_scores_1_and_broken_0_on_published_rows(name):
-    result = replay_gold.replay(name, DATA, limit=12)
-    assert result["gold_right"] == result["rows"] == 12 and result["broken_right"] == 0
 
 
 @pytest.mark.parametrize(
@@ -87,15 +79,6 @@ def test_gold_scores_1_and_broken_0_on_published_rows(name):
         ("#### 18", "I do not know.", False),
         ("#### 18", "#### 1800", False),
         ("#### -3", r"\boxed{3}", False),
-    ],
-)
-def test_gsm8k_answers(gold, reply, right):
-    assert scores.gsm8k({"answer": gold}, [[reply]])["exact_match"] == right
-
-
-@pytest.mark.parametrize(
-    ("gold", "reply", "right"),
-    [
         (r"\frac{1}{2}", r"It is $\boxed{0.5}$.", True),
         (r"\frac{1}{2}", r"It is $\boxed{\frac12}$.", True),
         (r"\text{Evelyn}", r"$\boxed{\text{Evelyn}}$", True),
@@ -113,8 +96,9 @@ def test_gsm8k_answers(gold, reply, right):
         (r"\pi", r"Answer: $\pi$", True),
     ],
 )
-def test_math_answers(gold, reply, right):
-    assert scores.math500({"answer": gold, "solution": ""}, [[reply]])["exact_match"] == right
+def test_answers_of_mathematics(gold, reply, right):
+    scorer = scores.gsm8k if gold.startswith("####") else scores.math500
+    assert scorer({"answer": gold}, [[reply]])["exact_match"] == right
 
 
 def test_majority_counts_equal_answers_together_and_none_never():
@@ -147,8 +131,7 @@ def test_code_of_several_samples():
 
 
 def test_mbpp_runs_the_set_up_of_its_tests():
-    """The second row's tests use `root`, which its set-up makes of what the solution defines. lm-eval skips it."""
-    row = data.rows("mbpp/test.jsonl", data.SMOKE)[1]
+    row = data.rows("mbpp/test.jsonl", data.SMOKE)[1]  # its set-up makes `root` of what the solution defines
     assert scores.mbpp_completion(row, [[row["code"]]]) == {"pass@1": 1.0, "lm_eval_pass@1": 0.0}
 
 
@@ -189,8 +172,10 @@ REPLIES = list(read_jsonl(Path(__file__).with_name("replies.jsonl")))
 
 @pytest.mark.parametrize("group", REPLIES)
 def test_scorers_agree_with_a_reader(group):
-    """Of {"task", "part", "document", "right": [reply], "missed", "wrong"}: the reader takes the "missed" ones for
-    right, the scorer does not. The parts, in the order of writing, are described in evaluation/README.md."""
+    """Score {"task", "part", "document", "right": [reply], "missed", "wrong"}, as evaluation/README.md describes.
+
+    The reader takes the "missed" ones for right, the scorer does not.
+    """
     for verdict in ("right", "missed", "wrong"):
         for reply in group[verdict]:
             score = getattr(scores, group["task"])(group["document"], [[reply]])
@@ -201,13 +186,6 @@ def test_scorers_agree_with_a_reader(group):
 def test_scorers_agree_with_a_reader_on_98_of_100_replies():
     verdicts = {verdict: sum(len(group[verdict]) for group in REPLIES) for verdict in ("right", "missed", "wrong")}
     assert sum(verdicts.values()) >= 200 and verdicts["missed"] <= 0.02 * sum(verdicts.values())
-
-
-def test_a_humaneval_reply_may_continue_or_begin_again():
-    row = data.rows("humaneval/HumanEval.jsonl", data.SMOKE)[0]
-    again = "```python\ndef largest(numbers: List[int]) -> int:\n    return max(numbers)\n```"
-    for reply in (again, f"```python\n{row['canonical_solution']}```"):
-        assert scores.humaneval(row, [[reply]])["pass@1"] == 1
 
 
 def test_loss_by_position():
@@ -272,7 +250,6 @@ def test_ruler_is_the_same_every_time(task):
 
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_common_words_are_asked_for_after_a_worked_example(length):
-    """The prompt of RULER's own generator. lm-eval counts the example and drops it: 677 of 1,024 tokens are left."""
     (document,) = ruler.samples("ruler_cwe", length, 1, 0, data.SMOKE, tiny_tokenizer())
     example, prompt = document["input"].split("\nBelow is")
     question = "What are the 10 most common words in the above list?"
@@ -281,51 +258,41 @@ def test_common_words_are_asked_for_after_a_worked_example(length):
     assert suites._config("ruler_cwe")["target_delimiter"] == " "
 
 
-def squad_file(directory):
-    paragraphs = [
-        {
-            "context": f"Town {i} lies on river {i}.",
-            "qas": [
-                {
-                    "question": f"Where does town {i} lie?",
-                    "is_impossible": False,
-                    "answers": [{"text": f"river {i}"}, {"text": f"on river {i}"}],
-                }
-            ],
-        }
-        for i in range(30)
-    ]
-    (directory / "ruler").mkdir()
-    path = directory / ruler.QA_FILES["ruler_qa_squad"]
-    path.write_text(json.dumps({"data": [{"paragraphs": paragraphs[:15]}, {"paragraphs": paragraphs[15:]}]}))
+@pytest.fixture
+def questions(tmp_path):
+    """Write the two files of questions in the layout of their benchmarks."""
+
+    def squad(i):
+        answers = [{"text": f"river {i}"}, {"text": f"on river {i}"}]
+        question = {"question": f"Where does town {i} lie?", "is_impossible": False, "answers": answers}
+        return {"context": f"Town {i} lies on river {i}.", "qas": [question]}
+
+    def hotpot(i):
+        context = [[f"Title {i}.{j}", [f"Text {i}.{j}. ", "More."]] for j in range(10)]
+        return {"question": f"Who knows {i}?", "answer": f"name {i}", "context": context}
+
+    articles = [{"paragraphs": [squad(i) for i in part]} for part in (range(15), range(15, 30))]
+    for task, content in (("squad", {"data": articles}), ("hotpot", [hotpot(i) for i in range(12)])):
+        path = tmp_path / ruler.QA_FILES[f"ruler_qa_{task}"]
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
+    return tmp_path
 
 
-def test_ruler_questions_from_a_local_file(tmp_path):
-    squad_file(tmp_path)
-    documents = ruler.samples("ruler_qa_squad", 256, 3, 0, tmp_path, tiny_tokenizer())
+def test_ruler_questions_from_a_local_file(questions):
+    documents = ruler.samples("ruler_qa_squad", 256, 3, 0, questions, tiny_tokenizer())
     assert [document["outputs"] for document in documents] == [[f"river {i}", f"on river {i}"] for i in range(3)]
     assert all(f"Town {i} lies" in document["input"] for i, document in enumerate(documents))
 
 
-def test_ruler_questions_that_need_several_documents(tmp_path):
-    rows = [
-        {
-            "question": f"Who knows {i}?",
-            "answer": f"name {i}",
-            "context": [[f"Title {i}.{j}", [f"Text {i}.{j}. ", "More."]] for j in range(10)],
-        }
-        for i in range(12)
-    ]
-    (tmp_path / "ruler").mkdir()
-    path = tmp_path / ruler.QA_FILES["ruler_qa_hotpot"]
-    path.write_text(json.dumps(rows))
-    documents = ruler.samples("ruler_qa_hotpot", 512, 2, 0, tmp_path, tiny_tokenizer())
+def test_ruler_questions_that_need_several_documents(questions):
+    documents = ruler.samples("ruler_qa_hotpot", 512, 2, 0, questions, tiny_tokenizer())
     assert [document["outputs"] for document in documents] == [["name 0"], ["name 1"]]
     assert all(f"Title 1.{j}\nText 1.{j}. More." in documents[1]["input"] for j in range(10))
-    path.write_text("{")
+    (questions / ruler.QA_FILES["ruler_qa_hotpot"]).write_text("{")
     ruler._generators()[-1].read_hotpotqa.cache_clear()
     with pytest.raises(UserError, match="cannot be read as JSON"):
-        ruler.samples("ruler_qa_hotpot", 512, 2, 0, tmp_path, tiny_tokenizer())
+        ruler.samples("ruler_qa_hotpot", 512, 2, 0, questions, tiny_tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -402,25 +369,16 @@ def test_records_survive_a_kill_and_are_shared(tmp_path):
     other = Records(tmp_path, rank=1)
     assert len(other) == 2 and other.get(second)["text"] == "b"
     whole = (tmp_path / "rank0.jsonl").read_bytes()
-    for line in (
-        b"{}\n",
-        b'{"task": "t", "hash": "h", "sample": 0}\n',
-        b'{"task": "t", "hash": "h", "sample": 0, "text": 1}\n',
-    ):
-        (tmp_path / "rank0.jsonl").write_bytes(whole + line)
+    begun = b'{"task": "t", "hash": "h", "sample": 0'
+    for line in (b"{}", begun + b"}", begun + b', "text": 1}'):
+        (tmp_path / "rank0.jsonl").write_bytes(whole + line + b"\n")
         with pytest.raises(UserError, match="rank0.jsonl, line 3: not a recorded sample"):
             Records(tmp_path, rank=2)
 
 
 def test_a_sample_belongs_to_what_was_asked():
-    keys = {
-        sample_key(task, document, prompt, settings, index)
-        for task in "ab"
-        for document in "ab"
-        for prompt in "ab"
-        for settings in ({"temperature": 1}, {"temperature": 2})
-        for index in (0, 1)
-    }
+    settings = [{"temperature": 1}, {"temperature": 2}]
+    keys = {sample_key(*asked) for asked in itertools.product("ab", "ab", "ab", settings, (0, 1))}
     assert len(keys) == 32 and len({recorded_model.sample_seed(0, key) for key in keys}) == 32
 
 
@@ -446,18 +404,25 @@ SETTINGS = {"do_sample": True, "temperature": 0.6, "max_gen_toks": 6, "until": [
 
 
 def requests(count=3, repeats=2, settings=SETTINGS, words=8):
-    """As lm-eval passes them on: each request as often as it has samples."""
+    """Repeat each request as often as it has samples, as lm-eval does."""
+    prompts = [" ".join(WORDS[i : i + words + i]) for i in range(count)]
     instances = [
-        Instance(
-            request_type="generate_until",
-            doc={"id": i},
-            arguments=(" ".join(WORDS[i : i + words + i]), settings),
-            idx=0,
-            metadata=("task", i, repeats),
-        )
-        for i in range(count)
+        Instance("generate_until", {"id": i}, (prompt, settings), 0, ("task", i, repeats))
+        for i, prompt in enumerate(prompts)
     ]
     return [instance for instance in instances for _ in range(repeats)]
+
+
+OUT_OF_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+
+def fails(error):
+    """Return a function of any arguments that raises `error`."""
+
+    def fail(*_, **__):
+        raise error
+
+    return fail
 
 
 def recorded(directory, model=None, **options):
@@ -537,24 +502,18 @@ def test_memory_that_runs_out_halves_the_batch(tmp_path, monkeypatch, capsys):
     def small(batch):
         sizes.append(len(batch))
         if len(batch) > 2:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+            raise OUT_OF_MEMORY
         return generate(batch)
 
     monkeypatch.setattr(model, "_replies", small)
     assert model.generate_until(requests(), disable_tqdm=True) == generated(tmp_path / "b", requests())
     assert sizes == [6, 3, 1, 1, 1, 1, 1, 1] and "Out of memory: the batch size is 3" in capsys.readouterr().out
 
-    def never(batch):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(model, "_replies", never)
+    monkeypatch.setattr(model, "_replies", fails(RuntimeError("DefaultCPUAllocator: can't allocate memory")))
     with pytest.raises(UserError, match="not enough memory for a batch of one"):
         model.generate_until(requests(5), disable_tqdm=True)
 
-    def other(batch):
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(model, "_replies", other)
+    monkeypatch.setattr(model, "_replies", fails(RuntimeError("a defect")))
     with pytest.raises(RuntimeError, match="a defect"):
         model.generate_until(requests(5), disable_tqdm=True)
 
@@ -566,24 +525,17 @@ def test_memory_that_runs_out_in_likelihoods(tmp_path, monkeypatch, capsys):
     def small(inputs, **options):
         sizes.append(len(inputs))
         if len(inputs) > 1:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+            raise OUT_OF_MEMORY
         return call(inputs, **options)
 
-    asked = [
-        Instance(request_type="loglikelihood", doc={}, arguments=(" ".join(WORDS[:n]), f" {WORDS[n]}"), idx=0)
-        for n in (3, 4, 5)
-    ]
+    asked = [Instance("loglikelihood", {}, (" ".join(WORDS[:n]), f" {WORDS[n]}"), 0) for n in (3, 4, 5)]
     expected = recorded(tmp_path / "whole").loglikelihood(asked, disable_tqdm=True)
     monkeypatch.setattr(model, "_model_call", small)
     found = model.loglikelihood(asked, disable_tqdm=True)
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-5)
     assert sizes == [3, 2, 1, 1, 1] and "Out of memory: the batch size is 1" in capsys.readouterr().out
-    text = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(" ".join(WORDS[:9]),), idx=0)
-
-    def never(*_, **__):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-
-    monkeypatch.setattr(model.model, "forward", never)
+    text = Instance("loglikelihood_rolling", {}, (" ".join(WORDS[:9]),), 0)
+    monkeypatch.setattr(model.model, "forward", fails(OUT_OF_MEMORY))
     with pytest.raises(UserError, match="not enough memory"):
         model.loglikelihood_rolling([text], disable_tqdm=True)
 
@@ -610,7 +562,7 @@ def test_prompts_that_do_not_fit_are_refused_or_counted(tmp_path):
 def test_losses_of_a_text_are_those_of_a_direct_call(tmp_path):
     model = tiny_source()
     text = " ".join(WORDS[:20])
-    request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0, metadata=("t", 0, 1))
+    request = Instance("loglikelihood_rolling", {}, (text,), 0, ("t", 0, 1))
     ids = tiny_tokenizer()(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         expected = -torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
@@ -630,9 +582,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def offline(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("something wants a network")
-
+    refuse = fails(AssertionError("something wants a network"))
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
@@ -660,10 +610,7 @@ def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch,
     rows = [json.loads(line) for line in (output / "samples_gsm8k.jsonl").read_text().splitlines()]
     assert [len(row["replies"]) for row in rows] == [2, 2] and rows[0]["target"].endswith("#### 7")
 
-    def nothing(*_):
-        raise AssertionError("a recorded sample is generated again")
-
-    monkeypatch.setattr(RecordedModel, "_replies", nothing)
+    monkeypatch.setattr(RecordedModel, "_replies", fails(AssertionError("a recorded sample is generated again")))
     again = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
     assert again["tasks"] == results["tasks"]
     with pytest.raises(UserError, match="holds samples of another seed"):
@@ -672,7 +619,7 @@ def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch,
 
 @pytest.fixture
 def two_runs(tiny, tmp_path) -> list[Path]:
-    """Two evaluations of one model; in the second a right answer to one of two questions is put in by hand."""
+    """Evaluate one model, and copy the result with one of two answers made right by hand."""
     runs = [tmp_path / "base", tmp_path / "tuned"]
     run.main([str(tiny), "--suite", "smoke", "--tasks", "niah_single_1", "gsm8k", "--output", str(runs[0])])
     shutil.copytree(*runs)
@@ -705,20 +652,19 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, cap
     assert "two or more directories" in refused(base)
     assert "two or more directories" in refused(base, base)
     assert "holds no results.json" in refused(base, tmp_path)
-    results = json.loads((tuned / "results.json").read_text())
     file = tuned / "samples_gsm8k.jsonl"
     file.write_text(file.read_text().splitlines()[0] + "\n")
     assert "gsm8k has other examples in tuned than in base" in refused(base, tuned)
+    file = tuned / "results.json"
+    results = json.loads(file.read_text())
     results["tasks"]["gsm8k"]["generation"] = {}
-    (tuned / "results.json").write_text(json.dumps(results))
+    file.write_text(json.dumps(results))
     assert "gsm8k has another generation in tuned than in base" in refused(base, tuned)
-    (tuned / "results.json").write_text(json.dumps(results | {"tasks": {}}))
+    file.write_text(json.dumps(results | {"tasks": {}}))
     assert "no task in common" in refused(base, tuned)
-    for tasks in ({"gsm8k": {}}, {"gsm8k": 1}, [], None):
-        (tuned / "results.json").write_text(json.dumps(results | {"tasks": tasks}))
+    for damaged in ({}, *(results | {"tasks": tasks} for tasks in ({"gsm8k": {}}, {"gsm8k": 1}, [], None))):
+        file.write_text(json.dumps(damaged))
         assert "results.json holds no tasks with metrics, " in refused(base, tuned)
-    (tuned / "results.json").write_text("{}")
-    assert "results.json holds no tasks with metrics, " in refused(base, tuned)
 
 
 def test_cut_prompts_are_reported(tmp_path, offline, monkeypatch, capsys):
@@ -745,7 +691,7 @@ def test_a_checkpoint_is_told_by_what_it_is_loaded_from(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_give_the_samples_of_one(tiny, tmp_path):
-    """Three examples, so that the processes have different numbers of them. Half a minute of imports."""
+    """Give two processes three examples: different numbers of them. The imports take half a minute."""
     tasks = ["gsm8k", "gsm8k_5shot", "niah_single_1", "dcformer_synthetic", "perplexity_by_position"]
     arguments = [str(tiny), "--suite", "smoke", "--tasks", *tasks, "--output"]
     run.main([*arguments, str(tmp_path / "one"), "--limit", "3"])
@@ -794,35 +740,29 @@ def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, offline, monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["TINY", "--suite", "all"], "--suite all: expected one of smoke, ruler, reasoning, paper"),
-        (["TINY", "--suite", "smoke", "--tasks", "chess"], "--tasks chess: not a task of the suite smoke"),
-        (["TINY", "--suite", "reasoning", "--tasks", "niah_single_1"], "not a task of the suite reasoning"),
-        (["TINY", "--suite", "smoke", "--limit", "0"], "--limit 0: expected at least 1"),
-        (["TINY", "--suite", "smoke", "--samples", "0"], "--samples 0: expected at least 1"),
-        (["TINY", "--suite", "ruler", "--lengths", "8"], "--lengths 8: expected at least 64"),
-        (["TINY", "--suite", "reasoning", "--lengths", "4096"], "--lengths changes none of gsm8k, .*: leave it out"),
-        (
-            ["TINY", "--suite", "ruler", "--samples", "4"],
-            "--samples changes none of niah_multikey_1, .*: leave it out",
-        ),
-        (["TINY", "--suite", "reasoning", "--data", "OUT/none"], "--data .*none is not a directory"),
-        (["TINY", "--suite", "reasoning", "--data", "TINY"], "gsm8k/test.jsonl is missing"),
-        (["TINY", "--suite", "ruler", "--tasks", "ruler_qa_squad", "--data", "SMOKE"], "squad_dev_v2.json is missing"),
-        (["TINY", "--suite", "ruler", "--tasks", "niah_single_2"], "text/state_union.txt is not on the Hub .* --data"),
-        (["OUT/none", "--suite", "smoke"], "none is neither a directory, nor a GGUF file, nor a Hub id"),
-        (["MUTE", "--suite", "smoke"], "has no usable tokenizer"),
-        (["PLAIN", "--suite", "smoke"], "no chat template, which gsm8k, math500, mbpp, humaneval need"),
-        (["SHORT", "--suite", "smoke"], "prompts do not fit: .* the context has 128: .*niah_single_1@512"),
-        (["TINY", "--suite", "smoke", "--output", "FILES"], "is no output of this command: choose another --output"),
+        ("TINY all", "--suite all: expected one of smoke, ruler, reasoning, paper"),
+        ("TINY smoke --tasks chess", "--tasks chess: not a task of the suite smoke"),
+        ("TINY reasoning --tasks niah_single_1", "not a task of the suite reasoning"),
+        ("TINY smoke --limit 0", "--limit 0: expected at least 1"),
+        ("TINY smoke --samples 0", "--samples 0: expected at least 1"),
+        ("TINY ruler --lengths 8", "--lengths 8: expected at least 64"),
+        ("TINY reasoning --lengths 4096", "--lengths changes none of gsm8k, .*: leave it out"),
+        ("TINY ruler --samples 4", "--samples changes none of niah_multikey_1, .*: leave it out"),
+        ("TINY reasoning --data OUT/none", "--data .*none is not a directory"),
+        ("TINY reasoning --data TINY", "gsm8k/test.jsonl is missing"),
+        ("TINY ruler --tasks ruler_qa_squad --data SMOKE", "squad_dev_v2.json is missing"),
+        ("TINY ruler --tasks niah_single_2", "text/state_union.txt is not on the Hub .* --data"),
+        ("OUT/none smoke", "none is neither a directory, nor a GGUF file, nor a Hub id"),
+        ("MUTE smoke", "has no usable tokenizer"),
+        ("PLAIN smoke", "no chat template, which gsm8k, math500, mbpp, humaneval need"),
+        ("SHORT smoke", "prompts do not fit: .* the context has 128: .*niah_single_1@512"),
+        ("TINY smoke --output FILES", "is no output of this command: choose another --output"),
     ],
 )
 def test_mistakes_get_one_line_before_anything_is_generated(
     arguments, message, tiny, tmp_path, offline, monkeypatch, capsys
 ):
-    def nothing(*_):
-        raise AssertionError("something is generated")
-
-    monkeypatch.setattr(RecordedModel, "_replies", nothing)
+    monkeypatch.setattr(RecordedModel, "_replies", fails(AssertionError("something is generated")))
     mute, plain, short, files = (tmp_path / name for name in ("mute", "plain", "short", "files"))
     tiny_source().save_pretrained(mute)
     save_tiny_source(plain)
@@ -833,10 +773,9 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     files.mkdir()
     (files / "notes.txt").write_text("mine")
     places = {"TINY": tiny, "MUTE": mute, "PLAIN": plain, "SHORT": short, "FILES": files, "SMOKE": data.SMOKE}
-    arguments = [str(places.get(a, a)).replace("OUT/", f"{tmp_path}/") for a in arguments]
-    if "--output" not in arguments:
-        arguments += ["--output", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["run", *arguments])
+    model, suite, *options = [str(places.get(a, a)).replace("OUT/", f"{tmp_path}/") for a in arguments.split()]
+    output = ["--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["run", model, "--suite", suite, *output, *options])
     with pytest.raises(SystemExit) as stopped:
         run_cli(run.main)
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
@@ -868,16 +807,13 @@ def test_code_that_cannot_be_isolated_is_not_run_unasked(tiny, tmp_path, offline
 # The report
 
 
-def figure(value, stderr=0.1):
-    return {"value": value, "stderr": stderr}
+def ruler_entry(value):
+    return {"metrics": {name: {"value": value, "stderr": 0.1} for name in ("string_match", "answer_first", "lm_eval")}}
 
 
 def test_means_of_ruler_are_over_the_lengths_that_were_run():
-    def task(value):
-        return {"metrics": {name: figure(value) for name in ("string_match", "answer_first", "lm_eval")}}
-
-    tasks = {"niah_single_1@512": task(1.0), "niah_single_1@1024": task(0.5), "ruler_vt@1024": task(0.0), "gsm8k": {}}
-    means = report.ruler_means(tasks)
+    values = {"niah_single_1@512": 1.0, "niah_single_1@1024": 0.5, "ruler_vt@1024": 0.0}
+    means = report.ruler_means({name: ruler_entry(value) for name, value in values.items()} | {"gsm8k": {}})
     assert means["by_length"]["512"]["string_match"]["value"] == 1.0
     assert means["by_length"]["1024"]["string_match"] == {"value": 0.25, "stderr": pytest.approx(0.02**0.5 / 2)}
     assert means["all"]["string_match"]["value"] == 0.5 and means["tasks"] == ["niah_single_1", "ruler_vt"]
@@ -886,9 +822,10 @@ def test_means_of_ruler_are_over_the_lengths_that_were_run():
 
 @pytest.mark.parametrize("left_out", [0, 1])
 def test_the_mean_of_some_ruler_tasks_does_not_stand_beside_the_papers(tmp_path, left_out):
-    score = {"metrics": {name: figure(0.5) for name in ("string_match", "answer_first", "lm_eval")}}
     counts = {"examples": 50, "samples_each": 1, "truncated_prompts": 0, "unfinished_replies": 0}
-    tasks = {f"{name}@512": {**score, **counts, "prompt_tokens": {"min": 1, "max": 2}} for name in ruler.TASKS}
+    tasks = {
+        f"{name}@512": {**ruler_entry(0.5), **counts, "prompt_tokens": {"min": 1, "max": 2}} for name in ruler.TASKS
+    }
     tasks = dict(list(tasks.items())[left_out:])
     about = {"model": "m", "suite": "ruler", "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
     about |= {"commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu", "versions": {}}

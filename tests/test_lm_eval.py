@@ -1,4 +1,4 @@
-"""lm-eval on a saved checkpoint: where only the shipped code is there, it sees the model that a direct call sees."""
+"""Test that lm-eval, given a saved checkpoint with its shipped code only, sees the model of a direct call."""
 
 import json
 
@@ -57,7 +57,7 @@ for model in request["models"]:
 
 
 def documents() -> list[dict]:
-    """Contexts and choices of different lengths, so that a batch is padded."""
+    """Return contexts and choices of different lengths, so that a batch is padded."""
     words = sorted(word for word in tiny_tokenizer().get_vocab() if word.isalpha())
     return [
         {
@@ -69,7 +69,7 @@ def documents() -> list[dict]:
 
 
 def log_likelihood(model, context: str, choice: str) -> float:
-    """Of the choice's tokens after the context's, in nats."""
+    """Return the log-likelihood in nats of the choice after the context."""
     tokenizer = tiny_tokenizer()
     length = len(tokenizer(context)["input_ids"])
     input_ids = tokenizer(context + choice, return_tensors="pt")["input_ids"]

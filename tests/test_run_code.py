@@ -1,9 +1,9 @@
-"""Programs that a model wrote run apart, behind the kernel's wall and within limits, and pass only by running to their
-end."""
+"""Test that programs run apart, behind the kernel's wall and within limits, and pass only by running to their end."""
 
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ PASSING = {
     "a large program": f"x = {'x' * 200_000!r}",
 }
 NEEDS_PROCESSES = {
-    "threads": "from concurrent.futures import ThreadPoolExecutor as T\nassert list(T(4).map(abs, [-1, -2])) == [1, 2]",
+    "threads": "from concurrent.futures import ThreadPoolExecutor as T\nassert [*T(4).map(abs, [-1, -2])] == [1, 2]",
     "process": "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)",
     "shell": "import os; assert os.system('exit 0') == 0",
     "processes": "import multiprocessing as m\ndef f(x): return -x\nassert m.Pool(2).map(f, [1]) == [-1]",
@@ -89,7 +89,11 @@ assert ctypes.CDLL(None).mount(None, b'/usr', None, 32 | 4096, None) == 0""",
 }
 
 
-@pytest.mark.parametrize("program", PASSING.values(), ids=PASSING)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(program, id=name) for name, program in PASSING.items()]
+    + [pytest.param(program, id=name, marks=isolated) for name, program in NEEDS_PROCESSES.items()],
+)
 def test_passes(program):
     assert run_code.passes(program)
 
@@ -101,12 +105,6 @@ def test_fails(program):
 
 def test_wall_clock_ends_a_sleep():
     assert not run_code.passes("import time; time.sleep(3600)", wall_seconds=0.5)
-
-
-@isolated
-@pytest.mark.parametrize("program", NEEDS_PROCESSES.values(), ids=NEEDS_PROCESSES)
-def test_a_walled_off_program_may_do_what_is_usual(program):
-    assert run_code.passes(program)
 
 
 @isolated
@@ -130,15 +128,9 @@ arguments = [sys.executable, '-c', 'import time; time.sleep(3600)', 'outlives-PI
 os.posix_spawn(sys.executable, [a.encode() for a in arguments], {}, setsid=True)
 """.replace("PID", str(os.getpid()))
     assert run_code.passes(program)
-    found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if f"outlives-{os.getpid()}" in _text(path)]
-    assert found == []
-
-
-def _text(path):
-    try:
-        return path.read_text()
-    except OSError:  # the process has ended
-        return ""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # the process has ended
+            assert f"outlives-{os.getpid()}" not in path.read_text()
 
 
 def test_without_isolation_the_user_has_to_confirm(monkeypatch):
@@ -152,7 +144,6 @@ def test_without_isolation_the_user_has_to_confirm(monkeypatch):
 
 
 def test_a_wall_that_fails_is_no_failure_of_the_program(tmp_path, monkeypatch):
-    """A system that runs out of namespaces must not make a model look worse."""
     (tmp_path / "python").write_text(f"#!/bin/sh\ncat > /dev/null; exit {run_code.NO_WALL}\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
