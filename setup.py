@@ -15,10 +15,10 @@ setup(
         # What the commands of this repository need; they run from a checkout.
         "scripts": [
             *("datasets", "filelock", "gguf", "huggingface_hub", "matplotlib", "networkx"),
-            *("peft", "plotly", "reasoning-gym", "trl"),
+            *("peft", "plotly", "reasoning-gym", "scipy", "trl"),
         ],
         # What `python -m evaluation.run` needs beside "scripts".
-        "evaluation": ["lm_eval", "markdown-it-py", "math-verify[antlr4-13-2]", "nltk", "scipy", "wonderwords"],
+        "evaluation": ["lm_eval", "markdown-it-py", "math-verify[antlr4-13-2]", "nltk", "wonderwords"],
         # Attention cores for a GPU: FlashAttention 4 for Hopper and Blackwell, in wheels; FlashAttention 2 for Ampere
         # and later, which compiles for hours (`pip install --no-build-isolation`).
         "flash": ["flash-attn-4[cu13]>=4.0.0b36; platform_system == 'Linux'"],

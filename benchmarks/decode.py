@@ -9,6 +9,7 @@ example: python -m benchmarks.decode --tokens 512 2048 8192 --pseudo-heads 2 4
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from transformers import LlamaConfig, LlamaModel
@@ -16,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from benchmarks.harness import Attention, arguments, medians, ratios, report, write
+from benchmarks.harness import Attention, arguments, medians, ratios, reported, write
 from kinds.model_cost import attention
 from modeling_iha.attention_iha import collapse
 
@@ -141,14 +142,11 @@ def main() -> None:
     parser = arguments(__doc__, [512, 2048, 8192], repeats=15)
     parser.add_argument("--pseudo-heads", type=int, nargs="+", default=[2, 4], help="numbers of pseudo-heads ([2, 4])")
     args = parser.parse_args()
-    rows = [measure_cache(virtual) for virtual in args.pseudo_heads]
-    for row in rows:
-        report(row)
-    for dtype in (torch.bfloat16, torch.float32):
-        for tokens in args.tokens:
-            for virtual in args.pseudo_heads:
-                rows.append(measure_layer(tokens, virtual, dtype, args.repeats))
-                report(rows[-1])
+    rows = reported(measure_cache(virtual) for virtual in args.pseudo_heads)
+    rows += reported(
+        measure_layer(tokens, virtual, dtype, args.repeats)
+        for dtype, tokens, virtual in product((torch.bfloat16, torch.float32), args.tokens, args.pseudo_heads)
+    )
 
     def panel(dtype: str) -> Callable:
         def lines(row: dict) -> dict:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from benchmarks.harness import arguments, medians, ratios, report, write
+from benchmarks.harness import arguments, medians, ratios, reported, write
 from common.checkpoint_io import load_model, smollm2_gguf
 from common.command_io import run_cli
 from conversion_scripts.convert_llama_to_iha import convert
@@ -67,25 +67,11 @@ def main() -> None:
     logging.disable_progress_bar()
     llama = load_model(args.checkpoint or smollm2_gguf(), torch.float32)
     iha = convert(llama, PSEUDO_HEADS)
-    rows = []
-    for tokens in args.tokens:
-        rows.append(measure(llama, iha, tokens, args.new_tokens, args.repeats))
-        report(rows[-1])
+    rows = reported(measure(llama, iha, tokens, args.new_tokens, args.repeats) for tokens in args.tokens)
     panels = {"seconds for a token": lambda row: row["seconds"]}
-    setting = {
-        "dtype": "float32",
-        "new_tokens": args.new_tokens,
-        "checkpoint": args.checkpoint or "SmolLM2-135M-Instruct",
-    }
-    write(
-        args.out,
-        "decode_model",
-        rows,
-        "tokens",
-        panels,
-        **setting,
-        predicted_by="values of weights and cache that are read",
-    )
+    setting = {"new_tokens": args.new_tokens, "checkpoint": args.checkpoint or "SmolLM2-135M-Instruct"}
+    predicted_by = "values of weights and cache that are read"
+    write(args.out, "decode_model", rows, "tokens", panels, dtype="float32", **setting, predicted_by=predicted_by)
 
 
 if __name__ == "__main__":

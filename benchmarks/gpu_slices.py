@@ -11,7 +11,6 @@ example: python -m benchmarks.gpu_slices paper_layer --dry --out outputs/gpu_dry
 
 import argparse
 import gc
-import platform
 import signal
 import statistics
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import is_flash_attn_4_available
@@ -452,10 +450,8 @@ def environment(dry: bool) -> dict:
         "device": device_name(),
         "peaks by the data sheet, a second": PEAKS.get(device_name(), {}),
         "dtype": str(DTYPE).removeprefix("torch."),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "triton": getattr(mix_heads_triton.triton, "__version__", None),
-        "transformers": transformers.__version__,
+        **harness.versions(),
     }
 
 

@@ -1,15 +1,14 @@
-"""Hold what the benchmarks share.
-
-It is layers of one size, times of interleaved runs, peaks of memory, and results as JSON and a plot."""
+"""Share what benchmarks and studies need: layers of one size, times, peaks of memory, tables and plots."""
 
 import argparse
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -184,13 +183,36 @@ def report(row: dict) -> None:
     print(f"{setting}: {measured}", flush=True)
 
 
+def reported(rows: Iterable[dict]) -> list[dict]:
+    """Return the rows as a list, and report each one as soon as it is measured."""
+    kept = []
+    for row in rows:
+        kept.append(row)
+        report(row)
+    return kept
+
+
 def processor() -> str:
-    names = (
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if "model name" in line
-    )
-    return f"{next(names, platform.machine())}, {os.cpu_count()} cores"
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def environment(command: str, device: str = "cpu") -> dict:
+    """Return the command, the machine and the versions that a table records."""
+    return {
+        "command": f"python -m {command}",
+        "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        **versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def write(
@@ -205,22 +227,15 @@ def write(
         setting: what all rows have in common. Command, machine and versions are added; `benchmark` names it
             where the file has another name.
     """
-    environment = {
-        "command": " ".join(["python -m", f"benchmarks.{setting.pop('benchmark', name)}", *sys.argv[1:]]),
-        "machine": processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    command = " ".join([f"benchmarks.{setting.pop('benchmark', name)}", *sys.argv[1:]])
     threads = setting.get("threads", torch.get_num_threads())
-    draw(out / f"{name}.png", f"{name}: {processor()}, threads: {threads}", rows, x, panels)
-    write_json(out / f"{name}.json", {**environment, **setting, "rows": rows})
+    save_plot(draw(f"{name}: {processor()}, threads: {threads}", rows, x, panels), out / f"{name}.png")
+    write_json(out / f"{name}.json", {**environment(command), **setting, "rows": rows})
     print(f"Wrote {out / name}.json and .png", flush=True)
 
 
-def draw(path: Path, title: str, rows: list[dict], x: str, panels: dict[str, Callable[[dict], dict]]) -> None:
-    """Write the plot of `write` to `path`."""
+def draw(title: str, rows: list[dict], x: str, panels: dict[str, Callable[[dict], dict]]) -> Figure:
+    """Return the plot of `write`."""
     columns, panel_rows = min(3, len(panels)), -(-len(panels) // 3)
     figure = Figure(figsize=(6 * columns, 4.5 * panel_rows))
     for axes, (label, values) in zip(figure.subplots(panel_rows, columns, squeeze=False).flat, panels.items()):
@@ -233,6 +248,10 @@ def draw(path: Path, title: str, rows: list[dict], x: str, panels: dict[str, Cal
         axes.set(xlabel=x.replace("_", " "), ylabel=label)
         axes.legend(fontsize="small")
     figure.suptitle(title, fontsize="small")
+    return figure
+
+
+def save_plot(figure: Figure, path: Path) -> None:
     figure.tight_layout()
     with whole_file(path) as temporary:
-        figure.savefig(temporary, dpi=100, format="png")
+        figure.savefig(temporary, format="png", dpi=100)

@@ -6,11 +6,16 @@ with projections, RoPE, mixing and collapse. "mha layer" is Llama's.
 example: python -m benchmarks.layer --tokens 512 2048 --pseudo-heads 4 8
 """
 
+from itertools import product
+
 import torch
 
-from benchmarks.harness import Attention, arguments, inference, medians, ratios, report, training, write
+from benchmarks.harness import Attention, arguments, inference, medians, ratios, reported, training, write
 from kinds.cost import score_products
 from kinds.model_cost import attention
+
+
+RATIO = "layer / bare SDPA"
 
 
 def bare_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -56,25 +61,17 @@ def main() -> None:
         "--longest-backward", type=int, default=8192, help="longest backward, in virtual tokens (8192)"
     )
     args = parser.parse_args()
-    rows = []
-    for backward in (False, True):
-        for tokens in args.tokens:
-            for pseudo_heads in args.pseudo_heads:
-                if not backward or tokens * pseudo_heads <= args.longest_backward:
-                    rows.append(measure(tokens, pseudo_heads, backward, args.repeats))
-                    report(rows[-1])
+    rows = reported(
+        measure(tokens, pseudo_heads, backward, args.repeats)
+        for backward, tokens, pseudo_heads in product((False, True), args.tokens, args.pseudo_heads)
+        if not backward or tokens * pseudo_heads <= args.longest_backward
+    )
 
-    def panel(name: str):
-        def lines(row: dict) -> dict:
-            line = f"{row['pass']}, P = {row['pseudo_heads']}"
-            return {
-                line: row["ratios"][f"{name} / bare SDPA"],
-                f"{line}, predicted": row["predicted"][f"{name} / bare SDPA"],
-            }
+    def lines(row: dict) -> dict:
+        line = f"{row['pass']}, P = {row['pseudo_heads']}"
+        return {line: row["ratios"][RATIO], f"{line}, predicted": row["predicted"][RATIO]}
 
-        return lines
-
-    panels = {f"{name} / bare SDPA, time": panel(name) for name in ("layer",)}
+    panels = {f"{RATIO}, time": lines}
     write(args.out, "layer", rows, "tokens", panels, dtype="float32", predicted_by="multiply-adds")
 
 

@@ -9,11 +9,12 @@ example: python -m benchmarks.mechanisms --tokens 256 1024
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from transformers import DynamicCache
 
-from benchmarks.harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, report, write
+from benchmarks.harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, reported, write
 from kinds import all_companions
 from kinds.model_cost import model
 from modeling_iha import IHAConfig
@@ -75,11 +76,7 @@ def measure(tokens: int, part: str, repeats: int) -> dict:
 def main() -> None:
     parser = arguments(__doc__, [256, 1024])
     args = parser.parse_args()
-    rows = []
-    for tokens in args.tokens:
-        for part in PARTS:
-            rows.append(measure(tokens, part, args.repeats))
-            report(rows[-1])
+    rows = reported(measure(tokens, part, args.repeats) for tokens, part in product(args.tokens, PARTS))
     panels = {
         f"{part}: time / mha": lambda row, part=part: {
             form: row["seconds"][form] / row["seconds"]["mha"] for form in FORMS if row["part"] == part

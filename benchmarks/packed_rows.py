@@ -5,12 +5,13 @@ It takes one document after the other: 8 heads of 64, fp32, forward and forward 
 example: python -m benchmarks.packed_rows --tokens 512 2048 --documents 16 256
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks.harness import arguments, inference, medians, ratios, report, training, write
+from benchmarks.harness import arguments, inference, medians, ratios, reported, training, write
 from modeling_iha.virtual_sequence import document_bounds
 from modeling_iha.window_blocks import maskless_attention
 
@@ -38,18 +39,16 @@ def dense_mask(documents: torch.Tensor) -> Callable[..., torch.Tensor]:
     return attend
 
 
-def measure(tokens: int, length: int, repeats: int) -> list[dict]:
-    """Return one row for the forward and one for forward + backward of documents of `length` tokens."""
+def measure(tokens: int, length: int, repeats: int) -> Iterator[dict]:
+    """Yield one row for the forward and one for forward + backward of documents of `length` tokens."""
     documents = torch.arange(tokens)[None] // length
     forms = {"by document": by_document(documents), "dense mask": dense_mask(documents)}
     states = list(torch.randn(3, 1, 8, tokens, 64))
-    rows = []
     for name, run in PASSES.items():
         seconds = medians({form: run(function, states) for form, function in forms.items()}, repeats)
         setting = {"tokens": tokens, "document_tokens": length, "pass": name}
         predicted = {"by document / dense mask": length / tokens}
-        rows.append({**setting, "seconds": seconds, "ratios": ratios(seconds, "dense mask"), "predicted": predicted})
-    return rows
+        yield {**setting, "seconds": seconds, "ratios": ratios(seconds, "dense mask"), "predicted": predicted}
 
 
 def main() -> None:
@@ -58,12 +57,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows = []
-    for tokens in args.tokens:
-        for length in args.documents:
-            for row in measure(tokens, length, args.repeats):
-                rows.append(row)
-                report(row)
+    rows = reported(
+        row for tokens, length in product(args.tokens, args.documents) for row in measure(tokens, length, args.repeats)
+    )
     panels = {
         f"by document / dense mask, {name}, documents of {length}": lambda row, name=name, length=length: (
             row["ratios"] if (row["pass"], row["document_tokens"]) == (name, length) else {}

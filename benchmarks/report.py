@@ -114,8 +114,10 @@ def render(results: dict[str, dict], defaults: list[dict]) -> str:
     """Return the README as Markdown, from the results by name and those of default_form on each CPU."""
     lines = [
         "# Benchmarks: targets and results",
-        "`python -m benchmarks.report` writes this file from the JSON files beside it; `make bench` measures anew. A time is",
-        "a ratio of medians of interleaved runs in one process, and a memory is a ratio of peaks, each of a process of its own.",
+        "`python -m benchmarks.report` writes this file from the JSON files beside it; `make bench` measures anew. "
+        "A time is",
+        "a ratio of medians of interleaved runs in one process, and a memory is a ratio of peaks, each of a "
+        "process of its own.",
         "`benchmarks/cost.py` makes the predictions.",
         "",
         f"{', '.join(EARLIER)}: measured before collapse-first attention was removed (docs/LOG.md, One form, and what it",

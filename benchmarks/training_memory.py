@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness import Attention, arguments, extra_bytes, medians, ratios, report, training, write
+from benchmarks.harness import Attention, arguments, extra_bytes, medians, ratios, reported, training, write
 from kinds.model_cost import attention
 
 
@@ -57,11 +57,10 @@ def main() -> None:
     parser = arguments(__doc__, [1024, 2048, 4096])
     parser.add_argument("--pseudo-heads", type=int, default=8, help="number of pseudo-heads (8)")
     args = parser.parse_args()
-    rows = []
-    for tokens in args.tokens:
-        # A run of more than 2048 tokens takes up to a minute.
-        rows.append(measure(tokens, args.pseudo_heads, args.repeats if tokens <= 2048 else 1))
-        report(rows[-1])
+    # A run of more than 2048 tokens takes up to a minute.
+    rows = reported(
+        measure(tokens, args.pseudo_heads, args.repeats if tokens <= 2048 else 1) for tokens in args.tokens
+    )
     panels = {"seconds": lambda row: row["seconds"], "extra bytes": lambda row: row["extra_bytes"]}
     setting = {"pseudo_heads": args.pseudo_heads, "dtype": "float32"}
     predicted_by = "multiply-adds; memory: values kept for the backward"

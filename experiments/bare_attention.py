@@ -1,5 +1,7 @@
-"""An attention layer of the package by itself, as the theorems have it: without positions and output projection, and
-with any map from scores to weights."""
+"""Build an attention layer by itself, as the theorems have it: without positions and output projection.
+
+The map from scores to weights is a choice: the theorems take linear attention, or a softmax at temperature 0.
+"""
 
 import torch
 from torch import nn
@@ -9,13 +11,13 @@ from modeling_iha import IHAConfig, IHAModel
 
 
 def linear_core(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention without softmax, scale and mask: (Q K^T) V."""
+    """Attend without softmax, scale and mask: (Q K^T) V."""
     weights = query @ key.transpose(-1, -2)
     return (weights @ value).transpose(1, 2), weights
 
 
 def hard_core(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention at temperature 0, without mask: equal weights on all keys of the highest score."""
+    """Attend at temperature 0 without mask: all keys of the highest score have equal weights."""
     scores = query @ key.transpose(-1, -2)
     highest = (scores == scores.amax(dim=-1, keepdim=True)).to(value.dtype)
     weights = highest / highest.sum(dim=-1, keepdim=True)
@@ -27,7 +29,7 @@ AttentionInterface.register("hard", hard_core)
 
 
 class BareAttention(nn.Module):
-    """A layer of one kind, in whose heads the queries, keys and values are `head_dim` wide, or one more to be even.
+    """Hold a layer of one kind, whose queries, keys and values are `head_dim` wide, or one more to be even.
 
     Args:
         kind: of the package, such as "mha".
@@ -57,11 +59,18 @@ class BareAttention(nn.Module):
         self.layer, self.rotary = model.layers[0].self_attn, model.rotary_emb
         self.layer.o_proj = nn.Identity()
 
+    def by_head(self, *names: str) -> list[torch.Tensor]:
+        """Return the transposed weights of projections as views [heads, head_dim, width]."""
+        heads = self.layer.config.num_attention_heads
+        return [getattr(self.layer, name).weight.unflatten(0, (heads, -1)) for name in names]
+
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The heads' outputs side by side, [batch, N, heads * head_dim], of inputs [batch, N, width]. `mask` is that
-        of the core, over virtual tokens."""
+        """Return the heads' outputs side by side, [batch, N, heads * head_dim], of inputs [batch, N, width].
+
+        `mask` is that of the core, over virtual tokens.
+        """
         if position_ids is None:
             position_ids = torch.zeros(1, x.shape[1], dtype=torch.long, device=x.device)
         return self.layer(x, self.rotary.tables(x, position_ids), mask)[0]

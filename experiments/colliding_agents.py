@@ -1,15 +1,14 @@
-"""Colliding agents: one linear self-attention layer learns who is in whose way, and keeps it for any number of agents.
+"""Train one linear self-attention layer to tell who is in whose way, for any number of agents.
 
-L agents of radius R stand on a ring of N cells; agent i is penalised by 1 for each agent within ring distance 2 R.
-(Section 7.1 of "A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions". Each agent counts
-itself, too: a constant 1.) Cells are embedded as one-hot vectors, or as sines and cosines, in N dimensions. C starts
-at 0 and w at ones / N; full-batch gradient descent on the mean squared error. The paper does not give its N, L, number
-of examples and step size; they are options here.
+L agents of radius R stand on a ring of N cells. Agent i is penalised by 1 for each agent within ring distance 2 R,
+itself included (Section 7.1 of "A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions").
+Cells are embedded as one-hot vectors, or as sines and cosines, in N dimensions. C starts at 0 and w at ones / N;
+full-batch gradient descent lowers the mean squared error. The paper does not give its N, L, number of examples and
+step size: they are options here.
 
-What the theorems say, and the table shows: the training error goes to 0 (4.4), so does the test error for as many
-agents (4.6) and for other numbers of them (4.8), and what is learned equals what was constructed once both are seen as
-functions, T[mu, nu] (Corollary 4.9), while C and w themselves do not. Writes colliding_agents.json and
-colliding_agents.png to experiments/results; takes about half a minute.
+The table shows what the theorems say. The training error goes to 0 (4.4), and so does the test error for as many
+agents (4.6) and for other numbers of them (4.8). The learned layer equals the constructed one as a function, T[mu, nu]
+(Corollary 4.9), while C and w differ. Writes colliding_agents.json and .png in about half a minute.
 
 example: python -m experiments.colliding_agents --cells 20 --radius 1 --agents 12
 """
@@ -17,21 +16,20 @@ example: python -m experiments.colliding_agents --cells 20 --radius 1 --agents 1
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 from common.command_io import UserError, run_cli
 from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, seeds=3)
+    parser = study_parser(__doc__, "colliding_agents", seeds=3)
     parser.add_argument("--cells", type=int, default=20, help="N, of the ring")
     parser.add_argument("--radius", type=int, default=1, help="R, of an agent")
     parser.add_argument("--agents", type=int, default=12, help="L, in training")
     parser.add_argument("--examples", type=int, default=1000, help="in training")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--output", type=Path, default=Path("outputs/colliding_agents"), help="where runs are kept")
     return parser.parse_args(argv)
 
 
@@ -40,13 +38,39 @@ if __name__ == "__main__":
 
 import torch
 from matplotlib.figure import Figure
+from torch import nn
 
-from experiments.linear_self_attention import LinearSelfAttention
-from experiments.study import run_once, write
+from experiments.study import begin, run_once, write
+
+
+class LinearSelfAttention(nn.Module):
+    """Apply one layer to tuples of embeddings, without softmax, mask or positions.
+
+    Attributes:
+        interaction: C, [d, d], what an entity is worth to another; it is no product of queries and keys.
+        value: W_V, [d, d_out].
+    """
+
+    def __init__(self, interaction: torch.Tensor, value: torch.Tensor):
+        super().__init__()
+        self.interaction = nn.Parameter(interaction.clone())
+        self.value = nn.Parameter(value.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [batch, entities, d_out] of embeddings [batch, entities, d]."""
+        return x @ self.interaction @ x.transpose(-1, -2) @ (x @ self.value)
+
+    def function(self, embedding: torch.Tensor) -> torch.Tensor:
+        """Return T[mu, nu] = (x(mu)^T C x(nu)) (x(nu)^T w), [cells, cells], for d_out = 1.
+
+        `embedding` [cells, d] is that of a domain. T is equal for any two layers that compute the same for tuples of
+        every length (Corollary 4.9).
+        """
+        return (embedding @ self.interaction @ embedding.T) * (embedding @ self.value).T
 
 
 def interactions(cells: int, radius: int) -> torch.Tensor:
-    """-1 for two cells within ring distance 2 R, else 0: [cells, cells]."""
+    """Return -1 for two cells within ring distance 2 R, else 0: [cells, cells]."""
     apart = (torch.arange(cells)[:, None] - torch.arange(cells)).abs()
     return -(torch.minimum(apart, cells - apart) <= 2 * radius).double()
 
@@ -56,16 +80,14 @@ def one_hot(cells: int) -> torch.Tensor:
 
 
 def sinusoidal(cells: int) -> torch.Tensor:
-    """Orthonormal: a constant, and a cosine and a sine of each frequency. [cells, cells]."""
+    """Return an orthonormal embedding [cells, cells]: a constant, and a cosine and a sine of each frequency."""
     angle = 2 * math.pi / cells * torch.arange(cells, dtype=torch.float64)[:, None]
     columns = [torch.full_like(angle, cells**-0.5)]
     for frequency in range(1, cells // 2 + 1):
         columns += [(2 / cells) ** 0.5 * (frequency * angle).cos(), (2 / cells) ** 0.5 * (frequency * angle).sin()]
     if cells % 2 == 0:
-        columns = [
-            *columns[:-2],
-            columns[-2] / 2**0.5,
-        ]  # the cosine of the highest frequency alternates, its sine is 0
+        # The cosine of the highest frequency alternates, and its sine is 0.
+        columns[-2:] = [columns[-2] / 2**0.5]
     return torch.cat(columns, dim=1)
 
 
@@ -73,8 +95,11 @@ EMBEDDINGS = {"one-hot": one_hot, "sinusoidal": sinusoidal}
 
 
 def constructed(embedding: torch.Tensor, radius: int) -> LinearSelfAttention:
-    """The layer of the paper's construction: x^T w = 1 for every cell, and C = X^T (interactions) X, which is diagonal
-    up to the order of sines and cosines for the sinusoidal embedding. The embedding is orthonormal."""
+    """Return the layer of the paper's construction for an orthonormal embedding.
+
+    x^T w = 1 for every cell, and C = X^T (interactions) X. For the sinusoidal embedding C is diagonal up to the order
+    of sines and cosines.
+    """
     value = embedding.T @ torch.ones(len(embedding), 1, dtype=torch.float64)
     return LinearSelfAttention(embedding.T @ interactions(len(embedding), radius) @ embedding, value)
 
@@ -82,7 +107,7 @@ def constructed(embedding: torch.Tensor, radius: int) -> LinearSelfAttention:
 def examples(
     count: int, agents: int, table: torch.Tensor, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cells of the agents, [count, agents], and their rewards, [count, agents, 1]."""
+    """Return the cells of the agents, [count, agents], and their rewards, [count, agents, 1]."""
     positions = torch.randint(len(table), (count, agents), generator=generator)
     return positions, table[positions[:, :, None], positions[:, None, :]].sum(dim=-1, keepdim=True)
 
@@ -95,7 +120,7 @@ def error(
 
 
 def run(name: str, seed: int, args: argparse.Namespace) -> dict:
-    """Trains a layer on one embedding and one draw of examples: its row of the table, and what is plotted."""
+    """Train a layer on one embedding and one draw of examples; return its row of the table and what is plotted."""
     generator = torch.Generator().manual_seed(seed)
     table, embedding = interactions(args.cells, args.radius), EMBEDDINGS[name](args.cells)
     positions, rewards = examples(args.examples, args.agents, table, generator)
@@ -132,7 +157,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> dict:
 
 
 def plot(runs: list[dict]) -> Figure:
-    """One row of panels for each embedding; the matrices are those of the first seed."""
+    """Plot a row of panels for each embedding, with the matrices of the first seed."""
     figure = Figure(figsize=(13, 6.5))
     for axes, name in zip(figure.subplots(len(EMBEDDINGS), 4), EMBEDDINGS):
         chosen = [result for result in runs if result["row"]["embedding"] == name]
@@ -152,10 +177,11 @@ def plot(runs: list[dict]) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     args = parse_arguments(argv)
-    torch.set_num_threads(1)
+    begin(args)
     if args.cells < 4 * args.radius + 2 or args.radius < 0:
         raise UserError(
-            f"--cells {args.cells} --radius {args.radius}: on fewer than 4 R + 2 cells all agents are in each other's way."
+            f"--cells {args.cells} --radius {args.radius}: on fewer than 4 R + 2 cells all agents are in each other's "
+            "way."
         )
     if args.agents < 2 or args.examples < 1 or args.steps < 50:
         raise UserError("There must be at least 2 agents, 1 example and 50 steps.")
@@ -163,20 +189,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     setting = {name: getattr(args, name) for name in ("cells", "radius", "agents", "examples", "steps", "lr")}
     directory = args.output / "-".join(f"{name}_{value}" for name, value in setting.items())
     runs = [
-        run_once(directory / f"{name}-{seed}.json", run, name, seed, args)
+        run_once(directory / f"{name}-{seed}.json", partial(run, name, seed, args))
         for name in EMBEDDINGS
         for seed in args.seeds
     ]
     rows = [result["row"] for result in runs]
-    write(args.results, "colliding_agents", plot(runs), **setting, seeds=args.seeds, dtype="float64", rows=rows)
-    for name in EMBEDDINGS:
-        chosen = [row for row in rows if row["embedding"] == name]
-        print(f"{name}: training error {max(row['training_error'] for row in chosen):.1e} at most")
-        for agents in chosen[0]["test_error_by_agents"]:
-            print(f"   {agents} agents: {max(row['test_error_by_agents'][agents] for row in chosen):.1e} at most")
-        for part in ("C", "w", "T"):
-            apart = max(row["mean_squared_difference_from_constructed"][part] for row in chosen)
-            print(f"   {part} from the constructed one: {apart:.1e} at most")
+    write(args, plot(runs), **setting, seeds=args.seeds, dtype="float64", rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""Theorem 4 (Sections 4.3 and B.3) of "Interleaved Head Attention": one layer with ceil(sqrt(N)) interleaved heads can
-count the ordered pairs (j1, j2) with x_i + G x_j1 + x_j2 = 0 modulo M for every token i of N (CPM-3), where the known
-constructions of multi-head attention need N heads.
+"""Count the ordered pairs of CPM-3 by one layer of attention, as Theorem 4 of "Interleaved Head Attention" claims.
 
-Constructed: the proof's weights in the package's own layer with the softmax at temperature 0 collect all N tokens at
-every token, and the proof's MLP counts; both against loops over all pairs. The paper's example and its counts of
-parameters are checked too. Then a construction with 2 heads of multi-head attention for every N: the count depends on
-x_i and on how many tokens have each residue modulo M, which one head of equal weights averages, and a ReLU MLP
-multiplies integers exactly. As in the theorem, the vocabulary is of the order of N.
+CPM-3 counts for every token i of N the ordered pairs (j1, j2) with x_i + G x_j1 + x_j2 = 0 modulo M (Sections 4.3 and
+B.3). By the theorem one layer with ceil(sqrt(N)) interleaved heads can, where the known constructions of multi-head
+attention need N heads.
 
-Learned: one layer of either kind and an MLP, trained on random sequences for the counts, by number of heads.
+Constructed: the package's own layer with the proof's weights and a softmax at temperature 0 collects all N tokens at
+every token, and the proof's MLP counts. Both are compared with loops over all pairs, and the paper's example and its
+counts of parameters are checked. A second construction has 2 heads of multi-head attention for every N: the count
+depends on x_i and on how many tokens have each residue modulo M, which one head of equal weights averages, and a ReLU
+MLP multiplies integers exactly. As in the theorem, the vocabulary is of the order of N.
 
-Writes cpm3.json and .png to experiments/results. A finished run is not repeated, so the study can be stopped and
-started again; it takes a few minutes of one core.
+Learned: one layer of either kind and an MLP are trained on random sequences for the counts, by number of heads.
+
+Writes cpm3.json and .png. A finished run is not repeated, so the study can be stopped and started again. It takes a
+few minutes of one core.
 
 example: python -m experiments.cpm3
 """
@@ -19,16 +21,14 @@ example: python -m experiments.cpm3
 import argparse
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 
 from common.command_io import run_cli
 from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, seeds=3)
+    parser = study_parser(__doc__, "cpm3", seeds=3)
     parser.add_argument("--steps", type=int, default=600, help="of training (600)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/cpm3"), help="where runs are kept")
     return parser.parse_args(argv)
 
 
@@ -42,7 +42,7 @@ from torch import nn
 
 from experiments.bare_attention import BareAttention
 from experiments.polynomial_filters import constructed, filter_bank, root
-from experiments.study import learned_rows, plot_spread, train, write
+from experiments.study import begin, by_heads, learned_rows, plot_spread, seeded, train, write
 
 
 LENGTHS = (4, 9, 16, 25)  # N
@@ -54,13 +54,16 @@ BATCH = 64
 
 
 def brute_force(x: list[int], factor: int, modulus: int) -> list[int]:
-    """CPM-3 of every token, by loops over all pairs."""
+    """Return CPM-3 of every token, by loops over all pairs."""
     return [sum((own + factor * a + b) % modulus == 0 for a, b in product(x, x)) for own in x]
 
 
 def collector(kind: str, length: int) -> BareAttention:
-    """The proof's layer: that of the polynomial filters with the cyclic permutation, (P x)[i] = x[i + 1], for A, and
-    with the softmax at temperature 0."""
+    """Return the proof's layer.
+
+    It is that of the polynomial filters with the cyclic permutation, (P x)[i] = x[i + 1], for A, and with the softmax
+    at temperature 0.
+    """
     layer = constructed(kind, np.eye(length, dtype=int)[:, range(-1, length - 1)], 1, length, core="hard")
     if kind == "iha":
         with torch.no_grad():
@@ -69,27 +72,23 @@ def collector(kind: str, length: int) -> BareAttention:
 
 
 def collect(layer: BareAttention, x: list[int], length: int) -> torch.Tensor:
-    """x[i + t] at token i, [tokens, N], by a layer for N tokens."""
+    """Return x[i + t] at token i, [tokens, N], by a layer for N tokens."""
     return filter_bank(layer, torch.tensor(x, dtype=torch.float64)[:, None], length)[..., 0].T
 
 
 def count_pairs(collected: torch.Tensor, factor: int, modulus: int) -> torch.Tensor:
-    """The proof's MLP: a hidden unit for each of the N^2 pairs, with the activation ReLU(1 - (. mod M)), and their
-    sum."""
+    """Apply the proof's MLP: one unit for each of the N^2 pairs, with ReLU(1 - (. mod M)), and their sum."""
     pairs = collected[:, :1, None] + factor * collected[:, :, None] + collected[:, None]
     return torch.relu(1 - pairs.remainder(modulus)).sum(dim=(1, 2))
 
 
 def histogram_layer(length: int, modulus: int) -> BareAttention:
-    """Multi-head attention with 2 heads on [one-hot x mod M, I]: the first averages all tokens, the second leaves the
-    token itself."""
+    """Return 2 heads on [one-hot x mod M, I]: the first averages all tokens, the second leaves the token itself."""
     layer = BareAttention("mha", modulus + length, 2, max(length, modulus), core="hard").double()
     with torch.no_grad():
         for weight in layer.parameters():
             weight.zero_()
-        query, key, value = (
-            getattr(layer.layer, name).weight.unflatten(0, (2, -1)) for name in ("q_proj", "k_proj", "v_proj")
-        )
+        query, key, value = layer.by_head("q_proj", "k_proj", "v_proj")
         query[1, :length, modulus:] = key[1, :length, modulus:] = torch.eye(length)
         value[0, :modulus, :modulus] = length * torch.eye(modulus)
         value[1, :modulus, :modulus] = torch.eye(modulus)
@@ -98,9 +97,12 @@ def histogram_layer(length: int, modulus: int) -> BareAttention:
 
 @torch.no_grad()
 def histogram_count(x: list[int], factor: int, modulus: int) -> torch.Tensor:
-    """CPM-3 by `histogram_layer` and one hidden layer of ReLUs. If a tokens have the residue r1 and b tokens r2, then
-    the pairs are a b = ((a + b)^2 - a^2 - b^2) / 2; the square of a whole number s is ReLU(s) + 2 sum_t ReLU(s - t);
-    and a large negative term switches these units off but at tokens with x + G r1 + r2 = 0."""
+    """Return CPM-3 by `histogram_layer` and one hidden layer of ReLUs.
+
+    If a tokens have the residue r1 and b tokens r2, then the pairs are a b = ((a + b)^2 - a^2 - b^2) / 2. The square
+    of a whole number s is ReLU(s) + 2 sum_t ReLU(s - t). A large negative term switches these units off except at
+    tokens with x + G r1 + r2 = 0.
+    """
     length = len(x)
     residues = torch.eye(modulus, dtype=torch.float64)[torch.tensor(x) % modulus]
     inputs = torch.cat((residues, torch.eye(length, dtype=torch.float64)), dim=1)
@@ -130,7 +132,7 @@ CONSTRUCTIONS = {
 
 
 def sequences(length: int, seed: int) -> list[tuple[list[int], int, int]]:
-    """Random x with entries from 1 to N, G and M with 2 M < G."""
+    """Draw random x with entries from 1 to N, and G and M with 2 M < G."""
     generator = torch.Generator().manual_seed(seed)
 
     def integer(low: int, high: int, count: int = 1) -> list[int]:
@@ -144,7 +146,7 @@ def sequences(length: int, seed: int) -> list[tuple[list[int], int, int]]:
 
 
 def construction_error(name: str, length: int, seed: int) -> float:
-    """The largest difference from the brute force over random sequences."""
+    """Return the largest difference from the brute force over random sequences."""
     return max(
         (CONSTRUCTIONS[name](*drawn) - torch.tensor(brute_force(*drawn))).abs().max().item()
         for drawn in sequences(length, seed)
@@ -152,8 +154,10 @@ def construction_error(name: str, length: int, seed: int) -> float:
 
 
 def shorter_error(length: int, seed: int) -> float:
-    """The same for the proof's layer for N tokens and its MLP, given N - 1 tokens, which the theorem includes; a place
-    that no token fills counts as 0 in every pair."""
+    """Return the error of the proof's layer for N tokens on N - 1 tokens, which the theorem includes.
+
+    A place that no token fills counts as 0 in every pair.
+    """
     layer = collector("iha", length)
     return max(
         (
@@ -168,8 +172,10 @@ def shorter_error(length: int, seed: int) -> float:
 
 
 def paper_example() -> dict:
-    """The paper's x = (1, 2, 3) and G = 10, with all M that G > 2 M allows, and whether exchanging x_j1 and x_j2 ever
-    changes the predicate."""
+    """Return the counts of the paper's x = (1, 2, 3) and G = 10, with all M that G > 2 M allows.
+
+    The second table tells for each M if exchanging x_j1 and x_j2 ever changes the predicate.
+    """
     x, factor = [1, 2, 3], 10
     moduli = range(1, (factor + 1) // 2)
     return {
@@ -185,8 +191,7 @@ def paper_example() -> dict:
 
 
 def attention_parameters(kind: str, length: int) -> int:
-    """Parameters of the proof's attention: of the constructed layer, without the channels that fill its heads up to
-    one width."""
+    """Count the parameters of the constructed layer, without the channels that fill its heads up to one width."""
     if kind == "mha":
         return length * (2 * length + 1) * (length + 1)
     heads = root(length)
@@ -194,12 +199,12 @@ def attention_parameters(kind: str, length: int) -> int:
 
 
 def first_length_with_fewer_parameters() -> int:
-    """The lowest N at which the theorem's upper bound for IHA is below its lower bound for multi-head attention."""
+    """Return the lowest N at which the theorem's upper bound for IHA is below its lower bound for "mha"."""
     return next(length for length in range(1, 1000) if 37 * length**2.5 < 3 * length**3)
 
 
 class CountingLayer(nn.Module):
-    """One-hot tokens and positions, a bare layer beside its input, and an MLP."""
+    """Put a bare layer on one-hot tokens and positions, and an MLP on its input and output."""
 
     def __init__(self, kind: str, heads: int):
         super().__init__()
@@ -209,13 +214,13 @@ class CountingLayer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width + heads * HEAD_DIM, 128), nn.ReLU(), nn.Linear(128, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Counts [batch, N], in standard deviations, of one-hot tokens [batch, N, M]."""
+        """Return counts [batch, N], in standard deviations, of one-hot tokens [batch, N, M]."""
         x = torch.cat((x, torch.eye(TOKENS).expand(len(x), -1, -1)), dim=-1)
         return self.mlp(torch.cat((x, self.attention(x)), dim=-1)).squeeze(-1)
 
 
 def cpm3(x: torch.Tensor) -> torch.Tensor:
-    """The counts [..., N] of one-hot tokens [..., N, M], from the numbers of tokens with each residue."""
+    """Return the counts [..., N] of one-hot tokens [..., N, M] by the number of tokens with each residue."""
     numbers = x.sum(dim=-2)
     residue = torch.arange(MODULUS)
     other = (-FACTOR * residue - residue[:, None]) % MODULUS  # [x_i, x_j1]: the x_j2 that completes them
@@ -224,11 +229,8 @@ def cpm3(x: torch.Tensor) -> torch.Tensor:
 
 
 def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
-    """Layers trained for the counts: the shares of new tokens whose count, rounded, is right."""
-    models = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        models.append(CountingLayer(kind, heads))
+    """Train layers for the counts; return the shares of new tokens whose count, rounded, is right."""
+    models = seeded(seeds, lambda: CountingLayer(kind, heads))
 
     def draw(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.eye(MODULUS)[torch.randint(MODULUS, (len(seeds), rows, TOKENS))]
@@ -268,7 +270,7 @@ def plot(rows: list[dict], counts: list[dict]) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
     args = parse_arguments(argv)
-    torch.set_num_threads(1)
+    begin(args)
     exactness = [
         {
             "length": length,
@@ -284,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in ("mha", "iha")
         for length in LENGTHS
     ]
-    rows = learned_rows(learned, LEARNED_HEADS, args)
+    rows = learned_rows(args, learned, by_heads(LEARNED_HEADS))
     setting = {"sequences_per_length": SEQUENCES * len(args.seeds), "seeds": args.seeds, "steps": args.steps}
     tables = {
         "paper_example": paper_example(),
@@ -294,16 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "first_length_with_fewer_parameters_by_the_bounds": first_length_with_fewer_parameters(),
         "learned": rows,
     }
-    write(args.results, "cpm3", plot(rows, counts), **setting, **tables)
-    print(f"x = (1, 2, 3), G = 10: {tables['paper_example']}")
-    for row in exactness:
-        print(f"N = {row['length']}, {row['construction']}: differs by {row['largest_difference']:.1e}")
-    print(f"one token less than N: differs by {shorter}")
-    for row in rows:
-        right = row["right"]
-        print(
-            f"learned, {row['kind']}, {row['heads']} heads: {right['mean']:.1%} right ({right['min']:.1%} to {right['max']:.1%})"
-        )
+    write(args, plot(rows, counts), **setting, **tables)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DCMHA's ablation: which part of the dynamic composition of heads lowers the loss of a language model?
+"""Find which part of DCMHA's dynamic composition of heads lowers the loss of a language model.
 
 "Improving Transformers with Dynamically Composable Multi-Head Attention", Section 4.6 and Table 9. Each component is
 added by itself to Transformer++ (405M parameters, the Pile). The paper finds that all of them lower the perplexity,
@@ -18,13 +18,11 @@ example: python -m experiments.dcmha_ablation --kinds mha pre post --seeds 0 1
 """
 
 import argparse
-import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
-from common.command_io import run_cli, sole_writer, write_json
+from common.command_io import run_cli
 from experiments.options import add_text_option, comparison_parser
 
 
@@ -47,7 +45,7 @@ CONFIGURATIONS = {
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = comparison_parser(__doc__, "dcmha_ablation", CONFIGURATIONS, [0, 1, 2, 3, 4], CONFIGURATIONS)
+    parser = comparison_parser(__doc__, "dcmha_ablation", 5, CONFIGURATIONS, CONFIGURATIONS)
     add_text_option(parser)
     return parser.parse_args(argv)
 
@@ -60,10 +58,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import language_models
-from experiments.comparison import begin, finished_run, interval, rise_and_fall, shown
 from experiments.head_diversity import CIRCUITS, curves_of
 from experiments.language_models import FULL, as_large_as, build, text_and_setting, train
-from experiments.study import environment, save_plot
+from experiments.study import begin, compare, differences, interval, rise_and_fall, write
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -83,7 +80,7 @@ CLAIMS = [
 
 
 def config_of(name: str, size: dict) -> IHAConfig:
-    """The model of a configuration."""
+    """Return the model of a configuration."""
     if name == "wider":
         return as_large_as(config_of("dcmha", size), "mha", size)
     options = CONFIGURATIONS[name][1]
@@ -91,8 +88,7 @@ def config_of(name: str, size: dict) -> IHAConfig:
 
 
 def one_run(name: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:
-    """The run of `language_models.train`, and what the principal components of the trained heads capture on
-    average."""
+    """Return the run of `language_models.train`, and the mean of what the trained heads' components capture."""
     torch.manual_seed(seed)
     base = IHAForCausalLM(config_of("mha", size))
     model = IHAForCausalLM(config_of(name, size))
@@ -104,20 +100,22 @@ def one_run(name: str, seed: int, size: dict, text: torch.Tensor, device: str) -
 
 
 def difference(lower: str, higher: str, runs: dict[str, list[dict]]) -> dict:
-    """What the loss of one configuration is below that of another, on the same seeds; and in the paper, in nats per
-    token."""
-    ends = ([run["curve"][-1][1] for run in runs[name]] for name in (lower, higher))
+    """Return how much lower the loss of one configuration is than that of another on the same seeds.
+
+    `paper_by` is the paper's difference, in nats per token.
+    """
+    ends = {name: [run["curve"][-1][1] for run in runs[name]] for name in (lower, higher)}
     papers = [CONFIGURATIONS[name][0] for name in (lower, higher)]
     return {
         "lower": lower,
         "than": higher,
-        "by": interval([b - a for a, b in zip(*ends)]),
+        "by": differences(ends[higher], ends[lower]),
         "paper_by": math.log(papers[1] / papers[0]) if all(papers) else None,
     }
 
 
 def summary(name: str, size: dict, runs: dict[str, list[dict]]) -> dict:
-    """One row of the table."""
+    """Return a row of the table."""
     row = {
         "configuration": name,
         "parameters": cost_of(config_of(name, size), 1).parameters,
@@ -128,14 +126,16 @@ def summary(name: str, size: dict, runs: dict[str, list[dict]]) -> dict:
     if "mha" in runs and name != "mha":
         row["lower_than_mha"] = difference(name, "mha", runs)
         for circuit in CIRCUITS:
-            pairs = zip(runs[name], runs["mha"])
-            row[f"{circuit}_minus_mha"] = interval([run[circuit] - base[circuit] for run, base in pairs])
+            own, base = ([run[circuit] for run in runs[each]] for each in (name, "mha"))
+            row[f"{circuit}_minus_mha"] = differences(own, base)
     return row
 
 
-def plot(rows: list[dict], claims: list[dict], path: Path) -> None:
-    """How much lower each configuration's loss is than that of "mha", measured and in the paper; the same for every
-    claim; and how much more diverse its heads are."""
+def plot(rows: list[dict], claims: list[dict]) -> Figure:
+    """Plot the differences of losses from "mha" and of every claim, and how much more diverse the heads are.
+
+    The paper's differences stand beside the measured ones.
+    """
     figure = Figure(figsize=(18, 5))
     losses, conclusions, diversity = figure.subplots(1, 3)
     compared = [row for row in rows if "lower_than_mha" in row]
@@ -151,12 +151,12 @@ def plot(rows: list[dict], claims: list[dict], path: Path) -> None:
         axes.invert_yaxis()
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=2)
 
-    for axes, differences, labels, title in (
+    for axes, compared_losses, labels, title in (
         (losses, [row["lower_than_mha"] for row in compared], names, 'loss lower than that of "mha" by'),
         (conclusions, claims, [f"{each['lower']}, {each['than']}" for each in claims], "the first's loss lower by"),
     ):
-        papers = [{"mean": each["paper_by"] or 0, "half_width": 0} for each in differences]
-        measured = [each["by"] for each in differences]
+        papers = [{"mean": each["paper_by"] or 0, "half_width": 0} for each in compared_losses]
+        measured = [each["by"] for each in compared_losses]
         bars(axes, labels, "nats per byte, 95% interval", measured, "Table 9, nats per token", papers)
         axes.set(title=title)
     bars(
@@ -165,32 +165,19 @@ def plot(rows: list[dict], claims: list[dict], path: Path) -> None:
         *(part for name in CIRCUITS for part in (name, [row[f"{name}_minus_mha"] for row in compared])),
     )
     diversity.set(title='captured variance minus that of "mha"')
-    save_plot(figure, path)
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     args = parse_arguments(argv)
-    table, picture = begin(args, "dcmha_ablation")
+    begin(args)
     size = FULL if args.full else SMALL
     text, setting = text_and_setting(args, size)
-
-    runs = {name: [] for name in args.kinds}
-    with sole_writer(args.output):
-        for seed, name in itertools.product(args.seeds, args.kinds):
-            path = args.output / f"{name}-{seed}.json"
-            runs[name].append(finished_run(path, setting, lambda: one_run(name, seed, size, text, args.device)))
+    runs = compare(args, setting, lambda name, seed: one_run(name, seed, size, text, args.device))
     rows = [summary(name, size, runs) for name in args.kinds]
     claims = [difference(*claim, runs) for claim in CLAIMS if set(claim) <= set(args.kinds)]
-    write_json(table, {**environment(args.device), **setting, "seeds": args.seeds, "rows": rows, "claims": claims})
-    plot(rows, claims, picture)
-    for row in rows:
-        captured = ", ".join(f"{name} {shown(row[name])}" for name in CIRCUITS)
-        print(
-            f"{row['configuration']}: {row['parameters']} parameters, loss {shown(row['loss'])}, captured {captured}"
-        )
-    for each in [*(row["lower_than_mha"] for row in rows if "lower_than_mha" in row), *claims]:
-        print(f"{each['lower']} is lower than {each['than']} by {shown(each['by'])}")
+    write(args, plot(rows, claims), **setting, seeds=args.seeds, rows=rows, claims=claims)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DCMHA's 74 synthetic tasks: does composing heads help to find one word and to transform another?
+"""Test on DCMHA's 74 synthetic tasks if composing heads helps to find a word and to transform another.
 
 "Improving Transformers with Dynamically Composable Multi-Head Attention", Section 4.3, Table 5 and Appendix F. In
 "John has an apple. Mary has a dog. So John has a kind of ..." a model must attend to the word that an attention
@@ -29,48 +29,31 @@ import random
 from collections.abc import Sequence
 from functools import partial
 from itertools import permutations, product
-from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from common.command_io import UserError, run_cli, sole_writer, write_json
+from common.command_io import UserError, run_cli
 from experiments.options import comparison_parser
 
 
-SMALL = {
-    "fields": {
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+def size_of(width: int, layers: int, heads: int, **training: float) -> dict:
+    fields = {
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
         "num_pseudo_heads": 2,
-        "initializer_range": 64**-0.5,
-    },
-    "tokens": 4,
-    "batch": 64,
-    "steps": 4000,
-    "rate": 3e-3,
-    "test": 32,
-}
-FULL = {
-    "fields": {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_pseudo_heads": 2,
-        "initializer_range": 256**-0.5,
-    },
-    "tokens": 4,
-    "batch": 256,
-    "steps": 20000,
-    "rate": 1e-3,
-    "test": 256,
-}
+        "initializer_range": width**-0.5,
+    }
+    return {"fields": fields, "tokens": 4, **training}
+
+
+SMALL = size_of(64, 2, 4, batch=64, steps=4000, rate=3e-3, test=32)
+FULL = size_of(256, 4, 8, batch=256, steps=20000, rate=1e-3, test=256)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = comparison_parser(__doc__, "dcmha_tasks", ["mha", "dcmha", "talking_heads", "iha"], [0, 1, 2])
+    parser = comparison_parser(__doc__, "dcmha_tasks", 3, ["mha", "dcmha", "talking_heads", "iha"])
     parser.add_argument("--steps", type=int, help=f"of training ({SMALL['steps']}, with --full {FULL['steps']})")
     return parser.parse_args(argv)
 
@@ -81,9 +64,8 @@ if __name__ == "__main__":
 import torch
 from matplotlib.figure import Figure
 
-from experiments.comparison import begin, finished_run, fit, interval, rise_and_fall, shown
 from experiments.language_models import config_of
-from experiments.study import environment, save_plot
+from experiments.study import begin, compare, differences, fit, interval, plot_bars, rise_and_fall, write
 from modeling_iha import IHAForCausalLM
 
 
@@ -146,7 +128,7 @@ def by_member(groups: dict[str, str]) -> dict[str, str]:
 
 
 def shifted(places: int) -> dict[str, str]:
-    """Each ordinal's neighbour; all of them go round."""
+    """Return the neighbour of each ordinal; the last one's neighbour is the first."""
     return {word: unit[(index + places) % len(unit)] for unit in ORDINALS for index, word in enumerate(unit)}
 
 
@@ -204,7 +186,7 @@ SET_PATTERNS = {"not the named": "which is not {first} ? {asks}", "different": "
 
 
 class Task(NamedTuple):
-    """What an example of a task is made of: three facts by the template `fact`, and the question."""
+    """Hold the parts of a task's examples: three facts by the template `fact`, and the question."""
 
     pattern: str
     transformation: str
@@ -227,7 +209,7 @@ TASKS = [
 
 
 def vocabulary() -> dict[str, int]:
-    """Every token's number; 0 pads."""
+    """Return the number of every token, from 1; 0 pads."""
     texts = [" ".join((*task.fact.split(), *task.question.split(), task.asks, task.denies)) for task in TASKS]
     words = {word for text in texts for word in text.split() if "{" not in word}
     words.update(NAMES, *(part for answers in ANSWERS.values() for part in (answers, answers.values())))
@@ -238,20 +220,20 @@ TOKENS = vocabulary()
 
 
 class Example(NamedTuple):
-    """Three facts and a question, and the answer."""
+    """Hold three facts and a question as `lines`, and the answer."""
 
     lines: list[str]
     answer: str
 
 
 def sources(index: int, new: bool) -> list[str]:
-    """The words that can be the source of an answer in a task: in training, or in "new" examples only."""
+    """Return the words that can be the source of an answer in a task, in training or in "new" examples."""
     words = ANSWERS[TASKS[index].transformation]
     return [word for place, word in enumerate(words) if ((place + index) % HELD_OUT == 0) == new]
 
 
 def draw(index: int, new: bool, generator: random.Random) -> Example:
-    """An example of a task."""
+    """Draw an example of a task."""
     task, choose = TASKS[index], generator.choice
     answers = ANSWERS[task.transformation]
     source = choose(sources(index, new))
@@ -282,7 +264,7 @@ def draw(index: int, new: bool, generator: random.Random) -> Example:
 
 
 class Batch(NamedTuple):
-    """Token numbers: `inputs` int64 [examples, 4, words], padded with 0, and `answers` [examples]."""
+    """Hold token numbers: `inputs` int64 [examples, 4, words], padded with 0, and `answers` [examples]."""
 
     inputs: torch.Tensor
     answers: torch.Tensor
@@ -297,21 +279,21 @@ def encode(examples: list[Example], device: str) -> Batch:
 
 
 def logits_of(model: IHAForCausalLM, inputs: torch.Tensor) -> torch.Tensor:
-    """What the model says after the question, [examples, vocabulary]."""
+    """Return the model's logits after the question, [examples, vocabulary]."""
     words = model.model.embed_tokens(inputs) * (inputs != 0).unsqueeze(-1)
     states = model.model(inputs_embeds=words.sum(dim=2), use_cache=False).last_hidden_state
     return model.lm_head(states[:, -1])
 
 
 def right_by_task(model: IHAForCausalLM, batches: list[Batch]) -> list[float]:
-    """The share of right answers in each batch, those of one task."""
+    """Return the share of right answers in each batch, which is one task's."""
     return [
         (logits_of(model, batch.inputs).argmax(dim=-1) == batch.answers).double().mean().item() for batch in batches
     ]
 
 
 def train(kind: str, seed: int, size: dict, device: str) -> dict:
-    """One run: accuracies as they rise and, at the end, by task."""
+    """Train a model; return its accuracies as they rise and, at the end, by task."""
     generator = random.Random(seed)
     tests = {
         name: [
@@ -346,7 +328,7 @@ def train(kind: str, seed: int, size: dict, device: str) -> dict:
 
 
 def groups() -> dict[str, list[int]]:
-    """The numbers of the tasks: of all, of each pattern, of each transformation."""
+    """Return the numbers of all tasks, of those of each pattern, and of each transformation."""
     named = {"all": list(range(len(TASKS)))}
     for part in ("pattern", "transformation"):
         for index, task in enumerate(TASKS):
@@ -355,7 +337,10 @@ def groups() -> dict[str, list[int]]:
 
 
 def summary(kind: str, runs: dict[str, list[dict]]) -> dict:
-    """A kind's share of right answers in each group of tasks, and what it has more than "mha" on the same seeds."""
+    """Return a kind's share of right answers in each group of tasks.
+
+    The row also has the difference from "mha" on the same seeds.
+    """
     row = {
         "kind": kind,
         "parameters": runs[kind][0]["parameters"],
@@ -366,13 +351,12 @@ def summary(kind: str, runs: dict[str, list[dict]]) -> dict:
         shares = {each: [mean(run["right"][name][i] for i in indices) for run in runs[each]] for each in runs}
         row["groups"].setdefault(group, {})[name] = interval(shares[kind])
         if "mha" in runs and kind != "mha":
-            more = [share - base for share, base in zip(shares[kind], shares["mha"])]
-            row["groups"][group][f"{name}_more_than_mha"] = interval(more)
+            row["groups"][group][f"{name}_more_than_mha"] = differences(shares[kind], shares["mha"])
     return row
 
 
-def plot(rows: list[dict], runs: dict[str, list[dict]], path: Path) -> None:
-    """The shares of right answers by step, and at the end by group."""
+def plot(rows: list[dict], runs: dict[str, list[dict]]) -> Figure:
+    """Plot the shares of right answers by step, and at the end by group."""
     figure = Figure(figsize=(16, 8))
     grid = figure.add_gridspec(2, 3)
     by_step = figure.add_subplot(grid[:, 0])
@@ -388,38 +372,25 @@ def plot(rows: list[dict], runs: dict[str, list[dict]], path: Path) -> None:
         axes = figure.add_subplot(grid[line, 1:])
         for index, row in enumerate(rows):
             values = [group[name] for group in row["groups"].values()]
-            places = [place + 0.8 / len(rows) * index for place in range(len(values))]
-            spread = [value["half_width"] or 0 for value in values]
-            axes.bar(places, [value["mean"] for value in values], 0.8 / len(rows), yerr=spread, color=f"C{index}")
+            plot_bars(axes, values, index, len(rows), color=f"C{index}")
         axes.set_xticks(range(len(row["groups"])), list(row["groups"]), rotation=30, ha="right")
         axes.set(title=f"{name} examples, 95% interval", ylim=(0, 1))
-    save_plot(figure, path)
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     args = parse_arguments(argv)
-    table, picture = begin(args, "dcmha_tasks")
+    begin(args)
     size = FULL if args.full else SMALL
     if args.steps is not None:
         size = {**size, "steps": args.steps}
     if size["steps"] < 1:
         raise UserError(f"--steps {args.steps}: expected at least 1.")
     setting = {**size, "device": args.device}
-
-    runs = {kind: [] for kind in args.kinds}
-    with sole_writer(args.output):
-        for seed, kind in product(args.seeds, args.kinds):
-            path = args.output / f"{kind}-{seed}.json"
-            runs[kind].append(finished_run(path, setting, lambda: train(kind, seed, size, args.device)))
+    runs = compare(args, setting, lambda kind, seed: train(kind, seed, size, args.device))
     rows = [summary(kind, runs) for kind in args.kinds]
-    write_json(table, {**environment(args.device), **setting, "seeds": args.seeds, "rows": rows})
-    plot(rows, runs, picture)
-    for row in rows:
-        seen, new = (shown(row["groups"]["all"][name]) for name in ("seen", "new"))
-        print(
-            f"{row['kind']}: {seen} of the seen examples right, {new} of the new ones; {row['parameters']} parameters"
-        )
+    write(args, plot(rows, runs), **setting, seeds=args.seeds, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attention explorer: one interactive HTML page of what the heads of a checkpoint do with a prompt.
+"""Write one interactive HTML page of what the heads of a checkpoint do with a prompt.
 
 For every head of every layer the page shows the attention patterns token by token, for an "iha" layer all P^2 of them
 (query pseudo-head by key pseudo-head), with its mixing matrices, its collapse, and how far these are from where they
@@ -51,7 +51,7 @@ MAX_TOKENS = 256
 
 
 class LayerShape(NamedTuple):
-    """What two checkpoints must have in common in a layer."""
+    """Hold what two checkpoints must have in common in a layer."""
 
     heads: int
     groups: int
@@ -59,8 +59,7 @@ class LayerShape(NamedTuple):
     collapse: str | None
 
     def size(self, tokens: int) -> int:
-        """Bytes that the layer takes in the page before base64, if nothing but the zeros above the diagonal
-        compresses."""
+        """Return the bytes of the layer in the page before base64, if only the zeros above the diagonal compress."""
         virtual = tokens * (self.pseudo_heads or 1)
         numbers = 0
         if self.pseudo_heads:
@@ -70,7 +69,7 @@ class LayerShape(NamedTuple):
 
 
 def layer_shapes(config: PreTrainedConfig, layers: list[int]) -> list[LayerShape]:
-    """The shapes of `layers` of a model. Raises `UserError`."""
+    """Return the shapes of `layers` of a model. Raises `UserError`."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise UserError(f"A {config.model_type!r} model has no attention heads to look at: expected one like Llama.")
@@ -81,19 +80,21 @@ def layer_shapes(config: PreTrainedConfig, layers: list[int]) -> list[LayerShape
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
-    """The attention kind of each layer; of other architectures their name."""
+    """Return the attention kind of each layer, or the name of another architecture."""
     return getattr(config, "attention_kinds", None) or [config.model_type] * config.num_hidden_layers
 
 
 def token_limit(shapes: list[LayerShape]) -> int:
-    """The most tokens that the page has room for with these layers, those of both checkpoints."""
+    """Return the most tokens that the page has room for with these layers, those of both checkpoints."""
     fits = (n for n in range(MAX_TOKENS, 0, -1) if sum(shape.size(n) for shape in shapes) <= MAX_BYTES)
     return next(fits, 0)
 
 
 def token_labels(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Each token as a reader knows it: its text with white space made visible, or the vocabulary's spelling where it
-    is no whole character."""
+    """Return each token as a reader knows it: its text with white space made visible.
+
+    A token that is no whole character has the vocabulary's spelling.
+    """
     labels = []
     for token in ids:
         text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
@@ -103,20 +104,22 @@ def token_labels(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str
 
 
 def relative_distance(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """The Frobenius norm of the difference, over that of `reference`."""
+    """Return the Frobenius norm of the difference over that of `reference`."""
     return ((value - reference).norm() / reference.norm()).item()
 
 
 def mixing(attention: torch.nn.Module, shape: LayerShape) -> dict[str, torch.Tensor]:
-    """The mixing matrices [source head, head, P] and the collapse [H, P or H * P] of an "iha" layer."""
+    """Return the mixing matrices [source head, head, P] and the collapse [H, P or H * P] of an "iha" layer."""
     if shape.pseudo_heads is None:
         return {}
     return {name: attention.get_submodule(name).weight.detach() for name in ("q_mix", "k_mix", "v_mix", "collapse")}
 
 
 def starts(shape: LayerShape) -> dict[str, dict[str, torch.Tensor]]:
-    """Where the matrices of `mixing` start, by the name of the start: a conversion makes the collapse select the last
-    pseudo-head, a new model takes the mean."""
+    """Return where the matrices of `mixing` start, by the name of the start.
+
+    A conversion makes the collapse select the last pseudo-head. A new model takes the mean.
+    """
     if shape.pseudo_heads is None:
         return {}
     heads, p = shape.heads, shape.pseudo_heads
@@ -131,15 +134,17 @@ def starts(shape: LayerShape) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def numbers(tensor: torch.Tensor) -> list:
-    """The entries of a tensor as nested lists, with 4 digits."""
+    """Return the entries of a tensor as nested lists, with 4 digits."""
     if tensor.ndim == 0:
         return float(f"{tensor.item():.4g}")
     return [numbers(part) for part in tensor]
 
 
 def quantise(weights: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The weights as 8-bit codes of their square roots, which keep small weights apart, and the largest: a code c
-    stands for the largest times (c / 255)^2, or sign(c) (c / 127)^2 where some weight is negative."""
+    """Return the weights as 8-bit codes of their square roots, which keep small weights apart, and the largest.
+
+    A code c stands for the largest times (c / 255)^2, or sign(c) (c / 127)^2 where some weight is negative.
+    """
     largest = weights.abs().max().item() or 1.0
     roots = (weights.abs() / largest).sqrt() * weights.sign()
     if (weights < 0).any():
@@ -148,7 +153,7 @@ def quantise(weights: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 class Recorded(NamedTuple):
-    """What a checkpoint does with the prompt, for each of the chosen layers."""
+    """Hold what a checkpoint does with the prompt, for each of the chosen layers."""
 
     attentions: list[torch.Tensor | None]  # [H, N * P, N * P]; `None` where a layer returns no weights
     mixing: list[dict[str, torch.Tensor]]
@@ -156,7 +161,7 @@ class Recorded(NamedTuple):
 
 @torch.no_grad()
 def record(source: str, ids: list[int], layers: list[int]) -> Recorded:
-    """Runs the checkpoint on the tokens. Raises `UserError`."""
+    """Run the checkpoint on the tokens. Raises `UserError`."""
     print(f"Reading {source}", flush=True)
     model = load_model(source, torch.float32)
     model.set_attn_implementation("eager")
@@ -181,8 +186,11 @@ def record(source: str, ids: list[int], layers: list[int]) -> Recorded:
 
 
 def change(before: Recorded, after: Recorded) -> list[list[float] | None]:
-    """For each layer and head the total variation distance between the two checkpoints' weights, the mean over the
-    queries: 0 for equal patterns, 1 for patterns that share no key."""
+    """Return for each layer and head how far the weights of the two checkpoints are apart.
+
+    It is the total variation distance, the mean over the queries: 0 for equal patterns, 1 for patterns that share no
+    key.
+    """
     return [
         None if a is None else numbers((a - b).abs().sum(-1).mean(-1) / 2)
         for a, b in zip(before.attentions, after.attentions, strict=True)
@@ -194,7 +202,7 @@ def packed(content: bytes) -> str:
 
 
 def page(tokens: list[str], kinds: dict[int, str], shapes: list[LayerShape], models: dict[str, Recorded]) -> str:
-    """The page, for the chosen layers and their kinds, and one checkpoint or two by name."""
+    """Build the page, for the chosen layers and their kinds, and one checkpoint or two by name."""
     codes, checkpoints = bytearray(), []
     for name, recorded in models.items():
         layers = []
@@ -232,7 +240,7 @@ def page(tokens: list[str], kinds: dict[int, str], shapes: list[LayerShape], mod
 
 
 def encode(source: str, config: PreTrainedConfig, prompt: str) -> tuple[list[int], list[str]]:
-    """Ids and labels of the prompt's tokens. Raises `UserError`."""
+    """Return ids and labels of the prompt's tokens. Raises `UserError`."""
     tokenizer = load_tokenizer(source, config.vocab_size)
     ids = tokenizer(prompt)["input_ids"]
     if not ids:
@@ -241,7 +249,7 @@ def encode(source: str, config: PreTrainedConfig, prompt: str) -> tuple[list[int
 
 
 def chosen_layers(layers: list[int] | None, count: int) -> list[int]:
-    """The layers to show, in order. Raises `UserError`."""
+    """Return the layers to show, in order. Raises `UserError`."""
     layers = sorted(set(range(count) if layers is None else layers))
     if not 0 <= layers[0] <= layers[-1] < count:
         raise UserError(f"--layers {' '.join(map(str, layers))}: expected numbers from 0 to {count - 1}.")
@@ -249,7 +257,7 @@ def chosen_layers(layers: list[int] | None, count: int) -> list[int]:
 
 
 def check_comparable(source: str, config: PreTrainedConfig, layers: list[int], prompt: str, ids: list[int]) -> None:
-    """Raises `UserError` unless the checkpoint `source` has the shape of `config` and splits the prompt into `ids`."""
+    """Refuse a checkpoint `source` of another shape than `config`, or that splits the prompt otherwise."""
     other, shapes = load_config(source), layer_shapes(config, layers)
     if other.num_hidden_layers != config.num_hidden_layers or layer_shapes(other, layers) != shapes:
         raise UserError(f"{source} has other layers, heads or pseudo-heads than MODEL: expected the same shape.")
@@ -275,8 +283,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     limit = token_limit(shapes * len(sources))
     if len(ids) > limit:
         raise UserError(
-            f"The prompt has {len(ids)} tokens, and a page under 10 MB has room for {limit} with {len(layers)} layers of "
-            f"{len(sources)} checkpoint{'s' * (len(sources) > 1)}: shorten it, or choose fewer --layers."
+            f"The prompt has {len(ids)} tokens, and a page under 10 MB has room for {limit} with {len(layers)} layers "
+            f"of {len(sources)} checkpoint{'s' * (len(sources) > 1)}: shorten it, or choose fewer --layers."
         )
     names = [source_name(source) for source in sources]
     if len(names) == 2:

@@ -1,4 +1,4 @@
-"""Head diversity: how many directions do the heads of a layer use between them?
+"""Measure how many directions the heads of a layer use between them.
 
 DCMHA, Section 4.3 and Figure 5 (after Cordonnier et al., 2020): the heads' circuits W_Q W_K^T (where a head looks) and
 W_O W_V (what it moves) are each concatenated over a layer, and the variance that their first principal components
@@ -21,16 +21,22 @@ from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
-from common.command_io import UserError, check_output_file, run_cli, write_json
+from common.command_io import UserError, path_from_root, run_cli
+from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="a directory, a Hub id or a GGUF file")
+    parser = study_parser(__doc__, "head_diversity", keeps_runs=False)
     parser.add_argument(
-        "--results", type=Path, default=Path("outputs/head_diversity"), help="directory of the results"
+        "models", nargs="+", type=model_source, metavar="MODEL", help="a directory, a Hub id or a GGUF file"
     )
+    parser.set_defaults(results=Path("outputs/head_diversity"))
     return parser.parse_args(argv)
+
+
+def model_source(text: str) -> str:
+    """Return a Hub id as it is, and a path as a study needs it, which runs in the root of the checkout."""
+    return str(path_from_root(text)) if Path(text).exists() else text
 
 
 if __name__ == "__main__":
@@ -42,14 +48,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from common.checkpoint_io import load_model
-from experiments.study import environment, save_plot
+from experiments.study import begin, write
 
 
 CIRCUITS = ("QK", "OV")
 
 
 class Heads:
-    """The projections of a layer by head and pseudo-head; P is 1 for all kinds but "iha".
+    """Hold the projections of a layer by head and pseudo-head; P is 1 for all kinds but "iha".
 
     Attributes:
         query, key, value: float32 [H, P, head_dim, width].
@@ -78,7 +84,7 @@ class Heads:
         self.key, self.value = (states.repeat_interleave(repeats, dim=0) for states in (self.key, self.value))
 
     def grams(self) -> dict[str, torch.Tensor]:
-        """C^T C of each concatenation C of circuits, [width, width]."""
+        """Return C^T C of each concatenation C of circuits, [width, width]."""
         queries = torch.einsum("hpdi,hpei->hde", self.query, self.query)
         outputs = torch.einsum("hg,hde->gde", self.share, torch.einsum("hid,hie->hde", self.output, self.output))
         return {
@@ -88,14 +94,16 @@ class Heads:
 
 
 def captured(gram: torch.Tensor) -> torch.Tensor:
-    """The share of the variance in the first 1, 2, ... principal components, [width]."""
+    """Return the share of the variance in the first 1, 2, ... principal components, [width]."""
     variance = torch.linalg.eigvalsh(gram.double()).flip(0).clamp_min(0)
     return variance.cumsum(0) / variance.sum()
 
 
 def curves_of(model: PreTrainedModel, source: str) -> dict[str, torch.Tensor]:
-    """Mean over the layers of what the components capture, [width] for each circuit. Raises `UserError`, in which the
-    model is called `source`."""
+    """Return the mean over the layers of what the components capture, [width] for each circuit.
+
+    Raises `UserError`, in which the model is called `source`.
+    """
     config, layers = model.config, getattr(model.base_model, "layers", [])
     if not layers or not hasattr(getattr(layers[0], "self_attn", None), "q_proj"):
         raise UserError(f"{source} is a {config.model_type!r} model: expected Llama's projections, q_proj to o_proj.")
@@ -113,19 +121,19 @@ def curves_of(model: PreTrainedModel, source: str) -> dict[str, torch.Tensor]:
 
 
 def shown_name(source: str) -> str:
-    """A Hub id, or the name of a directory or file: results name no path of a machine."""
+    """Return a Hub id, or the name of a directory or file: results name no path of a machine."""
     return Path(source).name if Path(source).exists() else source
 
 
 def summary(source: str, curves: dict[str, torch.Tensor]) -> dict:
-    """The mean of each curve, and the share of the width whose components capture 90%."""
+    """Return the mean of each curve, and the share of the width whose components capture 90%."""
     row = {"model": shown_name(source)}
     for name, curve in curves.items():
         row[name] = {"mean": curve.mean().item(), "for_90_percent": int((curve < 0.9).sum() + 1) / len(curve)}
     return row
 
 
-def plot(curves: dict[str, dict[str, torch.Tensor]], path: Path) -> None:
+def plot(curves: dict[str, dict[str, torch.Tensor]]) -> Figure:
     figure = Figure(figsize=(11, 4.5))
     for axes, name in zip(figure.subplots(1, 2, sharey=True), CIRCUITS):
         for style, (source, of_model) in zip(cycle(("-", "--", ":")), curves.items()):
@@ -134,28 +142,18 @@ def plot(curves: dict[str, dict[str, torch.Tensor]], path: Path) -> None:
             axes.plot(shares, curve.tolist(), style, label=shown_name(source))
         axes.set(title=f"{name} circuits", xlabel="principal components / width", ylabel="captured variance")
         axes.legend()
-    save_plot(figure, path)
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the models and write the results. Raises `UserError`."""
     args = parse_arguments(argv)
-    table, picture = args.results / "head_diversity.json", args.results / "head_diversity.png"
-    for path in (table, picture):
-        check_output_file(path, replace=True)
+    begin(args, threads=None)
     curves = {}
     for source in dict.fromkeys(args.models):
         print(f"Measuring {source}", flush=True)
         curves[source] = curves_of(load_model(source), source)
-    rows = [summary(source, of_model) for source, of_model in curves.items()]
-    write_json(table, {**environment("cpu"), "rows": rows})
-    plot(curves, picture)
-    for row in rows:
-        shares = "; ".join(
-            f"{name}: {row[name]['mean']:.3f} captured on average, {row[name]['for_90_percent']:.0%} of the components for 90%"
-            for name in CIRCUITS
-        )
-        print(f"{row['model']}: {shares}")
+    write(args, plot(curves), rows=[summary(source, of_model) for source, of_model in curves.items()])
 
 
 if __name__ == "__main__":

@@ -1,40 +1,39 @@
-"""HyperFeatureAttention and HyperAttention against self-attention on the examples of "A Theoretical Study of (Hyper)
-Self-Attention through the Lens of Interactions": coupled features (Sections 5 and F.1), ternary synergies (Section 6),
-and the skip-trigram bug (Section G.2.1).
+"""Compare HyperFeatureAttention and HyperAttention with self-attention on the examples of their paper.
 
-Coupled features: agents have 3 features of D values; an agent's value is the sum over all agents of a product of three
+The paper is "A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions". The examples are coupled
+features (Sections 5 and F.1), ternary synergies (Section 6), and the skip-trigram bug (Section G.2.1).
+
+Coupled features: agents have 3 features of D values. An agent's value is the sum over all agents of a product of three
 functions, one of each feature of the two. Linear HyperFeatureAttention (HFA) of order 3 should need a matrix for each
 feature, 3 D^2 numbers, where linear self-attention (SA) needs one over all combinations, D^6. Both constructions run
 in the package's layers. On the features side by side no number of heads of one layer of SA expresses the product: a
 regression on all that such layers can say gives what remains.
 
 Ternary synergies: agent i gains 1 for every pair (j, k) of its allies that are not allied with each other. Linear
-HyperAttention (HA) of order 3 should express it for any number of agents; a regression on all pairwise interactions
+HyperAttention (HA) of order 3 should express it for any number of agents. A regression on all pairwise interactions
 gives what remains for SA.
 
-Skip-trigrams: the last token of a sentence and one source among fillers together determine the next token, each by
+Skip-trigrams: the last token of a sentence and one source among fillers together determine the next token, and each by
 itself says nothing: the completions form a Latin square. The paper's example has 2 sources and 2 last tokens (keep ...
-in mind, keep ... at bay). SA and HA with softmax are trained as one layer without an MLP; the bug is the probability
+in mind, keep ... at bay). SA and HA with softmax are trained as one layer without an MLP. The bug is the probability
 of completions that belong to the source with another last token.
 
-The three tasks are also learned by training. Writes hyper_attention.json and .png to experiments/results. A finished
-run is not repeated, so the study can be stopped and started again; it takes a few minutes of one core.
+The three tasks are also learned by training. Writes hyper_attention.json and .png. A finished run is not repeated, so
+the study can be stopped and started again. It takes a few minutes of one core.
 
 example: python -m experiments.hyper_attention
 """
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from common.command_io import run_cli
 from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, seeds=3)
+    parser = study_parser(__doc__, "hyper_attention", seeds=3)
     parser.add_argument("--steps", type=int, default=500, help="of training (500)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/hyper_attention"), help="where runs are kept")
     return parser.parse_args(argv)
 
 
@@ -46,7 +45,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from experiments.bare_attention import BareAttention
-from experiments.study import run_once, spread, train, write
+from experiments.study import begin, learned_rows, seeded, train, write
 
 
 AGENTS = 8
@@ -67,25 +66,27 @@ HFA, HA = {"HFA, 1 head": ("hyper_feature", 1)}, {"HA, 1 head": ("hyper", 1)}
 
 
 def bare(kind: str, width: int, heads: int, head_dim: int, linear: bool = True) -> BareAttention:
-    """A layer with softmax, or a linear one."""
+    """Return a linear layer, or one with a softmax."""
     core = "linear" if linear and kind == "mha" else "eager"
     options = {kind: {**OPTIONS[kind], "linear": linear}} if OPTIONS[kind] else {}
     return BareAttention(kind, width, heads, head_dim, core, attention_options=options)
 
 
 def everyone(length: int) -> torch.Tensor:
-    """The mask in which every token sees every other."""
+    """Return the mask in which every token sees every other."""
     return torch.ones(1, 1, length, length, dtype=torch.bool)
 
 
 def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference over the largest expected entry."""
+    """Return the largest difference over the largest expected entry."""
     return ((output - expected).abs().max() / expected.abs().max()).item()
 
 
 def unexplained(features: torch.Tensor, target: torch.Tensor) -> float:
-    """The share of the variance of `target` [rows] that the best linear map of `features` [rows, any] leaves, fitted
-    on one half of the rows and measured on the other."""
+    """Return the share of the variance of `target` [rows] that the best linear map of `features` [rows, any] leaves.
+
+    The map is fitted on one half of the rows, and the share is measured on the other half.
+    """
     half = len(target) // 2
     features = torch.cat((features, features.new_ones(len(target), 1)), dim=1)
     # The columns are not independent: those of a one-hot form add up to one.
@@ -98,26 +99,28 @@ def unexplained(features: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def feature_functions(values: int) -> torch.Tensor:
-    """What a feature of one agent is worth to that of another, [3, D, D]; always the same."""
+    """Return what a feature of one agent is worth to that of another, [3, D, D]; always the same."""
     return torch.randn(3, values, values, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def draw_features(*shape: int, values: int = VALUES) -> tuple[torch.Tensor, torch.Tensor]:
-    """The features of agents side by side in one-hot form, [*shape, 3 D], and their values, [*shape, 1]."""
+    """Draw the features of agents side by side in one-hot form, [*shape, 3 D], and their values, [*shape, 1]."""
     x = torch.eye(values, dtype=torch.float64)[torch.randint(values, (*shape, 3))]
     worth = torch.einsum("...iau,auv,...jav->...aij", x, feature_functions(values), x)
     return x.flatten(-2), worth.prod(dim=-3).sum(dim=-1, keepdim=True)
 
 
 def combinations(x: torch.Tensor) -> torch.Tensor:
-    """Features side by side, [..., 3 D], as one of D^3 combinations, [..., D^3]."""
+    """Turn features side by side, [..., 3 D], into one of D^3 combinations, [..., D^3]."""
     first, second, third = x.unflatten(-1, (3, -1)).unbind(-2)
     return torch.einsum("...u,...v,...w->...uvw", first, second, third).flatten(-3)
 
 
 def set_weights(layer: BareAttention, query: torch.Tensor, key: torch.Tensor, constant: int) -> BareAttention:
-    """`layer` with these queries and keys; the value of every token is 1 in the first channel: the sum of its first
-    `constant` inputs, of which one is 1."""
+    """Give a layer these queries and keys, and every token the value 1 in the first channel.
+
+    That value is the sum of the first `constant` inputs of a token, of which one is 1.
+    """
     with torch.no_grad():
         layer.layer.q_proj.weight.copy_(query)
         layer.layer.k_proj.weight.copy_(key)
@@ -127,7 +130,7 @@ def set_weights(layer: BareAttention, query: torch.Tensor, key: torch.Tensor, co
 
 
 def constructed_hfa(values: int) -> BareAttention:
-    """HFA of order 3: its a-th query picks feature a, its a-th key holds the function of feature a."""
+    """Return HFA of order 3: its a-th query picks feature a, its a-th key holds the function of feature a."""
     layer = bare("hyper_feature", 3 * values, 1, 3 * values).double()
     # Each of the three factors is divided by sqrt(D).
     query = torch.eye(3 * values, dtype=torch.float64) * values**0.5
@@ -135,7 +138,7 @@ def constructed_hfa(values: int) -> BareAttention:
 
 
 def constructed_sa(values: int) -> BareAttention:
-    """SA on the combinations of features: its keys hold the interaction of all of them."""
+    """Return SA on the combinations of features: its keys hold the interaction of all of them."""
     first, second, third = feature_functions(values)
     interaction = torch.kron(torch.kron(first, second), third)
     layer = bare("mha", values**3, 1, values**3).double()
@@ -144,7 +147,7 @@ def constructed_sa(values: int) -> BareAttention:
 
 @torch.no_grad()
 def feature_row(values: int) -> dict:
-    """Errors of both constructions, and the numbers they hold in interactions and values."""
+    """Return the errors of both constructions, and the numbers they hold in interactions and values."""
     x, expected = draw_features(4, AGENTS, values=values)
     outputs = {
         "HFA": constructed_hfa(values)(x, everyone(AGENTS))[..., :1],
@@ -158,8 +161,11 @@ def feature_row(values: int) -> dict:
 
 
 def features_unexplained() -> float:
-    """What one layer of SA with any number of heads, on features side by side, leaves: its output at token i is a sum
-    over the features of i of any function of the feature and of all tokens' combinations."""
+    """Return what one layer of SA with any number of heads, on features side by side, leaves.
+
+    Its output at token i is a sum over the features of i of any function of the feature and of all tokens'
+    combinations.
+    """
     x, target = draw_features(60000, AGENTS)
     counts = combinations(x).sum(dim=1)
     return unexplained(torch.einsum("bu,bv->buv", x[:, 0], counts).flatten(1), target[:, 0, 0])
@@ -169,14 +175,14 @@ def features_unexplained() -> float:
 
 
 def synergy() -> torch.Tensor:
-    """f[i, j, k] of three states: 1 where i is allied with j and with k, and j and k are not allied."""
+    """Return f[i, j, k] of three states: 1 where i is allied with j and with k, and j and k are not allied."""
     drawn = torch.rand(STATES, STATES, generator=torch.Generator().manual_seed(0)) < 0.5
     ally = (drawn.triu() | drawn.triu().T).double()
     return torch.einsum("ij,ik,jk->ijk", ally, ally, 1 - ally)
 
 
 def draw_synergy(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """States of agents in one-hot form, [*shape, states], and what they gain, [*shape, 1]."""
+    """Draw the states of agents in one-hot form, [*shape, states], and what they gain, [*shape, 1]."""
     x = torch.eye(STATES, dtype=torch.float64)[torch.randint(STATES, shape)]
     counts = x.sum(dim=-2)
     gain = torch.einsum("...ia,abc,...b,...c->...i", x, synergy(), counts, counts)
@@ -184,8 +190,7 @@ def draw_synergy(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def constructed_ha() -> BareAttention:
-    """Linear HA of order 3: channel (b, c) of the query holds f[., b, c]; those of the keys pick the states b and
-    c."""
+    """Return linear HA of order 3: channel (b, c) of the query holds f[., b, c]; the keys pick the states b and c."""
     layer = bare("hyper", STATES, 1, STATES**2).double()
     query = synergy().flatten(1).T * STATES  # the query is divided by sqrt(head_dim)
     pick = torch.eye(STATES, dtype=torch.float64)
@@ -198,14 +203,14 @@ def constructed_ha() -> BareAttention:
 
 @torch.no_grad()
 def synergy_errors() -> dict[int, float]:
-    """The construction's error by number of agents."""
+    """Return the construction's error by number of agents."""
     drawn = {agents: draw_synergy(8, agents) for agents in (2, AGENTS, 30)}
     layer = constructed_ha()
     return {agents: relative_error(layer(x, everyone(agents))[..., :1], gain) for agents, (x, gain) in drawn.items()}
 
 
 def synergy_unexplained() -> float:
-    """What one layer of linear SA with any number of heads leaves: pairwise interactions of any form."""
+    """Return what one layer of linear SA with any number of heads leaves: pairwise interactions of any form."""
     x, gain = draw_synergy(60000, AGENTS)
     return unexplained(torch.einsum("ba,bc->bac", x[:, 0], x.sum(dim=1)).flatten(1), gain[:, 0, 0])
 
@@ -214,9 +219,11 @@ def synergy_unexplained() -> float:
 
 
 def draw_trigrams(*shape: int, sources: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sentences in one-hot form, [*shape, SENTENCE, words], and their completions, int [*shape]. The words are the
-    fillers, the sources and as many last tokens; the completion of source s and last token t is s + t modulo their
-    number."""
+    """Draw sentences in one-hot form, [*shape, SENTENCE, words], and their completions, int [*shape].
+
+    The words are the fillers, the sources and as many last tokens. The completion of source s and last token t is
+    s + t modulo their number.
+    """
     words = torch.randint(FILLERS, (*shape, SENTENCE))
     source, last = torch.randint(sources, (2, *shape))
     place = torch.randint(SENTENCE - 1, (*shape, 1))
@@ -229,7 +236,7 @@ def draw_trigrams(*shape: int, sources: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 class OneLayer(nn.Module):
-    """A bare layer and a linear readout: of every token after a linear layer, of the last one after a softmax."""
+    """Put a linear readout on a bare layer: of every token after a linear layer, of the last one after a softmax."""
 
     def __init__(self, task: str, kind: str, heads: int):
         super().__init__()
@@ -239,18 +246,17 @@ class OneLayer(nn.Module):
         self.readout = nn.Linear(heads * head_dim, outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, N, outputs] of [batch, N, width], or [batch, outputs] of the last token, which sees all."""
+        """Return [batch, N, outputs] of [batch, N, width], or [batch, outputs] of the last token, which sees all."""
         states = self.attention(x, everyone(x.shape[1]) if self.linear else None)
         return self.readout(states if self.linear else states[:, -1])
 
 
 def learned(task: str, layer: str, steps: int, seeds: list[int]) -> dict:
-    """Layers trained for a task. The error on new inputs is the share of the variance that is left, or the mean
-    probability of wrong completions."""
-    models = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        models.append(OneLayer(task, *layers(task)[layer]))
+    """Train layers for a task.
+
+    The error on new inputs is the share of the variance that is left, or the mean probability of wrong completions.
+    """
+    models = seeded(seeds, lambda: OneLayer(task, *layers(task)[layer]))
     is_regression = models[0].linear
 
     def draw(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,11 +277,11 @@ def learned(task: str, layer: str, steps: int, seeds: list[int]) -> dict:
     else:
         errors = 1 - outputs.softmax(dim=-1).gather(-1, target.unsqueeze(-1))
     parameters = sum(weight.numel() for weight in models[0].attention.parameters())
-    return {"errors": errors.flatten(1).mean(dim=1).tolist(), "attention_parameters": parameters}
+    return {"error": errors.flatten(1).mean(dim=1).tolist(), "parameters": parameters}
 
 
 def layers(task: str) -> dict[str, tuple[str, int]]:
-    """The layers that are trained for a task."""
+    """Return the layers that are trained for a task."""
     return LAYERS | (HFA if task == "coupled features" else HA)
 
 
@@ -300,35 +306,19 @@ def plot(rows: list[dict], features: list[dict]) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
     args = parse_arguments(argv)
-    torch.set_num_threads(1)
+    begin(args)
     torch.manual_seed(args.seeds[0])
     features = [feature_row(values) for values in (2, 4, 8)]
     synergies = synergy_errors()
     remains = {"coupled features": features_unexplained(), "ternary synergy": synergy_unexplained()}
-    rows = []
-    for task in TASKS:
-        for layer in layers(task):
-            seeds = "_".join(map(str, args.seeds))
-            path = args.output / f"{task}, {layer}, {args.steps}-seeds_{seeds}.json"
-            run = run_once(path, learned, task, layer, args.steps, args.seeds)
-            parameters = run["attention_parameters"]
-            rows.append({"task": task, "layer": layer, "parameters": parameters, "error": spread(run["errors"])})
+    rows = learned_rows(args, learned, ({"task": task, "layer": layer} for task in TASKS for layer in layers(task)))
     tables = {
         "constructed_for_coupled_features": features,
         "constructed_for_synergies_error_by_agents": synergies,
         "unexplained_by_any_self_attention": remains,
         "learned": rows,
     }
-    write(args.results, "hyper_attention", plot(rows, features), seeds=args.seeds, steps=args.steps, **tables)
-    for row in features:
-        print(f"coupled features, D = {row['values_of_a_feature']}: {row['parameters']}, errors {row['error']}")
-    print(f"ternary synergy: error by number of agents {synergies}")
-    print(f"unexplained by any one layer of linear self-attention: {remains}")
-    for row in rows:
-        error = row["error"]
-        print(
-            f"learned, {row['task']}, {row['layer']}: {error['mean']:.2g} ({error['min']:.2g} to {error['max']:.2g})"
-        )
+    write(args, plot(rows, features), seeds=args.seeds, steps=args.steps, **tables)
 
 
 if __name__ == "__main__":

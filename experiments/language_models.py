@@ -1,4 +1,4 @@
-"""Language models from scratch: does any attention kind learn real text better than multi-head attention does?
+"""Train language models of every attention kind from scratch, and compare their losses on real text.
 
 DCMHA claims a lower validation loss and perplexity than Llama's attention (its Figure 4 and Table 4), HyperAttention a
 lower perplexity at GPT3-small's size (Section 7.2); "Interleaved Head Attention" compares 2.4B models by benchmarks
@@ -17,18 +17,18 @@ example: python -m experiments.language_models --text state_union.txt --seeds 0 
 
 import argparse
 import hashlib
-import itertools
 import math
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from common.command_io import UserError, one_line, run_cli, sole_writer, write_json
+from common.command_io import UserError, one_line, run_cli, sole_writer
 from experiments.options import add_text_option, comparison_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = comparison_parser(__doc__, "language_models", None, [0, 1, 2])
+    parser = comparison_parser(__doc__, "language_models", 3)
     add_text_option(parser)
     return parser.parse_args(argv)
 
@@ -40,8 +40,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.harness import extra_bytes
-from experiments.comparison import begin, finished_run, fit, interval, shown
-from experiments.study import environment, save_plot
+from experiments.study import begin, compare, differences, fit, interval, plot_bars, run_once, write
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -64,7 +63,7 @@ WARM_UP, EVALUATIONS, HELD_OUT_ROWS = 50, 12, 128
 
 
 def read_text(path: Path | None) -> torch.Tensor:
-    """The bytes of a file, or of Python's language reference, as int64. Raises `UserError`."""
+    """Return the bytes of a file, or of Python's language reference, as int64. Raises `UserError`."""
     if path is None:
         topics = pydoc_data.topics.topics
         content = "\n\n".join(topics[name] for name in sorted(topics)).encode()
@@ -77,7 +76,7 @@ def read_text(path: Path | None) -> torch.Tensor:
 
 
 def text_and_setting(args: argparse.Namespace, size: dict) -> tuple[torch.Tensor, dict]:
-    """The text of --text, and all that a run depends on besides its config and seed. Raises `UserError`."""
+    """Return the text of --text, and all that a run depends on besides its config and seed. Raises `UserError`."""
     text = read_text(args.text)
     if len(text) < (shortest := 20 * size["tokens"]):
         raise UserError(
@@ -88,7 +87,7 @@ def text_and_setting(args: argparse.Namespace, size: dict) -> tuple[torch.Tensor
 
 
 def build(kind: str, size: dict, **fields) -> IHAConfig:
-    """The config of a kind at a size, with `fields` of its own; as many pseudo-heads as heads."""
+    """Return the config of a kind at a size, with `fields` of its own and as many pseudo-heads as heads."""
     fields = {**size["fields"], **fields}
     heads = {"num_key_value_heads": fields["num_attention_heads"], "num_pseudo_heads": fields["num_attention_heads"]}
     special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
@@ -97,30 +96,30 @@ def build(kind: str, size: dict, **fields) -> IHAConfig:
 
 
 def as_large_as(target: IHAConfig, kind: str, size: dict) -> IHAConfig:
-    """The config of a kind at a size, its FFN as wide as the parameters of `target` allow."""
+    """Return the config of a kind at a size, whose FFN is as wide as the parameters of `target` allow."""
     more = cost_of(build(kind, size), 1).parameters - cost_of(target, 1).parameters
     per_channel = 3 * size["fields"]["hidden_size"] * size["fields"]["num_hidden_layers"]
     return build(kind, size, intermediate_size=size["fields"]["intermediate_size"] - round(more / per_channel))
 
 
 def config_of(kind: str, size: dict) -> IHAConfig:
-    """The model of a kind, with the parameters of "mha"."""
+    """Return the config of a kind with the parameters of "mha"."""
     return as_large_as(build("mha", size), kind, size)
 
 
 def rows_of(text: torch.Tensor, starts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Rows of `tokens` and the one after them, [rows, tokens + 1]."""
+    """Return rows of `tokens` and the one after them, [rows, tokens + 1]."""
     return text[starts[:, None] + torch.arange(tokens + 1, device=text.device)]
 
 
 def loss_of(model: IHAForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Nats per byte."""
+    """Return the loss in nats per byte."""
     logits = model(rows[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
 def training_step(kind: str, size: dict, device: str = "cpu") -> Callable[[], None]:
-    """A training step of a new model on random bytes, after one that has made the optimiser's state."""
+    """Return a training step of a new model on random bytes, after one that has made the optimiser's state."""
     model = IHAForCausalLM(config_of(kind, size)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
     rows = torch.randint(256, (size["batch"], size["tokens"] + 1), device=device)
@@ -135,7 +134,7 @@ def training_step(kind: str, size: dict, device: str = "cpu") -> Callable[[], No
 
 
 def warm_up(step: int) -> float:
-    """The share of the learning rate at a step: all of it after WARM_UP steps."""
+    """Return the share of the learning rate at a step: all of it after WARM_UP steps."""
     return min(1.0, (step + 1) / WARM_UP)
 
 
@@ -147,7 +146,7 @@ def train(
     text: torch.Tensor,
     schedule: Callable[[int], float] = warm_up,
 ) -> dict:
-    """Trains a model, where it is, on the rows of a seed: the held-out loss as it falls, and tokens a second."""
+    """Train a model, where it is, on the rows of a seed; return its held-out losses and its speed."""
     held_out, generator = len(text) // 10, torch.Generator().manual_seed(seed)
     device = model.device.type
     text, tokens, steps = text.to(device), size["tokens"], size["steps"]
@@ -168,13 +167,13 @@ def train(
 
 
 def one_run(kind: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:
-    """A run of a new model of a kind."""
+    """Train a new model of a kind."""
     torch.manual_seed(seed)
     return train(kind, IHAForCausalLM(config_of(kind, size)).to(device), seed, size, text)
 
 
 def memory(kind: str, size: dict, device: str) -> dict:
-    """Bytes that a training step takes at its peak beyond weights, gradients and the optimiser's state."""
+    """Return the bytes that a training step takes beyond weights, gradients and the optimiser's state."""
     if device == "cpu":
         return {"extra_bytes": extra_bytes(training_step, (kind, size), (kind, {**size, "batch": 1}))}
     step = training_step(kind, size, device)
@@ -185,7 +184,7 @@ def memory(kind: str, size: dict, device: str) -> dict:
 
 
 def loss_at(curve: list, step: float) -> float:
-    """The held-out loss at a step, on a line between the evaluations around it."""
+    """Return the held-out loss at a step, on a line between the evaluations around it."""
     for (before, high), (after, low) in zip(curve, curve[1:]):
         if step <= after:
             return high + (low - high) * (step - before) / (after - before)
@@ -193,11 +192,12 @@ def loss_at(curve: list, step: float) -> float:
 
 
 def summary(kind: str, size: dict, runs: dict[str, list[dict]], extra: int) -> dict:
-    """One row of the table."""
+    """Return a row of the table."""
     config, base = config_of(kind, size), config_of("mha", size)
     cost, base_cost = (cost_of(each, size["tokens"], "sdpa") for each in (config, base))
     affordable = size["steps"] * min(1.0, base_cost.training / cost.training)
     losses = [run["curve"][-1][1] for run in runs[kind]]
+    affordable_losses = [loss_at(run["curve"], affordable) for run in runs[kind]]
     row = {
         "kind": kind,
         "parameters": cost.parameters,
@@ -205,21 +205,19 @@ def summary(kind: str, size: dict, runs: dict[str, list[dict]], extra: int) -> d
         "flops": cost.training / base_cost.training,
         "loss": interval(losses),
         "perplexity": math.exp(interval(losses)["mean"]),
-        "loss_at_equal_flops": interval([loss_at(run["curve"], affordable) for run in runs[kind]]),
+        "loss_at_equal_flops": interval(affordable_losses),
         "tokens_per_second": round(interval([run["tokens_per_second"] for run in runs[kind]])["mean"]),
         "extra_bytes": extra,
     }
     if "mha" in runs and kind != "mha":
         ends = [run["curve"][-1][1] for run in runs["mha"]]
-        row["loss_minus_mha"] = interval([loss - end for loss, end in zip(losses, ends)])
-        row["loss_minus_mha_at_equal_flops"] = interval(
-            [loss_at(run["curve"], affordable) - end for run, end in zip(runs[kind], ends)]
-        )
+        row["loss_minus_mha"] = differences(losses, ends)
+        row["loss_minus_mha_at_equal_flops"] = differences(affordable_losses, ends)
     return row
 
 
-def plot(rows: list[dict], runs: dict[str, list[dict]], path: Path) -> None:
-    """The loss by steps and by FLOPs, the mean of the seeds and each of them; and its distance from that of "mha"."""
+def plot(rows: list[dict], runs: dict[str, list[dict]]) -> Figure:
+    """Plot the loss of every run by steps and by FLOPs, and its difference from that of "mha"."""
     figure = Figure(figsize=(16, 4.5))
     by_step, by_flops, apart = figure.subplots(1, 3)
     for index, row in enumerate(rows):
@@ -235,40 +233,28 @@ def plot(rows: list[dict], runs: dict[str, list[dict]], path: Path) -> None:
     for offset, (name, label) in enumerate(
         {"loss_minus_mha": "equal steps", "loss_minus_mha_at_equal_flops": "equal FLOPs"}.items()
     ):
-        places = [index + 0.4 * offset for index in range(len(compared))]
-        spread = [row[name]["half_width"] or 0 for row in compared]
-        apart.bar(places, [row[name]["mean"] for row in compared], 0.4, yerr=spread, label=label)
+        plot_bars(apart, [row[name] for row in compared], offset, 2, label=label)
     apart.axhline(0, color="black", linewidth=0.5)
     apart.set_xticks(range(len(compared)), [row["kind"] for row in compared], rotation=30, ha="right")
     apart.set(ylabel='loss minus that of "mha", 95% interval')
     apart.legend()
-    save_plot(figure, path)
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     args = parse_arguments(argv)
-    table, picture = begin(args, "language_models")
+    begin(args)
     size = FULL if args.full else SMALL
     text, setting = text_and_setting(args, size)
-
-    runs, extra = {kind: [] for kind in args.kinds}, {}
+    runs = compare(args, setting, lambda kind, seed: one_run(kind, seed, size, text, args.device))
+    rows = []
     with sole_writer(args.output):
-        for seed, kind in itertools.product(args.seeds, args.kinds):
-            path = args.output / f"{kind}-{seed}.json"
-            runs[kind].append(finished_run(path, setting, lambda: one_run(kind, seed, size, text, args.device)))
         for kind in args.kinds:
-            path = args.output / f"{kind}-memory.json"
-            extra[kind] = finished_run(path, setting, lambda: memory(kind, size, args.device))["extra_bytes"]
-    rows = [summary(kind, size, runs, extra[kind]) for kind in args.kinds]
-    write_json(table, {**environment(args.device), **setting, "seeds": args.seeds, "rows": rows})
-    plot(rows, runs, picture)
-    for row in rows:
-        against = f", minus mha {shown(row['loss_minus_mha'])}" if "loss_minus_mha" in row else ""
-        print(
-            f"{row['kind']}: loss {shown(row['loss'])}{against}, at equal FLOPs {shown(row['loss_at_equal_flops'])}; "
-            f"{row['tokens_per_second']} tokens/s, {row['extra_bytes'] / 2**20:.1f} MiB"
-        )
+            measured = partial(memory, kind, size, args.device)
+            extra = run_once(args.output / f"{kind}-memory.json", measured, setting)["extra_bytes"]
+            rows.append(summary(kind, size, runs, extra))
+    write(args, plot(rows, runs), **setting, seeds=args.seeds, rows=rows)
 
 
 if __name__ == "__main__":

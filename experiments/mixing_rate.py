@@ -1,5 +1,4 @@
-"""Mixing rate: should a recipe give the learning rate of the mixing weights as a multiple of the backbone's, or by
-itself?
+"""Find if a recipe should give the learning rate of the mixing weights by itself, or as a multiple.
 
 The IHA conversion of SmolLM2-135M-Instruct with P = 2 is fine-tuned on the rows of experiments/warm_start.py for a few
 steps, with two rates of the backbone and four of the mixing. If the best absolute rate is the same beside both, a
@@ -14,23 +13,18 @@ example: python -m experiments.mixing_rate
 """
 
 import argparse
-import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-from common.command_io import ROOT, path_from_root, read_json, run_cli, whole_file, write_json
-from experiments.options import RESULTS
+from common.command_io import read_json, run_cli
+from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "mixing_rate")
+    parser.set_defaults(output=Path("outputs/warm_start"))
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument(
-        "--output", type=path_from_root, default=Path("outputs/warm_start"), help="where the runs are kept"
-    )
-    parser.add_argument(
-        "--results", type=path_from_root, default=RESULTS, help="where mixing_rate.json and .png are written"
-    )
     return parser.parse_args(argv)
 
 
@@ -39,7 +33,8 @@ if __name__ == "__main__":
 
 from matplotlib.figure import Figure
 
-from experiments.warm_start import RECIPE, base_model, make_rows, train, versions
+from experiments.study import begin, write
+from experiments.warm_start import RECIPE, base_model, make_rows, train
 
 
 RATES = (1.25e-5, 5e-5)
@@ -47,7 +42,7 @@ MIXING_RATES = (5e-4, 2e-3, 8e-3, 3.2e-2)
 
 
 def held_out_loss(rate: float, mixing_rate: float, steps: int, output: Path) -> float:
-    """Nats per token after `steps` steps."""
+    """Return the nats per token after `steps` steps."""
     directory = output / "rates" / f"{rate:g}-{mixing_rate:g}-{steps}"
     train(
         directory,
@@ -63,7 +58,7 @@ def held_out_loss(rate: float, mixing_rate: float, steps: int, output: Path) -> 
     return read_json(directory / "loss.json")["eval"][-1][1]
 
 
-def plot(rows: list[dict], path: Path) -> None:
+def plot(rows: list[dict]) -> Figure:
     figure = Figure(figsize=(10, 4))
     absolute, multiple = figure.subplots(1, 2, sharey=True)
     for rate in sorted({row["learning_rate"] for row in rows}):
@@ -74,16 +69,13 @@ def plot(rows: list[dict], path: Path) -> None:
     absolute.set(xscale="log", xlabel="learning rate of the mixing", ylabel="held-out loss (nats per token)")
     multiple.set(xscale="log", xlabel="learning rate of the mixing / learning rate of the backbone")
     absolute.legend()
-    figure.tight_layout()
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=100)
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     args = parse_arguments(argv)
-    os.chdir(ROOT)
-    args.output.mkdir(parents=True, exist_ok=True)
+    begin(args, threads=None)
     make_rows(args.output)
     rows = [
         {
@@ -95,13 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for rate in RATES
         for mixing_rate in MIXING_RATES
     ]
-    write_json(args.results / "mixing_rate.json", {**versions(), "recipe": RECIPE, "steps": args.steps, "rows": rows})
-    plot(rows, args.results / "mixing_rate.png")
-    for row in rows:
-        print(
-            f"backbone {row['learning_rate']:g}, mixing {row['mixing_learning_rate']:g} "
-            f"({row['multiple']:g} times): held-out loss {row['loss']:.4f}"
-        )
+    write(args, plot(rows), trl=version("trl"), recipe=RECIPE, steps=args.steps, rows=rows)
 
 
 if __name__ == "__main__":

@@ -2,38 +2,53 @@
 
 import argparse
 from collections.abc import Iterable
-from pathlib import Path
 
-from common.command_io import attention_kinds
-
-
-RESULTS = Path(__file__).resolve().parent / "results"
+from common.command_io import ROOT, attention_kinds, path_from_root
 
 
-def study_parser(doc: str, seeds: int) -> argparse.ArgumentParser:
-    """Return a parser with the options of all studies. `doc` ends with an example."""
+RESULTS = ROOT / "experiments" / "results"
+
+
+def study_parser(doc: str, study: str, seeds: int = 0, keeps_runs: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the options of all studies.
+
+    Args:
+        doc: the description, which ends with an example.
+        study: the name of the module.
+        seeds: how many there are by default; a study without any has no option for them.
+        keeps_runs: gives the study a directory of finished runs, outputs/{study} by default.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where table and plot are written")
+    parser.set_defaults(study=study, full=False, device="cpu")
+    if seeds:
+        parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
+    if keeps_runs:
+        parser.add_argument("--output", type=path_from_root, help=f"where runs are kept (outputs/{study})")
+    parser.add_argument(
+        "--results", type=path_from_root, default=RESULTS, help="where the table and the plot are written"
+    )
     return parser
 
 
 def comparison_parser(
-    doc: str, study: str, kinds: Iterable[str] | None, seeds: list[int], choices: Iterable[str] | None = None
+    doc: str,
+    study: str,
+    seeds: int,
+    kinds: Iterable[str] | None = None,
+    choices: Iterable[str] | None = None,
+    option: str = "--kinds",
 ) -> argparse.ArgumentParser:
-    """Return a parser with the options of studies that compare. `kinds` of the `choices` are compared by default; both
-    are all attention kinds where they are None."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return a parser with the options of studies that compare kinds in a small and a large size.
+
+    The study compares `kinds` of the `choices` by default. Both are all attention kinds where they are None. `option`
+    sets the kinds.
+    """
+    parser = study_parser(doc, study, seeds)
     parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--kinds", nargs="+", choices=list(choices or attention_kinds()), default=kinds)
-    parser.add_argument("--seeds", type=int, nargs="+", default=seeds)
-    parser.add_argument(
-        "--output", type=Path, help=f"where runs are kept (default: outputs/{study}, outputs/{study}_full)"
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the table and the plot are written")
+    parser.add_argument(option, dest="kinds", nargs="+", choices=list(choices or attention_kinds()), default=kinds)
     return parser
 
 
 def add_text_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text", type=Path, help="a file to learn (default: Python's language reference)")
+    parser.add_argument("--text", type=path_from_root, help="a file to learn (Python's language reference)")

@@ -1,16 +1,18 @@
-"""Theorems 1 and 3 (Sections 3.1, 4.2 and B.2) of "Interleaved Head Attention": one layer of linear attention needs k
-heads to compute the filter bank [X, A X, ..., A^(k-1) X] of a graph, and ceil(sqrt(k)) heads with interleaving.
+"""Compute the filter bank of a graph by one layer of linear attention, with and without interleaved heads.
 
-Constructed: the weights of the proof in the package's own layer, without softmax, on Zachary's karate club, a grid and
-a random regular graph, against powers in exact integers; and the parameters that heads and pseudo-heads take as k
-grows.
+By Theorems 1 and 3 of "Interleaved Head Attention" (Sections 3.1, 4.2 and B.2) the filter bank [X, A X, ...,
+A^(k-1) X] of a graph takes k heads, or ceil(sqrt(k)) heads with interleaving.
+
+Constructed: the package's own layer without softmax, with the weights of the proof, on Zachary's karate club, a grid
+and a random regular graph. It is compared with powers in exact integers. The table also gives the parameters that
+heads and pseudo-heads take as k grows.
 
 Learned: layers of both kinds, with 1 to k heads of one width and a linear readout, are trained on random X on a
 directed cycle, and tested on new X. The powers of a cycle are orthogonal: H attention matrices that do not depend on
-X, one per head, leave 1 - H / k of the filter bank unexplained at best.
+X, one for each head, leave at least 1 - H / k of the filter bank unexplained.
 
-Writes polynomial_filters.json and .png to experiments/results. A finished run is not repeated, so the study can be
-stopped and started again; it takes a few minutes of one core.
+Writes polynomial_filters.json and .png. A finished run is not repeated, so the study can be stopped and started again.
+It takes a few minutes of one core.
 
 example: python -m experiments.polynomial_filters
 """
@@ -18,16 +20,14 @@ example: python -m experiments.polynomial_filters
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from common.command_io import run_cli
 from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, seeds=3)
+    parser = study_parser(__doc__, "polynomial_filters", seeds=3)
     parser.add_argument("--steps", type=int, default=1500, help="of training (1500)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/polynomial_filters"), help="where runs are kept")
     return parser.parse_args(argv)
 
 
@@ -41,7 +41,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from experiments.bare_attention import BareAttention
-from experiments.study import learned_rows, plot_spread, train, write
+from experiments.study import begin, by_heads, learned_rows, plot_spread, seeded, train, write
 
 
 GRAPHS = {
@@ -59,12 +59,12 @@ BATCH = 16
 
 
 def adjacency(graph: networkx.Graph) -> np.ndarray:
-    """0 or 1 for each pair of nodes, [N, N]; weights of edges do not count."""
+    """Return 0 or 1 for each pair of nodes, [N, N]; weights of edges do not count."""
     return networkx.to_numpy_array(graph, weight=None, dtype=np.int64)
 
 
 def powers(matrix: np.ndarray, count: int) -> list[np.ndarray]:
-    """[I, A, ..., A^(count - 1)] in Python's integers, which have no largest one."""
+    """Return [I, A, ..., A^(count - 1)] in Python's integers, which have no largest one."""
     matrix, result = matrix.astype(object), [np.eye(len(matrix), dtype=int).astype(object)]
     while len(result) < count:
         result.append(result[-1] @ matrix)
@@ -72,18 +72,21 @@ def powers(matrix: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 def embed(x: torch.Tensor, nodes: int) -> torch.Tensor:
-    """[X, I], [batch, rows, d + N], of features of the first rows of N nodes, [batch, rows, d]."""
+    """Return [X, I], [batch, rows, d + N], of features of the first rows of N nodes, [batch, rows, d]."""
     return torch.cat((x, torch.eye(nodes, dtype=x.dtype)[: x.shape[1]].expand(len(x), -1, -1)), dim=-1)
 
 
 def root(k: int) -> int:
-    """ceil(sqrt(k))."""
+    """Return ceil(sqrt(k))."""
     return math.isqrt(k - 1) + 1
 
 
 def constructed(kind: str, matrix: np.ndarray, features: int, k: int, core: str = "linear") -> BareAttention:
-    """The layer of Theorem 1 ("mha", k heads) or of Theorem 3 ("iha", H = P = ceil(sqrt(k))). Head h of "mha" holds
-    A^h X in its first d channels; head h of "iha" [A^(h H) X, ..., A^(h H + H - 1) X] in its first d H."""
+    """Return the layer of Theorem 1 ("mha", k heads) or of Theorem 3 ("iha", H = P = ceil(sqrt(k))).
+
+    Head h of "mha" holds A^h X in its first d channels. Head h of "iha" holds [A^(h H) X, ..., A^(h H + H - 1) X] in
+    its first d H channels.
+    """
     nodes = len(matrix)
     heads, blocks = (root(k), root(k)) if kind == "iha" else (k, 1)
     layer = BareAttention(kind, features + nodes, heads, max(nodes, features * blocks), core).double()
@@ -92,10 +95,7 @@ def constructed(kind: str, matrix: np.ndarray, features: int, k: int, core: str 
     with torch.no_grad():
         for weight in module.parameters():
             weight.zero_()
-        # [heads, head_dim, width], the transposed weights of each head
-        query, key, value = (
-            getattr(module, name).weight.unflatten(0, (heads, -1)) for name in ("q_proj", "k_proj", "v_proj")
-        )
+        query, key, value = layer.by_head("q_proj", "k_proj", "v_proj")
         for head in range(heads):
             block = head % blocks
             query[head, :nodes, features:] = steps[head * blocks].T
@@ -112,7 +112,7 @@ def constructed(kind: str, matrix: np.ndarray, features: int, k: int, core: str 
 
 @torch.no_grad()
 def filter_bank(layer: BareAttention, x: torch.Tensor, k: int) -> torch.Tensor:
-    """[k, rows, d], the first k blocks of the heads of a constructed layer, of X [rows, d]."""
+    """Return the first k blocks of the heads of a constructed layer, [k, rows, d], of X [rows, d]."""
     module, features = layer.layer, x.shape[1]
     heads, nodes = module.config.num_attention_heads, module.q_proj.in_features - features
     blocks = heads if module.kind == "iha" else 1
@@ -121,7 +121,7 @@ def filter_bank(layer: BareAttention, x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def construction_error(kind: str, matrix: np.ndarray, k: int, seed: int) -> float:
-    """The largest error of a block A^i X, over the largest entry of the block, against exact integers."""
+    """Return the largest error of a block A^i X against exact integers, over the largest entry of the block."""
     x = np.random.default_rng(seed).integers(-9, 10, (len(matrix), FEATURES))
     layer = constructed(kind, matrix, FEATURES, k)
     errors = []
@@ -132,7 +132,7 @@ def construction_error(kind: str, matrix: np.ndarray, k: int, seed: int) -> floa
 
 
 def theorem_parameters(kind: str, nodes: int, features: int, k: int) -> int:
-    """What Theorem 3 counts: queries, keys and values, and for "iha" the mixing and the collapse over all heads."""
+    """Count parameters as Theorem 3 does: queries, keys and values, and those of mixing and collapse for "iha"."""
     if kind == "mha":
         return 2 * nodes * (nodes + features) * k + features * (nodes + features) * k
     heads = root(k)
@@ -140,7 +140,7 @@ def theorem_parameters(kind: str, nodes: int, features: int, k: int) -> int:
 
 
 def used_parameters(kind: str, nodes: int, features: int, k: int) -> int:
-    """The same, counted in the constructed layer without the channels that fill its heads up to one width."""
+    """Count the same in the constructed layer, without the channels that fill its heads up to one width."""
     layer = constructed(kind, np.eye(nodes, dtype=int), features, k).layer
     heads = layer.config.num_attention_heads
     query_and_key = 2 * heads * nodes * layer.q_proj.in_features
@@ -150,15 +150,17 @@ def used_parameters(kind: str, nodes: int, features: int, k: int) -> int:
 
 
 def unexplained(matrix: np.ndarray, k: int) -> list[float]:
-    """What the best H attention matrices leave unexplained of k powers of one norm, for H = 0 to k: the mean of the
-    last k - H squared singular values (Eckart and Young)."""
+    """Return what the best H attention matrices leave unexplained of k powers of one norm, for H = 0 to k.
+
+    It is the mean of the last k - H squared singular values (Eckart and Young).
+    """
     stack = np.stack([power.astype(np.float64).ravel() for power in powers(matrix, k)])
     values = np.linalg.svd(stack / np.linalg.norm(stack, axis=1, keepdims=True), compute_uv=False) ** 2 / k
     return [float(values[heads:].sum()) for heads in range(k + 1)]
 
 
 class FilterLayer(nn.Module):
-    """A bare layer on [X, I] and a linear readout."""
+    """Put a bare layer on [X, I], and a linear readout on the layer."""
 
     def __init__(self, kind: str, heads: int, nodes: int):
         super().__init__()
@@ -166,18 +168,17 @@ class FilterLayer(nn.Module):
         self.readout = nn.Linear(heads * nodes, LEARNED_FILTERS, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, N, k] of features [batch, N, 1]."""
+        """Return [batch, N, k] of features [batch, N, 1]."""
         return self.readout(self.attention(embed(x, x.shape[1])))
 
 
 def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
-    """Layers trained on random X on the directed cycle: their mean squared errors on new X. Every block of the target
-    has a mean square of 1."""
+    """Train layers on random X on the directed cycle; return their mean squared errors on new X.
+
+    Every block of the target has a mean square of 1.
+    """
     filters = torch.tensor(np.stack([power.astype(np.float32) for power in powers(adjacency(CYCLE), LEARNED_FILTERS)]))
-    models = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        models.append(FilterLayer(kind, heads, len(CYCLE)))
+    models = seeded(seeds, lambda: FilterLayer(kind, heads, len(CYCLE)))
 
     def draw(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(len(seeds), rows, len(CYCLE), 1)
@@ -209,7 +210,7 @@ def plot(rows: list[dict], counts: list[dict], bound: list[float]) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
     args = parse_arguments(argv)
-    torch.set_num_threads(1)
+    begin(args)
     exactness = [
         {
             "graph": name,
@@ -236,21 +237,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in ("mha", "iha")
         for k in FILTERS
     ]
-    rows = learned_rows(learned, LEARNED_HEADS, args)
+    rows = learned_rows(args, learned, by_heads(LEARNED_HEADS))
     bound = unexplained(adjacency(CYCLE), LEARNED_FILTERS)
     setting = {"features": FEATURES, "dtype_of_constructions": "float64", "seeds": args.seeds, "steps": args.steps}
     tables = {"exactness": exactness, "counts": counts, "learned": rows, "fixed_attention_matrices_bound": bound}
-    write(args.results, "polynomial_filters", plot(rows, counts, bound), **setting, **tables)
-    for row in exactness:
-        errors = ", ".join(f"{kind} {value:.1e}" for kind, value in row["largest_relative_error"].items())
-        print(f"{row['graph']}, k = {row['k']}: relative error {errors}")
-    for row in counts:
-        print(f"{row['kind']}, k = {row['k']}: {row['heads']} heads, {row['parameters']} parameters")
-    for row in rows:
-        error = row["error"]
-        print(
-            f"learned, {row['kind']}, {row['heads']} heads: error {error['mean']:.2g} ({error['min']:.2g} to {error['max']:.2g})"
-        )
+    write(args, plot(rows, counts, bound), **setting, **tables)
 
 
 if __name__ == "__main__":

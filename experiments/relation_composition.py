@@ -1,4 +1,4 @@
-"""Relation composition: which attention finds the pairs that two or three steps of a relation connect?
+"""Compare how well attention kinds find the pairs that two or three steps of a relation connect.
 
 "Interleaved Head Attention", Appendix D. A random boolean m x m matrix R is read as m^2 tokens in one sequence;
 at entry (i, j) the model says whether R o R, or R o R o R, holds there. One layer that is not causal, H = P = 8,
@@ -21,17 +21,16 @@ import argparse
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common.command_io import run_cli, sole_writer, write_json
+from common.command_io import run_cli, sole_writer
 from experiments.options import comparison_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return comparison_parser(
-        __doc__, "relation_composition", ["mha", "iha", "simplicial"], [0, 1, 2, 3, 4]
-    ).parse_args(argv)
+    return comparison_parser(__doc__, "relation_composition", 5, ["mha", "iha", "simplicial"]).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -41,13 +40,16 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from experiments.comparison import begin, finished_run, interval, shown
-from experiments.study import environment, save_plot
+from experiments.study import begin, differences, interval, plot_bars, run_once, write
 from modeling_iha import IHAConfig, IHAModel
 
 
 # task -> how often R is applied, smallest and largest m, probability of an entry
 TASKS = {"binary": (2, 6, 10, 0.325), "ternary": (3, 5, 8, 0.264)}
+# The probabilities balance the labels, as the paper's do.
+SMALL_TASKS = {"binary": (2, 4, 5, 0.4), "ternary": (3, 4, 5, 0.34)}
+
+
 FULL = {
     "tasks": TASKS,
     "heads": 8,
@@ -58,8 +60,7 @@ FULL = {
     "rates": [1e-3, 1e-4],
 }
 SMALL = {
-    # The probabilities balance the labels, as the paper's do.
-    "tasks": {"binary": (2, 4, 5, 0.4), "ternary": (3, 4, 5, 0.34)},
+    "tasks": SMALL_TASKS,
     "heads": 2,
     "head_dim": 8,
     "train": 2500,
@@ -71,7 +72,7 @@ BATCH, PATIENCE = 64, 10
 
 
 class Examples(NamedTuple):
-    """Relations as sequences, padded on the right to the largest m^2: int64 and bool, [examples, length]."""
+    """Hold relations as sequences, padded on the right to the largest m^2: int64 and bool, [examples, length]."""
 
     entries: torch.Tensor
     rows: torch.Tensor
@@ -80,14 +81,14 @@ class Examples(NamedTuple):
     targets: torch.Tensor
 
     def batches(self, order: torch.Tensor) -> Iterator["Examples"]:
-        """Batches of the examples in `order`, padded to their own longest sequence."""
+        """Yield batches of the examples in `order`, padded to their own longest sequence."""
         for chosen in order.split(BATCH):
             length = int(self.is_real[chosen].sum(dim=1).max())
             yield Examples(*(part[chosen, :length] for part in self))
 
 
 def draw(task: tuple, count: int, generator: torch.Generator) -> Examples:
-    """`count` random relations and what they compose to."""
+    """Draw `count` random relations and what they compose to."""
     steps, smallest, largest, probability = task
     size = torch.randint(smallest, largest + 1, (count, 1, 1), generator=generator)
     place = torch.arange(largest)
@@ -103,7 +104,7 @@ def draw(task: tuple, count: int, generator: torch.Generator) -> Examples:
 
 
 class RelationModel(nn.Module):
-    """A logit for every entry of a relation, from one layer in which every entry sees every entry."""
+    """Compute a logit for every entry of a relation by one layer in which every entry sees every entry."""
 
     def __init__(self, kind: str, heads: int, head_dim: int, largest: int):
         super().__init__()
@@ -128,7 +129,7 @@ class RelationModel(nn.Module):
         self.head = nn.Linear(width, 1)
 
     def forward(self, batch: Examples) -> torch.Tensor:
-        """Logits [batch, length]."""
+        """Return logits [batch, length]."""
         states = self.entry(batch.entries) + self.row(batch.rows) + self.column(batch.columns)
         key = self.model.layers[0].mask_key
         visible = batch.is_real.repeat_interleave(key.num_pseudo_heads, dim=1)
@@ -139,7 +140,7 @@ class RelationModel(nn.Module):
 
 
 def errors(model: RelationModel, batch: Examples) -> tuple[torch.Tensor, int]:
-    """The mean cross-entropy of the real entries, and how many are right."""
+    """Return the mean cross-entropy of the real entries, and how many are right."""
     logits, targets = model(batch)[batch.is_real], batch.targets[batch.is_real]
     loss = nn.functional.binary_cross_entropy_with_logits(logits, targets.float())
     return loss, int(((logits > 0) == targets).sum())
@@ -147,7 +148,7 @@ def errors(model: RelationModel, batch: Examples) -> tuple[torch.Tensor, int]:
 
 @torch.no_grad()
 def score(model: RelationModel, examples: Examples) -> tuple[float, float]:
-    """Loss and accuracy of all entries."""
+    """Return loss and accuracy of all entries."""
     loss, right, entries = 0.0, 0, int(examples.is_real.sum())
     for batch in examples.batches(torch.arange(len(examples.entries))):
         mean, correct = errors(model, batch)
@@ -156,8 +157,11 @@ def score(model: RelationModel, examples: Examples) -> tuple[float, float]:
 
 
 def train(task: tuple, size: dict, kind: str, rate: float, seed: int, device: str, name: str) -> dict:
-    """One run until the validation loss has not fallen for PATIENCE epochs; its curves, and the test accuracy of the
-    best epoch."""
+    """Train until the validation loss has not fallen for PATIENCE epochs.
+
+    Returns:
+        the curves, and the figures of the best epoch.
+    """
     generator = torch.Generator().manual_seed(seed)
     counts = (size["train"], size["test"], size["test"])
     splits = [Examples(*(part.to(device) for part in draw(task, count, generator))) for count in counts]
@@ -188,41 +192,38 @@ def train(task: tuple, size: dict, kind: str, rate: float, seed: int, device: st
 
 
 def one_run(size: dict, task: str, kind: str, rate: float, seed: int, output: Path, device: str) -> dict:
-    """A run, or its result from before."""
+    """Return a run, from its file where it is done."""
     name = f"{task}-{kind}-{rate:g}-{seed}"
     setting = {**size, "tasks": [task, *size["tasks"][task]], "rates": [rate], "device": device, "batch": BATCH}
-    run = finished_run(
-        output / f"{name}.json", setting, lambda: train(size["tasks"][task], size, kind, rate, seed, device, name)
-    )
+    training = partial(train, size["tasks"][task], size, kind, rate, seed, device, name)
+    run = run_once(output / f"{name}.json", training, setting)
     return {"task": task, "rate": rate, "kind": kind, "seed": seed, **run}
 
 
 def summary(task: str, rate: float, kinds: list[str], runs: list[dict]) -> list[dict]:
-    """The rows of a task and rate: each kind's test accuracy, and by how much IHA's is higher on the same seeds."""
+    """Return the rows of a task and rate: test accuracies, and by how much IHA's is higher on the same seeds."""
     chosen = {
         kind: [run for run in runs if (run["task"], run["rate"], run["kind"]) == (task, rate, kind)] for kind in kinds
     }
     rows = []
     for kind, of_kind in chosen.items():
         row = {"task": task, "rate": rate, "kind": kind, "parameters": of_kind[0]["parameters"]}
-        row["accuracy"] = interval([run["test"] for run in of_kind])
+        tests = [run["test"] for run in of_kind]
+        row["accuracy"] = interval(tests)
         if "iha" in kinds and kind != "iha":
-            row["iha_is_higher_by"] = interval([a["test"] - b["test"] for a, b in zip(chosen["iha"], of_kind)])
+            row["iha_is_higher_by"] = differences([run["test"] for run in chosen["iha"]], tests)
         rows.append(row)
     return rows
 
 
-def plot(rows: list[dict], runs: list[dict], path: Path) -> None:
-    """Bars of test accuracy with their intervals (Figure 3), and every run's curves (Figures 4 and 5)."""
+def plot(rows: list[dict], runs: list[dict]) -> Figure:
+    """Plot test accuracies with their intervals (Figure 3), and every run's curves (Figures 4 and 5)."""
     tasks, rates, kinds = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "rate", "kind"))
     figure = Figure(figsize=(5 * (1 + len(rates)), 4 * len(tasks)))
     for line, task in zip(figure.subplots(len(tasks), 1 + len(rates), squeeze=False), tasks):
         for index, kind in enumerate(kinds):
             accuracy = [row["accuracy"] for row in rows if (row["task"], row["kind"]) == (task, kind)]
-            places = [place + 0.8 / len(kinds) * index for place in range(len(rates))]
-            spread = [value["half_width"] or 0 for value in accuracy]
-            heights = [value["mean"] for value in accuracy]
-            line[0].bar(places, heights, 0.8 / len(kinds), yerr=spread, color=f"C{index}", label=kind)
+            plot_bars(line[0], accuracy, index, len(kinds), color=f"C{index}", label=kind)
         line[0].set_xticks(range(len(rates)), [f"rate {rate:g}" for rate in rates])
         line[0].set(title=f"{task}: test accuracy, 95% interval", ylim=(0.5, 1))
         line[0].legend(loc="lower right")
@@ -236,13 +237,13 @@ def plot(rows: list[dict], runs: list[dict], path: Path) -> None:
                 title=f"{task}, rate {rate:g}: accuracy",
                 xlabel="epoch (training dotted, validation dashed, test solid)",
             )
-    save_plot(figure, path)
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     args = parse_arguments(argv)
-    table, picture = begin(args, "relation_composition")
+    begin(args)
     size = FULL if args.full else SMALL
 
     # By seed, so that a study that is stopped has compared all kinds on the seeds it has.
@@ -250,22 +251,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with sole_writer(args.output):
         runs = [one_run(size, task, kind, rate, seed, args.output, args.device) for seed, task, rate, kind in planned]
     rows = [row for task in size["tasks"] for rate in size["rates"] for row in summary(task, rate, args.kinds, runs)]
-    kept = [{key: value for key, value in run.items() if key not in ("setting", "curves")} for run in runs]
-    write_json(
-        table,
-        {
-            **environment(args.device),
-            **size,
-            "batch": BATCH,
-            "patience": PATIENCE,
-            "rows": rows,
-            "runs": kept,
-        },
-    )
-    plot(rows, runs, picture)
-    for row in rows:
-        higher = f"; IHA is higher by {shown(row['iha_is_higher_by'])}" if "iha_is_higher_by" in row else ""
-        print(f"{row['task']}, rate {row['rate']:g}, {row['kind']}: test accuracy {shown(row['accuracy'])}{higher}")
+    kept = [{key: value for key, value in run.items() if key != "curves"} for run in runs]
+    write(args, plot(rows, runs), **size, batch=BATCH, patience=PATIENCE, rows=rows, runs=kept)
 
 
 if __name__ == "__main__":

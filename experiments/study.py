@@ -1,30 +1,142 @@
-"""What the studies share: options, runs that are not repeated, models of several seeds trained at once, the spread
-over seeds, and results as JSON and a plot. Comparisons of attention kinds share more: comparison.py."""
+"""Share what studies do the same way: runs that are not repeated, training, spreads over seeds, tables and plots."""
 
 import argparse
-import platform
-import statistics
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 import torch
-import transformers
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy import stats
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from benchmarks.harness import processor
-from common.command_io import read_json, whole_file, write_json
+from benchmarks.harness import environment, save_plot
+from common.command_io import ROOT, UserError, check_output_file, read_json, sole_writer, write_json
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
-def run_once(path: Path, compute: Callable[..., dict], *values) -> dict:
-    """What `compute(*values)` returned: a run whose result is in `path` is not repeated. The name of `path` says all
-    that the result depends on."""
+# Runs and results
+
+
+def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
+    """Check and complete the options of a study, and go to the root of the checkout.
+
+    A study on a CPU takes that many threads, or with `None` PyTorch's own number. Raises `UserError`.
+    """
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch finds no GPU here; use --device cpu.")
+    if args.device == "cpu" and threads:
+        torch.set_num_threads(threads)
+    os.chdir(ROOT)
+    args.name = args.study + "_full" * args.full
+    if hasattr(args, "kinds"):
+        args.kinds = list(dict.fromkeys(args.kinds or ATTENTION_CLASSES))
+    if hasattr(args, "seeds"):
+        args.seeds = list(dict.fromkeys(args.seeds))
+    if hasattr(args, "output"):
+        args.output = args.output or Path("outputs") / args.name
+    for suffix in ("json", "png"):
+        check_output_file(args.results / f"{args.name}.{suffix}", replace=True)
+
+
+def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = None) -> dict:
+    """Return what `compute()` returned: a run whose result is in `path` is not repeated.
+
+    The result depends on the name of `path` and on `setting`. Raises `UserError` for a file of another setting.
+    """
     if not path.exists():
-        write_json(path, compute(*values))
+        write_json(path, {"setting": setting, **compute()})
         print(f"{path.stem} done", flush=True)
-    return read_json(path)
+    record = read_json(path)
+    if record.pop("setting", None) != setting:
+        raise UserError(f"{path} comes from a run of another setting: remove it, or choose another --output.")
+    return record
+
+
+def compare(args: argparse.Namespace, setting: dict, run: Callable[[str, int], dict]) -> dict[str, list[dict]]:
+    """Return for each of `args.kinds` what `run(kind, seed)` returned for each seed.
+
+    The runs go seed by seed, so that a study that is stopped has compared all kinds on the seeds it has.
+    """
+    runs = {kind: [] for kind in args.kinds}
+    with sole_writer(args.output):
+        for seed, kind in product(args.seeds, args.kinds):
+            runs[kind].append(run_once(args.output / f"{kind}-{seed}.json", partial(run, kind, seed), setting))
+    return runs
+
+
+def learned_rows(args: argparse.Namespace, learned: Callable[..., dict], cases: Iterable[dict]) -> list[dict]:
+    """Return a row for each case: its fields, and what `learned(*fields, steps, seeds)` returned, lists as spreads."""
+    rows = []
+    for case in cases:
+        name = "-".join(map(str, [*case.values(), args.steps, f"seeds_{'_'.join(map(str, args.seeds))}"]))
+        found = run_once(args.output / f"{name}.json", partial(learned, *case.values(), args.steps, args.seeds))
+        rows.append({**case, **{key: spread(v) if isinstance(v, list) else v for key, v in found.items()}})
+    return rows
+
+
+def by_heads(numbers: dict[str, Sequence[int]]) -> list[dict]:
+    """Return the cases of `learned_rows` for each kind and each of its numbers of heads."""
+    return [{"kind": kind, "heads": heads} for kind, of_kind in numbers.items() for heads in of_kind]
+
+
+def write(args: argparse.Namespace, figure: Figure, **content) -> None:
+    """Write the table `content` and the plot to the directory of the results, and print the rows of the table.
+
+    The table also gets the command, the machine and the versions. The single runs, `runs`, are not printed.
+    """
+    path = args.results / args.name
+    write_json(path.with_suffix(".json"), {**environment(f"experiments.{args.study}", args.device), **content})
+    save_plot(figure, path.with_suffix(".png"))
+    for name, table in content.items():
+        if isinstance(table, dict):
+            print_row({name: table})
+        elif isinstance(table, list) and name != "runs":
+            for row in table:
+                if isinstance(row, dict):
+                    print_row(row)
+    print(f"Wrote {path}.json and .png", flush=True)
+
+
+def print_row(row: dict, label: str = "") -> None:
+    """Print the figures of a row as a line, and each group of figures in it as a line below."""
+    groups = {key: value for key, value in row.items() if isinstance(value, dict) and not is_spread(value)}
+    figures = {key: value for key, value in row.items() if key not in groups and not isinstance(value, list)}
+    if figures:
+        print(label + ", ".join(f"{key} {shown(value)}" for key, value in figures.items()))
+    for key, group in groups.items():
+        print_row(group, f"  {label}{key}: ")
+
+
+def is_spread(value: object) -> bool:
+    return isinstance(value, dict) and ("half_width" in value or "max" in value)
+
+
+def shown(value: object) -> str:
+    """Return a number, an `interval` or a `spread` as text."""
+    if not is_spread(value):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if "max" in value:
+        return f"{value['mean']:.4g} ({value['min']:.4g} to {value['max']:.4g})"
+    return f"{value['mean']:.4f}" + ("" if value["half_width"] is None else f" ± {value['half_width']:.4f}")
+
+
+# Training
+
+
+def seeded(seeds: list[int], build: Callable[[], nn.Module]) -> list[nn.Module]:
+    """Build a model for each seed."""
+    models = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models.append(build())
+    return models
 
 
 def train(
@@ -34,7 +146,7 @@ def train(
     steps: int,
     rate: float,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Trains models of one shape at once with Adam: small ones take little more time together than one by itself.
+    """Train models of one shape at once with Adam: small ones take little more time together than one by itself.
 
     Args:
         models: they differ in their weights only.
@@ -49,74 +161,114 @@ def train(
     optimizer = torch.optim.Adam(weights.values(), lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
-    def losses(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return vmap(lambda w, b, x, y: loss(functional_call(models[0], (w, b), (x,)), y))(
-            weights, buffers, inputs, targets
-        )
+    def outputs(inputs: torch.Tensor) -> torch.Tensor:
+        return vmap(lambda w, b, x: functional_call(models[0], (w, b), (x,)))(weights, buffers, inputs)
 
     for _ in range(steps):
         optimizer.zero_grad()
-        losses(*draw()).sum().backward()
+        inputs, targets = draw()
+        vmap(loss)(outputs(inputs), targets).sum().backward()
         gradients = [weight.grad.flatten(1) for weight in weights.values() if weight.grad is not None]
         shrink = 1 / torch.cat(gradients, dim=1).norm(dim=1, keepdim=True).clamp_min(1)
         for gradient in gradients:
             gradient.mul_(shrink)
         optimizer.step()
         schedule.step()
-    return torch.no_grad()(
-        lambda inputs: vmap(lambda w, b, x: functional_call(models[0], (w, b), (x,)))(weights, buffers, inputs)
-    )
+    return torch.no_grad()(outputs)
+
+
+def fit(
+    model: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    evaluate: Callable[[int], list[float]],
+    size: dict,
+    schedule: Callable[[int], float],
+    evaluations: int,
+) -> tuple[list[list[float]], float]:
+    """Train a model with AdamW for size["steps"] steps.
+
+    Args:
+        loss: gives the loss of the next batch.
+        evaluate: gives what the curve says of a step; it is called without gradients.
+        schedule: the share of size["rate"] at a step.
+        evaluations: how many there are, besides that of the end.
+
+    Returns:
+        the curve, [step, *evaluate(step)] each, and the seconds of training, without evaluations.
+    """
+    device, steps = next(model.parameters()).device.type, size["steps"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    curve, seconds, start = [], 0.0, clock(device)
+    for step in range(steps + 1):
+        if step % max(1, steps // evaluations) == 0 or step == steps:
+            seconds += clock(device) - start
+            with torch.no_grad():
+                curve.append([step, *evaluate(step)])
+            start = clock(device)
+        if step == steps:
+            break
+        optimizer.zero_grad()
+        loss().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+    return curve, seconds
+
+
+def clock(device: str) -> float:
+    """Return the seconds that this process has taken on the CPU, or those of the clock on a GPU.
+
+    Other processes on the machine do not lengthen the former.
+    """
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.monotonic()
+
+
+def rise_and_fall(step: int, steps: int) -> float:
+    """Return the share of the rate at a step: it rises for a twentieth of the steps, then falls to 0 on a line."""
+    return min(20 * (step + 1) / steps, 1 - step / steps)
+
+
+# Spreads over seeds
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The mean over the runs, and the lowest and the highest."""
-    return {"mean": statistics.fmean(values), "min": min(values), "max": max(values), "runs": len(values)}
+    """Return the mean over the runs, and the lowest and the highest."""
+    return {"mean": fmean(values), "min": min(values), "max": max(values), "runs": len(values)}
 
 
-def learned_rows(
-    learned: Callable[..., dict], heads_of: dict[str, Sequence[int]], args: argparse.Namespace
-) -> list[dict]:
-    """One row for each kind and each of its numbers of heads: what `learned(kind, heads, steps, seeds)` returned, its
-    lists over the seeds as their spread."""
-    rows = []
-    for kind, numbers in heads_of.items():
-        for heads in numbers:
-            seeds = "_".join(map(str, args.seeds))
-            path = args.output / f"{kind}-{heads}-{args.steps}-seeds_{seeds}.json"
-            run = run_once(path, learned, kind, heads, args.steps, args.seeds)
-            run = {name: spread(value) if isinstance(value, list) else value for name, value in run.items()}
-            rows.append({"kind": kind, "heads": heads, **run})
-    return rows
+def interval(values: Sequence[float]) -> dict[str, float | None]:
+    """Return the mean, and half the width of its 95% interval by Student's t; `None` for a single value."""
+    if len(values) < 2:
+        return {"mean": values[0], "half_width": None}
+    # The committed results were made with quantiles of three decimals.
+    quantile = round(float(stats.t.ppf(0.975, len(values) - 1)), 3)
+    return {"mean": fmean(values), "half_width": quantile * float(stats.sem(values))}
+
+
+def differences(values: Sequence[float], base: Sequence[float]) -> dict[str, float | None]:
+    """Return the interval of how much each value is above that of the base on the same seed."""
+    return interval([value - other for value, other in zip(values, base)])
+
+
+def wilson(correct: int, rows: int) -> list[float]:
+    """Return the 95% interval of a proportion by Wilson's score."""
+    return list(map(float, stats.binomtest(correct, rows).proportion_ci(method="wilson")))
 
 
 def plot_spread(axes: Axes, rows: list[dict], name: str, style: str, label: str) -> None:
-    """The mean of `name` by heads, with bars from the lowest to the highest seed."""
+    """Plot the mean of `name` by heads, with bars from the lowest to the highest seed."""
     spreads = [row[name] for row in rows]
     low_high = [[abs(value[end] - value["mean"]) for value in spreads] for end in ("min", "max")]
     means = [value["mean"] for value in spreads]
     axes.errorbar([row["heads"] for row in rows], means, yerr=low_high, fmt=style, label=label)
 
 
-def environment(device: str) -> dict:
-    """Machine and versions."""
-    return {
-        "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def save_plot(figure: Figure, path: Path) -> None:
-    figure.tight_layout()
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=100)
-
-
-def write(results: Path, name: str, figure: Figure, **content) -> None:
-    """Writes {name}.json and {name}.png to the directory `results`, with the command, the machine and the versions;
-    `content` holds the options that matter."""
-    write_json(results / f"{name}.json", {"command": f"python -m experiments.{name}", **environment("cpu"), **content})
-    save_plot(figure, results / f"{name}.png")
-    print(f"Wrote {results / name}.json and .png", flush=True)
+def plot_bars(axes: Axes, values: list[dict], index: int, count: int, **style) -> None:
+    """Plot the `index`-th of `count` bars in each group, an `interval` each."""
+    places = [place + 0.8 / count * index for place in range(len(values))]
+    spreads = [value["half_width"] or 0 for value in values]
+    axes.bar(places, [value["mean"] for value in values], 0.8 / count, yerr=spreads, **style)

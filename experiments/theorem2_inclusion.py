@@ -1,16 +1,17 @@
-"""Theorem 2 (Theorem 5 in Appendix B.1) of "Interleaved Head Attention": a layer of multi-head attention is an IHA
-layer of any number P of pseudo-heads with 4 H^2 P more parameters, and for P >= 2 not every IHA layer is one of
-multi-head attention.
+"""Compare multi-head attention with the IHA layers of Theorem 2 of "Interleaved Head Attention".
+
+The theorem (5 in Appendix B.1): a layer of multi-head attention is an IHA layer of any number P of pseudo-heads with
+4 H^2 P more parameters, and for P >= 2 not every IHA layer is one of multi-head attention.
 
 Inclusion: with the proof's mixing every pseudo-head is a copy of its head, and the collapse selects one of them. The
 proof has no mask. Here random layers of the package, with the proof's weights, are compared with multi-head attention
 without a mask, under the causal mask of the interleaved sequence, and with RoPE at the positions n and n P + p.
 
 Strictness: on repeated tokens 1 x^T multi-head attention is linear in x. The IHA of Appendix B.1 has the queries and
-keys [Q; -Q] and [K; -K] and the values [V; V]; Section 4.1 asks for a difference of softmax terms, for which the
+keys [Q; -Q] and [K; -K] and the values [V; V]. Section 4.1 asks for a difference of softmax terms, for which the
 values are [V; -V] and the output is V tanh(<q, k> / sqrt(d)). Both are measured by f(2 x) - 2 f(x).
 
-Writes theorem2_inclusion.json and .png to experiments/results in seconds.
+Writes theorem2_inclusion.json and .png in seconds.
 
 example: python -m experiments.theorem2_inclusion
 """
@@ -23,7 +24,7 @@ from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return study_parser(__doc__, seeds=5).parse_args(argv)
+    return study_parser(__doc__, "theorem2_inclusion", seeds=5, keeps_runs=False).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -33,7 +34,7 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.bare_attention import BareAttention
-from experiments.study import spread, write
+from experiments.study import begin, spread, write
 
 
 WIDTH, HEADS, HEAD_DIM, LENGTH = 32, 4, 8, 12
@@ -48,7 +49,7 @@ SETTINGS = {
 
 
 def attention(kind: str, seed: int, **overrides) -> BareAttention:
-    """A layer with projections drawn by `seed`: equal ones for both kinds."""
+    """Return a layer with projections drawn by `seed`, the same ones for both kinds."""
     layer = BareAttention(kind, WIDTH, HEADS, HEAD_DIM, **overrides).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -70,14 +71,14 @@ def select(layer: BareAttention, pseudo_head: int) -> BareAttention:
 
 
 def mask(causal: bool, num_pseudo_heads: int) -> torch.Tensor:
-    """Bool [1, 1, N P, N P]: which virtual keys a virtual query sees."""
+    """Return which virtual keys a virtual query sees, bool [1, 1, N P, N P]."""
     ones = torch.ones(1, 1, *[LENGTH * num_pseudo_heads] * 2, dtype=torch.bool)
     return ones.tril() if causal else ones
 
 
 @torch.no_grad()
 def inclusion_error(setting: str, num_pseudo_heads: int, pseudo_head: int, seed: int) -> float:
-    """Largest difference between multi-head attention and the proof's IHA, over the largest output."""
+    """Return the largest difference between "mha" and the proof's IHA, over the largest output."""
     causal, positions = SETTINGS[setting]
     x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     position_ids = None if positions is None else torch.arange(LENGTH)[None]
@@ -90,7 +91,7 @@ def inclusion_error(setting: str, num_pseudo_heads: int, pseudo_head: int, seed:
 
 
 def strict_layers(seed: int) -> dict[str, BareAttention]:
-    """Multi-head attention, and the IHA layers with P = 2 of the two places of the proof."""
+    """Return multi-head attention, and the IHA layers with P = 2 of the two places of the proof."""
     layers = {"MHA": attention("mha", seed)}
     for name, value_sign in {"IHA, Appendix B.1": 1, "IHA, Section 4.1": -1}.items():
         layer = select(attention("iha", seed, num_pseudo_heads=2), 0)
@@ -103,12 +104,12 @@ def strict_layers(seed: int) -> dict[str, BareAttention]:
 
 @torch.no_grad()
 def repeated(layer: BareAttention, x: torch.Tensor) -> torch.Tensor:
-    """The outputs at one token of the repeated tokens 1 x^T, for directions [rows, width]."""
+    """Return the outputs at one token of the repeated tokens 1 x^T, for directions [rows, width]."""
     return layer(x[:, None].expand(-1, LENGTH, -1), mask(False, layer.layer.num_pseudo_heads))[:, 0]
 
 
 def nonlinearity(layer: BareAttention, seed: int) -> float:
-    """|f(2 x) - 2 f(x)| / |f(2 x)| on repeated tokens."""
+    """Return |f(2 x) - 2 f(x)| / |f(2 x)| on repeated tokens."""
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     doubled = repeated(layer, 2 * x)
     return ((doubled - 2 * repeated(layer, x)).norm() / doubled.norm()).item()
@@ -141,7 +142,7 @@ def plot(inclusion: list[dict], seed: int) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
     args = parse_arguments(argv)
-    torch.set_num_threads(1)
+    begin(args)
     inclusion = []
     for setting in SETTINGS:
         for virtual in PSEUDO_HEADS:
@@ -169,13 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "nonlinearity_on_repeated_tokens": strictness,
         "more_parameters_than_mha": counts,
     }
-    write(args.results, "theorem2_inclusion", plot(inclusion, args.seeds[0]), **sizes, seeds=args.seeds, **tables)
-    for row in inclusion:
-        print(f"{row['setting']}, P = {row['pseudo_heads']}, {row['selected']}: {row['error']['max']:.1e}")
-    for name, value in strictness.items():
-        print(f"{name}: f(2x) - 2 f(x) is {value['mean']:.1e} of f(2x)")
-    for row in counts:
-        print(f"P = {row['pseudo_heads']}: {row['all_heads']} more parameters; 4 H^2 P = {row['theorem']}")
+    write(args, plot(inclusion, args.seeds[0]), **sizes, seeds=args.seeds, **tables)
 
 
 if __name__ == "__main__":

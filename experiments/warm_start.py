@@ -1,4 +1,4 @@
-"""Warm start: does a pretrained model learn more from the same fine-tuning once its heads are interleaved?
+"""Compare the fine-tuning of a pretrained model with that of its conversion to interleaved heads.
 
 SmolLM2-135M-Instruct as it is ("mha") and converted to IHA ("iha_2": P = 2), which computes the same function at step
 0, are fine-tuned on the same rows in the same order for the same number of steps; seeds change the order of the rows.
@@ -12,32 +12,23 @@ example: python -m experiments.warm_start --seeds 0 1 2
 """
 
 import argparse
-import math
-import os
-import platform
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, stdev
 
-from common.command_io import ROOT, path_from_root, read_json, run_cli, run_module, whole_file, write_json
-from experiments.options import RESULTS
+from common.command_io import read_json, run_cli, run_module, whole_file
+from experiments.options import study_parser
 
 
 PSEUDO_HEADS = {"mha": None, "iha_2": 2, "iha_4": 4}
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "warm_start", seeds=3)
     parser.add_argument("--variants", nargs="+", choices=PSEUDO_HEADS, default=["mha", "iha_2"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument(
-        "--output", type=path_from_root, default=Path("outputs/warm_start"), help="where the runs are kept"
-    )
-    parser.add_argument(
-        "--results", type=path_from_root, default=RESULTS, help="where warm_start.json and .png are written"
-    )
     return parser.parse_args(argv)
 
 
@@ -48,6 +39,7 @@ import torch
 from matplotlib.figure import Figure
 
 from common.checkpoint_io import smollm2_gguf
+from experiments.study import begin, run_once, wilson, write
 
 
 RECIPE = "sft/recipes/warm_start/sft.yaml"
@@ -61,7 +53,8 @@ TEST_ROWS = 50
 
 
 def make_rows(output: Path) -> Path:
-    """The training rows of all tasks in one file, and test rows in one file for each task."""
+    """Write the training rows of all tasks to one file, and test rows to one file for each task."""
+    output.mkdir(parents=True, exist_ok=True)
     parts = []
     for task, (rows, options) in TASKS.items():
         train, test = output / f"train-{task}.jsonl", output / f"test-{task}.jsonl"
@@ -76,7 +69,7 @@ def make_rows(output: Path) -> Path:
 
 
 def base_model(variant: str, output: Path) -> Path | str:
-    """SmolLM2-135M-Instruct, as it is or converted to the IHA of `variant`."""
+    """Return SmolLM2-135M-Instruct, as it is or converted to the IHA of `variant`."""
     source = smollm2_gguf()
     if PSEUDO_HEADS[variant] is None:
         return source
@@ -87,14 +80,14 @@ def base_model(variant: str, output: Path) -> Path | str:
 
 
 def train(directory: Path, **settings) -> None:
-    """Fine-tunes by the recipe, with these keys in place of its own, to directory/final."""
+    """Fine-tune by the recipe, with these keys in place of its own, to directory/final."""
     settings.setdefault("use_cpu", not torch.cuda.is_available())
     arguments = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     run_module(directory / "final", "sft.train", "--config", RECIPE, "--output_dir", directory, *arguments)
 
 
 def answers(model: Path | str, scores: Path, output: Path) -> dict[str, int]:
-    """Right answers of `model` to the TEST_ROWS questions of each task."""
+    """Return the right answers of `model` to the TEST_ROWS questions of each task."""
     for task in TASKS:
         result = scores / f"{task}.json"
         settings = ("--batch-size", str(TEST_ROWS), "--max-new-tokens", "128", "--json", result)
@@ -103,38 +96,22 @@ def answers(model: Path | str, scores: Path, output: Path) -> dict[str, int]:
 
 
 def fine_tune(variant: str, seed: int, output: Path) -> dict:
-    """One run: its curves, right answers by task and tokens a second."""
+    """Train and score a variant; return its curves, the seconds of training and the right answers by task."""
     directory = output / "runs" / f"{variant}-{seed}"
-    result = directory / "result.json"
-    if not result.exists():
-        base = base_model(variant, output)
-        start = time.monotonic()
-        train(directory, model_name_or_path=base, dataset_name=output / "train.jsonl", seed=seed)
-        seconds = time.monotonic() - start
-        correct = answers(directory / "final", directory, output)
-        curves = read_json(directory / "loss.json")
-        record = {"variant": variant, "seed": seed, "seconds": round(seconds), "correct": correct, **curves}
-        write_json(result, record)
-    return read_json(result)
-
-
-def versions() -> dict:
-    """What the runs were made with."""
-    libraries = {name: version(name) for name in ("torch", "transformers", "trl")}
-    return {"python": platform.python_version(), **libraries, "threads": torch.get_num_threads()}
-
-
-def wilson(correct: int, rows: int) -> tuple[float, float]:
-    """The 95% interval of a proportion (Wilson's score interval)."""
-    z, share = 1.96, correct / rows
-    centre = (share + z * z / (2 * rows)) / (1 + z * z / rows)
-    half = z / (1 + z * z / rows) * math.sqrt(share * (1 - share) / rows + z * z / (4 * rows * rows))
-    return centre - half, centre + half
+    base, start = base_model(variant, output), time.monotonic()
+    train(directory, model_name_or_path=base, dataset_name=output / "train.jsonl", seed=seed)
+    seconds = time.monotonic() - start
+    correct = answers(directory / "final", directory, output)
+    curves = read_json(directory / "loss.json")
+    return {"variant": variant, "seed": seed, "seconds": round(seconds), "correct": correct, **curves}
 
 
 def summary(variant: str, runs: list[dict]) -> dict:
-    """One row of the table: held-out loss, mean and standard deviation over the seeds, and accuracy by task with the
-    95% interval of all answers."""
+    """Return a row of the table.
+
+    It has the mean and the standard deviation of the held-out loss over the seeds, and the accuracy by task with the
+    95% interval of all answers.
+    """
     losses = [run["eval"][-1][1] for run in runs]
     row = {"variant": variant, "seeds": len(runs), "start_loss": runs[0]["eval"][0][1], "loss": mean(losses)}
     row["loss_sd"] = stdev(losses) if len(losses) > 1 else None
@@ -144,7 +121,7 @@ def summary(variant: str, runs: list[dict]) -> dict:
     return {**row, "accuracy": correct / rows, "accuracy_interval": wilson(correct, rows)}
 
 
-def plot(runs: list[dict], rows: list[dict], path: Path) -> None:
+def plot(runs: list[dict], rows: list[dict]) -> Figure:
     figure = Figure(figsize=(11, 4))
     loss, accuracy = figure.subplots(1, 2)
     colors = {row["variant"]: f"C{index}" for index, row in enumerate(rows)}
@@ -162,29 +139,23 @@ def plot(runs: list[dict], rows: list[dict], path: Path) -> None:
         bars.set_label(row["variant"])
     accuracy.set_xticks(range(len(TASKS) + 1), [*TASKS, "all"])
     accuracy.set(ylabel="accuracy", ylim=(0, 1))
-    figure.tight_layout()
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=100)
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     args = parse_arguments(argv)
-    os.chdir(ROOT)
-    args.output.mkdir(parents=True, exist_ok=True)
+    begin(args, threads=None)
     make_rows(args.output)
     before = answers(smollm2_gguf(), args.output / "before", args.output)
-    runs = [fine_tune(variant, seed, args.output) for seed in args.seeds for variant in args.variants]
+    runs = [
+        run_once(args.output / "runs" / f"{name}-{seed}" / "result.json", partial(fine_tune, name, seed, args.output))
+        for seed in args.seeds
+        for name in args.variants
+    ]
     rows = [summary(name, [run for run in runs if run["variant"] == name]) for name in args.variants]
-    table = {**versions(), "recipe": RECIPE, "test_rows_per_task": TEST_ROWS, "correct_before": before, "rows": rows}
-    write_json(args.results / "warm_start.json", {**table, "runs": runs})
-    plot(runs, rows, args.results / "warm_start.png")
-    for row in rows:
-        low, high = row["accuracy_interval"]
-        tasks = ", ".join(f"{task} {row[task]:.0%}" for task in TASKS)
-        print(
-            f"{row['variant']}: held-out loss {row['loss']:.4f}, accuracy {row['accuracy']:.1%} ({low:.1%} to {high:.1%}): {tasks}"
-        )
+    setting = {"trl": version("trl"), "recipe": RECIPE, "test_rows_per_task": TEST_ROWS, "correct_before": before}
+    write(args, plot(runs, rows), **setting, rows=rows, runs=runs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Warm start, variants: which way to interleave a pretrained model's heads learns most from the same few steps?
+"""Compare the ways to interleave a pretrained model's heads by what they learn in the same few steps.
 
 SmolLM2-135M-Instruct learns to apply a relation once, twice or three times, the composition of "Interleaved Head
 Attention", Appendix D, in words: "Who is the boss of the boss of Ann?" after five shuffled facts, and the answer
@@ -23,32 +23,24 @@ example: python -m experiments.warm_start_variants --seeds 0 1 2
 import argparse
 import itertools
 import json
-import os
 import random
 import shutil
 from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from common.command_io import (
-    ROOT,
-    new_directory,
-    path_from_root,
-    read_json,
-    run_cli,
-    sole_writer,
-    whole_file,
-    write_json,
-)
-from experiments.options import RESULTS
+from common.command_io import new_directory, read_json, run_cli, sole_writer, whole_file, write_json
+from experiments.options import comparison_parser
 
 
 RATE, NOISE = 5e-5, 0.02
 
 
 class Variant(NamedTuple):
-    """One way to start and train.
+    """Hold one way to start and train.
 
     Attributes:
         pseudo_heads: P; `None` leaves the model as it is.
@@ -79,18 +71,7 @@ VARIANTS = {
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="20 million tokens, for a GPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, dest="kinds", help="(all; iha_9 with --full only)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument(
-        "--output", type=path_from_root, help="where runs are kept (default: outputs/warm_start_variants)"
-    )
-    parser.add_argument(
-        "--results", type=path_from_root, default=RESULTS, help="where the table and the plots are written"
-    )
-    return parser.parse_args(argv)
+    return comparison_parser(__doc__, "warm_start_variants", 3, choices=VARIANTS, option="--variants").parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -104,15 +85,13 @@ from transformers import PreTrainedModel
 
 from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert
-from experiments.comparison import begin, finished_run, interval, shown
-from experiments.study import environment, save_plot
-from experiments.warm_start import RECIPE, train, versions, wilson
+from experiments.study import begin, differences, interval, run_once, save_plot, wilson, write
+from experiments.warm_start import RECIPE, train
 from sft.data import IGNORED_LABEL, read_chat_template, to_row, tokenize
 
 
 SAVE_STEPS = 500
-
-
+MIXING = ("q_mix", "k_mix", "v_mix", "collapse")
 SMALL = {"variants": [name for name in VARIANTS if name != "iha_9"], "steps": 16, "batch": 4, "test_rows": 150}
 FULL = {"variants": list(VARIANTS), "steps": 4280, "batch": 64, "test_rows": 1500}
 TEMPLATE = "sft/chat_templates/smollm2.jinja"
@@ -127,8 +106,10 @@ RELATIONS = (1, 2, 3)
 
 
 def problems(count: int, generator: random.Random, seen: set[str]) -> list[dict]:
-    """`count` rows of sft/make_reasoning_data.py's form, as many of each number of relations, with questions that are
-    not in `seen`, where they are added. Everybody has one boss, in one circle of PEOPLE."""
+    """Draw `count` rows of sft/make_reasoning_data.py's form, as many of each number of relations.
+
+    Their questions are not in `seen`, where they are added. Everybody has one boss, in one circle of PEOPLE.
+    """
     rows = []
     while len(rows) < count:
         relations = RELATIONS[len(rows) % len(RELATIONS)]
@@ -147,7 +128,7 @@ def problems(count: int, generator: random.Random, seen: set[str]) -> list[dict]
 
 
 def draw(size: dict, seed: int) -> tuple[list[dict], list[dict]]:
-    """The rows of training and test."""
+    """Draw the rows of training and test."""
     generator, seen = random.Random(seed), set()
     test = problems(size["test_rows"], generator, seen)
     return problems(size["steps"] * size["batch"], generator, seen), test
@@ -157,14 +138,13 @@ def draw(size: dict, seed: int) -> tuple[list[dict], list[dict]]:
 
 
 def mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The mixing weights [layers, source head, head, P] and the collapse [layers, H, P] of an "iha" model."""
+    """Return the mixing weights [layers, source head, head, P] and the collapse [layers, H, P] of an "iha" model."""
     layers = [layer.self_attn for layer in model.base_model.layers]
-    names = ("q_mix", "k_mix", "v_mix", "collapse")
-    return {name: torch.stack([layer.get_submodule(name).weight.detach() for layer in layers]) for name in names}
+    return {name: torch.stack([layer.get_submodule(name).weight.detach() for layer in layers]) for name in MIXING}
 
 
 def base_model(variant: Variant, output: Path) -> Path:
-    """The checkpoint that the variant starts from, made unless it is there."""
+    """Return the checkpoint that the variant starts from, and make it unless it is there."""
     directory = output / "bases" / f"{variant.pseudo_heads or 'mha'}-{variant.start}"
     if directory.exists():
         return directory
@@ -176,7 +156,7 @@ def base_model(variant: Variant, output: Path) -> Path:
     if variant.start == "noise":
         generator = torch.Generator().manual_seed(0)
         for layer in model.base_model.layers:
-            for name in ("q_mix", "k_mix", "v_mix", "collapse"):
+            for name in MIXING:
                 weight = layer.self_attn.get_submodule(name).weight.data
                 weight += NOISE * torch.randn(weight.shape, generator=generator)
     with new_directory(directory) as temporary:
@@ -186,7 +166,7 @@ def base_model(variant: Variant, output: Path) -> Path:
 
 
 def token_rows(source: Path, vocab_size: int, rows: list[dict]) -> Dataset:
-    """The rows as the training of `source` sees them."""
+    """Return the rows as the training of `source` sees them."""
     tokenizer = load_tokenizer(source, vocab_size)
     tokenizer.chat_template = read_chat_template(TEMPLATE)
     messages = Dataset.from_list([to_row(row, f"row {number}", "messages") for number, row in enumerate(rows, 1)])
@@ -195,8 +175,10 @@ def token_rows(source: Path, vocab_size: int, rows: list[dict]) -> Dataset:
 
 @torch.inference_mode()
 def answers(model: PreTrainedModel, tokens: Dataset, batch_size: int = 20) -> list[tuple[float, bool]]:
-    """Of each row, the loss in nats per learned token, and whether greedy decoding gives the learned tokens: one pass
-    tells, as the tokens before a wrong one are those of the right answer."""
+    """Return for each row the loss in nats per learned token, and if greedy decoding gives the learned tokens.
+
+    One pass tells, because the tokens before a wrong one are those of the right answer.
+    """
     results = []
     for start in range(0, len(tokens), batch_size):
         batch = tokens[start : start + batch_size]
@@ -219,7 +201,7 @@ def answers(model: PreTrainedModel, tokens: Dataset, batch_size: int = 20) -> li
 
 
 def by_relations(results: list[tuple[float, bool]], rows: list[dict]) -> dict:
-    """Loss and right answers for each number of composed relations."""
+    """Return loss and right answers for each number of composed relations."""
     table = {}
     for relations in RELATIONS:
         chosen = [result for result, row in zip(results, rows) if row["entry"]["relations"] == relations]
@@ -230,8 +212,11 @@ def by_relations(results: list[tuple[float, bool]], rows: list[dict]) -> dict:
 
 @torch.inference_mode()
 def pseudo_head_use(model: PreTrainedModel, tokens: Dataset) -> dict[str, torch.Tensor]:
-    """Which pseudo-heads each layer uses, [layers, P], on a few rows: the share of the collapse in absolute value, and
-    that of the attention that the collapsed output gives to the keys of each."""
+    """Return which pseudo-heads each layer uses, [layers, P], on a few rows.
+
+    "collapse" is the share of the collapse in absolute value. "attention" is the share of the attention that the
+    collapsed output gives to the keys of each pseudo-head.
+    """
     model.set_attn_implementation("eager")
     pseudo_heads = model.config.num_pseudo_heads
     share = mixing(model)["collapse"].abs()
@@ -247,8 +232,11 @@ def pseudo_head_use(model: PreTrainedModel, tokens: Dataset) -> dict[str, torch.
 
 
 def measure(variant: Variant, source: Path, base: Path, rows: list[dict], device: str) -> dict:
-    """What the model in `source` has learned since `base`: answers, and of an IHA the mean distance of each entry of
-    the mixing from its start over the layers, and which pseudo-heads it uses."""
+    """Measure what the model in `source` has learned since `base`.
+
+    For an IHA the result also has the mean distance of each entry of the mixing from its start over the layers, and
+    which pseudo-heads the model uses.
+    """
     model = load_model(source).to(device)
     tokens = token_rows(source, model.config.vocab_size, rows)
     result = {"test": by_relations(answers(model, tokens), rows)}
@@ -261,8 +249,10 @@ def measure(variant: Variant, source: Path, base: Path, rows: list[dict], device
 
 
 def run(name: str, seed: int, size: dict, output: Path, device: str) -> dict:
-    """Trains and measures one variant; a training that was stopped goes on from its last checkpoint. Weights are not
-    kept."""
+    """Train and measure one variant, without keeping its weights.
+
+    A training that was stopped goes on from its last checkpoint.
+    """
     variant, directory = VARIANTS[name], output / f"{name}-{seed}"
     train_rows, test_rows = draw(size, seed)
     data = output / f"train-{seed}.jsonl"
@@ -302,21 +292,24 @@ def run(name: str, seed: int, size: dict, output: Path, device: str) -> dict:
 
 
 def mean_of(values: list) -> list | float:
-    """The mean of nested lists of one shape, entry by entry, to four digits."""
+    """Return the mean of nested lists of one shape, entry by entry, to four digits."""
     if isinstance(values[0], list):
         return [mean_of(list(parts)) for parts in zip(*values, strict=True)]
     return float(f"{fmean(values):.4g}")
 
 
 def summary(name: str, runs: dict[tuple[str, int], dict]) -> dict:
-    """A row of the table: held-out loss of all questions, by how much it is above that of "mha" on the same seeds, and
-    accuracy by number of relations with the 95% interval of all answers."""
+    """Return a row of the table.
+
+    It has the held-out loss of all questions, its difference from that of "mha" on the same seeds, and the accuracy by
+    number of relations with the 95% interval of all answers.
+    """
     losses = {key: fmean(part["loss"] for part in run["test"].values()) for key, run in runs.items()}
     own = [run for (variant, _), run in runs.items() if variant == name]
     seeds = [seed for variant, seed in runs if variant == name]
     row = {"variant": name, "seeds": seeds, "loss": interval([losses[name, seed] for seed in seeds])}
     if name != "mha" and (shared := [seed for seed in seeds if ("mha", seed) in runs]):
-        row["minus_mha"] = interval([losses[name, seed] - losses["mha", seed] for seed in shared])
+        row["minus_mha"] = differences(*([losses[each, seed] for seed in shared] for each in (name, "mha")))
     row["relations"] = {}
     for relations in map(str, RELATIONS):
         parts = [run["test"][relations] for run in own]
@@ -332,7 +325,7 @@ def summary(name: str, runs: dict[tuple[str, int], dict]) -> dict:
     return row
 
 
-def plot(rows: list[dict], runs: dict[tuple[str, int], dict], path: Path) -> None:
+def plot(rows: list[dict], runs: dict[tuple[str, int], dict]) -> Figure:
     figure = Figure(figsize=(13, 5))
     loss, accuracy = figure.subplots(1, 2)
     for index, row in enumerate(rows):
@@ -349,12 +342,15 @@ def plot(rows: list[dict], runs: dict[tuple[str, int], dict], path: Path) -> Non
     loss.legend(fontsize="small")
     accuracy.set_xticks([place + 0.4 for place in range(len(RELATIONS))], map(str, RELATIONS))
     accuracy.set(xlabel="composed relations", ylabel="accuracy", ylim=(0, 1))
-    save_plot(figure, path)
+    return figure
 
 
-def plot_mixing(rows: list[dict], path: Path) -> None:
-    """A row of heat maps for each IHA: how far the entries of query, key and value mixing went, and the shares of the
-    pseudo-heads in the collapse and in the attention by layer."""
+def plot_mixing(rows: list[dict]) -> Figure:
+    """Plot a row of heat maps for each IHA.
+
+    They show how far the entries of query, key and value mixing went, and the shares of the pseudo-heads in the
+    collapse and in the attention by layer.
+    """
     rows = [row for row in rows if "moved" in row]
     figure = Figure(figsize=(14, 2.1 * len(rows)))
     for line, row in zip(figure.subplots(len(rows), 5, squeeze=False), rows, strict=True):
@@ -368,62 +364,46 @@ def plot_mixing(rows: list[dict], path: Path) -> None:
             axes.set(xlabel="head, pseudo-head" if is_change else "layer")
             axes.set(ylabel="source head" if is_change else "pseudo-head", yticks=range(len(values)))
             axes.set_title(f"{row['variant']}: {name}", fontsize="medium")
-    save_plot(figure, path)
+    return figure
 
 
-def write_results(runs: dict[tuple[str, int], dict], table: Path, picture: Path, **content) -> None:
-    """Writes the table and the plots of the runs that have finished."""
+def write_results(args: argparse.Namespace, runs: dict[tuple[str, int], dict], **content) -> None:
+    """Write the table and the plots of the runs that have finished."""
     rows = [summary(name, runs) for name in dict.fromkeys(name for name, _ in runs)]
     kept = [
         {"variant": name, "seed": seed, **{key: run[key] for key in ("test", "train")}}
         for (name, seed), run in runs.items()
     ]
-    write_json(table, {**content, "rows": rows, "runs": kept})
-    plot(rows, runs, picture)
     if any("moved" in row for row in rows):
-        plot_mixing(rows, picture.with_name(picture.name.replace("variants", "mixing")))
-    for row in rows:
-        accuracy = ", ".join(f"{part['accuracy']:.1%}" for part in row["relations"].values())
-        above = f" ({shown(row['minus_mha'])} above mha)" if "minus_mha" in row else ""
-        print(f"{row['variant']}: held-out loss {shown(row['loss'])}{above}; accuracy by relations {accuracy}")
+        save_plot(plot_mixing(rows), args.results / f"{args.name.replace('variants', 'mixing')}.png")
+    write(args, plot(rows, runs), **content, rows=rows, runs=kept)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     args = parse_arguments(argv)
-    os.chdir(ROOT)
     size = FULL if args.full else SMALL
     args.kinds = args.kinds or size["variants"]
-    table, picture = begin(args, "warm_start_variants")
+    begin(args)
 
     sizes = {key: value for key, value in size.items() if key != "variants"}
     setting = {**sizes, "noise": NOISE, "device": args.device}
     runs = {}
     with sole_writer(args.output):
         base, test = base_model(VARIANTS["mha"], args.output), draw(size, seed=0)[1]
-        before = finished_run(
-            args.output / "before.json", setting, lambda: measure(VARIANTS["mha"], base, base, test, args.device)
-        )
+        measured = partial(measure, VARIANTS["mha"], base, base, test, args.device)
+        before = run_once(args.output / "before.json", measured, setting)
         try:
             for seed, name in itertools.product(args.seeds, args.kinds):
-                runs[name, seed] = finished_run(
-                    args.output / f"{name}-{seed}.json",
-                    {**setting, **VARIANTS[name]._asdict()},
-                    lambda: run(name, seed, size, args.output, args.device),
-                )
+                training = partial(run, name, seed, size, args.output, args.device)
+                path = args.output / f"{name}-{seed}.json"
+                runs[name, seed] = run_once(path, training, {**setting, **VARIANTS[name]._asdict()})
         finally:
             # A study that is stopped leaves the table of what it has.
             if runs:
-                described = {
-                    **environment(args.device),
-                    **versions(),
-                    "recipe": RECIPE,
-                    "rate": RATE,
-                    **setting,
-                    "before": before["test"],
-                    "complete": len(runs) == len(args.seeds) * len(args.kinds),
-                }
-                write_results(runs, table, picture, **described)
+                described = {"trl": version("trl"), "recipe": RECIPE, "rate": RATE, **setting}
+                is_complete = len(runs) == len(args.seeds) * len(args.kinds)
+                write_results(args, runs, **described, before=before["test"], complete=is_complete)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Every benchmark at tiny sizes, from its command line to its results and their report; and what the figures rest
-on."""
+"""Run every benchmark at tiny sizes, from its command line to its report, and test what its figures rest on."""
 
 import dataclasses
 import json
@@ -49,7 +48,7 @@ def name_of(script):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The directory that all benchmarks wrote to."""
+    """Return the directory that all benchmarks wrote to."""
     directory = tmp_path_factory.mktemp("benchmarks")
     tiny_source("llama").save_pretrained(directory / "llama")
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -81,7 +80,7 @@ def test_results(results, script):
 
 
 def tiny(target):
-    """The target at the length that was run here."""
+    """Return the target at the length that was run here."""
     setting = {**target.setting, **({"tokens": TOKENS} if "tokens" in target.setting else {})}
     return dataclasses.replace(target, setting=setting)
 
@@ -112,10 +111,8 @@ def test_report_wants_every_file(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["report.py", "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
         report.main()
-    assert (
-        "lacks layer, window_layer, schedule, training_memory, decode, decode_model, prefill, mechanisms, packed_rows, training_plan"
-        in capsys.readouterr().err
-    )
+    names = "layer, window_layer, schedule, training_memory, decode, decode_model, prefill, mechanisms, packed_rows, "
+    assert f"lacks {names}training_plan" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -144,7 +141,7 @@ def test_medians(monkeypatch):
 
 
 def allocate(megabytes):
-    """A function that holds so much at once, and half of it twice in a row."""
+    """Return a function that holds so much at once, and half of it twice in a row."""
 
     def run():
         for _ in range(2):

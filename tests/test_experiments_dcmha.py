@@ -1,5 +1,8 @@
-"""The studies of DCMHA: its ablation compares the paper's configurations and nothing else, and the synthetic tasks are
-those that its authors released, with one right answer each."""
+"""Test the studies of DCMHA.
+
+The ablation compares the paper's configurations and nothing else. The synthetic tasks are those that its authors
+released, with one right answer each.
+"""
 
 import json
 import os
@@ -14,7 +17,7 @@ import torch
 
 from common.command_io import UserError
 from evaluation import data
-from experiments import comparison, dcmha_ablation, dcmha_tasks, head_diversity, language_models
+from experiments import dcmha_ablation, dcmha_tasks, head_diversity, language_models, study
 from experiments.dcmha_tasks import ANSWERS, NAMES, SET_PATTERNS, TASKS, TOKENS
 from modeling_iha import IHAForCausalLM
 
@@ -120,7 +123,7 @@ def test_all_configurations_start_from_the_same_weights(monkeypatch):
 
 
 def test_the_rate_rises_and_falls():
-    shares = [comparison.rise_and_fall(step, 40) for step in range(41)]
+    shares = [study.rise_and_fall(step, 40) for step in range(41)]
     assert shares[0] == 0.5 and shares[1] == max(shares) == 0.975 and shares[20] == 0.5 and shares[40] == 0
 
 

@@ -1,5 +1,4 @@
-"""The studies that train from scratch: their data against a count by hand, exactness of what they are built on, their
-tables, and that they go on where they stopped."""
+"""Test the studies that train from scratch: their data, their tables, and that they go on where they stopped."""
 
 import itertools
 import json
@@ -11,7 +10,7 @@ from helpers import random_model, small_config
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from common.command_io import UserError
-from experiments import comparison, head_diversity, language_models, relation_composition
+from experiments import head_diversity, language_models, relation_composition, study
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
@@ -185,24 +184,22 @@ def test_evaluations_do_not_count_as_training_time(monkeypatch):
         return loss_of(model, rows)
 
     monkeypatch.setattr(language_models, "loss_of", slow)
-    monkeypatch.setattr(comparison, "clock", lambda device: now[0])
+    monkeypatch.setattr(study, "clock", lambda device: now[0])
     run = language_models.one_run("mha", 0, TINY_TEXT, torch.arange(200) % 7, "cpu")
     assert run["tokens_per_second"] == TINY_TEXT["batch"] * TINY_TEXT["tokens"]
 
 
 def test_intervals_over_seeds():
     """Student's t for the mean of 1, 2, 3, 4, 5: 3 ± 2.776 * sqrt(2.5 / 5)."""
-    assert comparison.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == {
+    assert study.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == {
         "mean": 3.0,
         "half_width": pytest.approx(1.96293, abs=1e-4),
     }
     # 2.2010 and 2.0860, for 11 and 20 degrees of freedom.
     for quantile, count in ((2.2010, 12), (2.0860, 21)):
         values = [(-1.0) ** index for index in range(count)]
-        assert comparison.interval(values)["half_width"] == pytest.approx(
-            quantile * stdev(values) / count**0.5, rel=2e-3
-        )
-    assert comparison.interval([7.0]) == {"mean": 7.0, "half_width": None}
+        assert study.interval(values)["half_width"] == pytest.approx(quantile * stdev(values) / count**0.5, rel=2e-3)
+    assert study.interval([7.0]) == {"mean": 7.0, "half_width": None}
 
 
 def test_a_gpu_is_asked_for_where_there_is_none(monkeypatch, tmp_path):

@@ -1,5 +1,4 @@
-"""The studies of the papers' theorems: every construction is exact, and each command runs in small. What the commands
-measure at full size is in experiments/results."""
+"""Test that every construction of the papers' theorems is exact, and that each command runs in small."""
 
 import json
 from itertools import product
@@ -9,13 +8,15 @@ import pytest
 import torch
 from helpers import command
 
-from experiments import cpm3, hyper_attention, polynomial_filters, theorem2_inclusion
-from experiments.study import run_once, train
+from common.command_io import UserError
+from experiments import colliding_agents, cpm3, hyper_attention, polynomial_filters, theorem2_inclusion
+from experiments.colliding_agents import EMBEDDINGS, LinearSelfAttention, constructed, examples, interactions
+from experiments.study import interval, print_row, run_once, spread, train
 
 
 @pytest.fixture(autouse=True)
 def draws():
-    """The same for a test whatever ran before it."""
+    """Draw the same for a test whatever ran before it."""
     torch.manual_seed(0)
 
 
@@ -141,6 +142,59 @@ def test_unexplained_is_none_of_a_linear_target_and_all_of_noise():
     assert hyper_attention.unexplained(features, noise) == pytest.approx(1, abs=0.2)
 
 
+# Colliding agents
+
+
+def test_linear_self_attention_is_the_definition():
+    """(X C X^T) X W_V by loops: what j is worth to i, times the value of j."""
+    generator = torch.Generator().manual_seed(0)
+    x, c, w = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 3), (3, 3), (3, 2)))
+    expected = torch.stack([sum((x[i] @ c @ x[j]) * (x[j] @ w) for j in range(5)) for i in range(5)])
+    assert torch.allclose(LinearSelfAttention(c, w)(x[None])[0], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("cells", [7, 10])
+@pytest.mark.parametrize("name", EMBEDDINGS)
+@torch.no_grad()
+def test_agents_rewards_are_exact_for_any_number_of_them(name, cells):
+    embedding = EMBEDDINGS[name](cells)
+    assert torch.allclose(embedding @ embedding.T, torch.eye(cells, dtype=torch.float64), atol=1e-12)
+    layer = constructed(embedding, radius=1)
+    assert torch.allclose(layer.function(embedding), interactions(cells, 1), atol=1e-12)
+    for agents in (1, 2, 9):
+        positions, rewards = examples(4, agents, interactions(cells, 1), torch.Generator().manual_seed(0))
+        counted = torch.tensor(
+            [
+                [-sum(min((a - b) % cells, (b - a) % cells) <= 2 for b in row) for a in row]
+                for row in positions.tolist()
+            ]
+        )
+        assert torch.equal(rewards[..., 0], counted.double())
+        assert torch.allclose(layer(embedding[positions]), rewards, atol=1e-10)
+
+
+def test_colliding_agents_in_small(tmp_path, monkeypatch, capsys):
+    """In small: what is learned is the constructed function, in other parameters."""
+    sizes = {"cells": 7, "agents": 6, "examples": 300, "steps": 600, "seeds": 0}
+    sizes |= {"output": tmp_path / "runs", "results": tmp_path}
+    options = [text for name, value in sizes.items() for text in (f"--{name}", value)]
+    code, _, errors = command(monkeypatch, capsys, colliding_agents, *options)
+    assert code == 0, errors
+    assert (tmp_path / "colliding_agents.png").stat().st_size > 0
+    rows = json.loads((tmp_path / "colliding_agents.json").read_text())["rows"]
+    assert [row["embedding"] for row in rows] == list(EMBEDDINGS)
+    for row in rows:
+        assert row["training_error"] < 1e-6 and row["constructed_training_error"] < 1e-20
+        assert max(row["test_error_by_agents"].values()) < 1e-4
+        apart = row["mean_squared_difference_from_constructed"]
+        assert apart["T"] < 1e-6 < 1e-3 < min(apart["C"], apart["w"])
+
+
+def test_a_ring_too_small_is_refused():
+    with pytest.raises(UserError, match="--cells 5 --radius 1"):
+        colliding_agents.main(["--cells", "5"])
+
+
 # What the studies share
 
 
@@ -173,6 +227,12 @@ def test_models_trained_at_once_are_those_trained_alone():
 def test_a_finished_run_is_not_repeated(tmp_path):
     assert run_once(tmp_path / "run.json", lambda: {"value": 1}) == {"value": 1}
     assert run_once(tmp_path / "run.json", lambda: {"value": 2}) == {"value": 1}
+
+
+def test_a_row_is_printed_with_its_groups_below_it(capsys):
+    print_row({"kind": "iha", "loss": interval([1.0, 3.0]), "curve": [1], "seen": {"all": spread([0.5]), "rows": 2}})
+    lines = ["kind iha, loss 2.0000 ± 12.7060", "  seen: all 0.5 (0.5 to 0.5), rows 2"]
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 @pytest.mark.parametrize("study", [cpm3, hyper_attention, polynomial_filters])

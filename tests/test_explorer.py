@@ -39,7 +39,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A checkpoint of each config, "tuned", which is another of "per_head", and "fresh", as a new model starts."""
+    """Write a checkpoint of each config, "tuned", which is another of "per_head", and a new model, "fresh"."""
     directory = tmp_path_factory.mktemp("checkpoints")
     models = {
         name: random_model(config, LlamaForCausalLM if name == "llama" else IHAForCausalLM)
@@ -54,7 +54,7 @@ def checkpoints(tmp_path_factory):
 
 
 def explored(checkpoints, tmp_path, *arguments):
-    """The data and the codes inside the page that the command writes."""
+    """Return the data and the codes inside the page that the command writes."""
     directory, _ = checkpoints
     paths = [str(directory / argument) if (directory / argument).is_dir() else argument for argument in arguments]
     explore_attention.main([*paths, "--output", str(tmp_path / "page.html")])
@@ -66,7 +66,7 @@ def explored(checkpoints, tmp_path, *arguments):
 
 
 def decoded(data, codes, checkpoint, layer, tokens=len(LABELS)):
-    """The weights [H, N * P, N * P] of a layer, or `None`."""
+    """Return the weights [H, N * P, N * P] of a layer, or `None`."""
     entry, shape = data["checkpoints"][checkpoint]["layers"][layer].get("codes"), data["layers"][layer]
     if entry is None:
         return None

@@ -1,5 +1,4 @@
-"""`python -m benchmarks.gpu`: the three commands of a visit to a GPU in their dry size, and that a visit is never
-spent twice on the same measurement, nor lost to one form or slice that fails."""
+"""Test that a visit to a GPU measures nothing twice, and is not lost to one form or slice that fails."""
 
 import json
 import os
@@ -203,8 +202,10 @@ def test_results_of_another_version_stay_apart(toy, monkeypatch, capsys, tmp_pat
 
 
 def test_the_next_slice_begins_whatever_became_of_one(monkeypatch, capsys, tmp_path):
-    """Let one slice fail, which is started anew while it leaves more than before, and another run out of time. The
-    archive has what each left."""
+    """Let one slice fail, and another run out of time; the archive has what each left.
+
+    A slice that fails is started anew while it leaves more than before.
+    """
     started = []
 
     def run_until(seconds, command):

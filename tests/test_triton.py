@@ -62,8 +62,10 @@ def test_cpu_tensors_are_refused():
 
 
 class Compiler:
-    """Compile a kernel for a compute capability where a launch would run it, with what a launch knows of its
-    arguments: pointers and divisors of 16."""
+    """Compile a kernel for a compute capability where a launch would run it.
+
+    It knows what a launch knows of its arguments: pointers and divisors of 16.
+    """
 
     def __init__(self, kernel, capability, compiled):
         self.kernel, self.capability, self.compiled = kernel, capability, compiled

@@ -1,5 +1,4 @@
-"""The studies that fine-tune SmolLM2: their tables and plots from the results of runs, and that they go on where they
-stopped."""
+"""Test the studies that fine-tune SmolLM2: their tables and plots, and that they go on where they stopped."""
 
 import json
 
@@ -7,6 +6,7 @@ import pytest
 
 from common.command_io import UserError
 from experiments import mixing_rate, warm_start, warm_start_variants
+from experiments.study import wilson
 
 
 CORRECT = {"chain_sum": 5, "gcd": 20, "spell_backward": 0}
@@ -14,7 +14,7 @@ CORRECT = {"chain_sum": 5, "gcd": 20, "spell_backward": 0}
 
 @pytest.fixture
 def commands(monkeypatch) -> list[str]:
-    """The commands that the study runs; each leaves what the real one does, at once."""
+    """List the commands that the study runs; each leaves what the real one does, at once."""
     called = []
 
     def run(result, *command):
@@ -83,4 +83,4 @@ def test_the_rate_study_trains_each_pair_of_rates_once(commands, tmp_path):
 )
 def test_wilson_intervals(correct, rows, expected):
     """The last is the example of Newcombe (1998), Statistics in Medicine 17, table I, method 3."""
-    assert warm_start.wilson(correct, rows) == pytest.approx(expected, abs=5e-5)
+    assert wilson(correct, rows) == pytest.approx(expected, abs=5e-5)

@@ -1,5 +1,4 @@
-"""The study of the warm start's variants: its questions against a chain followed by hand, its measures against
-generation and the exact start, and that it goes on where it stopped."""
+"""Test the study of the warm start's variants: its questions, its measures, and that it goes on where it stopped."""
 
 import json
 import random
@@ -97,7 +96,7 @@ def test_the_exact_start_spreads_attention_evenly_and_collapses_to_the_last():
 
 @pytest.fixture
 def source(tmp_path, monkeypatch) -> LlamaForCausalLM:
-    """Takes the place of SmolLM2: a tiny Llama with a tokenizer of bytes."""
+    """Put a tiny Llama with a tokenizer of bytes in the place of SmolLM2."""
     tokenizer = byte_tokenizer()
     model = tiny_source(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=512)
     model.save_pretrained(tmp_path / "source")
@@ -125,7 +124,7 @@ def test_starts(source, tmp_path):
 
 @pytest.fixture
 def trained(source, tmp_path, monkeypatch) -> list[str]:
-    """The runs that the study trains; each trains nothing, and leaves what training does."""
+    """List the runs that the study trains; each trains nothing, and leaves what training does."""
     names = []
 
     def train(directory, model_name_or_path, **settings):

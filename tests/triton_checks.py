@@ -1,5 +1,8 @@
-"""The Triton kernels against their definition in plain float64 torch. test_triton.py runs this, on a GPU or in
-Triton's interpreter, in a process of its own: Triton is told which when it is imported."""
+"""Compare the Triton kernels with their definition in plain float64 torch.
+
+test_triton.py runs this, on a GPU or in Triton's interpreter, in a process of its own: Triton is told which when it is
+imported.
+"""
 
 import pytest
 import torch
