@@ -244,9 +244,7 @@ def interval(values: Sequence[float]) -> dict[str, float | None]:
     """Return the mean, and half the width of its 95% interval by Student's t; `None` for a single value."""
     if len(values) < 2:
         return {"mean": values[0], "half_width": None}
-    # The committed results were made with quantiles of three decimals.
-    quantile = round(float(stats.t.ppf(0.975, len(values) - 1)), 3)
-    return {"mean": fmean(values), "half_width": quantile * float(stats.sem(values))}
+    return {"mean": fmean(values), "half_width": float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))}
 
 
 def differences(values: Sequence[float], base: Sequence[float]) -> dict[str, float | None]:
