@@ -56,7 +56,7 @@ TARGETS = _targets()
 
 # Tables of earlier code, which collapsed before it multiplied the values.
 # Remove a name when its table is measured anew.
-EARLIER = ("prefill", "mechanisms", "packed_rows", "training_memory", "training_plan")
+EARLIER = ("training_memory",)
 
 _WINDOWS = (
     "SDPA takes 1.25 times the time a pair in blocks of 128 queries that it takes in a long causal row, computes a quarter more "
