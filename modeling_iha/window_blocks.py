@@ -10,7 +10,6 @@ Documents go through the core one by one. On a GPU in half precision one call of
 
 import inspect
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from transformers.models.llama.modeling_llama import repeat_kv
@@ -65,12 +64,14 @@ def maskless_attention(
         return window_attention(core, module, query, key, value, sliding_window, **kwargs)
     if has_varlen(query):
         return varlen_attention(document_bounds, module, query, key, value, sliding_window, **kwargs)
-    (batch, _, length, _), outputs = query.shape, []
-    for start, stop in pairwise(document_bounds[0].tolist()):
-        row, first = divmod(start, length)
-        document = (states[row : row + 1, :, first : first + stop - start] for states in (query, key, value))
-        outputs.append(window_attention(core, module, *document, sliding_window, **kwargs)[0])
-    return torch.cat(outputs, dim=1).view(batch, length, *outputs[0].shape[2:]), None
+    # The gradient of a split is one concatenation; that of each slice would be a tensor as long as all documents.
+    lengths = document_bounds[0].diff().tolist()
+    documents = zip(*(states.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for states in (query, key, value)))
+    outputs = [
+        window_attention(core, module, *(states[None] for states in document), sliding_window, **kwargs)[0]
+        for document in documents
+    ]
+    return torch.cat(outputs, dim=1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:]), None
 
 
 def window_attention(
