@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -13,11 +11,8 @@ from transformers import initialization as init
 
 from .absorbed_decode import IHAWeights, absorbed_attention, rotate
 from .attention_mha import MultiHeadAttention
+from .configuration_iha import IHAConfig
 from .virtual_sequence import virtual_kwargs
-
-
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
 
 
 class HeadMixing(nn.Module):

@@ -4,17 +4,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from transformers import initialization as init
 
+from .configuration_iha import IHAConfig
 from .score_matrix import ScoreMatrixAttention
-
-
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
 
 
 class HeadTalk(nn.Module):

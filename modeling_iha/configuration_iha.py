@@ -13,13 +13,13 @@ from transformers.utils.versions import require_version
 # First, so that an older or newer Transformers is named rather than some import that it lacks.
 require_version("transformers>=5.17,<6")
 
-from huggingface_hub.dataclasses import strict  # noqa: E402
-from huggingface_hub.errors import StrictDataclassFieldValidationError  # noqa: E402
-from transformers.activations import ACT2FN  # noqa: E402
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
-from transformers.models.llama.configuration_llama import LlamaConfig  # noqa: E402
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .attention_kinds import ATTENTION_CLASSES  # noqa: E402
+from .kind_options import OPTIONS_CLASSES
 
 
 if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone (mergekit) brings the model's code too.
@@ -82,7 +82,7 @@ class IHAConfig(LlamaConfig):
 
     Args:
         attention_kinds (`str` or `list[str]`, *optional*, defaults to `"iha"`):
-            Attention mechanism of each layer, a key of `ATTENTION_CLASSES` such as `"iha"` or `"mha"` (Llama's
+            Attention mechanism of each layer, a key of `OPTIONS_CLASSES` such as `"iha"` or `"mha"` (Llama's
             attention): one name for all, a short repeating pattern, or one name per layer; stored expanded.
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
             Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`; expanded likewise.
@@ -105,8 +105,7 @@ class IHAConfig(LlamaConfig):
         use_qk_norm (`bool`, *optional*, defaults to `False`):
             RMSNorm over each head's query and key, before RoPE and before the mixing (as in Qwen3).
         attention_options (`dict[str, dict]`, *optional*):
-            Options of single mechanisms, `{kind: {option: value}}`; the `options_class` of a mechanism's class says
-            which it has; `"mha"` and `"iha"` have none.
+            Options of single mechanisms, `{kind: {option: value}}`. `OPTIONS_CLASSES` says which options a kind has.
 
     ```python
     >>> from modeling_iha import IHAConfig, IHAForCausalLM
@@ -125,7 +124,7 @@ class IHAConfig(LlamaConfig):
     }
 
     # A checkpoint may ship without "iha", and Transformers builds a config of nothing but defaults now and then.
-    attention_kinds: str | list[str] = "iha" if "iha" in ATTENTION_CLASSES else next(iter(ATTENTION_CLASSES))
+    attention_kinds: str | list[str] = "iha" if "iha" in OPTIONS_CLASSES else next(iter(OPTIONS_CLASSES))
     layer_types: str | list[str] | None = None
     sliding_window: int | None = None
     num_pseudo_heads: int | None = None
@@ -184,7 +183,7 @@ class IHAConfig(LlamaConfig):
         for field in ("rms_norm_eps", "attention_dropout"):
             if getattr(self, field) is not None:
                 _check_number(field, getattr(self, field))
-        self._validate_layer_list("attention_kinds", tuple(ATTENTION_CLASSES))
+        self._validate_layer_list("attention_kinds", tuple(OPTIONS_CLASSES))
         self._validate_layer_list("layer_types", LAYER_TYPES)
         self._validate_window()
         self._validate_mlp()
@@ -192,7 +191,7 @@ class IHAConfig(LlamaConfig):
         for kind in self.attention_options:
             self.options_of(kind)
         for kind in dict.fromkeys(self.attention_kinds):
-            ATTENTION_CLASSES[kind].validate(self)
+            self.options_of(kind).check(self)
 
     def _validate_layer_list(self, field: str, allowed: tuple[str, ...]):
         entries = getattr(self, field)
@@ -227,13 +226,14 @@ class IHAConfig(LlamaConfig):
             )
 
     def options_of(self, kind: str) -> Any:
-        """The options of an attention kind, an instance of its class's `options_class`. Raises a ValueError that names
-        option, value, and what is allowed."""
-        if kind not in ATTENTION_CLASSES:
+        """Return the options of an attention kind, an instance of its class in `OPTIONS_CLASSES`.
+
+        Raise a ValueError that names option, value, and what is allowed."""
+        if kind not in OPTIONS_CLASSES:
             raise ValueError(
-                f"attention_options names the kind {kind!r}; allowed are {', '.join(map(repr, ATTENTION_CLASSES))}."
+                f"attention_options names the kind {kind!r}; allowed are {', '.join(map(repr, OPTIONS_CLASSES))}."
             )
-        options_class, options = ATTENTION_CLASSES[kind].options_class, self.attention_options.get(kind, {})
+        options_class, options = OPTIONS_CLASSES[kind], self.attention_options.get(kind, {})
         where = f"attention_options[{kind!r}]"
         if not isinstance(options, dict):
             raise ValueError(f"{where}={options!r}; it must be a dict of options, perhaps empty.")

@@ -10,7 +10,7 @@ is in this file.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
@@ -18,11 +18,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
+from .configuration_iha import IHAConfig
 from .window_blocks import MIN_BLOCK, has_varlen
 
-
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
 
 # The largest dense mask for virtual tokens. On "sdpa" a row of N * P = 65536 virtual tokens takes it.
 MAX_MASK_BYTES = 4 * 2**30

@@ -125,7 +125,7 @@ SCORE_MATRIX = {
 # What a checkpoint of "iha" and "mha" layers ships.
 IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "virtual_sequence.py"),
-    *("attention_kinds.py", "attention_mha.py", "attention_iha.py"),
+    *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
     *("absorbed_decode.py", "cpu_precision.py", "window_blocks.py"),
 }
 

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import small_config
+from transformers.dynamic_module_utils import get_relative_import_files
 
 import kinds
 from conversion_scripts.convert_llama_to_iha import ATTENTION_KINDS
 from model_cards.render import render_card
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_talking_heads import TalkingHeadsAttention
+from modeling_iha.package import shipped_code
 from sft.trainer import MIXING_MODULES
 
 
@@ -26,7 +28,7 @@ CONVERTERS = {
 
 # "mha" and "iha" are what the model is about.
 @pytest.mark.parametrize("kind", sorted(ATTENTION_CLASSES.keys() - {"mha", "iha"}))
-def test_a_kind_stands_in_its_own_files_and_one_line(kind):
+def test_a_kind_stands_in_its_own_files_and_one_line_of_each_table(kind):
     folders = ("modeling_iha", "kinds", "conversion_scripts", "sft", "benchmarks", "model_cards")
     lines = {
         path.name if path.parent.name != "kinds" else f"kinds/{path.name}": len(found)
@@ -34,9 +36,19 @@ def test_a_kind_stands_in_its_own_files_and_one_line(kind):
         for path in sorted((ROOT / folder).glob("*.py"))
         if (found := re.findall(rf"[\"'`]{kind}[\"'`]", path.read_text(encoding="utf-8")))
     }
-    assert lines.pop("attention_kinds.py") == 1
-    allowed = {f"attention_{kind}.py", f"kinds/{kind}.py"} | CONVERTERS.get(kind, set())
+    assert [lines.pop(table) for table in ("attention_kinds.py", "kind_options.py", "package.py")] == [1, 1, 1]
+    allowed = {f"attention_{kind}.py", f"options_{kind}.py", f"kinds/{kind}.py"} | CONVERTERS.get(kind, set())
     assert lines.keys() <= allowed
+
+
+@pytest.mark.parametrize("kind", ATTENTION_CLASSES)
+def test_a_checkpoint_ships_what_its_code_imports(kind, tmp_path):
+    code = shipped_code([kind])
+    for name, source in code.items():
+        (tmp_path / name).write_bytes(source)
+    roots = {"configuration_iha.py", "modeling_iha.py"}
+    imported = {Path(file).name for root in roots for file in get_relative_import_files(tmp_path / root)}
+    assert code.keys() == imported | roots
 
 
 def test_every_companion_is_of_a_kind():

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig, StaticCache
 
 from modeling_iha import virtual_sequence
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.kind_options import OPTIONS_CLASSES
 
 
 # As few layers as show every path: compiling costs time for each.
@@ -27,9 +27,9 @@ GEOMETRIES = {
         kind: {
             "num_hidden_layers": 1,
             "attention_kinds": kind,
-            "attention_options": {kind: attention_class.example_options},
+            "attention_options": {kind: options.example},
         }
-        for kind, attention_class in ATTENTION_CLASSES.items()
+        for kind, options in OPTIONS_CLASSES.items()
         if kind not in ("iha", "mha")
     },
     "hyper_linear": {

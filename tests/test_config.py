@@ -1,13 +1,18 @@
 """Configs that cannot work are refused where they are built or read; what Transformers and other libraries store in
 one passes."""
 
+import importlib
 import json
 import re
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 from helpers import small_config
 from transformers import AutoConfig
 
+import modeling_iha
 from modeling_iha import IHAConfig
 
 
@@ -208,3 +213,14 @@ def test_a_damaged_number_of_layers_is_refused_before_lists_of_that_length_are_m
 def test_a_config_of_defaults_survives_a_file(tmp_path):
     IHAConfig().save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).hidden_size == IHAConfig().hidden_size
+
+
+def test_the_configuration_imports_no_attention_code(tmp_path, monkeypatch):
+    """Transformers' own LlamaConfig imports torch, so this is as light as it gets."""
+    shutil.copytree(
+        Path(modeling_iha.__file__).parent, tmp_path / "bare", ignore=shutil.ignore_patterns("__init__.py")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("bare.configuration_iha")
+    imported = {name.removeprefix("bare.") for name in sys.modules if name.startswith("bare.")}
+    assert {name for name in imported if "option" not in name} == {"configuration_iha"}
