@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define Dynamically Composable Multi-Head Attention, kind "dcmha" (DCMHA, Section 3 and Appendix D)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@
 
 It is from Ye et al. 2024, Differential Transformer, arXiv 2410.05258."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define HyperAttention, kind "hyper" (A Theoretical Study of (Hyper) Self-Attention, Sections 6 and G)."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import torch

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define kind "hyper_feature" (A Theoretical Study of (Hyper) Self-Attention, Sections 5 and F.2)."""
 
-from __future__ import annotations
-
 from functools import reduce
 from itertools import groupby
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define Interleaved Head Attention, kind "iha" (IHA, Algorithm 1 and Definition 3)."""
 
-from __future__ import annotations
-
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -12,7 +10,7 @@ from transformers import initialization as init
 from .absorbed_decode import IHAWeights, absorbed_attention, rotate
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .virtual_sequence import virtual_kwargs
+from .virtual_tokens import virtual_kwargs
 
 
 class HeadMixing(nn.Module):

@@ -4,8 +4,6 @@
 
 It is the strongest baseline of IHA, Appendix D."""
 
-from __future__ import annotations
-
 import torch
 
 from .configuration_iha import IHAConfig

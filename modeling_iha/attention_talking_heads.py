@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define kind "talking_heads" (Shazeer et al. 2020, Talking-Heads Attention, arXiv 2003.02436)."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from transformers import initialization as init

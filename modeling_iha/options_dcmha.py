@@ -42,6 +42,6 @@ class CompositionOptions(KindOptions):
             )
         if self.rank == 0 and not self.gate and not self.base_map:
             raise ValueError(
-                "attention_options['dcmha'] has rank=0, gate=False and base_map=False, which composes nothing: turn one of "
-                "them on, or use the kind 'mha'."
+                "attention_options['dcmha'] has rank=0, gate=False and base_map=False, which composes nothing: turn "
+                "one of them on, or use the kind 'mha'."
             )

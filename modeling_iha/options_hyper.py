@@ -42,7 +42,8 @@ class HyperOptions(PairOptions):
                 raise ValueError(f"{where} linear=True, which has no window: its layers must be 'full_attention'.")
         elif self.order != 3:
             raise ValueError(
-                f"{where} order={self.order} with softmax, which is for order 3 only: set linear=True for other orders."
+                f"{where} order={self.order} with softmax, which is for order 3 only: set linear=True for other "
+                "orders."
             )
         window_of_one = self.windows[1] == 1 if self.windows else any(sliding) and config.sliding_window == 1
         if self.strict_order and window_of_one:

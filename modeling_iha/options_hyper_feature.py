@@ -44,13 +44,13 @@ class FeatureOptions(KindOptions):
         for order in orders:
             if config.head_dim % (2 * order) != 0:
                 raise ValueError(
-                    f"{where} and head_dim={config.head_dim}; each of a head's features has head_dim / order channels, "
-                    "which must be an even number, for RoPE rotates pairs."
+                    f"{where} and head_dim={config.head_dim}; each of a head's features has head_dim / order "
+                    "channels, which must be an even number, for RoPE rotates pairs."
                 )
         heads_per_group = config.num_attention_heads // config.num_key_value_heads
         for head, order in enumerate(orders):
             if order != orders[head - head % heads_per_group]:
                 raise ValueError(
-                    f"{where} with num_key_value_heads={config.num_key_value_heads}; the {heads_per_group} heads of a group "
-                    "share its keys, so they must have one order."
+                    f"{where} with num_key_value_heads={config.num_key_value_heads}; the {heads_per_group} heads of a "
+                    "group share its keys, so they must have one order."
                 )

@@ -40,6 +40,6 @@ class PairOptions(KindOptions):
         larger = max(self.windows)
         if not all(self.sliding_layers(config)) or larger != config.sliding_window:
             raise ValueError(
-                f"attention_options[{self.kind!r}] has windows={self.windows}; its layers must be 'sliding_attention', "
-                f"with sliding_window={larger}, the larger of the two."
+                f"attention_options[{self.kind!r}] has windows={self.windows}; its layers must be "
+                f"'sliding_attention', with sliding_window={larger}, the larger of the two."
             )

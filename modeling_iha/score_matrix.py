@@ -4,8 +4,6 @@
 
 No stock core exposes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -117,8 +115,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
         core = self.config._attn_implementation
         if core is not None and ("flash" in core or "flex" in core):
             raise ValueError(
-                f"Attention kind {self.config.attention_kinds[self.layer_idx]!r} changes the scores, which attn_implementation={core!r} "
-                f"never builds: use 'sdpa' or 'eager'."
+                f"Attention kind {self.config.attention_kinds[self.layer_idx]!r} changes the scores, which "
+                f"attn_implementation={core!r} never builds: use 'sdpa' or 'eager'."
             )
 
     def compose_scores(self, scores: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define the base of the kinds that attend from a token to tuples of tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import repeat_kv

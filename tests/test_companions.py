@@ -1,5 +1,6 @@
-"""The companions of the attention kinds: each thing known of a kind stands in one place, and what is derived from
-there is complete."""
+"""Test the companions of the attention kinds.
+
+Each thing known of a kind stands in one place, and what is derived from there is complete."""
 
 import re
 from pathlib import Path
@@ -79,7 +80,6 @@ def test_a_card_describes_every_kind(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if kinds.companion_of(kind).deviations])
 def test_no_deviation_at_the_exact_start(kind):
-    """And one where a parameter has moved."""
     mechanism, config = kinds.companion_of(kind), small_config(attention_kinds=kind)
     attention = ATTENTION_CLASSES[kind].for_layer(config, 0)
     state = mechanism.start(config, torch.Generator().manual_seed(0), "balanced") if mechanism.start else {}
@@ -94,12 +94,13 @@ def test_no_deviation_at_the_exact_start(kind):
 
 def test_a_kind_without_a_companion_has_defaults(monkeypatch):
     class Unknown(TalkingHeadsAttention):
-        """Heads talk (Shazeer et al. 2020) of
-        {anything}. A second sentence."""
+        """Let heads talk (Shazeer et al. 2020) of {anything}.
+
+        A second sentence."""
 
     monkeypatch.setitem(ATTENTION_CLASSES, "unknown", Unknown)
     mechanism = kinds.companion_of("unknown")
-    assert mechanism.card.format(config=None) == "Heads talk (Shazeer et al. 2020) of {anything}."
+    assert mechanism.card.format(config=None) == "Let heads talk (Shazeer et al. 2020) of {anything}."
     assert mechanism.forms == {"unknown": {}}
     assert mechanism.start is mechanism.deviations is mechanism.control is mechanism.cost is None
     Unknown.__doc__ = None

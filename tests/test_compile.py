@@ -10,7 +10,7 @@ from helpers import assert_close, random_ids, random_model, set_core, small_conf
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig, StaticCache
 
-from modeling_iha import virtual_sequence
+from modeling_iha import input_checks
 from modeling_iha.kind_options import OPTIONS_CLASSES
 
 
@@ -101,7 +101,7 @@ def test_backward(geometry, inputs):
 
 
 def test_the_size_of_a_dense_mask_is_checked(monkeypatch):
-    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 0)
+    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 0)
     window = {"layer_types": "sliding_attention", "sliding_window": 4, "num_hidden_layers": 1}
     model = random_model(small_config(num_pseudo_heads=3, **window))
     with pytest.raises(Exception, match="needs a mask of"):

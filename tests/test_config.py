@@ -1,5 +1,6 @@
-"""Configs that cannot work are refused where they are built or read; what Transformers and other libraries store in
-one passes."""
+"""Test that a config that cannot work is refused where it is built or read.
+
+What Transformers and other libraries store in one passes."""
 
 import importlib
 import json
@@ -193,7 +194,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 
 @pytest.mark.parametrize("missing", [SIZES, *[[name] for name in SIZES]], ids=str)
 def test_a_config_json_without_sizes_is_refused(tmp_path, missing):
-    """It would become a model of Llama-7B's sizes, whatever the weights beside it."""
+    """Refuse what would become a model of Llama-7B's sizes, whatever the weights beside it."""
     small_config().save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     written = json.loads(file.read_text())
@@ -216,7 +217,7 @@ def test_a_config_of_defaults_survives_a_file(tmp_path):
 
 
 def test_the_configuration_imports_no_attention_code(tmp_path, monkeypatch):
-    """Transformers' own LlamaConfig imports torch, so this is as light as it gets."""
+    """Import it without the package's other files. LlamaConfig itself imports torch."""
     shutil.copytree(
         Path(modeling_iha.__file__).parent, tmp_path / "bare", ignore=shutil.ignore_patterns("__init__.py")
     )

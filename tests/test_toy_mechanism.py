@@ -1,5 +1,7 @@
-"""A mechanism is added by its class and options (here), its reference (references/toy.py), and its lines in the tables
-of kinds (the fixture). It then holds all that test_mechanisms.py asks of a kind."""
+"""Add a mechanism, which then holds all that test_mechanisms.py asks of a kind.
+
+It consists of its class and options (here), its reference (references/toy.py), and its lines in the tables of kinds
+(the fixture)."""
 
 from dataclasses import dataclass
 
@@ -21,7 +23,7 @@ from modeling_iha.score_matrix import ScoreMatrixAttention
 @strict
 @dataclass
 class ToyOptions(KindOptions):
-    """Options of kind "toy"; `start` is the temperature at which training starts."""
+    """Hold the options of kind "toy": the temperature at which training starts."""
 
     example = {"start": 0.5}
 
@@ -29,7 +31,7 @@ class ToyOptions(KindOptions):
 
 
 class Temperature(nn.Module):
-    """One factor for the scores [batch, H, rows, columns] of each head."""
+    """Multiply the scores [batch, H, rows, columns] by one factor for each head."""
 
     def __init__(self, num_heads):
         super().__init__()
@@ -103,7 +105,7 @@ def test_options():
 
 
 def test_a_wrong_mechanism_is_found(monkeypatch):
-    """The checks fail where the layer leaves its temperature out, and where it is left out of training."""
+    """Fail where the layer leaves its temperature out, and where training leaves it out."""
     monkeypatch.setattr(Temperature, "forward", lambda self, scores: scores * self.weight.sum() / self.weight.sum())
     with pytest.raises(AssertionError):
         checks.check_layer(TOYS[0], None, 7)
