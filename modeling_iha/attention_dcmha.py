@@ -106,7 +106,6 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     weights before the softmax with the key, and those after it with the value: (H / G) (2 R + 1) more numbers in each.
     """
 
-    kind = "dcmha"
     mixing_modules = ("pre_base", "post_base")
     caches_like_llama = False
 

@@ -26,8 +26,6 @@ class DifferentialAttention(MultiHeadAttention):
     through the core on its own. The attention weights returned are those of the softmaxes, before the difference.
     """
 
-    kind = "diff"
-
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)

@@ -21,8 +21,6 @@ class HyperAttention(PairAttention):
 
     See [`PairAttention`]. With `strict_order`, j > k, the first token has no pair, and its output is 0."""
 
-    kind = "hyper"
-
     def __init__(self, config: IHAConfig, layer_idx: int):
         options = config.options_of("hyper")
         super().__init__(config, layer_idx, sharing=options.sharing, windows=options.windows)
@@ -83,8 +81,6 @@ class LinearHyperAttention(TupleAttention):
     then separate running sums, O(N head_dim^2) in all. Under a mask (padding, packing, a chunk that continues a cache)
     every query sums the tokens that it sees, O(N^2 head_dim^2).
     """
-
-    kind = "hyper"
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         options = config.options_of("hyper")

@@ -31,8 +31,6 @@ class HyperFeatureAttention(ScoreMatrixAttention):
     With grouped-query attention the heads of a group share its keys, so they have one order.
     """
 
-    kind = "hyper_feature"
-
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         options = config.options_of("hyper_feature")

@@ -99,7 +99,6 @@ class InterleavedHeadAttention(MultiHeadAttention):
     to nP, and the remaining rotation R_p is the same for every token.
     """
 
-    kind = "iha"
     mixing_modules = ("q_mix", "k_mix", "v_mix", "collapse")
 
     def __init__(self, config: IHAConfig, layer_idx: int):

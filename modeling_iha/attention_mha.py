@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
 
 import torch
 from transformers.cache_utils import Cache
@@ -28,10 +27,9 @@ class MultiHeadAttention(LlamaAttention):
 
     The steps are `project`, `attend` and the output projection."""
 
-    kind: ClassVar[str] = "mha"  # name in `IHAConfig.attention_kinds`
     # Submodules that mix heads. Their entries are of order 1, so an optimiser gives them a learning rate of their own
     # and no weight decay.
-    mixing_modules: ClassVar[tuple[str, ...]] = ()
+    mixing_modules: tuple[str, ...] = ()
     num_pseudo_heads = 1  # virtual tokens that attention sees for each token
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
     caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]

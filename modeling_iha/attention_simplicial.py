@@ -15,8 +15,6 @@ class SimplicialAttention(PairAttention):
 
     The two tokens of a pair have separate keys and values: see [`PairAttention`]."""
 
-    kind = "simplicial"
-
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx, sharing=False, windows=config.options_of("simplicial").windows)
 

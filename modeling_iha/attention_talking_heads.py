@@ -36,7 +36,6 @@ class TalkingHeadsAttention(ScoreMatrixAttention):
     grouped-query attention each of the H query heads has its own scores, and all H of them mix.
     """
 
-    kind = "talking_heads"
     mixing_modules = ("score_mix", "weight_mix")
 
     def __init__(self, config: IHAConfig, layer_idx: int):

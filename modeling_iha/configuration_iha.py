@@ -197,7 +197,7 @@ class IHAConfig(LlamaConfig):
         for kind in self.attention_options:
             self.options_of(kind)
         for kind in dict.fromkeys(self.attention_kinds):
-            self.options_of(kind).check(self)
+            self.options_of(kind).check(self, kind)
 
     def _validate_layer_list(self, field: str, allowed: tuple[str, ...]):
         entries = getattr(self, field)

@@ -1,13 +1,13 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""List the options of the attention kinds, one line each; a checkpoint ships the lines of its own kinds."""
+"""List the options classes of the kinds, one to a line. A checkpoint ships the lines of its own kinds."""
 
 from .options import KindOptions
 from .options_dcmha import CompositionOptions
 from .options_diff import DifferentialOptions
 from .options_hyper import HyperOptions
 from .options_hyper_feature import FeatureOptions
-from .options_simplicial import SimplicialOptions
+from .options_pairs import PairOptions
 
 
 OPTIONS_CLASSES = {
@@ -17,6 +17,6 @@ OPTIONS_CLASSES = {
     "diff": DifferentialOptions,
     "hyper_feature": FeatureOptions,
     "hyper": HyperOptions,
-    "simplicial": SimplicialOptions,
+    "simplicial": PairOptions,
     "dcmha": CompositionOptions,
 }

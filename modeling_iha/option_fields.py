@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Make the fields of an options class.
+"""Declare the options of an attention kind as fields of a strict dataclass.
 
 A field has a default, a test, and words for what the test expects. `IHAConfig.options_of` reads the fields."""
 

@@ -16,5 +16,5 @@ class KindOptions:
 
     example: ClassVar[dict] = {}  # options other than the defaults, for tests and documents
 
-    def check(self, config: LlamaConfig) -> None:
+    def check(self, config: LlamaConfig, kind: str) -> None:
         """Raise a ValueError for an `IHAConfig` whose layers of the kind cannot be built or would ignore a field."""

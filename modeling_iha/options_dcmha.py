@@ -34,14 +34,14 @@ class CompositionOptions(KindOptions):
     sides: str = option("both", "'both', 'query' or 'key'", lambda value: value in ("both", "query", "key"))
     num_groups: int = option(1, "a whole number, at least 1", is_whole)
 
-    def check(self, config: LlamaConfig) -> None:
+    def check(self, config: LlamaConfig, kind: str) -> None:
         if config.num_attention_heads % self.num_groups != 0:
             raise ValueError(
-                f"attention_options['dcmha'] has num_groups={self.num_groups}, which does not divide "
+                f"attention_options[{kind!r}] has num_groups={self.num_groups}, which does not divide "
                 f"num_attention_heads={config.num_attention_heads}; heads are composed within groups of equal size."
             )
         if self.rank == 0 and not self.gate and not self.base_map:
             raise ValueError(
-                "attention_options['dcmha'] has rank=0, gate=False and base_map=False, which composes nothing: turn "
+                f"attention_options[{kind!r}] has rank=0, gate=False and base_map=False, which composes nothing: turn "
                 "one of them on, or use the kind 'mha'."
             )

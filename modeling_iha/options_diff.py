@@ -27,14 +27,14 @@ class DifferentialOptions(KindOptions):
         0.1, "a number, at least 0", lambda value: type(value) in (int, float) and 0 <= value < inf
     )
 
-    def check(self, config: LlamaConfig) -> None:
+    def check(self, config: LlamaConfig, kind: str) -> None:
         if config.num_key_value_heads % 2 != 0:
             raise ValueError(
-                f"num_key_value_heads={config.num_key_value_heads} is odd; attention kind 'diff' subtracts the second "
-                "half of the heads from the first, each with half of the key/value heads, so it must be even."
+                f"num_key_value_heads={config.num_key_value_heads} is odd; attention kind {kind!r} subtracts the "
+                "second half of the heads from the first, each with half of the key/value heads, so it must be even."
             )
         if config.attention_dropout:
             raise ValueError(
-                f"attention_dropout={config.attention_dropout} with attention kind 'diff', whose paper gives dropout "
-                "no place in a difference of two softmaxes: set it to 0."
+                f"attention_dropout={config.attention_dropout} with attention kind {kind!r}, whose paper gives "
+                "dropout no place in a difference of two softmaxes: set it to 0."
             )

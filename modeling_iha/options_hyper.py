@@ -8,7 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from .option_fields import is_whole, option, switch
-from .options_pairs import PairOptions
+from .options_pairs import PairOptions, sliding_layers
 
 
 @strict
@@ -23,7 +23,6 @@ class HyperOptions(PairOptions):
         linear: whether to leave out the softmax, which allows any order.
     """
 
-    kind = "hyper"
     example = {"sharing": False, "strict_order": True}
 
     order: int = option(3, "a whole number, at least 2", lambda value: is_whole(value, 2))
@@ -31,9 +30,9 @@ class HyperOptions(PairOptions):
     strict_order: bool = switch(False)
     linear: bool = switch(False)
 
-    def check(self, config: LlamaConfig) -> None:
-        sliding = self.sliding_layers(config)
-        where = "attention_options['hyper'] has"
+    def check(self, config: LlamaConfig, kind: str) -> None:
+        sliding = sliding_layers(config, kind)
+        where = f"attention_options[{kind!r}] has"
         if self.linear:
             for name in ("strict_order", "windows"):
                 if getattr(self, name):
@@ -50,4 +49,4 @@ class HyperOptions(PairOptions):
             raise ValueError(
                 f"{where} strict_order=True with a window of 1 token for k, which leaves no pair with j > k."
             )
-        super().check(config)
+        super().check(config, kind)

@@ -36,9 +36,9 @@ class FeatureOptions(KindOptions):
         """Return the order of each head."""
         return [self.orders] * num_heads if isinstance(self.orders, int) else self.orders
 
-    def check(self, config: LlamaConfig) -> None:
+    def check(self, config: LlamaConfig, kind: str) -> None:
         orders = self.of_heads(config.num_attention_heads)
-        where = f"attention_options['hyper_feature'] has orders={self.orders}"
+        where = f"attention_options[{kind!r}] has orders={self.orders}"
         if len(orders) != config.num_attention_heads:
             raise ValueError(f"{where}; it must be one number, or one for each of {config.num_attention_heads} heads.")
         for order in orders:

@@ -3,13 +3,18 @@
 """Define the options that kinds which attend to pairs of tokens share."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from .option_fields import is_whole, option
 from .options import KindOptions
+
+
+def sliding_layers(config: LlamaConfig, kind: str) -> list[bool]:
+    """Return for each layer of the kind whether it is a sliding one."""
+    layers = zip(config.attention_kinds, config.layer_types)
+    return [layer_type == "sliding_attention" for layer_kind, layer_type in layers if layer_kind == kind]
 
 
 @strict
@@ -21,25 +26,15 @@ class PairOptions(KindOptions):
         windows: [w1, w2] of j and k in tokens; the larger one is the layer's `sliding_window`. `None` sets both to it.
     """
 
-    kind: ClassVar[str]
-
     windows: list[int] | None = option(
         None,
         "a list of two numbers of tokens, at least 1, or null",
         lambda value: value is None or (isinstance(value, list) and len(value) == 2 and all(map(is_whole, value))),
     )
 
-    def sliding_layers(self, config: LlamaConfig) -> list[bool]:
-        """Return for each layer of the kind whether it is a sliding one."""
-        layers = zip(config.attention_kinds, config.layer_types)
-        return [layer_type == "sliding_attention" for kind, layer_type in layers if kind == self.kind]
-
-    def check(self, config: LlamaConfig) -> None:
-        if self.windows is None:
-            return
-        larger = max(self.windows)
-        if not all(self.sliding_layers(config)) or larger != config.sliding_window:
+    def check(self, config: LlamaConfig, kind: str) -> None:
+        if self.windows and not (all(sliding_layers(config, kind)) and max(self.windows) == config.sliding_window):
             raise ValueError(
-                f"attention_options[{self.kind!r}] has windows={self.windows}; its layers must be "
-                f"'sliding_attention', with sliding_window={larger}, the larger of the two."
+                f"attention_options[{kind!r}] has windows={self.windows}; its layers must be 'sliding_attention', "
+                f"with sliding_window={max(self.windows)}, the larger of the two."
             )

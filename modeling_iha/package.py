@@ -22,7 +22,7 @@ KIND_FILES = {
     "diff": ("attention_diff.py", "options_diff.py", "option_fields.py"),
     "hyper_feature": ("attention_hyper_feature.py", "options_hyper_feature.py", *SCORES),
     "hyper": ("attention_hyper.py", "options_hyper.py", *PAIRS),
-    "simplicial": ("attention_simplicial.py", "options_simplicial.py", *PAIRS),
+    "simplicial": ("attention_simplicial.py", *PAIRS),
     "dcmha": ("attention_dcmha.py", "options_dcmha.py", *SCORES),
 }
 KIND_TABLES = ("attention_kinds.py", "kind_options.py")

@@ -138,7 +138,7 @@ def test_bfloat16_weights_and_autocast(positions):
 
 
 def test_gradients_under_autocast():
-    """Autocast rounds the projections but not the scores."""
+    """Round the projections under autocast, but not the scores."""
     model = random_model(small_config(num_pseudo_heads=3))
     gradients = {}
     for core in ("base", "eager", None):

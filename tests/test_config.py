@@ -136,7 +136,6 @@ FOREIGN = {
     "_commit_hash": "0" * 40,
     "_attn_implementation_internal": "eager",
     "attn_implementation": "eager",
-    "experts_implementation": None,
     "auto_map": {"AutoConfig": "configuration_iha.IHAConfig"},
     "transformers_version": "5.17.0",
     "torch_dtype": "bfloat16",
@@ -144,29 +143,11 @@ FOREIGN = {
     "num_labels": 3,
     "id2label": {"0": "a", "1": "b"},
     "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "compression_config": {},
     "rope_theta": 1e4,
-    "rope_scaling": None,
-    "output_attentions": False,
-    "per_layer_config": None,
-    "custom_pipelines": {},
-    "torchscript": False,
-    "use_bfloat16": False,
-    "tie_encoder_decoder": False,
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "cross_attention_hidden_size": None,
-    "pruned_heads": {},
-    "finetuning_task": None,
-    "task_specific_params": None,
     "tokenizer_class": "PreTrainedTokenizerFast",
-    "prefix": None,
-    "sep_token_id": None,
-    "decoder_start_token_id": None,
     "max_length": 20,
     "num_beams": 1,
     "temperature": 1.0,
-    "use_sliding_window": False,
     "max_window_layers": 28,
     "attention_type": "full",
     "mask_token_id": 4,
@@ -174,6 +155,15 @@ FOREIGN = {
     "unsloth_version": "2026.1",
     "unsloth_fixed": True,
     "version": 1,
+    **dict.fromkeys(
+        ("experts_implementation", "rope_scaling", "per_layer_config", "cross_attention_hidden_size"), None
+    ),
+    **dict.fromkeys(
+        ("finetuning_task", "task_specific_params", "prefix", "sep_token_id", "decoder_start_token_id"), None
+    ),
+    **dict.fromkeys(("output_attentions", "torchscript", "use_bfloat16", "tie_encoder_decoder", "is_decoder"), False),
+    **dict.fromkeys(("add_cross_attention", "use_sliding_window"), False),
+    **dict.fromkeys(("compression_config", "custom_pipelines", "pruned_heads"), {}),
 }
 
 

@@ -45,7 +45,6 @@ class Temperature(nn.Module):
 
 
 class ToyAttention(ScoreMatrixAttention):
-    kind = "toy"
     mixing_modules = ("temperature",)
 
     def __init__(self, config, layer_idx):
