@@ -34,7 +34,7 @@ from benchmarks.harness import (
 )
 from benchmarks.schedule import BASE, schedules
 from common.command_io import UserError, read_json, run_cli
-from modeling_iha import attention_mha, virtual_sequence
+from modeling_iha import attention_mha, masks
 
 
 IDLE_LIMIT, BUSY_LIMIT = 1.05, 1.2
@@ -57,7 +57,7 @@ ISA_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 def plain_sdpa() -> Iterator[None]:
     """Give every layer Transformers' mask, and leave the states in their own dtype."""
     with (
-        mock.patch.object(virtual_sequence, "_maskless", lambda *_: None),
+        mock.patch.object(masks, "_maskless", lambda *_: None),
         mock.patch.object(attention_mha, "in_product_dtype", lambda attend: attend),
     ):
         yield

@@ -36,7 +36,7 @@ from gpu_kernels import mix_heads_triton
 from gpu_kernels.decode_triton import decode_attention
 from kinds import model_cost as cost
 from kinds.cost import score_products
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, attention_iha, virtual_sequence, window_blocks
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, attention_iha, masks, window_blocks
 from modeling_iha.absorbed_decode import absorbed_attention
 from modeling_iha.package import flop_matched_window
 
@@ -93,7 +93,7 @@ def within(context: Callable[[], AbstractContextManager], prepare: Prepare) -> P
 def in_blocks() -> Iterator[None]:
     """Compute windows in blocks, as without `varlen_attn`."""
     with (
-        mock.patch.object(virtual_sequence, "has_varlen", return_value=False),
+        mock.patch.object(masks, "has_varlen", return_value=False),
         mock.patch.object(window_blocks, "has_varlen", return_value=False),
     ):
         yield
@@ -373,9 +373,9 @@ def decode_model(case: dict, preset: str) -> Work:
     model, batch = paper_model(case, preset).eval(), case["batch"]
     past_key_values, gigabytes = in_place_cache(model.model, batch, case["tokens"])
     position_ids = torch.full((1, 1), case["tokens"], device=DEVICE)
-    masks = model.model.create_masks(draw(batch, 1, 1), None, past_key_values, position_ids)
+    prepared = model.model.create_masks(draw(batch, 1, 1), None, past_key_values, position_ids)
     # Transformers takes the capture of a graph for tracing, under which masks are dense.
-    model.model.create_masks = lambda *_, **__: masks
+    model.model.create_masks = lambda *_, **__: prepared
     step = partial(model, position_ids=position_ids, past_key_values=past_key_values)
     run = inference(step, torch.zeros(batch, 1, dtype=torch.int, device=DEVICE))
     return Work(replayed(run), {"tokens": batch, "GB": gigabytes})

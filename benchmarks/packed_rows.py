@@ -12,7 +12,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.harness import arguments, inference, medians, ratios, reported, training, write
-from modeling_iha.virtual_sequence import document_bounds
+from modeling_iha.mask_inputs import document_bounds
 from modeling_iha.window_blocks import maskless_attention
 
 

@@ -14,7 +14,7 @@ import torch
 from benchmarks.harness import Attention, arguments, extra_bytes, inference, medians, ratios, report, write
 from kinds.cost import score_products
 from kinds.model_cost import attention
-from modeling_iha import virtual_sequence
+from modeling_iha import masks
 from modeling_iha.window_blocks import block_size
 
 
@@ -40,7 +40,7 @@ def prepare(form: str, tokens: int, pseudo_heads: int, window: int) -> Callable[
     run = inference(window_attention(pseudo_heads, window), torch.randn(1, tokens, 512))
     if form == "layer, dense mask":
         # This leaves the mask that Transformers makes.
-        run = mock.patch.object(virtual_sequence, "_maskless", lambda *_: None)(run)
+        run = mock.patch.object(masks, "_maskless", lambda *_: None)(run)
     return run
 
 

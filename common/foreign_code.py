@@ -4,20 +4,16 @@ Nothing of a checkpoint runs unless it is this package's, byte for byte, or the 
 what each command runs, and when.
 """
 
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from transformers.utils import CONFIG_NAME
 
 from common.command_io import UserError, printable, read_json
-from modeling_iha import package
+from modeling_iha.package import shipped_code
 
 
-PACKAGE = Path(package.__file__).parent
-NOT_SHIPPED = {"__init__.py", "package.py"}
 CUSTOM_GENERATE = "custom_generate/generate.py"  # Transformers puts it in the place of `generate`
 
 
@@ -54,7 +50,8 @@ def foreign_code(directory: Path) -> list[str]:
     import, `custom_generate`, and code of other repositories. Raise `UserError`.
     """
     configs = {path.name: read_json(path) for path in sorted(directory.glob("*config.json"))}
-    known = _shipped_code(configs.get(CONFIG_NAME, {}).get("attention_kinds"))
+    kinds = configs.get(CONFIG_NAME, {}).get("attention_kinds")
+    known = shipped_code(kinds if isinstance(kinds, list) else [kinds])
     elsewhere, modules = [], set()
     for name, entries in configs.items():
         elsewhere += [f"{entry} in {name}" for entry in code_elsewhere(entries)]
@@ -81,17 +78,6 @@ def code_elsewhere(entries: dict) -> list[str]:
         f"{key} {value!r}" for key, value in _entries(entries) if "attn_implementation" in key and "/" in str(value)
     ]
     return kernels + [key for key in entries if key == "configuration_files"]
-
-
-def _shipped_code(kinds: object) -> dict[str, bytes]:
-    """Return the Python files that this package ships for a config with these `attention_kinds`."""
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    with tempfile.TemporaryDirectory(prefix="code-") as temporary:
-        shipped = Path(temporary)
-        for path in PACKAGE.glob("*.py"):
-            shutil.copy(path, shipped)
-        package.remove_unused_code(shipped, kinds)
-        return {path.name: path.read_bytes() for path in shipped.iterdir() if path.name not in NOT_SHIPPED}
 
 
 def _references(entries: dict) -> Iterator[str]:

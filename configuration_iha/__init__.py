@@ -1,7 +1,9 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Named configurations as data: one JSON file each, which `AutoConfig.from_pretrained` reads and
-`IHAConfig.from_preset` finds by name. README.md says where each comes from."""
+"""Hold named configurations, one JSON file each.
+
+`AutoConfig.from_pretrained` reads a file, and `IHAConfig.from_preset` finds it by name. README.md says where each is
+from."""
 
 from pathlib import Path
 

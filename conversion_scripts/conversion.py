@@ -12,11 +12,12 @@ from transformers.activations import ACT2FN
 from common.checkpoint_io import load_config, load_model, load_tokenizer
 from common.command_io import UserError, new_directory, one_line
 from model_cards.render import markdown, render_card, source_license, source_name
+from modeling_iha.configuration_iha import SIZES
 
 
 # Config fields that have the same name and meaning in IHA and in all architectures that are converted by them.
 SHARED_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *SIZES,
     *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
     *("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters"),
     "attention_dropout",
@@ -27,8 +28,6 @@ HARMLESS_FIELDS = {
     *("head_dim", "is_llama_config", "model_max_length", "pretraining_tp", "transformers.js_config"),
     *("unk_token_id", "unsloth_fixed", "unsloth_version"),
 }
-# The fields from which the shapes of all weights follow.
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Attention cores count tokens in 32 bits.
 LARGEST_SIZE = 2**31 - 1
 

@@ -41,7 +41,7 @@ import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
 
 from common.checkpoint_io import load_cached_in_clean_process, load_config, load_in_clean_process
-from common.foreign_code import PACKAGE, refuse_foreign_code
+from common.foreign_code import refuse_foreign_code
 from hub.checks import (
     EVAL_RESULTS,
     LOADED_NAMES,
@@ -59,6 +59,7 @@ from hub.client import (
     status_of,
 )
 from model_cards.render import render_card, with_name
+from modeling_iha.package import PACKAGE
 
 
 # Weights by the names under which Transformers looks for them, in one file or several, of any variant.

@@ -115,7 +115,7 @@ def filter_bank(layer: BareAttention, x: torch.Tensor, k: int) -> torch.Tensor:
     """Return the first k blocks of the heads of a constructed layer, [k, rows, d], of X [rows, d]."""
     module, features = layer.layer, x.shape[1]
     heads, nodes = module.config.num_attention_heads, module.q_proj.in_features - features
-    blocks = heads if module.kind == "iha" else 1
+    blocks = module.num_pseudo_heads
     output = layer(embed(x[None], nodes))[0].unflatten(-1, (heads, -1))[..., : features * blocks]
     return output.reshape(len(x), heads * blocks, features).transpose(0, 1)[:k]
 

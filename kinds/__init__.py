@@ -58,7 +58,7 @@ def companion_of(kind: str) -> Companion:
 
 
 def all_companions() -> dict[str, Companion]:
-    """Return the mechanism of every kind, in the order of `ATTENTION_CLASSES`."""
+    """Return the companion of every kind, in the order of `ATTENTION_CLASSES`."""
     return {kind: companion_of(kind) for kind in ATTENTION_CLASSES}
 
 

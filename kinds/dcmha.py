@@ -42,8 +42,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
 
 
 COMPANION = Companion(
-    card="Dynamically Composable Multi-Head Attention: before and after the softmax, heads are combined with weights that are "
-    "computed from the query's and the key's token. The KV cache also holds the weights of each key's token.",
+    card="Dynamically Composable Multi-Head Attention: before and after the softmax, heads are combined with weights "
+    "that are computed from the query's and the key's token. The KV cache also holds the weights of each key's token.",
     paper="Xiao et al., 2024, Improving Transformers with Dynamically Composable Multi-Head "
     "Attention ([code](https://github.com/Caiyun-AI/DCFormer))",
     cost=cost,

@@ -10,6 +10,7 @@ keys are equal.
 import torch
 
 from modeling_iha import IHAConfig
+from modeling_iha.attention_forms import recomputes
 
 from . import Companion
 from .cost import Cost, score_products
@@ -90,23 +91,23 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     # SDPA keeps the output of the virtual tokens, and a collapse over all heads keeps it in another layout.
     copies = 1 if per_head else 2
     kept = base * (1 + virtual) + tokens * heads * (virtual * (copies * d + 1) + d)
-    if form == "base" and virtual > 1:
+    if recomputes(form, virtual):
         kept = base + tokens * heads * d
     return Cost(
         parameters=mixing + collapse,
         cache=2 * groups * d * cached,
         prefill=forward + linear_parts,
         # Recomputation stops at the collapse, whose output the backward pass does not need.
-        training=training + 3 * linear_parts + (tokens * mixing * d if form == "base" and virtual > 1 else 0),
+        training=training + 3 * linear_parts + (tokens * mixing * d if recomputes(form, virtual) else 0),
         decode=decode,
         kept=kept,
     )
 
 
 COMPANION = Companion(
-    card="Interleaved Head Attention: every head is a learned combination of all heads, and every token takes part in attention as "
-    "{config.num_pseudo_heads} interleaved pseudo-tokens. The KV cache holds base keys and values only, so it is as large as that of "
-    "the same model with ordinary attention.",
+    card="Interleaved Head Attention: every head is a learned combination of all heads, and every token takes part "
+    "in attention as {config.num_pseudo_heads} interleaved pseudo-tokens. The KV cache holds base keys and values "
+    "only, so it is as large as that of the same model with ordinary attention.",
     paper="Duvvuri, Ekbote, Bansal, Tiwari, Khatri, Brandfonbrener, Liang, Dhillon and Zaheer, "
     "Interleaved Head Attention",
     cost=cost,

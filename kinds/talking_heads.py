@@ -30,7 +30,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
 
 
 COMPANION = Companion(
-    card="Talking-Heads Attention: the heads mix their attention scores before the softmax and their weights after it.",
+    card="Talking-Heads Attention: the heads mix their attention scores before the softmax and their weights after "
+    "it.",
     paper="Shazeer et al., 2020, [Talking-Heads Attention](https://arxiv.org/abs/2003.02436)",
     cost=cost,
     start=start,

@@ -2,46 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define Dynamically Composable Multi-Head Attention, kind "dcmha" (DCMHA, Section 3 and Appendix D)."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from .attention_options import is_whole, option, switch
+from .configuration_iha import IHAConfig
 from .score_matrix import ScoreMatrixAttention
-
-
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
-
-
-@strict
-@dataclass
-class CompositionOptions:
-    """Hold the options of kind "dcmha", the variants of DCMHA, Table 9.
-
-    Attributes:
-        rank: R of the projections; 0 for gates only.
-        gate: whether there are gates.
-        base_map: whether a learned static map W_b replaces the skip connection.
-        stages: what is composed: scores before the softmax ("pre"), weights after it ("post"), or both.
-        sides: whose tokens compute composition weights: the queries', the keys', or both.
-        num_groups: number of groups of heads; heads are composed within a group (Section 3.2).
-    """
-
-    rank: int = option(2, "a whole number, 0 for no projection", lambda value: is_whole(value, 0))
-    gate: bool = switch(True)
-    base_map: bool = switch(False)
-    stages: str = option("both", "'both', 'pre' or 'post'", lambda value: value in ("both", "pre", "post"))
-    sides: str = option("both", "'both', 'query' or 'key'", lambda value: value in ("both", "query", "key"))
-    num_groups: int = option(1, "a whole number, at least 1", is_whole)
 
 
 class CompositionWeights(nn.Module):
@@ -137,25 +106,8 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     weights before the softmax with the key, and those after it with the value: (H / G) (2 R + 1) more numbers in each.
     """
 
-    kind = "dcmha"
-    options_class = CompositionOptions
-    example_options = {"rank": 1, "base_map": True, "num_groups": 2}
     mixing_modules = ("pre_base", "post_base")
     caches_like_llama = False
-
-    @classmethod
-    def validate(cls, config: IHAConfig) -> None:
-        options = config.options_of("dcmha")
-        if config.num_attention_heads % options.num_groups != 0:
-            raise ValueError(
-                f"attention_options['dcmha'] has num_groups={options.num_groups}, which does not divide "
-                f"num_attention_heads={config.num_attention_heads}; heads are composed within groups of equal size."
-            )
-        if options.rank == 0 and not options.gate and not options.base_map:
-            raise ValueError(
-                "attention_options['dcmha'] has rank=0, gate=False and base_map=False, which composes nothing: turn one of "
-                "them on, or use the kind 'mha'."
-            )
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

@@ -4,38 +4,14 @@
 
 It is from Ye et al. 2024, Differential Transformer, arXiv 2410.05258."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
-from math import inf
-from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import initialization as init
 
 from .attention_mha import MultiHeadAttention
-from .attention_options import option
-
-
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
-
-
-@strict
-@dataclass
-class DifferentialOptions:
-    """Hold the options of kind "diff".
-
-    Attributes:
-        lambda_std_dev: standard deviation of the initial lambda vectors.
-    """
-
-    lambda_std_dev: int | float = option(
-        0.1, "a number, at least 0", lambda value: type(value) in (int, float) and 0 <= value < inf
-    )
+from .configuration_iha import IHAConfig
 
 
 class DifferentialAttention(MultiHeadAttention):
@@ -50,10 +26,6 @@ class DifferentialAttention(MultiHeadAttention):
     through the core on its own. The attention weights returned are those of the softmaxes, before the difference.
     """
 
-    kind = "diff"
-    options_class = DifferentialOptions
-    example_options = {"lambda_std_dev": 0.2}
-
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
@@ -62,19 +34,6 @@ class DifferentialAttention(MultiHeadAttention):
         self.lambda_q2 = nn.Parameter(torch.empty(self.head_dim))
         self.lambda_k2 = nn.Parameter(torch.empty(self.head_dim))
         self.groupnorm = nn.RMSNorm(2 * self.head_dim, eps=config.rms_norm_eps, elementwise_affine=False)
-
-    @classmethod
-    def validate(cls, config: IHAConfig) -> None:
-        if config.num_key_value_heads % 2 != 0:
-            raise ValueError(
-                f"num_key_value_heads={config.num_key_value_heads} is odd; attention kind 'diff' subtracts the second half "
-                "of the heads from the first, each with half of the key/value heads, so it must be even."
-            )
-        if config.attention_dropout:
-            raise ValueError(
-                f"attention_dropout={config.attention_dropout} with attention kind 'diff', whose paper gives dropout no "
-                "place in a difference of two softmaxes: set it to 0."
-            )
 
     def init_mechanism(self, config: IHAConfig):
         """Draw the lambda vectors from a normal distribution with standard deviation `lambda_std_dev`."""

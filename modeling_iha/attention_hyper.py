@@ -2,63 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define HyperAttention, kind "hyper" (A Theoretical Study of (Hyper) Self-Attention, Sections 6 and G)."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub.dataclasses import strict
 
 from .attention_mha import MultiHeadAttention
-from .attention_options import is_whole, option, switch
+from .configuration_iha import IHAConfig
 from .score_matrix import MASKED, block_bias, join, query_blocks, query_offset, recomputed
-from .tuple_attention import (
-    PairAttention,
-    TupleAttention,
-    block_size,
-    sliding_layers,
-    validate_windows,
-    windows_option,
-)
+from .tuple_attention import PairAttention, TupleAttention, block_size
 
-
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
 
 # The linear form holds the running sums of this many tokens at a time, [batch, keys, CHUNK, head_dim, head_dim].
 CHUNK = 32
-
-
-@strict
-@dataclass
-class HyperOptions:
-    """Hold the options of kind "hyper".
-
-    Attributes:
-        order: n; a token attends to tuples of n - 1 tokens. With a softmax it is 3.
-        sharing: whether all tokens of a tuple share one key and one value.
-        strict_order: whether pairs have j > k instead of j >= k.
-        linear: whether to leave out the softmax, which allows any order.
-        windows: [w1, w2] of j and k in tokens; the larger one is the layer's `sliding_window`. `None` sets both to it.
-    """
-
-    order: int = option(3, "a whole number, at least 2", lambda value: is_whole(value, 2))
-    sharing: bool = switch(True)
-    strict_order: bool = switch(False)
-    linear: bool = switch(False)
-    windows: list[int] | None = windows_option()
 
 
 class HyperAttention(PairAttention):
     """Attend by a softmax over all ordered pairs i >= j >= k: order 3 (Definitions G.1 and G.3).
 
     See [`PairAttention`]. With `strict_order`, j > k, the first token has no pair, and its output is 0."""
-
-    kind = "hyper"
-    options_class = HyperOptions
-    example_options = {"sharing": False, "strict_order": True}
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         options = config.options_of("hyper")
@@ -68,27 +29,6 @@ class HyperAttention(PairAttention):
     @classmethod
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> MultiHeadAttention:
         return (LinearHyperAttention if config.options_of("hyper").linear else cls)(config, layer_idx)
-
-    @classmethod
-    def validate(cls, config: IHAConfig) -> None:
-        options, sliding = config.options_of("hyper"), sliding_layers(config, "hyper")
-        where = "attention_options['hyper'] has"
-        if options.linear:
-            for name in ("strict_order", "windows"):
-                if getattr(options, name):
-                    raise ValueError(f"{where} linear=True, whose tuples are all of the past: {name} must not be set.")
-            if any(sliding):
-                raise ValueError(f"{where} linear=True, which has no window: its layers must be 'full_attention'.")
-        elif options.order != 3:
-            raise ValueError(
-                f"{where} order={options.order} with softmax, which is for order 3 only: set linear=True for other orders."
-            )
-        window_of_one = options.windows[1] == 1 if options.windows else any(sliding) and config.sliding_window == 1
-        if options.strict_order and window_of_one:
-            raise ValueError(
-                f"{where} strict_order=True with a window of 1 token for k, which leaves no pair with j > k."
-            )
-        validate_windows(config, "hyper")
 
     def is_pair(self, j: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return j > k if self.strict_order else j >= k
@@ -141,8 +81,6 @@ class LinearHyperAttention(TupleAttention):
     then separate running sums, O(N head_dim^2) in all. Under a mask (padding, packing, a chunk that continues a cache)
     every query sums the tokens that it sees, O(N^2 head_dim^2).
     """
-
-    kind = "hyper"
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         options = config.options_of("hyper")

@@ -2,48 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define kind "hyper_feature" (A Theoretical Study of (Hyper) Self-Attention, Sections 5 and F.2)."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .attention_options import is_whole, option, switch
+from .configuration_iha import IHAConfig
 from .score_matrix import MASKED, ScoreMatrixAttention
-
-
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
-
-
-@strict
-@dataclass
-class FeatureOptions:
-    """Hold the options of kind "hyper_feature".
-
-    Attributes:
-        orders: how many scores a head multiplies: one number for all heads, or a list with one for each head.
-        value_product: whether a head also multiplies as many values.
-        linear: whether to leave out the softmax.
-    """
-
-    orders: int | list[int] = option(
-        2,
-        "a whole number, at least 1, or a list of one for each head",
-        lambda value: is_whole(value) or (isinstance(value, list) and all(map(is_whole, value))),
-    )
-    value_product: bool = switch(False)
-    linear: bool = switch(False)
-
-    def of_heads(self, num_heads: int) -> list[int]:
-        """Return the order of each head."""
-        return [self.orders] * num_heads if isinstance(self.orders, int) else self.orders
 
 
 def product(factors: torch.Tensor, dim: int) -> torch.Tensor:
@@ -63,31 +30,6 @@ class HyperFeatureAttention(ScoreMatrixAttention):
 
     With grouped-query attention the heads of a group share its keys, so they have one order.
     """
-
-    kind = "hyper_feature"
-    options_class = FeatureOptions
-    example_options = {"orders": [1, 1, 4, 4], "value_product": True}
-
-    @classmethod
-    def validate(cls, config: IHAConfig) -> None:
-        options = config.options_of("hyper_feature")
-        orders = options.of_heads(config.num_attention_heads)
-        where = f"attention_options['hyper_feature'] has orders={options.orders}"
-        if len(orders) != config.num_attention_heads:
-            raise ValueError(f"{where}; it must be one number, or one for each of {config.num_attention_heads} heads.")
-        for order in orders:
-            if config.head_dim % (2 * order) != 0:
-                raise ValueError(
-                    f"{where} and head_dim={config.head_dim}; each of a head's features has head_dim / order channels, "
-                    "which must be an even number, for RoPE rotates pairs."
-                )
-        heads_per_group = config.num_attention_heads // config.num_key_value_heads
-        for head, order in enumerate(orders):
-            if order != orders[head - head % heads_per_group]:
-                raise ValueError(
-                    f"{where} with num_key_value_heads={config.num_key_value_heads}; the {heads_per_group} heads of a group "
-                    "share its keys, so they must have one order."
-                )
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

@@ -2,10 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define Interleaved Head Attention, kind "iha" (IHA, Algorithm 1 and Definition 3)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -13,11 +9,8 @@ from transformers import initialization as init
 
 from .absorbed_decode import IHAWeights, absorbed_attention, rotate
 from .attention_mha import MultiHeadAttention
-from .virtual_sequence import virtual_kwargs
-
-
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
+from .configuration_iha import IHAConfig
+from .virtual_tokens import virtual_kwargs
 
 
 class HeadMixing(nn.Module):
@@ -106,7 +99,6 @@ class InterleavedHeadAttention(MultiHeadAttention):
     to nP, and the remaining rotation R_p is the same for every token.
     """
 
-    kind = "iha"
     mixing_modules = ("q_mix", "k_mix", "v_mix", "collapse")
 
     def __init__(self, config: IHAConfig, layer_idx: int):

@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""List the attention mechanisms, one import and one line each; a checkpoint ships the lines of its own mechanisms."""
+"""List the attention classes of the kinds, one to a line. A checkpoint ships the lines of its own kinds."""
 
 from .attention_dcmha import DynamicallyComposableAttention
 from .attention_diff import DifferentialAttention

@@ -5,12 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from huggingface_hub.dataclasses import strict
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -20,18 +17,9 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
+from .configuration_iha import IHAConfig
 from .cpu_precision import in_product_dtype
 from .window_blocks import maskless_attention
-
-
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
-
-
-@strict
-@dataclass
-class NoOptions:
-    """Hold no options."""
 
 
 class MultiHeadAttention(LlamaAttention):
@@ -39,12 +27,9 @@ class MultiHeadAttention(LlamaAttention):
 
     The steps are `project`, `attend` and the output projection."""
 
-    kind: ClassVar[str] = "mha"  # name in `IHAConfig.attention_kinds`
-    options_class: ClassVar[type] = NoOptions  # strict dataclass of the kind's `attention_options`
-    example_options: ClassVar[dict] = {}  # options other than the defaults, for tests and documents
     # Submodules that mix heads. Their entries are of order 1, so an optimiser gives them a learning rate of their own
     # and no weight decay.
-    mixing_modules: ClassVar[tuple[str, ...]] = ()
+    mixing_modules: tuple[str, ...] = ()
     num_pseudo_heads = 1  # virtual tokens that attention sees for each token
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
     caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
@@ -62,10 +47,6 @@ class MultiHeadAttention(LlamaAttention):
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> MultiHeadAttention:
         """Build the attention module of a layer of this kind."""
         return cls(config, layer_idx)
-
-    @classmethod
-    def validate(cls, config: IHAConfig) -> None:
-        """Raise a ValueError for a config whose layers of this kind cannot be built or would ignore a field."""
 
     def project_value(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return values [batch, N, G * head_dim] of hidden states [batch, N, hidden_size]."""

@@ -2,19 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define kind "talking_heads" (Shazeer et al. 2020, Talking-Heads Attention, arXiv 2003.02436)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from transformers import initialization as init
 
+from .configuration_iha import IHAConfig
 from .score_matrix import ScoreMatrixAttention
-
-
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
 
 
 class HeadTalk(nn.Module):
@@ -43,7 +36,6 @@ class TalkingHeadsAttention(ScoreMatrixAttention):
     grouped-query attention each of the H query heads has its own scores, and all H of them mix.
     """
 
-    kind = "talking_heads"
     mixing_modules = ("score_mix", "weight_mix")
 
     def __init__(self, config: IHAConfig, layer_idx: int):

@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of the IHA model: Llama's, plus the attention mechanism of each layer."""
+"""Configure the IHA model: Llama's fields, and the attention mechanism of each layer."""
 
 from dataclasses import fields
 from difflib import get_close_matches
@@ -13,13 +13,13 @@ from transformers.utils.versions import require_version
 # First, so that an older or newer Transformers is named rather than some import that it lacks.
 require_version("transformers>=5.17,<6")
 
-from huggingface_hub.dataclasses import strict  # noqa: E402
-from huggingface_hub.errors import StrictDataclassFieldValidationError  # noqa: E402
-from transformers.activations import ACT2FN  # noqa: E402
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
-from transformers.models.llama.configuration_llama import LlamaConfig  # noqa: E402
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .attention_kinds import ATTENTION_CLASSES  # noqa: E402
+from .kind_options import OPTIONS_CLASSES
 
 
 if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone (mergekit) brings the model's code too.
@@ -59,7 +59,7 @@ NUMBERS = {
 
 
 def _check_number(name: str, value: Any, where: str = "") -> None:
-    """Raises a ValueError for a field of NUMBERS with another value, such as NaN."""
+    """Raise a ValueError for a field of NUMBERS with another value, such as NaN."""
     for expected, (is_valid, names) in NUMBERS.items():
         numbers = value if isinstance(value, list) else [value]
         if name in names and not all(type(number) in (int, float) and is_valid(number) for number in numbers):
@@ -67,7 +67,7 @@ def _check_number(name: str, value: Any, where: str = "") -> None:
 
 
 def _expand_pattern(pattern: str | list[str], num_layers: int) -> list[str]:
-    """One entry per layer from a single name or a short repeating pattern; any other list as it is."""
+    """Return one entry per layer for a single name or a short repeating pattern, and any other list as it is."""
     pattern = [pattern] if isinstance(pattern, str) else list(pattern)
     # A pattern that repeats less than twice is more likely a list of the wrong length.
     if pattern and (2 * len(pattern) <= num_layers or num_layers == 1):
@@ -78,35 +78,36 @@ def _expand_pattern(pattern: str | list[str], num_layers: int) -> list[str]:
 @strict
 class IHAConfig(LlamaConfig):
     r"""
-    Configuration of [`IHAModel`]: [`LlamaConfig`]'s fields by Llama's names, and
+    Configure [`IHAModel`] by the fields of [`LlamaConfig`] and these.
 
     Args:
         attention_kinds (`str` or `list[str]`, *optional*, defaults to `"iha"`):
-            Attention mechanism of each layer, a key of `ATTENTION_CLASSES` such as `"iha"` or `"mha"` (Llama's
-            attention): one name for all, a short repeating pattern, or one name per layer; stored expanded.
+            Attention mechanism of each layer, a key of `OPTIONS_CLASSES` such as `"iha"` or `"mha"` (Llama's
+            attention). It is one name for all layers, a short repeating pattern, or one name per layer, and is stored
+            as a list.
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
-            Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`; expanded likewise.
+            Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`, given and stored as
+            `attention_kinds` is.
         sliding_window (`int`, *optional*):
-            Window of the sliding layers in tokens, the current one included. An `"iha"` layer spans `sliding_window *
-            P` virtual tokens: virtual query v sees the virtual keys u with `v - sliding_window * P < u <= v`.
+            Window W of the sliding layers in tokens, the current one included. In an `"iha"` layer virtual query v
+            sees the virtual keys u with `v - W * P < u <= v`.
         num_pseudo_heads (`int`, *optional*, defaults to `num_attention_heads`):
             P, the pseudo-heads of each head and the virtual tokens of each token.
         pseudo_positions (`str`, *optional*, defaults to `"interleaved"`):
-            RoPE position of pseudo-head p (from 0) of token n: `"interleaved"`, n * P + p as in the paper, for
-            training from scratch; `"shared"`, n, which keeps a pretrained model's positions when it is converted.
+            RoPE position of pseudo-head p (from 0) of token n. `"interleaved"` is n * P + p, as in the paper, for
+            training from scratch. `"shared"` is n, which keeps a pretrained model's positions when it is converted.
         pseudo_collapse (`str`, *optional*, defaults to `"per_head"`):
-            The map R from pseudo-heads back to heads: `"per_head"`, [H, P] (Algorithm 1), or `"all_heads"`, [H, H * P]
+            Map R from pseudo-heads back to heads: `"per_head"` is [H, P] (Algorithm 1), `"all_heads"` is [H, H * P]
             (Definition 3).
         gated_mlp (`bool`, *optional*, defaults to `True`):
-            Llama's gated three-matrix FFN; `False` for the paper's two-matrix FFN.
+            `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):
-            Groups of channels of the gated FFN that a softmax over the groups scales, as in released DCFormers (44);
-            `None` for no such gate.
+            Number of groups of channels of the gated FFN, which a softmax over the groups scales, as in released
+            DCFormers (44). `None` leaves that gate out.
         use_qk_norm (`bool`, *optional*, defaults to `False`):
-            RMSNorm over each head's query and key, before RoPE and before the mixing (as in Qwen3).
+            `True` for an RMSNorm over each head's query and key, before RoPE and the mixing (as in Qwen3).
         attention_options (`dict[str, dict]`, *optional*):
-            Options of single mechanisms, `{kind: {option: value}}`; the `options_class` of a mechanism's class says
-            which it has; `"mha"` and `"iha"` have none.
+            Options of single mechanisms, `{kind: {option: value}}`. `OPTIONS_CLASSES` says which options a kind has.
 
     ```python
     >>> from modeling_iha import IHAConfig, IHAForCausalLM
@@ -125,7 +126,7 @@ class IHAConfig(LlamaConfig):
     }
 
     # A checkpoint may ship without "iha", and Transformers builds a config of nothing but defaults now and then.
-    attention_kinds: str | list[str] = "iha" if "iha" in ATTENTION_CLASSES else next(iter(ATTENTION_CLASSES))
+    attention_kinds: str | list[str] = "iha" if "iha" in OPTIONS_CLASSES else next(iter(OPTIONS_CLASSES))
     layer_types: str | list[str] | None = None
     sliding_window: int | None = None
     num_pseudo_heads: int | None = None
@@ -137,20 +138,21 @@ class IHAConfig(LlamaConfig):
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
-        # Transformers keeps unknown fields: a misspelt one would be stored and never read. Those that other libraries
-        # add have words of their own.
+        # Transformers keeps unknown fields, so a misspelt one would be stored and never read. The fields that other
+        # libraries add have words of their own.
         ours = IHAConfig.__annotations__
         for name in kwargs:
             meant = get_close_matches(name, (*ours, *LlamaConfig.__annotations__), n=1, cutoff=0.9)
             meant = meant or [field for field in ours if set(name.split("_")) <= set(field.split("_"))]
             if meant:
                 raise ValueError(
-                    f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {' or '.join(map(repr, meant))}?"
+                    f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean "
+                    f"{' or '.join(map(repr, meant))}?"
                 )
         if self.head_dim is None and (self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads):
             raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; choose "
-                "one that is, or set head_dim."
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
+                "choose one that is, or set head_dim."
             )
         if self.num_hidden_layers > MAX_LAYERS:
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers}; it must be at most {MAX_LAYERS}.")
@@ -162,7 +164,9 @@ class IHAConfig(LlamaConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
-        """Refuses, naming field, value and what is allowed, what cannot be built or would silently be ignored."""
+        """Raise a ValueError for a field that cannot be built or would silently be ignored.
+
+        It names the field, its value and what is allowed."""
         for field in (*SIZES, "num_key_value_heads", "head_dim", "num_pseudo_heads", "max_position_embeddings"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; it must be at least 1.")
@@ -174,7 +178,8 @@ class IHAConfig(LlamaConfig):
         pad = self.pad_token_id
         if pad is not None and not -self.vocab_size <= pad < self.vocab_size:
             raise ValueError(
-                f"pad_token_id={pad}; allowed are {-self.vocab_size} to {self.vocab_size - 1}, for vocab_size={self.vocab_size}, and None."
+                f"pad_token_id={pad}; allowed are {-self.vocab_size} to {self.vocab_size - 1}, for "
+                f"vocab_size={self.vocab_size}, and None."
             )
         if self.head_dim % 2 != 0:
             raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs, so it must be even.")
@@ -184,7 +189,7 @@ class IHAConfig(LlamaConfig):
         for field in ("rms_norm_eps", "attention_dropout"):
             if getattr(self, field) is not None:
                 _check_number(field, getattr(self, field))
-        self._validate_layer_list("attention_kinds", tuple(ATTENTION_CLASSES))
+        self._validate_layer_list("attention_kinds", tuple(OPTIONS_CLASSES))
         self._validate_layer_list("layer_types", LAYER_TYPES)
         self._validate_window()
         self._validate_mlp()
@@ -192,7 +197,7 @@ class IHAConfig(LlamaConfig):
         for kind in self.attention_options:
             self.options_of(kind)
         for kind in dict.fromkeys(self.attention_kinds):
-            ATTENTION_CLASSES[kind].validate(self)
+            self.options_of(kind).check(self, kind)
 
     def _validate_layer_list(self, field: str, allowed: tuple[str, ...]):
         entries = getattr(self, field)
@@ -201,8 +206,8 @@ class IHAConfig(LlamaConfig):
                 raise ValueError(f"{field} holds {entry!r}; allowed are {', '.join(map(repr, allowed))}.")
         if len(entries) != self.num_hidden_layers:
             raise ValueError(
-                f"{field} has {len(entries)} entries for num_hidden_layers={self.num_hidden_layers}: give one name, one "
-                "entry per layer, or a pattern short enough to repeat at least twice."
+                f"{field} has {len(entries)} entries for num_hidden_layers={self.num_hidden_layers}: give one name, "
+                "one entry per layer, or a pattern short enough to repeat at least twice."
             )
 
     def _validate_window(self):
@@ -214,26 +219,27 @@ class IHAConfig(LlamaConfig):
                 )
         elif self.sliding_window is None or self.sliding_window < 1:
             raise ValueError(
-                f"sliding_window={self.sliding_window} with 'sliding_attention' in layer_types; it must be a number of "
-                "tokens, at least 1."
+                f"sliding_window={self.sliding_window} with 'sliding_attention' in layer_types; it must be a number "
+                "of tokens, at least 1."
             )
 
     def _validate_mlp(self):
         groups = self.mlp_gate_groups
         if groups is not None and (not self.gated_mlp or groups < 1 or self.intermediate_size % groups != 0):
             raise ValueError(
-                f"mlp_gate_groups={groups} with intermediate_size={self.intermediate_size} and gated_mlp={self.gated_mlp}; it "
-                "must be a divisor of intermediate_size, with gated_mlp=True, or None."
+                f"mlp_gate_groups={groups} with intermediate_size={self.intermediate_size} and "
+                f"gated_mlp={self.gated_mlp}; it must be a divisor of intermediate_size, with gated_mlp=True, or None."
             )
 
     def options_of(self, kind: str) -> Any:
-        """The options of an attention kind, an instance of its class's `options_class`. Raises a ValueError that names
-        option, value, and what is allowed."""
-        if kind not in ATTENTION_CLASSES:
+        """Return the options of an attention kind, an instance of its class in `OPTIONS_CLASSES`.
+
+        Raise a ValueError that names option, value, and what is allowed."""
+        if kind not in OPTIONS_CLASSES:
             raise ValueError(
-                f"attention_options names the kind {kind!r}; allowed are {', '.join(map(repr, ATTENTION_CLASSES))}."
+                f"attention_options names the kind {kind!r}; allowed are {', '.join(map(repr, OPTIONS_CLASSES))}."
             )
-        options_class, options = ATTENTION_CLASSES[kind].options_class, self.attention_options.get(kind, {})
+        options_class, options = OPTIONS_CLASSES[kind], self.attention_options.get(kind, {})
         where = f"attention_options[{kind!r}]"
         if not isinstance(options, dict):
             raise ValueError(f"{where}={options!r}; it must be a dict of options, perhaps empty.")
@@ -255,8 +261,8 @@ class IHAConfig(LlamaConfig):
         rope_type = self.rope_parameters.get("rope_type")
         if rope_type not in rope_types:
             raise ValueError(
-                f"rope_parameters={self.rope_parameters}; its rope_type must be one of {', '.join(map(repr, rope_types))}, and "
-                "all layers share one set of parameters."
+                f"rope_parameters={self.rope_parameters}; its rope_type must be one of "
+                f"{', '.join(map(repr, rope_types))}, and all layers share one set of parameters."
             )
         # Yarn and longrope find a factor of None from the lengths; None anywhere else is an option that is not set.
         needed = ("rope_theta",) if rope_type in ("yarn", "longrope") else ("rope_theta", "factor")
@@ -272,17 +278,19 @@ class IHAConfig(LlamaConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        """As in Transformers, which reads every config.json through it. Raises a ValueError for one that names not all
-        sizes: the model would have Llama-7B's, whatever the weights beside it."""
+        """Build a config as Transformers does, which reads every config.json through this method.
+
+        Raise a ValueError where a size is missing: the model would have Llama-7B's, whatever the weights beside it."""
         if missing := [name for name in SIZES if name not in config_dict]:
             raise ValueError(
-                f"This config.json names no {', '.join(missing)}: it is damaged or incomplete; copy it again, or add them."
+                f"This config.json names no {', '.join(missing)}: it is damaged or incomplete; copy it again, or add "
+                "them."
             )
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:
-        # Saving after a load from the Hub would else keep entries that point back at the repository of origin, and a
-        # wrapped model (FSDP) would name its wrapper.
+        # Otherwise a config that came from the Hub keeps entries that point back at its repository, and a wrapped
+        # model (FSDP) names its wrapper.
         return {**super().to_dict(), "auto_map": dict(AUTO_MAP)}
 
 

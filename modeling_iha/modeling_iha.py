@@ -26,10 +26,13 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .attention_forms import choose_form
 from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .virtual_sequence import LayerMask, MaskInputs, MaskKey, check_packing, choose_form, create_masks
+from .input_checks import check_packing
+from .mask_inputs import MaskInputs, MaskKey
+from .masks import LayerMask, create_masks
 
 
 class IHARotaryEmbedding(LlamaRotaryEmbedding):
@@ -269,8 +272,9 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         tokens, and a layer of differential attention calls its core twice."""
         if set(self.config.attention_kinds) != {"mha"} or "sliding_attention" in self.config.layer_types:
             raise NotImplementedError(
-                "Continuous batching (generate_batch, transformers serve --continuous-batching) fills a paged cache inside the attention "
-                "core, which only full-attention layers of kind 'mha' allow. Use generate, which takes batches too."
+                "Continuous batching (generate_batch, transformers serve --continuous-batching) fills a paged cache "
+                "inside the attention core, which only full-attention layers of kind 'mha' allow. Use generate, which "
+                "takes batches too."
             )
         return super().init_continuous_batching(*args, **kwargs)
 

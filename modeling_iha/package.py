@@ -5,14 +5,29 @@
 `from_preset` reads the named presets. `save_pretrained` ships the code of a model's own mechanisms only."""
 
 import os
-import re
 from pathlib import Path
 
-from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .attention_kinds import ATTENTION_CLASSES
 from .configuration_iha import IHAConfig
+
+
+# The files of each attention kind. A checkpoint ships those of its own kinds, and all files that no kind names.
+SCORES = ("option_fields.py", "score_matrix.py")
+PAIRS = ("options_pairs.py", "tuple_attention.py", *SCORES)
+KIND_FILES = {
+    "mha": (),
+    "iha": ("attention_iha.py", "absorbed_decode.py"),
+    "talking_heads": ("attention_talking_heads.py", "score_matrix.py"),
+    "diff": ("attention_diff.py", "options_diff.py", "option_fields.py"),
+    "hyper_feature": ("attention_hyper_feature.py", "options_hyper_feature.py", *SCORES),
+    "hyper": ("attention_hyper.py", "options_hyper.py", *PAIRS),
+    "simplicial": ("attention_simplicial.py", *PAIRS),
+    "dcmha": ("attention_dcmha.py", "options_dcmha.py", *SCORES),
+}
+KIND_TABLES = ("attention_kinds.py", "kind_options.py")
+PACKAGE_ONLY = {"__init__.py", "package.py"}
+PACKAGE = Path(__file__).resolve().parent
 
 
 def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
@@ -33,7 +48,7 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
 
     `overrides` replace single fields. Where they do not set the window of IHA's schedule, `flop_matched_window`
     computes it from P and the context length."""
-    directory = Path(__file__).resolve().parent.parent / "configuration_iha"
+    directory = PACKAGE.parent / "configuration_iha"
     presets = sorted(path.stem for path in directory.glob("*.json"))
     if name not in presets:
         raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, presets))}.")
@@ -49,30 +64,31 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     return cls(**fields)
 
 
-def remove_unused_code(directory: str | os.PathLike, kinds: list[str]) -> None:
-    """Remove the code of all attention kinds but `kinds` from a saved checkpoint.
+def shipped_code(kinds: list[str]) -> dict[str, bytes]:
+    """Return the files that a checkpoint with these attention kinds ships, by name.
 
-    It consists of their lines in attention_kinds.py and of the files that nothing imports any more."""
-    directory = Path(directory)
-    registry = directory / "attention_kinds.py"
-    if not registry.is_file() or registry.samefile(Path(__file__).with_name(registry.name)):
-        return
-
-    def imported() -> set[str]:
-        roots = [directory / name for name in ("configuration_iha.py", "modeling_iha.py")]
-        return {file for root in roots if root.is_file() for file in get_relative_import_files(root)}
-
-    before, lines = imported(), registry.read_text(encoding="utf-8").splitlines(keepends=True)
-    unused = {cls.__name__ for kind, cls in ATTENTION_CLASSES.items() if kind not in kinds}
-    kept = [line for line in lines if not unused & set(re.findall(r"\w+", line))]
-    registry.write_text("".join(kept), encoding="utf-8")
-    for file in before - imported():
-        Path(file).unlink(missing_ok=True)  # Another process may save to the same place.
+    Two files list the kinds, one to a line. The lines of other kinds are left out."""
+    own = {file for kind, files in KIND_FILES.items() if kind in kinds for file in files}
+    others = {file for files in KIND_FILES.values() for file in files} - own
+    code = {path.name: path.read_bytes() for path in PACKAGE.glob("*.py") if path.name not in others | PACKAGE_ONLY}
+    unused = [f"from .{file.removesuffix('.py')} import " for file in others]
+    unused += [f'    "{kind}": ' for kind in KIND_FILES if kind not in kinds]
+    for name in KIND_TABLES:
+        lines = code[name].decode().splitlines(keepends=True)
+        code[name] = "".join(line for line in lines if not line.startswith(tuple(unused))).encode()
+    return code
 
 
 def save_pretrained(config: IHAConfig, save_directory: str | os.PathLike, *args, **kwargs) -> None:
-    """Save as Transformers does, with the code of the config's own attention mechanisms only.
+    """Save as Transformers does, with the code of the config's own attention kinds only.
 
     A stranger reads that code before trusting it. Saving a model calls this after copying the code."""
     LlamaConfig.save_pretrained(config, save_directory, *args, **kwargs)
-    remove_unused_code(save_directory, config.attention_kinds)
+    directory, shipped = Path(save_directory), shipped_code(config.attention_kinds)
+    if directory.samefile(PACKAGE):
+        return
+    for name in {path.name for path in PACKAGE.glob("*.py")} - PACKAGE_ONLY:
+        if name in shipped:
+            (directory / name).write_bytes(shipped[name])
+        else:
+            (directory / name).unlink(missing_ok=True)  # Another process may save to the same place.

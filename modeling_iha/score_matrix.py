@@ -4,11 +4,8 @@
 
 No stock core exposes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.utils.checkpoint
@@ -16,10 +13,8 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
+from .configuration_iha import IHAConfig
 
-
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
 BLOCK = 128
@@ -120,8 +115,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
         core = self.config._attn_implementation
         if core is not None and ("flash" in core or "flex" in core):
             raise ValueError(
-                f"Attention kind {self.config.attention_kinds[self.layer_idx]!r} changes the scores, which attn_implementation={core!r} "
-                f"never builds: use 'sdpa' or 'eager'."
+                f"Attention kind {self.config.attention_kinds[self.layer_idx]!r} changes the scores, which "
+                f"attn_implementation={core!r} never builds: use 'sdpa' or 'eager'."
             )
 
     def compose_scores(self, scores: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:

@@ -2,15 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define the base of the kinds that attend from a token to tuples of tokens."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from .attention_options import is_whole, option
+from .configuration_iha import IHAConfig
 from .score_matrix import (
     MASKED,
     ScoreMatrixAttention,
@@ -23,21 +19,9 @@ from .score_matrix import (
 )
 
 
-if TYPE_CHECKING:
-    from .configuration_iha import IHAConfig
-
 # A block has at most this many queries and scores. The scores, 64 MiB of float32, exist for one block at a time.
 BLOCK = 32
 MAX_SCORES = 2**24
-
-
-def windows_option():
-    """Return a field for the windows of j and k."""
-    return option(
-        None,
-        "a list of two numbers of tokens, at least 1, or null",
-        lambda value: value is None or (isinstance(value, list) and len(value) == 2 and all(map(is_whole, value))),
-    )
 
 
 def block_size(size: int, scores: int) -> int:
@@ -51,22 +35,6 @@ def nearest(bias: torch.Tensor, window: int | None) -> torch.Tensor:
         return bias
     rank = (bias > MASKED).flip(-1).cumsum(-1).flip(-1)
     return bias.masked_fill(rank > window, torch.finfo(bias.dtype).min)
-
-
-def sliding_layers(config: IHAConfig, kind: str) -> list[bool]:
-    """Return for each layer of the kind whether it is a sliding one."""
-    layers = zip(config.attention_kinds, config.layer_types)
-    return [layer_type == "sliding_attention" for layer_kind, layer_type in layers if layer_kind == kind]
-
-
-def validate_windows(config: IHAConfig, kind: str) -> None:
-    """Raise a ValueError for `windows` of a kind that do not fit its layers."""
-    windows, sliding = config.options_of(kind).windows, sliding_layers(config, kind)
-    if windows and not (all(sliding) and max(windows) == config.sliding_window):
-        raise ValueError(
-            f"attention_options[{kind!r}] has windows={windows}; its layers must be 'sliding_attention', with "
-            f"sliding_window={max(windows)}, the larger of the two."
-        )
 
 
 class TupleAttention(ScoreMatrixAttention):

@@ -30,6 +30,11 @@ def block_size(window: int) -> int:
     return max(MIN_BLOCK, window // 4)
 
 
+def beats_a_mask(length: int, window: int, varlen: bool) -> bool:
+    """Return whether windows of `window` keys go faster without a dense mask for `length` queries."""
+    return length - window > (0 if varlen else MIN_BLOCK)
+
+
 def has_varlen(states: torch.Tensor) -> bool:
     """Return whether `varlen_attn` takes the states after autocast, which requires half precision on a GPU."""
     if varlen_attn is None or states.device.type != "cuda":

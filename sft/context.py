@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 from common.checkpoint_io import load_config
 from common.command_io import UserError, one_line
 from modeling_iha import IHAConfig
+from modeling_iha.attention_forms import recomputes
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from sft.arguments import RunArguments
 
@@ -104,7 +105,7 @@ def _check_attention_form(config: PreTrainedConfig, run: RunArguments, args: Tra
         obstacle = f"{run.model_name_or_path} has no 'iha' layer"
     elif run.attn_implementation not in (None, "sdpa"):
         obstacle = f"attn_implementation is {run.attn_implementation!r}"
-    elif run.attention_form == "base" and config.num_pseudo_heads == 1:
+    elif run.attention_form == "base" and not recomputes("base", config.num_pseudo_heads):
         obstacle = "num_pseudo_heads is 1"
     elif run.attention_form == "base" and args.gradient_checkpointing:
         obstacle = "gradient_checkpointing recomputes whole layers"

@@ -38,7 +38,8 @@ from configuration_iha import PRESETS
 from kinds import companion_of
 from kinds.model_cost import attention, ffn, norm
 from modeling_iha import IHAConfig
-from modeling_iha.window_blocks import MIN_BLOCK, block_size
+from modeling_iha.attention_forms import recomputes
+from modeling_iha.window_blocks import beats_a_mask, block_size
 from sft.arguments import RecipeParser
 from sft.context import run_config
 from sft.model import lora_config
@@ -178,7 +179,7 @@ def goes_in_blocks(setting: Setting, virtual: int, layer_type: str) -> bool:
     config, half_on_gpu = setting.config, not setting.on_cpu and setting.compute_bytes == 2
     if layer_type != "sliding_attention" or config._attn_implementation != "sdpa" or half_on_gpu:
         return False
-    return (setting.tokens - config.sliding_window) * virtual > MIN_BLOCK
+    return beats_a_mask(setting.tokens * virtual, config.sliding_window * virtual, varlen=False)
 
 
 def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, float]:
@@ -206,7 +207,7 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
     elif form == "eager":
         of_attention += tokens * virtual * setting.tokens * virtual * heads * 4
         attention_working += of_attention
-    if setting.attention_form == "base" and virtual > 1:
+    if recomputes(setting.attention_form, virtual):
         attention_working += of_attention
         of_attention = kept("base")
     of_ffn, of_norm = ffn(config, tokens).kept * compute, norm(config, tokens).kept / 2 * (4 + residual)

@@ -124,9 +124,10 @@ SCORE_MATRIX = {
 
 # What a checkpoint of "iha" and "mha" layers ships.
 IHA_CODE = {
-    *("configuration_iha.py", "modeling_iha.py", "virtual_sequence.py"),
-    *("attention_kinds.py", "attention_mha.py", "attention_iha.py"),
-    *("absorbed_decode.py", "cpu_precision.py", "window_blocks.py"),
+    *("configuration_iha.py", "modeling_iha.py", "masks.py", "mask_inputs.py"),
+    *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
+    *("absorbed_decode.py", "attention_forms.py", "cpu_precision.py", "input_checks.py"),
+    *("virtual_tokens.py", "window_blocks.py", "window_edge.py"),
 }
 
 

@@ -32,6 +32,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import DynamicCache, StaticCache
 
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.kind_options import OPTIONS_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
@@ -98,10 +99,10 @@ class Mechanism:
 
 def all_mechanisms():
     """Every kind with its default options, and with its example options where it has some."""
-    for kind, attention_class in ATTENTION_CLASSES.items():
+    for kind, options in OPTIONS_CLASSES.items():
         yield Mechanism(kind)
-        if attention_class.example_options:
-            yield Mechanism(kind, attention_class.example_options)
+        if options.example:
+            yield Mechanism(kind, options.example)
 
 
 def parameters_of(model):
@@ -262,7 +263,7 @@ def refusal(kind, options):
 
 def check_options(kind):
     """Every nonsensical value of every option is refused in one line that names the kind, the option and the value."""
-    for option in fields(ATTENTION_CLASSES[kind].options_class):
+    for option in fields(OPTIONS_CLASSES[kind]):
         reasons = {str(value): refusal(kind, {option.name: value}) for value in NONSENSE}
         refused = {value: reason for value, reason in reasons.items() if reason is not None}
         assert len(refused) >= len(NONSENSE) - 2, reasons

@@ -1,16 +1,17 @@
-"""The form in which an "iha" layer computes, and what goes without a dense mask."""
+"""Test in which form an "iha" layer computes, and which inputs build no dense mask."""
 
 import pytest
 import torch
 from helpers import assert_close, causal_4d, logits_in_chunks, random_ids, random_model, set_core, small_config
 from transformers import DynamicCache
 
-from modeling_iha import attention_iha, virtual_sequence
-from modeling_iha.virtual_sequence import MaskInputs, MaskKey, create_masks
+from modeling_iha import attention_iha, input_checks, window_blocks
+from modeling_iha.mask_inputs import MaskInputs, MaskKey
+from modeling_iha.masks import create_masks
 
 
 def chosen(length, pseudo_heads=4, batch=1, cached=0, grad=False, form=None, core="sdpa", **overrides):
-    """The form for `length` new tokens; no layer runs."""
+    """Return the form for `length` new tokens. No layer runs."""
     config = small_config(num_pseudo_heads=pseudo_heads, **overrides)
     config._attn_implementation = core
     key, cache = MaskKey(config.layer_types[0], pseudo_heads), None
@@ -24,7 +25,7 @@ def chosen(length, pseudo_heads=4, batch=1, cached=0, grad=False, form=None, cor
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_one_token(grad):
-    """Absorbed from 128 cached keys on, over the rows of the batch; never a form without gradients."""
+    """Take the absorbed form from 128 cached keys on, counted over the rows of the batch."""
     assert chosen(1, cached=126, grad=grad) is None
     assert chosen(1, cached=127, grad=grad) == "absorbed"
     assert chosen(1, cached=31, batch=4, grad=grad) == "absorbed"
@@ -55,7 +56,7 @@ def test_what_is_not_absorbed(overrides):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The (queries, keys) of each layer that attended to one token from its base states."""
+    """Record (queries, keys) of each layer that attends to one token from its base states."""
     calls, absorbed = [], attention_iha.absorbed_attention
 
     def spied(query, key, *args, **kwargs):
@@ -68,7 +69,7 @@ def calls(monkeypatch):
 
 @torch.no_grad()
 def test_what_a_model_takes(calls):
-    """Nothing but the core is named in a config.json."""
+    """Decode in the absorbed form, and write no form into the config.json."""
     model = random_model(small_config(num_hidden_layers=1))
     model.base_model.attention_form = "base"
     logits_in_chunks(model, random_ids(1, 9), [5, 3, 1])
@@ -79,7 +80,7 @@ def test_what_a_model_takes(calls):
 @pytest.mark.parametrize("window", [None, 3, 40])
 @pytest.mark.parametrize("implementation", ["dynamic", "static"])
 def test_generation_with_a_cache_of_any_kind(implementation, window, calls):
-    """A static cache is longer than what it holds: one token is absorbed under a mask."""
+    """Generate with a static cache too, which is longer than what it holds and so brings a mask."""
     fields = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
     model = random_model(small_config(num_hidden_layers=2, **fields))
     inputs = {"input_ids": random_ids(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
@@ -110,8 +111,8 @@ def test_one_token_under_a_custom_mask(calls):
 
 @pytest.mark.parametrize("overrides", [{}, {"layer_types": "sliding_attention", "sliding_window": 3}], ids=str)
 def test_packed_long_rows_build_no_dense_mask(overrides, monkeypatch):
-    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 0)
-    monkeypatch.setattr(virtual_sequence, "MIN_BLOCK", 0)
+    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 0)
+    monkeypatch.setattr(window_blocks, "MIN_BLOCK", 0)
     model = random_model(small_config(**overrides))
     positions = torch.cat([torch.arange(n) for n in (5, 1, 4)])[None]
     model(random_ids(1, 10), position_ids=positions, use_cache=False).logits.sum().backward()
@@ -120,7 +121,7 @@ def test_packed_long_rows_build_no_dense_mask(overrides, monkeypatch):
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
 @torch.no_grad()
 def test_bfloat16_weights_and_autocast(positions):
-    """No further from float32 than the eager core is, decoding included."""
+    """Stay as close to float32 as the eager core does, decoding included."""
     config = small_config(num_pseudo_heads=3, pseudo_positions=positions)
     input_ids = random_ids(2, 40)
     expected = random_model(config)(input_ids).logits
@@ -137,7 +138,7 @@ def test_bfloat16_weights_and_autocast(positions):
 
 
 def test_gradients_under_autocast():
-    """What autocast rounds are the projections, not the scores; every parameter's gradient stays float32."""
+    """Round the projections under autocast, but not the scores."""
     model = random_model(small_config(num_pseudo_heads=3))
     gradients = {}
     for core in ("base", "eager", None):
@@ -151,7 +152,7 @@ def test_gradients_under_autocast():
 
 
 def test_only_base_states_are_kept_for_the_backward():
-    """Nothing saved for the backward is larger than the layer's widest projection, P = 8 notwithstanding."""
+    """Save nothing for the backward pass that is larger than the layer's widest projection."""
     model = random_model(small_config(num_pseudo_heads=8, num_key_value_heads=4, num_hidden_layers=1))
     attention = model.model.layers[0].self_attn
     hidden = torch.randn(1, 64, 32, requires_grad=True)
@@ -167,8 +168,7 @@ def test_only_base_states_are_kept_for_the_backward():
 
 @pytest.mark.parametrize("form", [None, "base"])
 def test_frozen_backbone_and_offloaded_mixing(form):
-    """The mixing's gradient does not need those of the states; its weights are read through forward, where a wrapper
-    acts."""
+    """Train the mixing alone, and read its weights through forward, where a wrapper acts."""
     model = random_model(small_config(num_hidden_layers=1))
     model.base_model.attention_form = form
     expected = torch.autograd.grad(model(random_ids(1, 9)).logits.sum(), model.model.layers[0].self_attn.k_mix.weight)

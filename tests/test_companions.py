@@ -1,5 +1,6 @@
-"""The companions of the attention kinds: each thing known of a kind stands in one place, and what is derived from
-there is complete."""
+"""Test the companions of the attention kinds.
+
+Each thing known of a kind stands in one place, and what is derived from there is complete."""
 
 import re
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import small_config
+from transformers.dynamic_module_utils import get_relative_import_files
 
 import kinds
 from conversion_scripts.convert_llama_to_iha import ATTENTION_KINDS
 from model_cards.render import render_card
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_talking_heads import TalkingHeadsAttention
+from modeling_iha.package import shipped_code
 from sft.trainer import MIXING_MODULES
 
 
@@ -26,7 +29,7 @@ CONVERTERS = {
 
 # "mha" and "iha" are what the model is about.
 @pytest.mark.parametrize("kind", sorted(ATTENTION_CLASSES.keys() - {"mha", "iha"}))
-def test_a_kind_stands_in_its_own_files_and_one_line(kind):
+def test_a_kind_stands_in_its_own_files_and_one_line_of_each_table(kind):
     folders = ("modeling_iha", "kinds", "conversion_scripts", "sft", "benchmarks", "model_cards")
     lines = {
         path.name if path.parent.name != "kinds" else f"kinds/{path.name}": len(found)
@@ -34,9 +37,19 @@ def test_a_kind_stands_in_its_own_files_and_one_line(kind):
         for path in sorted((ROOT / folder).glob("*.py"))
         if (found := re.findall(rf"[\"'`]{kind}[\"'`]", path.read_text(encoding="utf-8")))
     }
-    assert lines.pop("attention_kinds.py") == 1
-    allowed = {f"attention_{kind}.py", f"kinds/{kind}.py"} | CONVERTERS.get(kind, set())
+    assert [lines.pop(table) for table in ("attention_kinds.py", "kind_options.py", "package.py")] == [1, 1, 1]
+    allowed = {f"attention_{kind}.py", f"options_{kind}.py", f"kinds/{kind}.py"} | CONVERTERS.get(kind, set())
     assert lines.keys() <= allowed
+
+
+@pytest.mark.parametrize("kind", ATTENTION_CLASSES)
+def test_a_checkpoint_ships_what_its_code_imports(kind, tmp_path):
+    code = shipped_code([kind])
+    for name, source in code.items():
+        (tmp_path / name).write_bytes(source)
+    roots = {"configuration_iha.py", "modeling_iha.py"}
+    imported = {Path(file).name for root in roots for file in get_relative_import_files(tmp_path / root)}
+    assert code.keys() == imported | roots
 
 
 def test_every_companion_is_of_a_kind():
@@ -46,16 +59,8 @@ def test_every_companion_is_of_a_kind():
 
 def test_what_is_derived():
     assert ATTENTION_KINDS == ["iha", "talking_heads", "dcmha"]
-    assert MIXING_MODULES == {
-        "q_mix",
-        "k_mix",
-        "v_mix",
-        "collapse",
-        "score_mix",
-        "weight_mix",
-        "pre_base",
-        "post_base",
-    }
+    of_scores = {"score_mix", "weight_mix", "pre_base", "post_base"}
+    assert MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse"} | of_scores
 
 
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
@@ -67,7 +72,6 @@ def test_a_card_describes_every_kind(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if kinds.companion_of(kind).deviations])
 def test_no_deviation_at_the_exact_start(kind):
-    """And one where a parameter has moved."""
     mechanism, config = kinds.companion_of(kind), small_config(attention_kinds=kind)
     attention = ATTENTION_CLASSES[kind].for_layer(config, 0)
     state = mechanism.start(config, torch.Generator().manual_seed(0), "balanced") if mechanism.start else {}
@@ -82,12 +86,13 @@ def test_no_deviation_at_the_exact_start(kind):
 
 def test_a_kind_without_a_companion_has_defaults(monkeypatch):
     class Unknown(TalkingHeadsAttention):
-        """Heads talk (Shazeer et al. 2020) of
-        {anything}. A second sentence."""
+        """Let heads talk (Shazeer et al. 2020) of {anything}.
+
+        A second sentence."""
 
     monkeypatch.setitem(ATTENTION_CLASSES, "unknown", Unknown)
     mechanism = kinds.companion_of("unknown")
-    assert mechanism.card.format(config=None) == "Heads talk (Shazeer et al. 2020) of {anything}."
+    assert mechanism.card.format(config=None) == "Let heads talk (Shazeer et al. 2020) of {anything}."
     assert mechanism.forms == {"unknown": {}}
     assert mechanism.start is mechanism.deviations is mechanism.control is mechanism.cost is None
     Unknown.__doc__ = None

@@ -10,8 +10,8 @@ from helpers import assert_close, random_ids, random_model, set_core, small_conf
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig, StaticCache
 
-from modeling_iha import virtual_sequence
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha import input_checks
+from modeling_iha.kind_options import OPTIONS_CLASSES
 
 
 # As few layers as show every path: compiling costs time for each.
@@ -27,9 +27,9 @@ GEOMETRIES = {
         kind: {
             "num_hidden_layers": 1,
             "attention_kinds": kind,
-            "attention_options": {kind: attention_class.example_options},
+            "attention_options": {kind: options.example},
         }
-        for kind, attention_class in ATTENTION_CLASSES.items()
+        for kind, options in OPTIONS_CLASSES.items()
         if kind not in ("iha", "mha")
     },
     "hyper_linear": {
@@ -101,7 +101,7 @@ def test_backward(geometry, inputs):
 
 
 def test_the_size_of_a_dense_mask_is_checked(monkeypatch):
-    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 0)
+    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 0)
     window = {"layer_types": "sliding_attention", "sliding_window": 4, "num_hidden_layers": 1}
     model = random_model(small_config(num_pseudo_heads=3, **window))
     with pytest.raises(Exception, match="needs a mask of"):

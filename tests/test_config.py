@@ -1,13 +1,19 @@
-"""Configs that cannot work are refused where they are built or read; what Transformers and other libraries store in
-one passes."""
+"""Test that a config that cannot work is refused where it is built or read.
 
+What Transformers and other libraries store in one passes."""
+
+import importlib
 import json
 import re
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 from helpers import small_config
 from transformers import AutoConfig
 
+import modeling_iha
 from modeling_iha import IHAConfig
 
 
@@ -130,7 +136,6 @@ FOREIGN = {
     "_commit_hash": "0" * 40,
     "_attn_implementation_internal": "eager",
     "attn_implementation": "eager",
-    "experts_implementation": None,
     "auto_map": {"AutoConfig": "configuration_iha.IHAConfig"},
     "transformers_version": "5.17.0",
     "torch_dtype": "bfloat16",
@@ -138,29 +143,11 @@ FOREIGN = {
     "num_labels": 3,
     "id2label": {"0": "a", "1": "b"},
     "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "compression_config": {},
     "rope_theta": 1e4,
-    "rope_scaling": None,
-    "output_attentions": False,
-    "per_layer_config": None,
-    "custom_pipelines": {},
-    "torchscript": False,
-    "use_bfloat16": False,
-    "tie_encoder_decoder": False,
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "cross_attention_hidden_size": None,
-    "pruned_heads": {},
-    "finetuning_task": None,
-    "task_specific_params": None,
     "tokenizer_class": "PreTrainedTokenizerFast",
-    "prefix": None,
-    "sep_token_id": None,
-    "decoder_start_token_id": None,
     "max_length": 20,
     "num_beams": 1,
     "temperature": 1.0,
-    "use_sliding_window": False,
     "max_window_layers": 28,
     "attention_type": "full",
     "mask_token_id": 4,
@@ -168,6 +155,15 @@ FOREIGN = {
     "unsloth_version": "2026.1",
     "unsloth_fixed": True,
     "version": 1,
+    **dict.fromkeys(
+        ("experts_implementation", "rope_scaling", "per_layer_config", "cross_attention_hidden_size"), None
+    ),
+    **dict.fromkeys(
+        ("finetuning_task", "task_specific_params", "prefix", "sep_token_id", "decoder_start_token_id"), None
+    ),
+    **dict.fromkeys(("output_attentions", "torchscript", "use_bfloat16", "tie_encoder_decoder", "is_decoder"), False),
+    **dict.fromkeys(("add_cross_attention", "use_sliding_window"), False),
+    **dict.fromkeys(("compression_config", "custom_pipelines", "pruned_heads"), {}),
 }
 
 
@@ -188,7 +184,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 
 @pytest.mark.parametrize("missing", [SIZES, *[[name] for name in SIZES]], ids=str)
 def test_a_config_json_without_sizes_is_refused(tmp_path, missing):
-    """It would become a model of Llama-7B's sizes, whatever the weights beside it."""
+    """Refuse what would become a model of Llama-7B's sizes, whatever the weights beside it."""
     small_config().save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     written = json.loads(file.read_text())
@@ -208,3 +204,14 @@ def test_a_damaged_number_of_layers_is_refused_before_lists_of_that_length_are_m
 def test_a_config_of_defaults_survives_a_file(tmp_path):
     IHAConfig().save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).hidden_size == IHAConfig().hidden_size
+
+
+def test_the_configuration_imports_no_attention_code(tmp_path, monkeypatch):
+    """Import it without the package's other files. LlamaConfig itself imports torch."""
+    shutil.copytree(
+        Path(modeling_iha.__file__).parent, tmp_path / "bare", ignore=shutil.ignore_patterns("__init__.py")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("bare.configuration_iha")
+    imported = {name.removeprefix("bare.") for name in sys.modules if name.startswith("bare.")}
+    assert {name for name in imported if "option" not in name} == {"configuration_iha"}

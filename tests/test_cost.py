@@ -1,4 +1,4 @@
-"""The cost model (kinds/model_cost.py) against what models are, keep and do."""
+"""Compare the cost model (kinds/model_cost.py) with what models are, keep and do."""
 
 import math
 import sys
@@ -92,8 +92,10 @@ def test_cache_of_other_kinds(variant):
 
 @pytest.mark.parametrize("variant", ["talking_heads", "diff", "dcmha", "dcmha, ablated", "hyper_feature"])
 def test_products_of_other_kinds(variant):
-    """As counted on eager, which computes every pair, to a quarter: masked pairs and small products are not in the
-    model. (On eager "hyper" and "simplicial" compute pairs of tokens to come, three times as many.)"""
+    """Agree to a quarter with the count on eager, which computes every pair.
+
+    Masked pairs and small products are not in the cost model. On eager "hyper" and "simplicial" compute three times as
+    many pairs, those of tokens to come."""
     config, tokens = small_config(**OTHER_KINDS[variant]), 24
     model = random_model(config)
     model.set_attn_implementation("eager")
@@ -103,7 +105,7 @@ def test_products_of_other_kinds(variant):
 
 
 def test_flop_matched_window():
-    """W = N / (2 P^2): a sliding layer has about as many pairs as a global MHA layer (IHA, Appendix C)."""
+    """Give a sliding layer about as many pairs as a global MHA layer (IHA, Appendix C)."""
     tokens, virtual = 8192, 4
     pairs = kinds.cost.visible_pairs(tokens, virtual, flop_matched_window(tokens, virtual))
     assert pairs / kinds.cost.visible_pairs(tokens) == pytest.approx(1, rel=0.05)
@@ -126,7 +128,7 @@ def multiply_adds(function):
 @pytest.mark.parametrize("windows", [{}, WINDOWS], ids=["full", "window"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_eager_products(variant, windows):
-    """Eager attention computes every pair, so its products are all there to count."""
+    """Count all products: eager attention computes every pair."""
     config, tokens = small_config(**VARIANTS[variant], **windows), 11
     model = random_model(config)
     model.set_attn_implementation("eager")
@@ -138,7 +140,7 @@ def test_eager_products(variant, windows):
 
 
 def test_recomputed_products():
-    """What "base" adds to training: the forward between the projections once more."""
+    """Count what "base" adds to training: the forward between the projections once more."""
     config, tokens = small_config(num_hidden_layers=1, num_pseudo_heads=3), 64
     model, ids, counted = random_model(config), random_ids(1, tokens), {}
     for form in ("virtual", "base"):

@@ -100,7 +100,7 @@ def test_blocks_of_queries(window, core, monkeypatch):
     """Eleven queries in blocks of 4, each recomputed in the backward; on SDPA a long input to a window layer brings no
     mask."""
     monkeypatch.setattr(score_matrix, "BLOCK", 4)
-    monkeypatch.setattr("modeling_iha.virtual_sequence.MIN_BLOCK", 4)
+    monkeypatch.setattr("modeling_iha.window_blocks.MIN_BLOCK", 4)
     assert_attention_matches(
         dcmha_config(window, num_hidden_layers=1), FP64, dtype=torch.float64, core=core, length=11
     )

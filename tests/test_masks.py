@@ -22,7 +22,7 @@ from helpers import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-from modeling_iha import virtual_sequence
+from modeling_iha import input_checks
 
 
 FLASH = "flash_attention_2"
@@ -289,7 +289,7 @@ def test_no_mask_is_refused_where_none_is_built(monkeypatch):
     assert masks_for("sdpa", "global", 1, 65536, cache=cache, device="meta") == no_mask
     hybrid = masks_for(FLASH, "hybrid", 1, 65536, device="meta")
     assert len(hybrid) == 4 and not any(mask is not None for mask in hybrid.values())
-    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 0)
+    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 0)
     assert masks_for("sdpa", "global", 1, 10, ONES) == no_mask
 
 
@@ -301,10 +301,10 @@ def test_the_largest_mask(core, dtype, entry, monkeypatch):
     """A mask of exactly the limit is built, one byte less of a limit refuses it; and it has the size that was
     counted."""
     padding = torch.tensor([[0] + [1] * 6, [1] * 7])
-    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 2 * 14 * 14 * entry)
+    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 2 * 14 * 14 * entry)
     mask = masks_for(core, "global", 2, 7, padding, dtype=dtype)["full_attention", 2]
-    assert mask.numel() * mask.element_size() == virtual_sequence.MAX_MASK_BYTES
-    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 2 * 14 * 14 * entry - 1)
+    assert mask.numel() * mask.element_size() == input_checks.MAX_MASK_BYTES
+    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 2 * 14 * 14 * entry - 1)
     with pytest.raises(ValueError, match=f"{core}.*needs a mask"):
         masks_for(core, "global", 2, 7, padding, dtype=dtype)
 
@@ -320,7 +320,7 @@ def test_a_large_mask_is_refused_in_every_use(monkeypatch):
         return model
 
     model = sdpa_model()
-    monkeypatch.setattr(virtual_sequence, "MAX_MASK_BYTES", 0)
+    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 0)
     input_ids = random_ids(1, 10)
     cache = model(input_ids, attention_mask=ONES).past_key_values
     model(random_ids(1, 10), use_cache=False)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, MistralConfig
 from trl import SFTConfig
 
 from common.command_io import UserError
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_sequence, window_blocks
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, masks, window_blocks
 from sft import memory_plan, train
 from sft.arguments import RecipeParser
 from sft.memory_plan import (
@@ -222,7 +222,7 @@ def test_the_window_of_a_preset_follows_the_length(capsys):
 def test_a_layer_at_64k_keeps_what_the_plan_says(preset, kind, monkeypatch):
     """The paper's layers at 65,536 tokens, on tensors without memory: in bfloat16 through `varlen_attn`, as on a
     GPU."""
-    for module in (virtual_sequence, window_blocks):
+    for module in (masks, window_blocks):
         monkeypatch.setattr(module, "has_varlen", lambda states: True)
     length = 65536
     config = IHAConfig.from_preset(preset, max_position_embeddings=length, num_hidden_layers=1)

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig
 
 from common.command_io import UserError
-from modeling_iha import score_matrix, virtual_sequence, window_blocks
+from modeling_iha import score_matrix, window_blocks
 from sft.packing import check_packing
 from sft.trainer import MixingTrainer
 
@@ -88,8 +88,7 @@ def model_of(geometry: str, core: str):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Queries go in blocks of 4, so that documents begin inside, at and across the ends of blocks."""
-    for module in (virtual_sequence, window_blocks):
-        monkeypatch.setattr(module, "MIN_BLOCK", 4)
+    monkeypatch.setattr(window_blocks, "MIN_BLOCK", 4)
     monkeypatch.setattr(score_matrix, "BLOCK", 4)
 
 

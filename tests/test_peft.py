@@ -23,6 +23,7 @@ from model_cards.render import render_card
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_dcmha import CompositionWeights
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.kind_options import OPTIONS_CLASSES
 from sft import train
 from sft.arguments import RunArguments
 from sft.model import lora_config
@@ -83,7 +84,7 @@ def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
 def test_each_mixing_module_counts_from_the_adapter(kind, module):
     """The saved copy of a module is what runs: PEFT replaces a module, and would change nothing for a bare
     parameter."""
-    config = Mechanism(kind, ATTENTION_CLASSES[kind].example_options).config()
+    config = Mechanism(kind, OPTIONS_CLASSES[kind].example).config()
     model = get_peft_model(random_model(config), lora(modules_to_save=[module]))
     before = logits_of(model)
     with torch.no_grad():
@@ -252,7 +253,7 @@ OWN_PARAMETERS = {
 @pytest.mark.parametrize("use_peft", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
 def test_what_trains_and_what_decays(kind, use_peft, tmp_path):
-    model = random_model(Mechanism(kind, ATTENTION_CLASSES[kind].example_options).config(num_hidden_layers=1))
+    model = random_model(Mechanism(kind, OPTIONS_CLASSES[kind].example).config(num_hidden_layers=1))
     run = RunArguments("", "", use_peft=use_peft)
     trainer = MixingTrainer(
         model=model,

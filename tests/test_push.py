@@ -192,7 +192,7 @@ FAULTS = {
         "states 1 bytes",
     ),
     "other code": (append("modeling_iha.py", "\nprint('hello')\n"), "differs from this package's code"),
-    "code that would break": (append("virtual_sequence.py", "import triton\n"), "triton may not be installed"),
+    "code that would break": (append("masks.py", "import triton\n"), "triton may not be installed"),
     "a link": (link_out, "NOTICE is a link to"),
     "a token": (append("README.md", SECRET), "README.md, line 6, holds what looks like a Hugging Face token"),
     "a private key": (

@@ -28,7 +28,7 @@ from helpers import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-from modeling_iha import IHAConfig, IHAForCausalLM, score_matrix, virtual_sequence
+from modeling_iha import IHAConfig, IHAForCausalLM, score_matrix, window_blocks
 from modeling_iha.score_matrix import BLOCK
 
 
@@ -73,7 +73,7 @@ def test_attention_matches_reference(heads, window, dtype, tolerance, gradient_t
 def test_blocks_match_reference(core, geometry, inputs, monkeypatch):
     """In several blocks of queries, where on SDPA window layers see documents in place of a mask."""
     monkeypatch.setattr(score_matrix, "BLOCK", 4)
-    monkeypatch.setattr(virtual_sequence, "MIN_BLOCK", 4)
+    monkeypatch.setattr(window_blocks, "MIN_BLOCK", 4)
     model = random_model(talking_config(geometry))
     set_core(model, core)
     input_ids, real = random_ids(2, 11), torch.ones(2, 11, dtype=torch.bool)

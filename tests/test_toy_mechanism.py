@@ -1,5 +1,7 @@
-"""A mechanism is added by three things: its class (here), its reference (references/toy.py), and its line in
-`ATTENTION_CLASSES` (the fixture). It then holds all that test_mechanisms.py asks of a kind."""
+"""Add a mechanism, which then holds all that test_mechanisms.py asks of a kind.
+
+It consists of its class and options (here), its reference (references/toy.py), and its lines in the tables of kinds
+(the fixture)."""
 
 from dataclasses import dataclass
 
@@ -12,20 +14,24 @@ from torch import nn
 from transformers import initialization as init
 
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.attention_options import option
+from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha.option_fields import option
+from modeling_iha.options import KindOptions
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
 @strict
 @dataclass
-class ToyOptions:
-    """Options of kind "toy"; `start` is the temperature at which training starts."""
+class ToyOptions(KindOptions):
+    """Hold the options of kind "toy": the temperature at which training starts."""
+
+    example = {"start": 0.5}
 
     start: int | float = option(1.0, "a number above 0", lambda value: type(value) in (int, float) and value > 0)
 
 
 class Temperature(nn.Module):
-    """One factor for the scores [batch, H, rows, columns] of each head."""
+    """Multiply the scores [batch, H, rows, columns] by one factor for each head."""
 
     def __init__(self, num_heads):
         super().__init__()
@@ -39,9 +45,6 @@ class Temperature(nn.Module):
 
 
 class ToyAttention(ScoreMatrixAttention):
-    kind = "toy"
-    options_class = ToyOptions
-    example_options = {"start": 0.5}
     mixing_modules = ("temperature",)
 
     def __init__(self, config, layer_idx):
@@ -52,12 +55,13 @@ class ToyAttention(ScoreMatrixAttention):
         return self.temperature(scores)
 
 
-TOYS = [checks.Mechanism("toy"), checks.Mechanism("toy", ToyAttention.example_options)]
+TOYS = [checks.Mechanism("toy"), checks.Mechanism("toy", ToyOptions.example)]
 
 
 @pytest.fixture(autouse=True)
 def added(monkeypatch):
     monkeypatch.setitem(ATTENTION_CLASSES, "toy", ToyAttention)
+    monkeypatch.setitem(OPTIONS_CLASSES, "toy", ToyOptions)
 
 
 @pytest.fixture(params=TOYS, ids=str)
@@ -100,7 +104,7 @@ def test_options():
 
 
 def test_a_wrong_mechanism_is_found(monkeypatch):
-    """The checks fail where the layer leaves its temperature out, and where it is left out of training."""
+    """Fail where the layer leaves its temperature out, and where training leaves it out."""
     monkeypatch.setattr(Temperature, "forward", lambda self, scores: scores * self.weight.sum() / self.weight.sum())
     with pytest.raises(AssertionError):
         checks.check_layer(TOYS[0], None, 7)

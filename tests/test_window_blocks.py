@@ -8,8 +8,10 @@ import torch
 from helpers import HYBRID, logits_and_gradients, random_ids, random_model, set_core, small_config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from modeling_iha import virtual_sequence, window_blocks
-from modeling_iha.virtual_sequence import MaskInputs, MaskKey, create_masks
+from modeling_iha import masks as masks_module
+from modeling_iha import window_blocks
+from modeling_iha.mask_inputs import MaskInputs, MaskKey, document_bounds
+from modeling_iha.masks import create_masks
 from modeling_iha.window_blocks import MIN_BLOCK, maskless_attention, window_attention
 
 
@@ -55,7 +57,7 @@ def naive(query, key, value, documents, window):
 
 def bounds_of(documents):
     """The bounds of documents [batch, L], as `maskless_attention` takes them."""
-    return virtual_sequence.document_bounds(documents)
+    return document_bounds(documents)
 
 
 @pytest.mark.parametrize("window", [1, 2, MIN_BLOCK - 1, MIN_BLOCK, 4 * MIN_BLOCK + 3, None])
@@ -194,7 +196,7 @@ def varlen(request, monkeypatch):
 
     counted.__signature__ = inspect.signature(request.param)
     monkeypatch.setattr(window_blocks, "varlen_attn", counted)
-    for module in (window_blocks, virtual_sequence):
+    for module in (window_blocks, masks_module):
         monkeypatch.setattr(module, "has_varlen", lambda states: True)
     return lengths
 

@@ -1,0 +1,90 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse inputs whose mask would be too large, and packed documents that would see each other."""
+
+import torch
+from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.import_utils import is_tracing
+
+from .mask_inputs import MaskInputs, MaskKey
+
+
+# The largest dense mask for virtual tokens. On "sdpa" a row of N * P = 65536 virtual tokens takes it.
+MAX_MASK_BYTES = 4 * 2**30
+
+
+def check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
+    """Raise a ValueError for a dense mask above MAX_MASK_BYTES.
+
+    "eager" always builds a dense mask. "sdpa" builds one for windows, padding, packing and chunks on a cache."""
+    config, embeds = inputs.config, inputs.inputs_embeds
+    core, virtual = config._attn_implementation, key.num_pseudo_heads
+    # An export may leave the sizes open.
+    if core not in ("eager", "sdpa") or torch.compiler.is_exporting():
+        return
+    rows, queries = embeds.shape[:2]
+    past, keys, _ = inputs.key_span(layer_idx)
+    additive = inputs.has_custom_mask or core == "eager"
+    size = rows * queries * keys * virtual**2 * (embeds.dtype.itemsize if additive else 1)
+    if size <= MAX_MASK_BYTES:
+        return
+    # SDPA needs no mask for causal attention over the whole input.
+    if not additive:
+        windowed = key.is_sliding and keys >= config.sliding_window
+        if not (windowed or past != 0 or inputs.may_be_padded or inputs.may_be_packed):
+            return
+    raise ValueError(
+        f"attn_implementation={core!r} needs a mask of {size / 2**30:.3g} GiB here: {rows} rows of {queries} x "
+        f"{virtual} queries and {keys} x {virtual} keys; at most {MAX_MASK_BYTES / 2**30:.3g} GiB are allocated. Use "
+        "attn_implementation='flash_attention_2' or 'flash_attention_4', which take windows, padding and packing "
+        "without a mask, 'flex_attention', whose mask is in blocks, or a smaller batch."
+    )
+
+
+def check_packing(inputs: MaskInputs, **kwargs) -> None:
+    """Raise a ValueError for packed documents that the attention core would silently join.
+
+    `position_ids` [batch, N] that restart declare them, or `cu_seq_lens_q` among `kwargs`. Masks and flash cores look
+    for these in some cases only."""
+    config, mask, cache = inputs.config, inputs.attention_mask, inputs.past_key_values
+    position_ids, cu_seq_lens = inputs.position_ids, kwargs.get("cu_seq_lens_q")
+    flash = is_flash_attention_requested(config)
+    if not flash and config._attn_implementation not in ("eager", "flex_attention", "sdpa"):
+        return  # Other cores, such as the paged ones, have ways of their own.
+    if is_tracing(inputs.inputs_embeds) or inputs.inputs_embeds.is_meta or inputs.has_custom_mask:
+        return  # There are no values to look at, or a custom mask decides.
+
+    restarts = False
+    if position_ids is not None and position_ids.shape[-1] > 1:
+        restart = position_ids.diff(dim=-1) < 1
+        if mask is not None:
+            # `generate` counts from the first real token, so positions of padding may restart.
+            real = mask[:, -position_ids.shape[-1] :].bool()
+            restart = restart & real[:, 1:] & real[:, :-1]
+        restarts = bool(restart.any())
+    if not restarts and (cu_seq_lens is None or len(cu_seq_lens) <= 2):
+        return
+
+    if flash:
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        by_lengths = all(kwargs.get(name) is not None for name in names)
+        by_positions = (
+            restarts
+            and len(inputs.inputs_embeds) == 1
+            and (cache is None or cache.get_seq_length() == 0)
+            and bool((position_ids[:, 1:][restart] == position_ids[0, 0]).all())
+        )
+        apart = (by_lengths or by_positions) and (mask is None or bool(mask.all()))
+        how = (
+            "by cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k together, or in a batch of one row that "
+            "continues no cache by position_ids that restart at their first value; in both cases without padding in "
+            "attention_mask"
+        )
+    else:
+        apart = restarts and mask is None and cache is None
+        how = "by position_ids that restart, without attention_mask and without a cache (use_cache=False)"
+    if not apart:
+        raise ValueError(
+            f"Packed documents (position_ids that restart, or cu_seq_lens) would attend to one another here: "
+            f"attn_implementation={config._attn_implementation!r} keeps them apart {how}."
+        )

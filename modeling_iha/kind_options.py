@@ -1,0 +1,22 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""List the options classes of the kinds, one to a line. A checkpoint ships the lines of its own kinds."""
+
+from .options import KindOptions
+from .options_dcmha import CompositionOptions
+from .options_diff import DifferentialOptions
+from .options_hyper import HyperOptions
+from .options_hyper_feature import FeatureOptions
+from .options_pairs import PairOptions
+
+
+OPTIONS_CLASSES = {
+    "mha": KindOptions,
+    "iha": KindOptions,
+    "talking_heads": KindOptions,
+    "diff": DifferentialOptions,
+    "hyper_feature": FeatureOptions,
+    "hyper": HyperOptions,
+    "simplicial": PairOptions,
+    "dcmha": CompositionOptions,
+}

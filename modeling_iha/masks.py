@@ -1,0 +1,134 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Make the mask of every kind of layer, from inputs whose lengths are in tokens."""
+
+from typing import NamedTuple
+
+import torch
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.import_utils import is_tracing
+
+from .attention_forms import choose_form
+from .input_checks import check_mask_size
+from .mask_inputs import MaskInputs, MaskKey
+from .virtual_tokens import VirtualView, virtual_cache, virtual_positions
+from .window_blocks import beats_a_mask, has_varlen
+from .window_edge import keep_window_edge
+
+
+# These values hide a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where the
+# lowest float64 is -inf, and a row of -inf becomes NaN.
+LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+LOWEST[torch.float64] = LOWEST[torch.float32]
+
+
+class LayerMask(NamedTuple):
+    """Tell a layer which tokens see each other, and in which form an "iha" layer computes.
+
+    Where attention builds no mask, the document of each token replaces it."""
+
+    attention_mask: torch.Tensor | None = None  # as Transformers makes it for the core; `None` for causal attention
+    # Int [batch or 1, keys], equal where tokens may see each other, -1 for padding. Attention is causal and within the
+    # layer's window.
+    document_ids: torch.Tensor | None = None
+    # As `maskless_attention` takes them; `None` where every row is one document.
+    document_bounds: tuple[torch.Tensor, int] | None = None
+    attention_form: str | None = None  # see `choose_form`
+
+
+def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, LayerMask]:
+    """Return the mask of each kind of layer among `layers`, the keys of a model's layers in order.
+
+    Raise a ValueError for a custom mask that the core does not take, and for a dense mask above MAX_MASK_BYTES."""
+    if inputs.past_key_values is not None:
+        keep_window_edge(inputs.past_key_values, layers, inputs.config.sliding_window)
+    masks = {}
+    for layer_idx, key in enumerate(layers):
+        if key not in masks:
+            form = choose_form(inputs, key, inputs.key_span(layer_idx)[1])
+            masks[key] = _maskless(inputs, key, layer_idx, form)
+            if masks[key] is None:
+                mask = _dense_mask(inputs, key, layer_idx)
+                # For one token of a static cache that holds nothing yet the core makes no mask.
+                masks[key] = LayerMask(mask, attention_form=None if mask is None and form == "absorbed" else form)
+    return masks
+
+
+def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None) -> LayerMask | None:
+    """Return the form and the documents of a layer whose attention builds no dense mask, or `None` if it needs one."""
+    config, embeds, cache = inputs.config, inputs.inputs_embeds, inputs.past_key_values
+    length = embeds.shape[1]
+    # Traced lengths and documents have no values.
+    if config._attn_implementation != "sdpa" or inputs.has_custom_mask or is_tracing(embeds):
+        return None
+    # The mask of one token on a static cache may go to a compiled forward, and its keys need not end with the token.
+    if cache is not None and length == 1 and cache.is_compileable:
+        return None
+    past, num_keys, first = inputs.key_span(layer_idx)
+    if first + num_keys != past + length:
+        return None
+    if form == "absorbed":
+        return LayerMask(document_ids=inputs.document_ids(first, num_keys), attention_form=form)
+    if past > 0:
+        return None
+    varlen, window = has_varlen(embeds), (config.sliding_window or 0) * key.num_pseudo_heads
+    apart = inputs.may_be_packed or inputs.may_be_padded
+    if key.is_sliding:
+        needs_mask = not beats_a_mask(length * key.num_pseudo_heads, window, varlen)
+    else:
+        # A dense mask is as good for padded rows and for batches.
+        needs_mask = not (apart if varlen else inputs.may_be_packed and len(embeds) == 1)
+    if needs_mask:
+        return None
+    bounds = inputs.document_bounds if apart or varlen else None
+    return LayerMask(document_ids=inputs.document_ids(0, length), document_bounds=bounds, attention_form=form)
+
+
+def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor | None:
+    """Return the mask that Transformers makes for the core, over virtual tokens."""
+    config, virtual = inputs.config, key.num_pseudo_heads
+    if virtual > 1:
+        check_mask_size(inputs, key, layer_idx)
+    if inputs.has_custom_mask:
+        if is_flash_attention_requested(config):
+            raise ValueError(
+                f"attn_implementation={config._attn_implementation!r} takes no custom mask [batch, 1, queries, keys]: "
+                f"pass attention_mask [batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
+            )
+        return _custom_mask(inputs, key, layer_idx)
+    batch_size, length = inputs.inputs_embeds.shape[:2]
+    mask, cache, position_ids = inputs.attention_mask, inputs.past_key_values, inputs.position_ids
+    create_mask = create_sliding_window_causal_mask if key.is_sliding else create_causal_mask
+    mask = create_mask(
+        config=VirtualView(config, sliding_window=(config.sliding_window or 0) * virtual),
+        inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, length * virtual, 0),
+        attention_mask=None if mask is None else mask.repeat_interleave(virtual, dim=1),
+        past_key_values=None if cache is None else virtual_cache(cache, virtual),
+        position_ids=None if position_ids is None else virtual_positions(position_ids, virtual),
+        layer_idx=layer_idx,
+    )
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:
+        mask = mask.clamp_min(LOWEST[torch.float64])
+    return mask
+
+
+def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor:
+    """Return the additive mask [batch, heads or 1, queries * P, keys * P] of a layer from a custom mask over tokens.
+
+    The custom mask does not order the virtual tokens of one token, so they stay causal. A sliding layer keeps its
+    window."""
+    mask, virtual, dtype = inputs.attention_mask, key.num_pseudo_heads, inputs.inputs_embeds.dtype
+    if mask.dtype == torch.bool:
+        # The eager and flex cores add the mask to the scores: True would be 1.
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, LOWEST[dtype])
+    past, num_keys, first = inputs.key_span(layer_idx)
+    if inputs.past_key_values is not None:
+        mask = mask[..., first : first + num_keys]
+    mask = mask.repeat_interleave(virtual, dim=-1).repeat_interleave(virtual, dim=-2)
+    q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + past * virtual
+    k = torch.arange(mask.shape[-1], device=mask.device) + first * virtual
+    hidden = (k > q) & (k // virtual == q // virtual)
+    if key.is_sliding:
+        hidden |= k <= q - inputs.config.sliding_window * virtual
+    return mask.masked_fill(hidden, LOWEST[mask.dtype])
