@@ -24,7 +24,7 @@ from modeling_iha import IHAForCausalLM
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises `UserError` for an address that the server cannot use; loading the model first would take long."""
+    """Raise `UserError` for an address that the server cannot use, because loading the model first takes long."""
     if not 0 <= port < 2**16:
         raise UserError(f"--port {port}: expected a number from 0 to {2**16 - 1}.")
     try:
@@ -39,7 +39,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves until interrupted. Raises `UserError`."""
+    """Serve until interrupted, or raise `UserError`."""
     if not is_serve_available():
         raise UserError("The server's libraries are not installed: pip install 'transformers[serving]'.")
     transformers.IHAForCausalLM = IHAForCausalLM
