@@ -1,5 +1,7 @@
-"""Every fault of what a command is given is one line on standard error, found before anything is written: damaged and
-foreign checkpoints, impossible arguments, destinations that cannot be made, other runs, and signals."""
+"""Every fault of a command's input is one line on standard error, found before anything is written.
+
+Faults are damaged and foreign checkpoints, impossible arguments, bad destinations, other runs, and signals.
+"""
 
 import fcntl
 import json
@@ -15,9 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import command
-from safetensors.torch import load_file
-from tiny_sources import edit_config, edit_weights, save_released, save_tiny_source, tiny_source
+from safetensors.torch import load_file, save_file
+from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, save_tiny_source, shards, tiny_tokenizer
 
 from common.command_io import UserError, new_directory, run_cli, whole_file
 from conversion_scripts import (
@@ -30,7 +31,6 @@ from conversion_scripts import (
     verify_conversion,
 )
 from conversion_scripts.convert_diffllama_to_iha import convert as convert_diffllama
-from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert
 
 
@@ -38,17 +38,18 @@ ROOT = Path(__file__).resolve().parents[1]
 # Kind of the source checkpoint -> the command that converts it.
 CONVERTERS = {
     "llama": (convert_llama_to_iha, "--num-pseudo-heads", 2),
+    "sharded": (convert_llama_to_iha, "--num-pseudo-heads", 2),
     "diffllama": (convert_diffllama_to_iha,),
     "dcformer": (convert_dcformer_to_iha,),
     "iha": (convert_iha_to_llama,),
     "diff": (convert_iha_to_diffllama,),
 }
-ALL = tuple(CONVERTERS)
+ALL = tuple(CONVERTERS.keys() - {"sharded"})
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A whole checkpoint of every kind, by kind."""
+    """Return a folder with a whole checkpoint of every kind."""
     folder = tmp_path_factory.mktemp("sources")
     for name, model in {
         "llama": save_tiny_source(folder / "llama"),
@@ -59,12 +60,20 @@ def sources(tmp_path_factory):
         for path in (folder / name).glob("tokenizer*"):
             shutil.copy(path, folder / converted)
     save_released(folder / "dcformer", form="safetensors")
+    save_tiny_source(folder / "sharded", max_shard_size="20KB")
+    assert len(shards(folder / "sharded")) > 2
     return folder
 
 
-def run(monkeypatch, capsys, kind, source, destination, *options):
-    module, *arguments = CONVERTERS[kind]
-    return command(monkeypatch, capsys, module, source, destination, *arguments, *options)
+@pytest.fixture
+def run(cli):
+    """Convert a source of some kind."""
+
+    def run(kind, source, destination, *options):
+        module, *arguments = CONVERTERS[kind]
+        return cli(module, source, destination, *arguments, *options)
+
+    return run
 
 
 def assert_refused(code, err, words):
@@ -88,7 +97,7 @@ def set_config(**changes):
 
 
 def set_weight(suffix, change):
-    """Replaces the first weight whose name ends so by what `change` makes of it."""
+    """Replace the first weight whose name ends so by what `change` makes of it."""
 
     def edit(weights):
         name = next(name for name in sorted(weights) if name.endswith(suffix))
@@ -106,7 +115,7 @@ def first_value(value):
 
 
 def index(shard):
-    """Weights outside of the directory, and an index that leads there."""
+    """Move the weights out of the directory, and write an index that leads there."""
 
     def damage(source):
         weights = source / "model.safetensors"
@@ -120,7 +129,7 @@ def index(shard):
 
 
 def dangling(name):
-    """As in a copy of the Hub's cache without its blobs."""
+    """Replace a file by a link to nothing, as in a copy of the Hub's cache without its blobs."""
 
     def damage(source):
         (source / name).unlink(missing_ok=True)
@@ -138,12 +147,29 @@ def folder(name):
 
 
 class Custom:
-    """What no reader of tensors knows."""
+    pass
 
 
 def pickled_object(source):
     (source / "model.safetensors").unlink()
     (source / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Custom()}, protocol=2))
+
+
+def contradict(source):
+    """Put a tensor of the first shard into the last too, with other values."""
+    first, *_, last = shards(source)
+    name, value = next(iter(load_file(first).items()))
+    save_file({**load_file(last), name: value + 1}, last, metadata={"format": "pt"})
+
+
+def whole_file_beside(source):
+    """Write other weights than those of the shards into one file."""
+    tensors = {name: value + 1 for shard in shards(source) for name, value in load_file(shard).items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+
+
+def second_shard(change):
+    return lambda source: change(shards(source)[1])
 
 
 INDEX = "model.safetensors.index.json"
@@ -259,6 +285,41 @@ FAULTS = [
         (f"static map {how}", ("dcformer",), set_weight("pre_proj.w", change), "pre_proj.w is not the identity", ())
         for how, change in {"scalar": torch.mean, "flat": torch.flatten, "wide": lambda w: w[..., :2]}.items()
     ),
+    ("no config", ALL, lambda source: (source / "config.json").unlink(), "no usable configuration", ()),
+    ("no weights", ("dcformer",), lambda source: shards(source)[0].unlink(), "holds no weights: expected model", ()),
+    ("no safetensors", ("dcformer",), write("model.safetensors", "damaged"), "cannot be read", ()),
+    *(
+        (name, ("sharded",), damage, words, ())
+        for name, damage, words in (
+            ("cut shard", second_shard(lambda path: os.truncate(path, 10_000)), "cannot be loaded"),
+            ("no safetensors", second_shard(lambda path: path.write_bytes(b"not safetensors")), "cannot be loaded"),
+            ("lost shard", second_shard(Path.unlink), "cannot be loaded"),
+            (
+                "lost tensor",
+                lambda source: edit_weights(source, lambda w: w.pop("model.norm.weight", None)),
+                "missing keys model.norm.weight",
+            ),
+            (
+                "further tensor",
+                lambda source: edit_weights(source, lambda w: w.update(extra=torch.zeros(1))),
+                "unexpected keys extra",
+            ),
+            ("width", set_config(intermediate_size=20), "model.layers.0.mlp.gate_proj.weight has the shape ["),
+            ("contradiction", contradict, "hold different values of"),
+            ("whole file beside", whole_file_beside, f"model.safetensors and {INDEX} disagree"),
+            ("kernel", set_config(_attn_implementation="org/kernel"), "'org/kernel' would load what is not"),
+            ("activation", set_config(hidden_act="warp"), "hidden_act='warp'"),
+            ("architecture", set_config(model_type="gemma"), "'gemma' cannot be converted"),
+            ("heads", set_config(num_attention_heads=3), "number of attention heads (3)"),
+            ("unknown field", set_config(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
+            ("no tokenizer", lambda source: [p.unlink() for p in source.glob("tokenizer*")], "no usable tokenizer"),
+            (
+                "tokenizer of another model",
+                lambda source: tiny_tokenizer(VOCAB_SIZE + 1).save_pretrained(source),
+                "has the id 61, and the embedding has 61 rows",
+            ),
+        )
+    ),
     ("whole numbers", ("dcformer",), set_weight("norm.weight", torch.Tensor.long), "has the dtype torch.int64", ()),
 ]
 
@@ -271,25 +332,25 @@ FAULTS = [
         for kind in kinds
     ],
 )
-def test_a_fault_is_one_line_and_leaves_nothing(kind, damage, words, options, sources, tmp_path, monkeypatch, capsys):
+def test_a_fault_is_one_line_and_leaves_nothing(kind, damage, words, options, sources, tmp_path, run):
     shutil.copytree(sources / kind, tmp_path / "source")
     damage(tmp_path / "source")
     before = sorted(tmp_path.rglob("*"))
-    code, _, err = run(monkeypatch, capsys, kind, tmp_path / "source", tmp_path / "out", *options)
+    code, _, err = run(kind, tmp_path / "source", tmp_path / "out", *options)
     assert_refused(code, err, words)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("kind", ["llama", "iha"])
 @pytest.mark.parametrize("how", UNREADABLE)
-def test_verification_names_a_damaged_checkpoint(kind, how, sources, tmp_path, monkeypatch, capsys):
+def test_verification_names_a_damaged_checkpoint(kind, how, sources, tmp_path, cli):
     for name in ("llama", "iha"):
         shutil.copytree(sources / name, tmp_path / name)
     for name in ("config.json", "generation_config.json"):
         whole = (tmp_path / kind / name).read_bytes()
         (tmp_path / kind / name).write_bytes(UNREADABLE[how])
         arguments = (tmp_path / "llama", tmp_path / "iha", "--tokens", 20, "--max-new-tokens", 2)
-        code, _, err = command(monkeypatch, capsys, verify_conversion, *arguments)
+        code, _, err = cli(verify_conversion, *arguments)
         assert_refused(code, err, str(tmp_path / kind))
         (tmp_path / kind / name).write_bytes(whole)
 
@@ -306,21 +367,12 @@ def test_verification_names_a_damaged_checkpoint(kind, how, sources, tmp_path, m
         b"",
     ],
 )
-def test_no_card_costs_a_conversion(card, sources, tmp_path, monkeypatch, capsys):
-    """The license is then unknown."""
+def test_no_card_costs_a_conversion(card, sources, tmp_path, run):
     shutil.copytree(sources / "llama", tmp_path / "source")
     (tmp_path / "source" / "README.md").write_bytes(card)
-    code, _, err = run(monkeypatch, capsys, "llama", tmp_path / "source", tmp_path / "out")
+    code, _, err = run("llama", tmp_path / "source", tmp_path / "out")
     assert code == 0, err
     assert "license" not in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_nan_in_the_mixing_is_no_warm_start():
-    model = convert(tiny_source(), 2)
-    with torch.no_grad():
-        model.model.layers[2].self_attn.k_mix.weight[0, 0, 0] = float("nan")
-    with pytest.raises(UserError, match=r"model\.layers\.2\.self_attn\.k_mix\.weight has moved"):
-        convert_back(model)
 
 
 @pytest.mark.parametrize(
@@ -331,21 +383,27 @@ def test_nan_in_the_mixing_is_no_warm_start():
         *((content, "config.json") for content in UNREADABLE.values()),
     ],
 )
-def test_remote_code_with_a_damaged_config(config, words, tmp_path, monkeypatch, capsys):
+def test_remote_code_with_a_damaged_config(config, words, tmp_path, cli):
     (tmp_path / "toy.py").write_text("")
     (tmp_path / "config.json").write_bytes(config)
-    code, _, err = command(monkeypatch, capsys, check_remote_code, tmp_path)
+    code, _, err = cli(check_remote_code, tmp_path)
     assert_refused(code, err, words)
 
 
-def test_remote_code_that_is_no_text(tmp_path, monkeypatch, capsys):
+def test_remote_code_that_is_no_text(tmp_path, cli):
     (tmp_path / "toy.py").write_bytes(b"\xff\xfe")
-    code, out, err = command(monkeypatch, capsys, check_remote_code, tmp_path)
+    code, out, err = cli(check_remote_code, tmp_path)
     assert_refused(code, err, "mistakes found: 1")
     assert "toy.py: no UTF-8 text" in out
 
 
 # Destinations
+
+
+def not_empty(folder):
+    (folder / "out").mkdir()
+    (folder / "out" / "precious.txt").write_text("mine")
+    return folder / "out"
 
 
 def link_to_empty(folder):
@@ -394,6 +452,7 @@ def somebody_elses_link(folder):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (not_empty, "is not an empty directory"),
         (link_to_empty, "is a symbolic link"),
         (dangling_link, "is a symbolic link"),
         (parent_is_a_file, "file is not a directory"),
@@ -404,32 +463,32 @@ def somebody_elses_link(folder):
         (somebody_elses_link, "cannot be made"),
     ],
 )
-def test_a_bad_destination_is_found_before_anything_is_read(make, words, kind, tmp_path, monkeypatch, capsys):
+def test_a_bad_destination_is_found_before_anything_is_read(make, words, kind, tmp_path, run):
     destination = make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    code, out, err = run(monkeypatch, capsys, kind, "no/such/source", destination)
+    code, out, err = run(kind, "no/such/source", destination)
     assert_refused(code, err, words)
     assert out == "" and sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_mount_point_is_no_destination(tmp_path, monkeypatch, capsys):
+def test_a_mount_point_is_no_destination(tmp_path, monkeypatch, run):
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
-    code, out, err = run(monkeypatch, capsys, "llama", "no/such/source", tmp_path / "out")
+    code, out, err = run("llama", "no/such/source", tmp_path / "out")
     assert_refused(code, err, "is a mount point")
     assert out == ""
 
 
-def test_no_permission_for_the_parent(tmp_path, monkeypatch, capsys):
-    """Asked of the system, which refuses a superuser nothing."""
+def test_no_permission_for_the_parent(tmp_path, monkeypatch, run):
+    # The system is asked, because a superuser may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    code, out, err = run(monkeypatch, capsys, "llama", "no/such/source", tmp_path / "a" / "out")
+    code, out, err = run("llama", "no/such/source", tmp_path / "a" / "out")
     assert_refused(code, err, f"no permission to write in {tmp_path}")
     assert out == "" and not list(tmp_path.iterdir())
 
 
-def test_parents_made_for_a_refused_source_go_again(tmp_path, monkeypatch, capsys):
-    code, _, err = run(monkeypatch, capsys, "llama", tmp_path / "absent", tmp_path / "a" / "b" / "out")
+def test_parents_made_for_a_refused_source_go_again(tmp_path, run):
+    code, _, err = run("llama", tmp_path / "absent", tmp_path / "a" / "b" / "out")
     assert_refused(code, err, "neither a directory")
     assert not list(tmp_path.iterdir())
 
@@ -443,10 +502,10 @@ def test_parents_made_for_a_refused_source_go_again(tmp_path, monkeypatch, capsy
         ("/dev/null", "is no regular file"),
     ],
 )
-def test_figures_that_cannot_be_written(path, words, tmp_path, monkeypatch, capsys):
+def test_figures_that_cannot_be_written(path, words, tmp_path, cli):
     (tmp_path / "file").write_text("mine")
     arguments = ("no/such/source", "no/such/source", "--json", tmp_path / path)
-    code, out, err = command(monkeypatch, capsys, verify_conversion, *arguments)
+    code, out, err = cli(verify_conversion, *arguments)
     assert_refused(code, err, words)
     assert out == ""
 
@@ -473,7 +532,7 @@ def test_a_link_to_a_file_stays_a_link(tmp_path):
 
 
 def write_slowly(destination, ready, go_on):
-    """A run in a process of its own, with the signals of one that is started in a terminal."""
+    """Run in a process of its own, with the signals of one that is started in a terminal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -490,7 +549,7 @@ def write_slowly(destination, ready, go_on):
 
 @pytest.fixture
 def start():
-    """Starts a run that waits in the middle; returns its process and what lets it go on."""
+    """Start a run that waits in the middle, and return its process and the event that lets it go on."""
     context = multiprocessing.get_context("fork")  # a new interpreter would take seconds to import PyTorch
     processes = []
 
@@ -508,10 +567,10 @@ def start():
         process.join()
 
 
-def test_a_living_run_is_left_alone(start, tmp_path, monkeypatch, capsys):
+def test_a_living_run_is_left_alone(start, tmp_path, run):
     process, go_on = start(tmp_path / "out")
     for _ in range(2):
-        code, out, err = run(monkeypatch, capsys, "llama", "no/such/source", tmp_path / "out")
+        code, out, err = run("llama", "no/such/source", tmp_path / "out")
         assert_refused(code, err, "Another run is writing")
         assert out == ""
     go_on.set()
@@ -546,7 +605,7 @@ def test_what_a_killed_run_left_is_removed(start, tmp_path, capsys):
 
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_a_run_that_ends_while_the_next_one_begins(succeeds, tmp_path, monkeypatch):
-    """It removes the lock file after the next run has opened it, and before that run locks it."""
+    """Remove the lock file after the next run has opened it, and before that run locks it."""
     flock, calls = fcntl.flock, []
 
     def end_first(lock, operation):
@@ -577,7 +636,6 @@ def test_a_signal_leaves_nothing(number, start, tmp_path):
 
 
 def test_signals_are_as_before_afterwards(tmp_path):
-    """And what `nohup` has the process ignore stays ignored."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -621,7 +679,7 @@ def test_of_many_runs_at_once_one_succeeds(tmp_path):
 
 @pytest.mark.parametrize("how", ["NaN", "unread generation config"])
 def test_commands_of_their_own_process_are_quiet_but_for_one_line(how, sources, tmp_path):
-    """No library adds a line of its own, at least none once the imports are done."""
+    # Imports may write lines of their own before "Reading".
     shutil.copytree(sources / "llama", tmp_path / "source")
     if how == "NaN":
         set_weight("norm.weight", first_value(float("nan")))(tmp_path / "source")
