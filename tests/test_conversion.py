@@ -9,7 +9,10 @@ import resource
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -37,7 +40,13 @@ from transformers import (
 
 from common.checkpoint_io import load_in_clean_process
 from common.command_io import UserError, attention_kinds, new_directory, run_cli
-from conversion_scripts import convert_iha_to_llama, convert_llama_to_iha, verify_conversion
+from conversion_scripts import (
+    convert_diffllama_to_iha,
+    convert_iha_to_diffllama,
+    convert_iha_to_llama,
+    convert_llama_to_iha,
+    verify_conversion,
+)
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert, exact_length, iha_config
 from kinds.iha import last_pseudo_head
@@ -295,17 +304,40 @@ def test_trained_output_bias_is_not_dropped():
 # The commands
 
 
+class Road(NamedTuple):
+    """Hold a source's name, the commands there and back, and a parameter of the conversion."""
+
+    source: str
+    there: ModuleType
+    options: tuple
+    back: ModuleType
+    parameter: str
+
+
+LLAMA = Road("qwen2-sliding", convert_llama_to_iha, ("--num-pseudo-heads", "2"), convert_iha_to_llama, "k_mix.weight")
+DIFFLLAMA = Road("diffllama", convert_diffllama_to_iha, (), convert_iha_to_diffllama, "lambda_k2")
+
+
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory):
-    """Return a folder with a source, and with what the command made of it."""
-    folder = tmp_path_factory.mktemp("converted")
-    save_tiny_source(folder / "source", "qwen2-sliding", torch.bfloat16, max_shard_size="10KB")
-    (folder / "source" / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
-    with pytest.MonkeyPatch.context() as patch:
-        arguments = [folder / "source", folder / "iha", "--num-pseudo-heads", 2]
-        patch.setattr(sys, "argv", ["convert", *map(str, arguments)])
-        convert_llama_to_iha.main()
-    return folder
+def travel(tmp_path_factory):
+    """Return a function that makes a folder with a road's source, and with what its command makes of it."""
+
+    @cache
+    def travel(road):
+        folder = tmp_path_factory.mktemp(road.source)
+        save_tiny_source(folder / "source", road.source, torch.bfloat16, max_shard_size="10KB")
+        (folder / "source" / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["convert", str(folder / "source"), str(folder / "iha"), *road.options])
+            road.there.main()
+        return folder
+
+    return travel
+
+
+@pytest.fixture
+def converted(travel):
+    return travel(LLAMA)
 
 
 def test_every_kind_as_remote_code(tmp_path):
@@ -339,20 +371,20 @@ def test_converted_directory_is_complete(converted):
     assert (ours.eos_token_id, ours.max_length) == ([2, 3], 77)
 
 
-def test_model_card(converted):
-    card = (converted / "iha" / "README.md").read_text()
+def test_model_card(travel):
+    card = (travel(LLAMA) / "iha" / "README.md").read_text()
     for line in (
-        "library_name: transformers",
-        "license: mit",
-        "- custom_code",
-        'name = "iha"',
+        *("library_name: transformers", "license: mit", "- custom_code", 'name = "iha"'),
         "iha, window of 7 tokens  ···███",
         "| Attention layers | 3 iha (full_attention), 3 iha (sliding_attention) |",
         "| Sliding window | 7 tokens |",
     ):
         assert line in card.splitlines(), card
-    assert "for sequences of any length" in card
-    assert str(converted) not in card
+    assert "for sequences of any length" in card and str(travel(LLAMA)) not in card
+    card = (travel(DIFFLLAMA) / "iha" / "README.md").read_text()
+    assert "| Attention layers | 6 diff (full_attention) |" in card and "Converted from source (diffllama)" in card
+    assert str(travel(DIFFLLAMA)) not in card
+    assert "pseudo" not in card.lower().replace("--num_pseudo_heads 1", "")
 
 
 @pytest.mark.parametrize(
@@ -363,11 +395,9 @@ def test_converted_directory_stands_alone(converted, prompt):
     assert result["module"].startswith("transformers_modules.") and result["model_class"] == "IHAForCausalLM"
     model = AutoModelForCausalLM.from_pretrained(converted / "iha", dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(converted / "iha")
-    text = (
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    )
+    text = prompt
+    if not isinstance(prompt, str):
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs.input_ids.shape[1] :].tolist()
     assert result["token_ids"] == expected and len(expected) > 3
@@ -388,17 +418,17 @@ def test_clean_process_refuses_what_does_not_load(converted, tmp_path):
 VERIFY = ("--tokens", 40, "--max-new-tokens", 20)
 
 
-def test_verify_accepts_the_conversion(converted, tmp_path, cli):
-    figures = tmp_path / "figures.json"
-    check = (verify_conversion, converted / "source", converted / "iha", *VERIFY, "--json", figures)
-    code, out, _ = cli(*check)
-    assert code == 0 and "exact up to rounding" in out
+@pytest.mark.parametrize("road, control", [(LLAMA, 0.1), (DIFFLLAMA, 0.01)], ids=["llama", "diffllama"])
+def test_verify_accepts_the_conversion(road, control, travel, tmp_path, cli):
+    folder, figures = travel(road), tmp_path / "figures.json"
+    code, out, err = cli(verify_conversion, folder / "source", folder / "iha", *VERIFY, "--json", figures)
+    assert code == 0 and "exact up to rounding" in out, err
     figures = json.loads(figures.read_text())
     assert figures["converted"]["passed"] and figures["converted"]["max_logit_difference"] < 2e-5
     assert figures["converted"]["mean_kl"] < 1e-8
     assert figures["converted"]["greedy_agreement"] == figures["converted"]["greedy_tokens"] == 20
-    assert not figures["control"]["passed"] and figures["control"]["max_logit_difference"] > 0.1
-    assert figures["control"]["mean_kl"] > 1e-3
+    assert not figures["control"]["passed"] and figures["control"]["max_logit_difference"] > control
+    assert figures["control"]["mean_kl"] > control / 100
 
 
 @pytest.mark.parametrize("kind", ["dcmha", "talking_heads"])
@@ -412,10 +442,11 @@ def test_another_kind_is_converted_and_verified(kind, converted, tmp_path, cli):
     assert code == 0 and "exact up to rounding" in out, err
 
 
-def test_verify_refuses_a_changed_conversion(converted, tmp_path, cli):
-    changed = shutil.copytree(converted / "iha", tmp_path / "changed")
-    edit_weights(changed, lambda w: w["model.layers.5.self_attn.k_mix.weight"][0, 1, 1].add_(0.5))
-    code, out, err = cli(verify_conversion, converted / "source", changed, *VERIFY)
+@pytest.mark.parametrize("road", [LLAMA, DIFFLLAMA], ids=["llama", "diffllama"])
+def test_verify_refuses_a_changed_conversion(road, travel, tmp_path, cli):
+    changed = shutil.copytree(travel(road) / "iha", tmp_path / "changed")
+    edit_weights(changed, lambda w: w[f"model.layers.5.self_attn.{road.parameter}"].view(-1)[3].add_(0.5))
+    code, out, err = cli(verify_conversion, travel(road) / "source", changed, *VERIFY)
     assert code == 1 and "converted" in out and "does not compute what" in last_line(err)
 
 
@@ -447,15 +478,16 @@ def test_verify_names_a_bad_text(converted, arguments, message, cli):
     assert code == 1 and message in last_line(err)
 
 
-def test_back_conversion_command(converted, tmp_path, cli):
-    code, out, _ = cli(convert_iha_to_llama, converted / "iha", tmp_path / "back")
-    assert code == 0 and "Qwen2ForCausalLM" in out
+@pytest.mark.parametrize("road", [LLAMA, DIFFLLAMA], ids=["llama", "diffllama"])
+def test_back_conversion_command(road, travel, tmp_path, cli):
+    folder, source = travel(road), AutoModelForCausalLM.from_pretrained(travel(road) / "source", dtype="auto")
+    code, out, _ = cli(road.back, folder / "iha", tmp_path / "back")
+    assert code == 0 and type(source).__name__ in out
     restored = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
-    source = AutoModelForCausalLM.from_pretrained(converted / "source", dtype="auto")
     assert type(restored) is type(source) and restored.dtype == torch.bfloat16
     assert torch.equal(logits(restored), logits(source))
     assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template == CHAT_TEMPLATE
-    code, _, err = cli(convert_iha_to_llama, tmp_path / "back", tmp_path / "again")
+    code, _, err = cli(road.back, tmp_path / "back", tmp_path / "again")
     assert code == 1 and "expected 'iha'" in last_line(err) and not (tmp_path / "again").exists()
 
 
