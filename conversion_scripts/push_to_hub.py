@@ -40,7 +40,7 @@ if __name__ == "__main__":
 import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
 
-from common.checkpoint_io import load_cached_in_clean_process, load_config, load_in_clean_process
+from common.checkpoint_io import load_config, load_in_clean_process
 from common.foreign_code import PACKAGE, refuse_foreign_code
 from hub.checks import EVAL_RESULTS, LOADED_NAMES, check_checkpoint, check_links, check_secrets, checkpoint_files
 from hub.client import check_repo_id, download, hub_api, hub_errors, snippet, status_of
@@ -187,7 +187,7 @@ def _push(
     # The cache may hold more of this revision than what was just downloaded.
     refuse_foreign_code(download(api, repo_id, revision, names), trust_code)
     print(f"Loading {repo_id} at {revision} in a clean process", flush=True)
-    load_cached_in_clean_process(repo_id, revision, constants.HF_HUB_CACHE)
+    load_in_clean_process(repo_id, revision=revision, hub_cache=constants.HF_HUB_CACHE)
     if tag is not None and not tagged:
         api.create_tag(repo_id, tag=tag, revision=revision)
     if collection is not None:
