@@ -92,8 +92,8 @@ def write(name, content):
     return damage
 
 
-def set_config(**changes):
-    return lambda source: edit_config(source, **changes)
+def set_config(field, value):
+    return lambda source: edit_config(source, **{field: value})
 
 
 def set_weight(suffix, change):
@@ -176,87 +176,30 @@ INDEX = "model.safetensors.index.json"
 UNREADABLE = {"truncated": b'{"a": ', "not UTF-8": b'{"a": "\xff\xfe"}', "list": b"[1]", "null": b"null"}
 OWN_CODE = {"model_type": "toy", "auto_map": {"AutoConfig": "configuration_toy.ToyConfig"}}
 
-# What is wrong, with which sources, what the line says, and further options of the command.
-FAULTS = [
+LLAMAS, CONFIGURED = ("llama", "diffllama"), ("llama", "diffllama", "iha")
+# Sources -> field of their config, values, and what the line says of each.
+WRONG_VALUES = [
+    (LLAMAS, "num_hidden_layers", (0, -1, 10**20, "6"), "num_hidden_layers"),
+    (CONFIGURED, "num_hidden_layers", (9999,), "num_hidden_layers is 9999, and its files hold"),
+    (CONFIGURED, "num_hidden_layers", (10**9,), "at most 10000"),
+    (CONFIGURED, "hidden_size", (10**9,), "has the shape [61, 32], and by the config ["),
+    (CONFIGURED, "vocab_size", (10**9,), "has the shape [61, 32], and by the config ["),
+    (["iha"], "num_pseudo_heads", (10**8,), "has the shape [4, 4, 2], and by the config ["),
+    (["sharded"], "intermediate_size", (20,), "model.layers.0.mlp.gate_proj.weight has the shape ["),
+    (["llama", "iha"], "torch_dtype", ("float128",), "{field} is {value!r}; expected"),
+    (["llama", "iha"], "dtype", (7,), "{field} is {value!r}; expected"),
+    (["llama", "iha"], "quantization_config", ([1], 1), "{field} is {value!r}; expected"),
+    (ALL, "auto_map", (["x"], None), "{field} is {value!r}; expected an object"),
+    (["iha"], "attention_dropout", (None,), "attention_dropout"),
+    (LLAMAS, "hidden_act", (["silu"],), "hidden_act"),
+    (["llama"], "hidden_act", ("warp",), "hidden_act='warp'"),
+    (["llama"], "_attn_implementation", ("org/kernel",), "'org/kernel' would load what is not"),
+    (["llama"], "model_type", ("gemma",), "'gemma' cannot be converted"),
+    (["llama"], "num_attention_heads", (3,), "number of attention heads (3)"),
+    (["llama"], "attn_logit_softcapping", (50.0,), "attn_logit_softcapping=50.0"),
+    # No class checks the fields of a DCFormer's config.
     *(
-        (f"config {how}", ALL, write("config.json", content), "has no usable configuration: ", ())
-        for how, content in UNREADABLE.items()
-    ),
-    *(
-        (f"generation config {how}", ALL, write("generation_config.json", content), "no usable generation_config", ())
-        for how, content in UNREADABLE.items()
-    ),
-    ("generation config nowhere", ALL, dangling("generation_config.json"), "no usable generation_config", ()),
-    ("generation config folder", ALL, folder("generation_config.json"), "no usable generation_config", ()),
-    ("index nowhere", ALL, dangling(INDEX), INDEX, ()),
-    *((f"index {how}", ALL, write(INDEX, content), INDEX, ()) for how, content in UNREADABLE.items()),
-    ("index without files", ALL, write(INDEX, '{"metadata": {}}'), "weight_map=None", ()),
-    ("index of numbers", ALL, write(INDEX, '{"metadata": {}, "weight_map": {"a": 1}}'), "looks for a in 1", ()),
-    ("index leads up", ALL, index("../model.safetensors"), "'../model.safetensors'", ()),
-    ("index leads down and up", ALL, index("a/../../model.safetensors"), "'a/../../model.safetensors'", ()),
-    ("index leads elsewhere", ALL, index("absolute"), "expected a file of the same directory", ()),
-    ("auto_map list", ALL, set_config(auto_map=["x"]), "auto_map is ['x']; expected an object", ()),
-    ("auto_map null", ALL, set_config(auto_map=None), "auto_map is None; expected an object", ()),
-    ("code of its own", ("llama", "diffllama"), set_config(**OWN_CODE), "no command here runs the code", ()),
-    ("pickle of an object", ("llama", "dcformer"), pickled_object, "a pickle of more than tensors", ()),
-    ("NaN", ALL, set_weight("norm.weight", first_value(float("nan"))), "norm.weight of ", ()),
-    ("infinity", ALL, set_weight("norm.weight", first_value(float("-inf"))), "norm.weight of ", ()),
-    (
-        "diverged mixing",
-        ("iha",),
-        set_weight("q_mix.weight", first_value(float("nan"))),
-        "model.layers.0.self_attn.q_mix.weight of ",
-        (),
-    ),
-    (
-        "beyond float16",
-        ("llama", "diffllama"),
-        set_weight("down_proj.weight", first_value(65536.0)),
-        "layers.0.mlp.down_proj.weight of ",
-        ("--dtype", "float16"),
-    ),
-    *(
-        (f"{layers} layers", ("llama", "diffllama"), set_config(num_hidden_layers=layers), "num_hidden_layers", ())
-        for layers in (0, -1, 10**20, "6")
-    ),
-    *(
-        (f"{layers} layers", ("llama", "diffllama", "iha"), set_config(num_hidden_layers=layers), words, ())
-        for layers, words in {9999: "num_hidden_layers is 9999, and its files hold", 10**9: "at most 10000"}.items()
-    ),
-    *(
-        (f"{field} {value}", kinds, set_config(**{field: value}), f"has the shape [{found}], and by the config [", ())
-        for field, value, kinds, found in (
-            ("hidden_size", 10**9, ("llama", "diffllama", "iha"), "61, 32"),
-            ("vocab_size", 10**9, ("llama", "diffllama", "iha"), "61, 32"),
-            ("num_pseudo_heads", 10**8, ("iha",), "4, 4, 2"),
-        )
-    ),
-    *(
-        (f"{field} {value}", ("llama", "iha"), set_config(**{field: value}), f"{field} is {value!r}; expected", ())
-        for field, value in (
-            ("torch_dtype", "float128"),
-            ("dtype", 7),
-            ("quantization_config", [1]),
-            ("quantization_config", 1),
-        )
-    ),
-    *(
-        (f"end {ids}", ("iha",), write("generation_config.json", json.dumps({"eos_token_id": ids})), words, ())
-        for ids, words in (("x", "eos_token_id is 'x'; expected a number"), ([1, "x"], "eos_token_id is [1, 'x']"))
-    ),
-    ("no dropout", ("iha",), set_config(attention_dropout=None), "attention_dropout", ()),
-    ("activation list", ("llama", "diffllama"), set_config(hidden_act=["silu"]), "hidden_act", ()),
-    *(
-        (f"seed {seed}", ("llama",), lambda source: None, f"--seed {seed} must be", ("--seed", seed))
-        for seed in (-1, 2**64, 99999999999999999999)
-    ),
-    *(
-        (f"{heads} pseudo-heads", ("llama",), lambda source: None, "num_pseudo_heads=", ("--num-pseudo-heads", heads))
-        for heads in (0, 10**9, 10**20)
-    ),
-    # The fields of a DCFormer's config, which no class checks.
-    *(
-        (f"{field} {value!r}", ("dcformer",), set_config(**{field: value}), f"{field}={value!r}; it must be ", ())
+        (["dcformer"], field, values, "{field}={value!r}; it must be ")
         for fields, values in {
             ("vocab_size", "dim", "n_layer", "n_head", "block_size"): (None, True, 0, -1, 1.5, 10**20, "4", [4]),
             ("norm_eps", "rope_base"): (None, True, 0, -1.0, "1e-6", [1]),
@@ -267,71 +210,124 @@ FAULTS = [
             ("eos_token_id",): ("2", -1, 1.5),
         }.items()
         for field in fields
-        for value in values
     ),
-    ("model type list", ("dcformer",), set_config(model_type=["dcformer"]), "model_type=['dcformer']", ()),
-    ("uneven heads", ("dcformer",), set_config(n_head=5), "dim=32 and n_head=5", ()),
-    *(
-        (f"{name} {how}", ("dcformer",), set_weight(name, change), f"{name} has the shape", ())
-        for name in ("attention.wqkv.weight", "dyn_w_proj.dw1", "dyn_w_proj.qkw", "dyn_w_proj.dd")
-        for how, change in {
-            "flat": torch.flatten,
-            "scalar": torch.mean,
-            "with a further dimension": lambda tensor: tensor[None],
-            "cut": lambda tensor: tensor[..., :-1],
-        }.items()
-    ),
-    *(
-        (f"static map {how}", ("dcformer",), set_weight("pre_proj.w", change), "pre_proj.w is not the identity", ())
-        for how, change in {"scalar": torch.mean, "flat": torch.flatten, "wide": lambda w: w[..., :2]}.items()
-    ),
-    ("no config", ALL, lambda source: (source / "config.json").unlink(), "no usable configuration", ()),
-    ("no weights", ("dcformer",), lambda source: shards(source)[0].unlink(), "holds no weights: expected model", ()),
-    ("no safetensors", ("dcformer",), write("model.safetensors", "damaged"), "cannot be read", ()),
-    *(
-        (name, ("sharded",), damage, words, ())
-        for name, damage, words in (
-            ("cut shard", second_shard(lambda path: os.truncate(path, 10_000)), "cannot be loaded"),
-            ("no safetensors", second_shard(lambda path: path.write_bytes(b"not safetensors")), "cannot be loaded"),
-            ("lost shard", second_shard(Path.unlink), "cannot be loaded"),
-            (
-                "lost tensor",
-                lambda source: edit_weights(source, lambda w: w.pop("model.norm.weight", None)),
-                "missing keys model.norm.weight",
-            ),
-            (
-                "further tensor",
-                lambda source: edit_weights(source, lambda w: w.update(extra=torch.zeros(1))),
-                "unexpected keys extra",
-            ),
-            ("width", set_config(intermediate_size=20), "model.layers.0.mlp.gate_proj.weight has the shape ["),
-            ("contradiction", contradict, "hold different values of"),
-            ("whole file beside", whole_file_beside, f"model.safetensors and {INDEX} disagree"),
-            ("kernel", set_config(_attn_implementation="org/kernel"), "'org/kernel' would load what is not"),
-            ("activation", set_config(hidden_act="warp"), "hidden_act='warp'"),
-            ("architecture", set_config(model_type="gemma"), "'gemma' cannot be converted"),
-            ("heads", set_config(num_attention_heads=3), "number of attention heads (3)"),
-            ("unknown field", set_config(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
-            ("no tokenizer", lambda source: [p.unlink() for p in source.glob("tokenizer*")], "no usable tokenizer"),
-            (
-                "tokenizer of another model",
-                lambda source: tiny_tokenizer(VOCAB_SIZE + 1).save_pretrained(source),
-                "has the id 61, and the embedding has 61 rows",
-            ),
-        )
-    ),
-    ("whole numbers", ("dcformer",), set_weight("norm.weight", torch.Tensor.long), "has the dtype torch.int64", ()),
+    (["dcformer"], "model_type", (["dcformer"],), "model_type=['dcformer']"),
+    (["dcformer"], "n_head", (5,), "dim=32 and n_head=5"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "damage", "words", "options"),
-    [
-        pytest.param(kind, damage, words, options, id=f"{name}-{kind}")
-        for name, kinds, damage, words, options in FAULTS
-        for kind in kinds
-    ],
-)
+def no_damage(source):
+    pass
+
+
+NAN, MAPS = first_value(float("nan")), ("attention.wqkv.weight", "dyn_w_proj.dw1", "dyn_w_proj.qkw", "dyn_w_proj.dd")
+# Sources -> what is wrong, what the line says, and further options of the command.
+FAULTS = {
+    ALL: {
+        "no config": (lambda source: (source / "config.json").unlink(), "no usable configuration"),
+        **{
+            f"config {how}": (write("config.json", UNREADABLE[how]), "no usable configuration: ") for how in UNREADABLE
+        },
+        **{
+            f"generation config {how}": (
+                write("generation_config.json", UNREADABLE[how]),
+                "no usable generation_config",
+            )
+            for how in UNREADABLE
+        },
+        "generation config nowhere": (dangling("generation_config.json"), "no usable generation_config"),
+        "generation config folder": (folder("generation_config.json"), "no usable generation_config"),
+        **{f"index {how}": (write(INDEX, content), INDEX) for how, content in UNREADABLE.items()},
+        "index nowhere": (dangling(INDEX), INDEX),
+        "index without files": (write(INDEX, '{"metadata": {}}'), "weight_map=None"),
+        "index of numbers": (write(INDEX, '{"metadata": {}, "weight_map": {"a": 1}}'), "looks for a in 1"),
+        "index leads up": (index("../model.safetensors"), "'../model.safetensors'"),
+        "index leads down and up": (index("a/../../model.safetensors"), "'a/../../model.safetensors'"),
+        "index leads elsewhere": (index("absolute"), "expected a file of the same directory"),
+        "NaN": (set_weight("norm.weight", NAN), "norm.weight of "),
+        "infinity": (set_weight("norm.weight", first_value(float("-inf"))), "norm.weight of "),
+    },
+    LLAMAS: {
+        "code of its own": (lambda source: edit_config(source, **OWN_CODE), "no command here runs the code"),
+        "beyond float16": (
+            set_weight("down_proj.weight", first_value(65536.0)),
+            "layers.0.mlp.down_proj.weight of ",
+            "--dtype",
+            "float16",
+        ),
+    },
+    ("llama", "dcformer"): {"pickle of an object": (pickled_object, "a pickle of more than tensors")},
+    ("llama",): {
+        "no tokenizer": (lambda source: [p.unlink() for p in source.glob("tokenizer*")], "no usable tokenizer"),
+        "tokenizer of another model": (
+            lambda source: tiny_tokenizer(VOCAB_SIZE + 1).save_pretrained(source),
+            "has the id 61, and the embedding has 61 rows",
+        ),
+        **{f"seed {n}": (no_damage, f"--seed {n} must be", "--seed", n) for n in (-1, 2**64, 99999999999999999999)},
+        **{
+            f"{heads} pseudo-heads": (no_damage, "num_pseudo_heads=", "--num-pseudo-heads", heads)
+            for heads in (0, 10**9, 10**20)
+        },
+    },
+    ("sharded",): {
+        "cut shard": (second_shard(lambda path: os.truncate(path, 10_000)), "cannot be loaded"),
+        "no safetensors": (second_shard(lambda path: path.write_bytes(b"not safetensors")), "cannot be loaded"),
+        "lost shard": (second_shard(Path.unlink), "cannot be loaded"),
+        "lost tensor": (
+            lambda source: edit_weights(source, lambda w: w.pop("model.norm.weight", None)),
+            "missing keys model.norm.weight",
+        ),
+        "further tensor": (
+            lambda source: edit_weights(source, lambda w: w.update(extra=torch.zeros(1))),
+            "unexpected keys extra",
+        ),
+        "contradiction": (contradict, "hold different values of"),
+        "whole file beside": (whole_file_beside, f"model.safetensors and {INDEX} disagree"),
+    },
+    ("iha",): {
+        "diverged mixing": (set_weight("q_mix.weight", NAN), "model.layers.0.self_attn.q_mix.weight of "),
+        "end of text": (
+            write("generation_config.json", '{"eos_token_id": "x"}'),
+            "eos_token_id is 'x'; expected a number",
+        ),
+        "ends of text": (write("generation_config.json", '{"eos_token_id": [1, "x"]}'), "eos_token_id is [1, 'x']"),
+    },
+    ("dcformer",): {
+        "no weights": (lambda source: shards(source)[0].unlink(), "holds no weights: expected model"),
+        "no safetensors": (write("model.safetensors", "damaged"), "cannot be read"),
+        "whole numbers": (set_weight("norm.weight", torch.Tensor.long), "has the dtype torch.int64"),
+        **{
+            f"{name} {how}": (set_weight(name, change), f"{name} has the shape")
+            for name in MAPS
+            for how, change in {
+                "flat": torch.flatten,
+                "scalar": torch.mean,
+                "with a further dimension": lambda tensor: tensor[None],
+                "cut": lambda tensor: tensor[..., :-1],
+            }.items()
+        },
+        **{
+            f"static map {how}": (set_weight("pre_proj.w", change), "pre_proj.w is not the identity")
+            for how, change in {"scalar": torch.mean, "flat": torch.flatten, "wide": lambda w: w[..., :2]}.items()
+        },
+    },
+}
+CASES = [
+    pytest.param(kind, damage, words, options, id=f"{name}-{kind}")
+    for kinds, faults in FAULTS.items()
+    for name, (damage, words, *options) in faults.items()
+    for kind in kinds
+] + [
+    pytest.param(
+        kind, set_config(field, value), words.format(field=field, value=value), [], id=f"{field} {value!r}-{kind}"
+    )
+    for kinds, field, values, words in WRONG_VALUES
+    for value in values
+    for kind in kinds
+]
+
+
+@pytest.mark.parametrize(("kind", "damage", "words", "options"), CASES)
 def test_a_fault_is_one_line_and_leaves_nothing(kind, damage, words, options, sources, tmp_path, run):
     shutil.copytree(sources / kind, tmp_path / "source")
     damage(tmp_path / "source")
@@ -400,73 +396,38 @@ def test_remote_code_that_is_no_text(tmp_path, cli):
 # Destinations
 
 
-def not_empty(folder):
-    (folder / "out").mkdir()
-    (folder / "out" / "precious.txt").write_text("mine")
-    return folder / "out"
-
-
-def link_to_empty(folder):
-    (folder / "empty").mkdir()
-    (folder / "out").symlink_to(folder / "empty")
-    return folder / "out"
-
-
-def dangling_link(folder):
-    (folder / "out").symlink_to(folder / "nothing")
-    return folder / "out"
-
-
-def parent_is_a_file(folder):
-    (folder / "file").write_text("mine")
-    return folder / "file" / "out"
-
-
-def grandparent_is_a_file(folder):
-    (folder / "file").write_text("mine")
-    return folder / "file" / "a" / "out"
-
-
-def parent_is_a_dangling_link(folder):
-    (folder / "link").symlink_to(folder / "nothing")
-    return folder / "link" / "out"
-
-
-def parent_takes_nothing(folder):
-    return Path("/proc/a/out")
-
-
-def somebody_elses_directory(folder):
-    (folder / ".out.tmp").mkdir()
-    (folder / ".out.tmp" / "precious.txt").write_text("mine")
-    return folder / "out"
-
-
-def somebody_elses_link(folder):
-    (folder / "precious").mkdir()
-    (folder / ".out.lock").symlink_to(folder / "precious")
-    return folder / "out"
+def lay_out(folder, entries):
+    """Make directories ("a/"), files ("a") and links ("a -> b")."""
+    for entry in entries:
+        name, _, target = entry.partition(" -> ")
+        (folder / name).parent.mkdir(exist_ok=True)
+        if target:
+            (folder / name).symlink_to(folder / target)
+        elif name.endswith("/"):
+            (folder / name).mkdir()
+        else:
+            (folder / name).write_text("mine")
 
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("entries", "destination", "words"),
     [
-        (not_empty, "is not an empty directory"),
-        (link_to_empty, "is a symbolic link"),
-        (dangling_link, "is a symbolic link"),
-        (parent_is_a_file, "file is not a directory"),
-        (grandparent_is_a_file, "file is not a directory"),
-        (parent_is_a_dangling_link, "link is not a directory"),
-        (parent_takes_nothing, "/proc/a/out cannot be made"),
-        (somebody_elses_directory, "no run of this command made it: remove or rename it"),
-        (somebody_elses_link, "cannot be made"),
+        (["out/precious.txt"], "out", "is not an empty directory"),
+        (["empty/", "out -> empty"], "out", "is a symbolic link"),
+        (["out -> nothing"], "out", "is a symbolic link"),
+        (["file"], "file/out", "file is not a directory"),
+        (["file"], "file/a/out", "file is not a directory"),
+        (["link -> nothing"], "link/out", "link is not a directory"),
+        ([], "/proc/a/out", "/proc/a/out cannot be made"),
+        ([".out.tmp/precious.txt"], "out", "no run of this command made it: remove or rename it"),
+        (["precious/", ".out.lock -> precious"], "out", "cannot be made"),
     ],
 )
-def test_a_bad_destination_is_found_before_anything_is_read(make, words, kind, tmp_path, run):
-    destination = make(tmp_path)
+def test_a_bad_destination_is_found_before_anything_is_read(entries, destination, words, kind, tmp_path, run):
+    lay_out(tmp_path, entries)
     before = sorted(tmp_path.rglob("*"))
-    code, out, err = run(kind, "no/such/source", destination)
+    code, out, err = run(kind, "no/such/source", tmp_path / destination)
     assert_refused(code, err, words)
     assert out == "" and sorted(tmp_path.rglob("*")) == before
 
@@ -683,7 +644,7 @@ def test_commands_of_their_own_process_are_quiet_but_for_one_line(how, sources, 
     shutil.copytree(sources / "llama", tmp_path / "source")
     if how == "NaN":
         set_weight("norm.weight", first_value(float("nan")))(tmp_path / "source")
-        set_config(pad_token_id=-1)(tmp_path / "source")
+        set_config("pad_token_id", -1)(tmp_path / "source")
     else:
         write("generation_config.json", "{")(tmp_path / "source")
     module = "conversion_scripts.convert_llama_to_iha"
