@@ -3,8 +3,6 @@
 `transformers serve` looks up the class of a checkpoint among the names of `transformers`, even with
 `--trust-remote-code`, so it does not find a class outside the library. This command adds the class. It runs the
 installed package, not the code in the checkpoint.
-
-example: python -m conversion_scripts.serve smollm2-iha --port 8000
 """
 
 import errno
@@ -44,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("The server's libraries are not installed: pip install 'transformers[serving]'.")
     transformers.IHAForCausalLM = IHAForCausalLM
     app = typer.Typer()
-    app.command()(Serve)
+    app.command(epilog="example: python -m conversion_scripts.serve smollm2-iha --port 8000")(Serve)
     command = typer.main.get_command(app)
     start = command.callback
 
