@@ -1,7 +1,6 @@
-"""The whole road on real weights, with the commands a user would run: convert SmolLM2-135M-Instruct to Interleaved
-Head Attention, verify that no logit changed, fine-tune, save, reload in a process that has never seen this package,
-and generate.
+"""Convert SmolLM2-135M-Instruct to Interleaved Head Attention and follow it to the end, with a user's commands.
 
+Verify that no logit changed, fine-tune, save, reload in a process that has never seen this package, and generate.
 Every finished step leaves its result in outputs/demo and is not repeated: the demo can be stopped and started again.
 """
 
@@ -42,7 +41,7 @@ def step(title: str, result: Path, *command: str | Path) -> None:
 
 
 def score(title: str, model: Path, result: Path) -> float:
-    """Accuracy of `model` on the held-out questions, by the verifier of reasoning-gym."""
+    """Return the accuracy of `model` on the held-out questions, by the verifier of reasoning-gym."""
     step(title, result, "sft.score_reasoning", model, OUTPUT / "test.jsonl", "--json", result)
     return json.loads(result.read_text())["accuracy"]
 
@@ -58,17 +57,10 @@ def main() -> None:
 
     convert = ("conversion_scripts.convert_llama_to_iha", source, converted, "--num-pseudo-heads", "2")
     step("Convert to IHA with P = 2", converted, *convert)
-    step(
-        "Verify against the source",
-        checks,
-        "conversion_scripts.verify_conversion",
-        source,
-        converted,
-        "--json",
-        checks,
-    )
-    figures = json.loads(checks.read_text())
-    if not figures["converted"]["passed"] or figures["control"]["passed"]:
+    verify = ("conversion_scripts.verify_conversion", source, converted, "--json", checks)
+    step("Verify against the source", checks, *verify)
+    figures, control = (json.loads(checks.read_text())[name] for name in ("converted", "control"))
+    if not figures["passed"] or control["passed"]:
         raise UserError(f"The conversion was not verified, see {checks}. Remove it to verify again.")
     make_data = "sft.make_reasoning_data"
     step("Make training questions", train, make_data, train, "--rows", "256", *DATA)
@@ -87,13 +79,13 @@ def main() -> None:
     unchanged, tuned = load_in_clean_process(converted, CAPITAL, 32), load_in_clean_process(final, sum_, 96)
     same = tuned["text"] == json.loads((OUTPUT / "after.json").read_text())["replies"][0]
 
-    losses = json.loads((OUTPUT / "sft/loss.json").read_text())
+    losses = json.loads((OUTPUT / "sft/loss.json").read_text())["eval"]
     print(f"""
 Report (Python {platform.python_version()}, {os.cpu_count()} cores, {time.monotonic() - start:.0f} s in this call)
-  conversion    max |dlogit| {figures["converted"]["max_logit_difference"]:.1e}, KL {figures["converted"]["mean_kl"]:.1e} nats per token, \
-greedy {figures["converted"]["greedy_agreement"]}/{figures["converted"]["greedy_tokens"]}; \
-broken control {figures["control"]["max_logit_difference"]:.1e}
-  held-out loss {losses["eval"][0][1]:.3f} -> {losses["eval"][-1][1]:.3f} nats per token in {losses["eval"][-1][0]} steps
+  conversion    max |dlogit| {figures["max_logit_difference"]:.1e}, KL {figures["mean_kl"]:.1e} nats per token, \
+greedy {figures["greedy_agreement"]}/{figures["greedy_tokens"]}; \
+broken control {control["max_logit_difference"]:.1e}
+  held-out loss {losses[0][1]:.3f} -> {losses[-1][1]:.3f} nats per token in {losses[-1][0]} steps
   accuracy      {before:.0%} -> {after:.0%} of the held-out questions
   converted     {CAPITAL[-1]["content"]} -> {unchanged["text"]}
   fine-tuned    {sum_[-1]["content"]} -> {" ".join(tuned["text"].split())}

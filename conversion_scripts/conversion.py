@@ -84,19 +84,28 @@ def build(
     source: PreTrainedModel,
 ) -> PreTrainedModel:
     """Build a model that uses the tensors of `state` without a copy and generates with the settings of `source`."""
-    model, info = model_class.from_pretrained(
-        None, config=config, state_dict=state, dtype=source.dtype, output_loading_info=True
-    )
-    if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
-        raise RuntimeError(f"{model_class.__name__} was not filled exactly: {info}")
-    forget_name(model)
+    model = fill(model_class, config, state, source.dtype)
     model.generation_config = copy.deepcopy(source.generation_config)
     return model
 
 
-def forget_name(model: PreTrainedModel) -> None:
-    """Clear the name of a model built from tensors, which adapters would else record as the base model "None"."""
-    model.name_or_path = model.config._name_or_path = ""
+def fill(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, state: dict[str, torch.Tensor], dtype: torch.dtype
+) -> PreTrainedModel:
+    """Build a model that uses the tensors of `state` without a copy.
+
+    Raise a `UserError` that names a tensor if `state` does not fit `config`.
+    """
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[problem]:
+            raise UserError(
+                f"The source weights do not fit its config: {problem} {sorted(map(str, info[problem]))[0]}."
+            )
+    model.name_or_path = model.config._name_or_path = ""  # adapters would record the base model "None"
+    return model
 
 
 def read_source(

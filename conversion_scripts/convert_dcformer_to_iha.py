@@ -1,5 +1,6 @@
-"""Convert a released DCFormer checkpoint (Caiyun-AI/DCFormer-2.8B or one of its format) to an IHA checkpoint without
-changing what it computes.
+"""Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.
+
+The source is Caiyun-AI/DCFormer-2.8B or another checkpoint of its format.
 
 The official code has windows of two lengths: in its decoding and its JAX training a token sees `window_size` tokens,
 itself included, and in its PyTorch training one more. In the converted model it sees `window_size` tokens.
@@ -29,21 +30,8 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedConfig
 
-from common.checkpoint_io import (
-    check_finite,
-    load_config_dict,
-    load_generation_config,
-    load_tokenizer,
-    load_weights,
-)
-from conversion_scripts.conversion import (
-    check_known,
-    check_sizes,
-    describe,
-    forget_name,
-    new_config,
-    write_checkpoint,
-)
+from common.checkpoint_io import check_finite, load_config_dict, load_generation_config, load_tokenizer, load_weights
+from conversion_scripts.conversion import check_known, check_sizes, describe, fill, new_config, write_checkpoint
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -268,21 +256,8 @@ def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
     """
     config = iha_config(source)
     state = convert_weights(weights, config)
-    model, info = IHAForCausalLM.from_pretrained(
-        None,
-        config=config,
-        state_dict=state,
-        dtype=functools.reduce(torch.promote_types, (tensor.dtype for tensor in state.values())),
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[problem]:
-            raise UserError(
-                f"The source weights do not fit its config: {problem} {sorted(map(str, info[problem]))[0]}."
-            )
-    forget_name(model)
-    return model
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in state.values()))
+    return fill(IHAForCausalLM, config, state, dtype)
 
 
 def main() -> None:

@@ -28,14 +28,7 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion_scripts.conversion import (
-    SHARED_FIELDS,
-    build,
-    check_iha,
-    new_config,
-    read_source,
-    write_checkpoint,
-)
+from conversion_scripts.conversion import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
 from conversion_scripts.convert_llama_to_iha import ARCHITECTURES, Architecture, layer_windows
 from kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM

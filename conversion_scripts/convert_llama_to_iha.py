@@ -1,5 +1,4 @@
-"""Convert a pretrained Llama-like checkpoint to Interleaved Head Attention (IHA), or to another attention kind,
-without changing what it computes.
+"""Convert a pretrained Llama-like checkpoint to "iha" or another attention kind without changing what it computes.
 
 The file of a kind in kinds/ gives the values at which its parameters start.
 """

@@ -37,8 +37,10 @@ UNKNOWN = "-"
 
 
 def local_rows(directory: Path) -> list[list[str]]:
-    """A row for each checkpoint of this package in `directory`: itself, its folders and theirs. One that cannot be
-    read is passed over with a line on stderr."""
+    """Return a row for each checkpoint of this package in `directory`, in its folders and in theirs.
+
+    Pass over one that cannot be read, with a line on stderr.
+    """
     rows = []
     for config in sorted(path for depth in ("", "*/", "*/*/") for path in directory.glob(f"{depth}config.json")):
         path = config.parent
@@ -54,7 +56,7 @@ def local_rows(directory: Path) -> list[list[str]]:
 
 
 def hub_rows(author: str) -> list[list[str]]:
-    """A row for each model of this package in a Hub account. Raises `UserError`."""
+    """Return a row for each model of this package in a Hub account, or raise `UserError`."""
     check_repo_id(author)
     with hub_errors(f"Listing the models of {author}"):
         api = hub_api()
@@ -75,7 +77,7 @@ def _hub_row(api: HfApi, model) -> list[str] | None:
 
 
 def row(directory: Path, name: str, parameters: int | None, revision: str) -> list[str]:
-    """The cells of a checkpoint whose config, card and results lie in `directory`. Raises `UserError`."""
+    """Return the cells of a checkpoint whose config, card and results lie in `directory`, or raise `UserError`."""
     config = load_config(directory)
     layers = Counter(layer_type.removesuffix("_attention") for layer_type in config.layer_types)
     window = f" of {config.sliding_window}" if config.sliding_window else ""
@@ -94,7 +96,7 @@ def row(directory: Path, name: str, parameters: int | None, revision: str) -> li
 
 
 def _card(directory: Path) -> ModelCard | None:
-    """The model card, unless there is none or its metadata cannot be read: a table is no place to refuse it."""
+    """Return the model card, or `None` if there is none or its metadata cannot be read."""
     if not (directory / "README.md").is_file():
         return None
     try:
@@ -104,7 +106,7 @@ def _card(directory: Path) -> ModelCard | None:
 
 
 def _results(directory: Path, card: ModelCard | None) -> list[str]:
-    """Evaluations, as "task metric value": the Hub's entries, then those of the card's model-index."""
+    """Return evaluations as "task metric value": the Hub's entries, then those of the card's model-index."""
     results = []
     for path in sorted(filter(Path.is_file, (directory / EVAL_RESULTS).glob("*.yaml"))):
         try:
@@ -119,7 +121,7 @@ def _results(directory: Path, card: ModelCard | None) -> list[str]:
 
 
 def _parameters(directory: Path) -> int | None:
-    """The number of values in the weights that a load reads, from their headers; `None` if they are not all there."""
+    """Count the values in the weights that a load reads, by their headers; return `None` if a file is missing."""
     try:
         files = [directory / file for file in weight_files(directory) if file.endswith(".safetensors")]
     except UserError:
@@ -134,7 +136,7 @@ def _parameters(directory: Path) -> int | None:
 
 
 def table(rows: list[list[str]]) -> str:
-    """The rows below `HEADER`, in columns."""
+    """Return the rows below `HEADER`, in columns."""
     rows = [HEADER, *rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

@@ -31,9 +31,9 @@ from hub.client import check_repo_id, download, hub_api, hub_errors, snippet
 
 
 def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool = False) -> str:
-    """Fetches the repository `repo_id` at a commit, tag or branch into the new `directory`; returns the commit.
+    """Fetch the repository `repo_id` at a commit, tag or branch into the new `directory` and return the commit.
 
-    What was downloaded stays in the Hub's cache, so a call that was stopped goes on from there. Raises `UserError` if
+    What was downloaded stays in the Hub's cache, so a call that was stopped goes on from there. Raise `UserError` if
     the Hub refuses, a file differs from the Hub's checksum, or the checkpoint does not pass `check_checkpoint`.
     """
     check_repo_id(repo_id)
@@ -59,8 +59,10 @@ def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool
 
 
 def _copy_whole(api: HfApi, repo_id: str, commit: str, directory: Path) -> None:
-    """Copies the files of a commit from the Hub's cache, where they are downloaded to, and compares them with the
-    Hub's checksums. Files that were damaged in the cache are downloaded once more. Raises `UserError`."""
+    """Download the files of a commit to the Hub's cache, copy them and compare them with the Hub's checksums.
+
+    Download files that were damaged in the cache once more. Raise `UserError`.
+    """
     cache, damaged = constants.HF_HUB_CACHE, []
     for _ in range(2):
         for path in damaged:

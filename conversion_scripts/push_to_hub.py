@@ -40,24 +40,10 @@ if __name__ == "__main__":
 import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
 
-from common.checkpoint_io import load_cached_in_clean_process, load_config, load_in_clean_process
+from common.checkpoint_io import load_config, load_in_clean_process
 from common.foreign_code import refuse_foreign_code
-from hub.checks import (
-    EVAL_RESULTS,
-    LOADED_NAMES,
-    check_checkpoint,
-    check_links,
-    check_secrets,
-    checkpoint_files,
-)
-from hub.client import (
-    check_repo_id,
-    download,
-    hub_api,
-    hub_errors,
-    snippet,
-    status_of,
-)
+from hub.checks import EVAL_RESULTS, LOADED_NAMES, check_checkpoint, check_links, check_secrets, checkpoint_files
+from hub.client import check_repo_id, download, hub_api, hub_errors, snippet, status_of
 from model_cards.render import render_card, with_name
 from modeling_iha.package import PACKAGE
 
@@ -70,8 +56,10 @@ NO_TAG = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|^[-./
 
 @dataclass(frozen=True)
 class Difference:
-    """What has to change at a commit of a repository for it to hold the checkpoint: files to upload, with the checksum
-    that the Hub has for them, if any, and files that are superseded."""
+    """Hold what has to change at a commit of a repository so that it holds the checkpoint.
+
+    These are files to upload, with the checksum that the Hub has for them, if any, and files that are superseded.
+    """
 
     changed: dict[str, str | None]
     superseded: list[str]
@@ -90,11 +78,11 @@ def publish(
     trust_code: bool = False,
     dry_run: bool = False,
 ) -> str | None:
-    """Checks a saved model, commits it to the model repository `repo_id`, made if necessary, and loads it back;
-    returns the web address of the commit or pull request.
+    """Check a saved model, commit it to the model repository `repo_id`, made if necessary, and load it back.
 
-    Raises `UserError`, before anything is uploaded where that is possible. Whatever stops it, the repository holds the
-    old checkpoint or the new one, and the same call goes on from there.
+    Return the web address of the commit or pull request. Raise `UserError`, before anything is uploaded where that is
+    possible. Whatever stops it, the repository holds the old checkpoint or the new one, and the same call goes on from
+    there.
     """
     _check_options(repo_id, tag, create_pr)
     names, others = checkpoint_files(directory)
@@ -126,11 +114,10 @@ def _check_options(repo_id: str, tag: str | None, create_pr: bool) -> None:
 
 
 def completed_card(directory: Path, repo_id: str, license: str | None, base_model: str | None) -> str:
-    """The text of the model card in `directory`, or of a new one, with the licence and base model that it lacks and,
-    where it is this package's, the name `repo_id`.
+    """Return the model card in `directory`, or a new one, with the licence and base model that it lacks.
 
-    A `base_model` of "none" says that there is none. Raises `UserError` if the card cannot be read, states neither, or
-    states something else.
+    A card of this package also gets the name `repo_id`. A `base_model` of "none" says that there is none. Raise
+    `UserError` if the card cannot be read, states neither, or states something else.
     """
     path = directory / "README.md"
     try:
@@ -156,8 +143,10 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
 
 @contextmanager
 def _staged(directory: Path, names: list[str], card: str) -> Iterator[Path]:
-    """Yields a directory of links to the files `names`, and the model card: just what is published, so that what is
-    checked is just that."""
+    """Yield a directory of links to the files `names` and of the model card.
+
+    It holds just what is published, so that just that is checked.
+    """
     with tempfile.TemporaryDirectory(prefix="push-") as temporary:
         stage = Path(temporary)
         for name in names:
@@ -189,8 +178,7 @@ def _push(
         raise UserError(f"{repo_id} exists and is public: choose another, or make it private on the Hub first.")
     head = api.repo_info(repo_id).sha
     difference = _difference(api, stage, repo_id, head)
-    if tag is not None:
-        _check_tag(api, repo_id, tag, head if difference == Difference({}, []) else None)
+    tagged = tag is not None and _has_tag(api, repo_id, tag, head if difference == Difference({}, []) else None)
     url, revision = _commit(api, stage, repo_id, head, difference, create_pr)
     if left := _difference(api, stage, repo_id, revision).changed:
         raise UserError(
@@ -200,8 +188,8 @@ def _push(
     # The cache may hold more of this revision than what was just downloaded.
     refuse_foreign_code(download(api, repo_id, revision, names), trust_code)
     print(f"Loading {repo_id} at {revision} in a clean process", flush=True)
-    load_cached_in_clean_process(repo_id, revision, constants.HF_HUB_CACHE)
-    if tag is not None and _target(api, repo_id, tag) is None:
+    load_in_clean_process(repo_id, revision=revision, hub_cache=constants.HF_HUB_CACHE)
+    if tag is not None and not tagged:
         api.create_tag(repo_id, tag=tag, revision=revision)
     if collection is not None:
         api.add_collection_item(collection, repo_id, "model", exists_ok=True)
@@ -210,7 +198,7 @@ def _push(
 
 
 def _difference(api: HfApi, stage: Path, repo_id: str, revision: str) -> Difference:
-    """What of the directory `stage` a commit of the repository lacks, by checksums, and what supersedes it."""
+    """Return what a commit of the repository lacks of the directory `stage`, by checksums, and what is superseded."""
     found = api.verify_repo_checksums(repo_id, revision=revision, local_dir=stage)
     changed = {mismatch["path"]: mismatch["expected"] for mismatch in found.mismatches}
     changed |= dict.fromkeys(found.extra_paths)
@@ -229,9 +217,9 @@ def _difference(api: HfApi, stage: Path, repo_id: str, revision: str) -> Differe
 def _commit(
     api: HfApi, stage: Path, repo_id: str, head: str, difference: Difference, create_pr: bool
 ) -> tuple[str, str]:
-    """Commits the difference to `head`, all of it or nothing; returns web address and id of the commit.
+    """Commit the difference to `head`, all of it or nothing, and return the commit's web address and id.
 
-    If somebody has committed since, tries once more, unless that changed the same files. Raises `UserError`.
+    If somebody has committed since, try once more, unless that changed the same files. Raise `UserError`.
     """
     if difference == Difference({}, []):
         print(f"{repo_id} holds these files already", flush=True)
@@ -267,18 +255,16 @@ def _create_commit(
     )
 
 
-def _check_tag(api: HfApi, repo_id: str, tag: str, head: str | None) -> None:
-    """Raises `UserError` if there is a tag or branch of this name, unless it is a tag of the commit `head`."""
+def _has_tag(api: HfApi, repo_id: str, tag: str, head: str | None) -> bool:
+    """Tell if the commit `head` has the tag already.
+
+    Raise `UserError` for a branch of this name and for a tag of another commit.
+    """
     refs = api.list_repo_refs(repo_id)
-    taken = any(ref.name == tag and ref.target_commit != head for ref in refs.tags)
-    if taken or any(ref.name == tag for ref in refs.branches):
+    commits = [ref.target_commit for ref in refs.tags if ref.name == tag]
+    if commits not in ([], [head]) or any(ref.name == tag for ref in refs.branches):
         raise UserError(f"{repo_id} already has a tag or branch {tag!r}: choose another, or delete it first.")
-
-
-def _target(api: HfApi, repo_id: str, tag: str) -> str | None:
-    """The commit that a tag names; `None` if there is no such tag."""
-    tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).tags}
-    return tags.get(tag)
+    return bool(commits)
 
 
 def main() -> None:

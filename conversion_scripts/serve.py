@@ -3,8 +3,6 @@
 `transformers serve` looks up the class of a checkpoint among the names of `transformers`, even with
 `--trust-remote-code`, so it does not find a class outside the library. This command adds the class. It runs the
 installed package, not the code in the checkpoint.
-
-example: python -m conversion_scripts.serve smollm2-iha --port 8000
 """
 
 import errno
@@ -24,7 +22,7 @@ from modeling_iha import IHAForCausalLM
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises `UserError` for an address that the server cannot use; loading the model first would take long."""
+    """Raise `UserError` for an address that the server cannot use, because loading the model first takes long."""
     if not 0 <= port < 2**16:
         raise UserError(f"--port {port}: expected a number from 0 to {2**16 - 1}.")
     try:
@@ -39,12 +37,12 @@ def check_address(host: str, port: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves until interrupted. Raises `UserError`."""
+    """Serve until interrupted, or raise `UserError`."""
     if not is_serve_available():
         raise UserError("The server's libraries are not installed: pip install 'transformers[serving]'.")
     transformers.IHAForCausalLM = IHAForCausalLM
     app = typer.Typer()
-    app.command()(Serve)
+    app.command(epilog="example: python -m conversion_scripts.serve smollm2-iha --port 8000")(Serve)
     command = typer.main.get_command(app)
     start = command.callback
 

@@ -47,6 +47,7 @@ from transformers import PreTrainedModel
 
 from common.checkpoint_io import load_config, load_model, load_tokenizer
 from common.foreign_code import note_foreign_code
+from conversion_scripts.conversion import check_iha
 from kinds import all_companions
 from modeling_iha import IHAForCausalLM
 
@@ -56,21 +57,19 @@ MAX_LOGIT_DIFFERENCE = 1e-3
 
 @dataclass(frozen=True)
 class Run:
-    """What a model computed from the text: logits [tokens, vocab_size], float32, and the tokens of its continuation,
-    [new tokens]."""
+    """Hold what a model computed from the text."""
 
-    logits: torch.Tensor
-    continuation: torch.Tensor
+    logits: torch.Tensor  # [tokens, vocab_size], float32
+    continuation: torch.Tensor  # [new tokens]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a run is from the reference: the largest difference of a logit, the mean over the tokens of
-    KL(reference || model) in nats, and the number of greedily decoded tokens before the first that differs."""
+    """Say how far a run is from the reference."""
 
     max_logit_difference: float
-    mean_kl: float
-    greedy_agreement: int
+    mean_kl: float  # of KL(reference || model), over the tokens, in nats
+    greedy_agreement: int  # greedily decoded tokens before the first that differs
     greedy_tokens: int
 
     @property
@@ -81,8 +80,10 @@ class Comparison:
 
 @torch.no_grad()
 def run_model(model: PreTrainedModel, tokens: torch.Tensor, max_new_tokens: int) -> Run:
-    """Logits of `tokens` [N], and the greedy continuation, with a cache, of all but the last `max_new_tokens` of them.
-    Neither is longer than N tokens, so N is the length up to which a conversion was checked."""
+    """Compute the logits of `tokens` [N], and continue all but the last `max_new_tokens` of them with a cache.
+
+    Neither is longer than N tokens, so N is the length up to which a conversion was checked.
+    """
     prompt = tokens[None, :-max_new_tokens]
     generated = model.generate(
         prompt,
@@ -95,7 +96,7 @@ def run_model(model: PreTrainedModel, tokens: torch.Tensor, max_new_tokens: int)
 
 
 def compare(reference: Run, run: Run) -> Comparison:
-    """How far `run` is from `reference`."""
+    """Return how far `run` is from `reference`."""
     divergence, largest = 0.0, []
     # In float64 the logits of all tokens would take too much memory.
     for expected, actual in zip(reference.logits.split(64), run.logits.split(64)):
@@ -112,15 +113,13 @@ def compare(reference: Run, run: Run) -> Comparison:
 
 
 @torch.no_grad()
-def break_one_parameter(model: IHAForCausalLM) -> str:
-    """Reverses, in place, the sign of a parameter in the first layer whose mechanism has a `control`; returns the name
-    of the parameter."""
+def break_one_parameter(model: IHAForCausalLM) -> None:
+    """Reverse the sign of a parameter, in place, in the first layer whose mechanism has a `control`."""
     controls = {kind: mechanism.control for kind, mechanism in all_companions().items() if mechanism.control}
     for i, kind in enumerate(model.config.attention_kinds):
         if kind in controls:
-            name = f"model.layers.{i}.self_attn.{controls[kind]}"
-            model.get_parameter(name).neg_()
-            return name
+            model.get_parameter(f"model.layers.{i}.self_attn.{controls[kind]}").neg_()
+            return
     raise UserError(
         f"The converted model has no layer of kind {', '.join(map(repr, controls))}, so there is nothing to break as "
         "a control."
@@ -130,8 +129,10 @@ def break_one_parameter(model: IHAForCausalLM) -> str:
 def verify(
     source: PreTrainedModel, converted: IHAForCausalLM, tokens: torch.Tensor, max_new_tokens: int = 64
 ) -> dict[str, Comparison]:
-    """Compares two float32 models on `tokens` [N] and returns the comparisons "converted" and "control". Afterwards a
-    parameter of `converted` is broken."""
+    """Compare two float32 models on `tokens` [N] and return the comparisons "converted" and "control".
+
+    Afterwards a parameter of `converted` is broken.
+    """
     reference = run_model(source, tokens, max_new_tokens)
     result = compare(reference, run_model(converted, tokens, max_new_tokens))
     break_one_parameter(converted)
@@ -139,7 +140,7 @@ def verify(
 
 
 def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
-    """The first `count` tokens of the text in `path`, [count]. Raises `UserError` if there are fewer."""
+    """Return the first `count` tokens of the text in `path`, [count], or raise `UserError` if there are fewer."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -163,8 +164,7 @@ def main() -> None:
     note_foreign_code(args.dst)
     print(f"Reading {args.dst}", flush=True)
     converted = load_model(args.dst, torch.float32)
-    if not isinstance(converted, IHAForCausalLM):
-        raise UserError(f"{args.dst} is a {converted.config.model_type!r} checkpoint; expected 'iha'.")
+    check_iha(args.dst, converted.config)
     if converted.config.vocab_size != config.vocab_size:
         raise UserError(
             f"{args.dst} has a vocabulary of {converted.config.vocab_size} and {args.src} one of {config.vocab_size}: "

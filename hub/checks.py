@@ -177,22 +177,16 @@ def _check_weights(directory: Path, tied: bool) -> None:
             "model.embed_tokens.weight: set tie_word_embeddings to false, or save the model again."
         )
     if weight_map is not None:
-        _check_weight_map(weight_map, found, directory)
+        if wrong := sorted(name for name, _ in weight_map.items() ^ found.items()):
+            raise UserError(
+                f"{SAFE_WEIGHTS_INDEX_NAME} of {directory} and its files disagree on {wrong[0]}: it should be in "
+                f"{weight_map.get(wrong[0])}, and is in {found.get(wrong[0])}. Save the model again."
+            )
         stated = read_json(directory / SAFE_WEIGHTS_INDEX_NAME)["metadata"].get("total_size", size)
         if stated != size:
             raise UserError(
                 f"{SAFE_WEIGHTS_INDEX_NAME} of {directory} states {stated} bytes, its files hold {size}: save the "
                 "model again."
-            )
-
-
-def _check_weight_map(weight_map: dict[str, str], found: dict[str, str], directory: Path) -> None:
-    """Raise `UserError` unless the index names just the tensors that the files hold."""
-    for name in sorted(weight_map.keys() | found.keys()):
-        if weight_map.get(name) != found.get(name):
-            raise UserError(
-                f"{SAFE_WEIGHTS_INDEX_NAME} of {directory} and its files disagree on {name}: it should be in "
-                f"{weight_map.get(name)}, and is in {found.get(name)}. Save the model again."
             )
 
 

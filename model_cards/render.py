@@ -1,7 +1,6 @@
-"""Model cards: one template, filled from a model's config, from how it was made and from its evaluation.
+"""Give a checkpoint's model card the name under which it is published, or the results of `python -m evaluation.run`.
 
-The converters and trainers write the card of a checkpoint. This command gives it the name under which it is published,
-or the results of `python -m evaluation.run`.
+The converters and trainers write the card: one template, filled from the config and from how the model was made.
 
 example: python -m model_cards.render smollm2-iha --name me/smollm2-iha --results outputs/evaluation/smollm2-iha
 """
@@ -58,13 +57,13 @@ HUB_BENCHMARKS = {
 
 
 def one_printable_line(text: object) -> str:
-    """`text` without line breaks and runs of blanks; U+FFFD stands for what does not print or is no Unicode."""
+    """Return `text` on one line, with single blanks and U+FFFD for every character that does not print."""
     line = " ".join(str(text).split())
     return "".join(character if character.isprintable() else "\ufffd" for character in line)
 
 
 def markdown(text: object) -> str:
-    """`text` on one line, to be read as it stands wherever a Markdown document has words."""
+    """Return `text` on one line, escaped so that Markdown shows it as it stands."""
     # An underscore between letters is no markup.
     return re.sub(r"[\\`*\[\]<>|#~$&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", one_printable_line(text))
 
@@ -94,7 +93,7 @@ def render_card(
     datasets: list[str] | None = None,
     details: str = "",
 ) -> str:
-    """The text of a checkpoint's README.md: metadata for the Hub, how to use the model, and its attention layers.
+    """Return a checkpoint's README.md: metadata for the Hub, how to use the model, and its attention layers.
 
     Args:
         name (`str`): title of the card, and what the usage example loads: a directory's name or a Hub id.
@@ -142,8 +141,10 @@ def render_card(
 
 
 def source_license(source: str) -> str | None:
-    """The license that a checkpoint names in its model card or GGUF header; `None` when it names none, or cannot be
-    read: a card that somebody else wrote is no reason to fail."""
+    """Return the license that a checkpoint names in its model card or GGUF header, or `None`.
+
+    A card that cannot be read gives `None` too, because a stranger's card is no reason to fail.
+    """
     if not source.endswith(".gguf"):
         return _stated(source, "license")
     try:
@@ -154,33 +155,26 @@ def source_license(source: str) -> str | None:
 
 
 def source_base_model(source: str) -> str | None:
-    """Hub id of what a checkpoint comes from: its own, or the base model that the card of a local directory names;
-    `None` when it names none, or cannot be read."""
+    """Return the Hub id `source` itself, or the base model that the card of a local directory names, or `None`."""
     return _stated(source, "base_model") if Path(source).exists() else source
 
 
 def _stated(source: str, name: str) -> str | None:
-    """A word of the metadata of a checkpoint's card."""
+    """Return a text of the metadata of a checkpoint's card, or `None`."""
     try:
-        card = cached_file(
-            source,
-            "README.md",
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        value = ModelCard.load(card, ignore_metadata_errors=True).data.get(name) if card else None
+        value = ModelCard.load(cached_file(source, "README.md"), ignore_metadata_errors=True).data.get(name)
     except Exception:
         return None
     return one_printable_line(value) if isinstance(value, str) else None
 
 
 def source_name(source: str) -> str:
-    """What to call the source in public, on one line: a Hub id whole, of a local path only its last part."""
+    """Return the public name of a source on one line: the whole Hub id, or the last part of a local path."""
     return one_printable_line(Path(source).name if Path(source).exists() else source)
 
 
 def schedule(config: IHAConfig) -> str:
-    """A picture of the layers in text: a row for each kind of layer, a column for each layer."""
+    """Draw the layers in text: a row for each kind of layer, a column for each layer."""
     layers = list(zip(config.attention_kinds, config.layer_types))
     reach = {"full_attention": "all tokens", "sliding_attention": f"window of {config.sliding_window} tokens"}
     rows = {layer: f"{layer[0]}, {reach[layer[1]]}" for layer in dict.fromkeys(layers)}
@@ -192,7 +186,7 @@ def schedule(config: IHAConfig) -> str:
 
 
 def _cost(config: IHAConfig) -> str:
-    """The table of predicted costs beside the same model with "mha" over all tokens in every layer."""
+    """Return the table of predicted costs beside the same model with "mha" over all tokens in every layer."""
     if unknown := [kind for kind in dict.fromkeys(config.attention_kinds) if companion_of(kind).cost is None]:
         return f"The cost model does not know {', '.join(map(repr, unknown))}."
     tokens = config.max_position_embeddings
@@ -206,22 +200,20 @@ def _cost(config: IHAConfig) -> str:
     ]
     about = (
         f"Predicted by the cost model (`python -m benchmarks.cost`) for one sequence of {tokens:,} tokens, beside the "
-        "same model with "
-        'ordinary attention ("mha") over all tokens in every layer. Products of matrices are counted; norms, '
-        "rotations and softmax are "
-        "not. These are no measurements of time."
+        'same model with ordinary attention ("mha") over all tokens in every layer. Products of matrices are counted; '
+        "norms, rotations and softmax are not. These are no measurements of time."
     )
     return f"{about}\n\n{markdown_table(['', 'this model', 'mha', 'ratio'], rows)}".rstrip()
 
 
 def _short(number: float) -> str:
-    """A large number in four digits, such as "45.38 T"."""
+    """Return a large number in four digits, such as "45.38 T"."""
     thousands = max(0, int(math.log10(number)) // 3)
     return f"{number / 1000**thousands:.4g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[thousands]}".rstrip()
 
 
 def _architecture(config: IHAConfig) -> str:
-    """The table of the config's figures."""
+    """Return the table of the config's figures."""
     layers = Counter(zip(config.attention_kinds, config.layer_types))
     rows = [
         ["Attention layers", ", ".join(f"{count} {kind} ({geometry})" for (kind, geometry), count in layers.items())],
@@ -238,20 +230,18 @@ def _architecture(config: IHAConfig) -> str:
 
 
 def _limits(config: IHAConfig) -> str:
-    """What a user has to know before relying on the model, as a list."""
+    """List what a user has to know before relying on the model."""
     limits = [
         f"The context is {config.max_position_embeddings:,} tokens; nothing is known of longer texts.",
         "What the table under Evaluation does not show has not been measured: safety, bias and truth of the text "
         "among it. A model made from another one has that model's limits too.",
         'Attention runs on `"sdpa"` and `"eager"`; which mechanisms take FlashAttention and FlexAttention is in '
-        "docs/SUPPORT.md of the "
-        "code. Servers with an attention of their own (vLLM, SGLang, llama.cpp) do not run it.",
+        "docs/SUPPORT.md of the code. Servers with an attention of their own (vLLM, SGLang, llama.cpp) do not run it.",
     ]
     if ("iha", "full_attention") in zip(config.attention_kinds, config.layer_types):
         limits.append(
             f'An "iha" layer over all tokens attends to {config.num_pseudo_heads**2} times the pairs of an "mha" '
-            "layer: long contexts "
-            "cost more time, though no more cache."
+            "layer: long contexts cost more time, though no more cache."
         )
     return "\n".join(f"- {limit}" for limit in limits)
 
@@ -260,8 +250,10 @@ def _limits(config: IHAConfig) -> str:
 
 
 def with_name(card: str, name: str) -> str:
-    """The `card` of `render_card` with another name in its title, its examples and its metadata, such as the Hub id
-    under which the checkpoint is published. A card that somebody else wrote stays as it is."""
+    """Return a `card` of `render_card` with another name in its title, its examples and its metadata.
+
+    Such a name is the Hub id under which the checkpoint is published. A stranger's card stays as it is.
+    """
     name, card = one_printable_line(name), ModelCard(card)
     lines = {
         r"^name = .*$": f"name = {json.dumps(name, ensure_ascii=False)}",
@@ -276,9 +268,10 @@ def with_name(card: str, name: str) -> str:
 
 
 def with_results(card: str, name: str, results: dict, twin: tuple[str, dict] | None = None) -> str:
-    """The `card` with `results` of `python -m evaluation.run` as its section on evaluation, and in its metadata what
-    is no leaderboard's of the Hub (see `hub_entries`). `twin` is the title and the results of a model to set
-    beside."""
+    """Return the `card` with `results` of `python -m evaluation.run` as its section on evaluation.
+
+    Its metadata gets the figures of `_model_index`. `twin` is the title and the results of a model to set beside.
+    """
     card = ModelCard(card)
     section = f"## Evaluation\n\n{_evaluation(results, twin)}\n\n"
     card.text, replaced = re.subn(
@@ -292,7 +285,7 @@ def with_results(card: str, name: str, results: dict, twin: tuple[str, dict] | N
 
 
 def _evaluation(results: dict, twin: tuple[str, dict] | None) -> str:
-    """A row for each metric, and what the figures were measured with."""
+    """Return a table with a row for each metric, and a line on how the figures were measured."""
     rows, (other, beside) = [], twin or (None, {"tasks": {}})
     for name, task in results["tasks"].items():
         remarks = [task["note"]] if "note" in task else []
@@ -314,7 +307,7 @@ def _evaluation(results: dict, twin: tuple[str, dict] | None) -> str:
 
 
 def _is_whole_benchmark(name: str, task: dict, results: dict) -> bool:
-    """Whether a task was run on all rows of its published test set, with no prompt cut."""
+    """Tell if a task was run on all rows of its published test set, with no prompt cut."""
     file = HUB_BENCHMARKS[name][3]
     published = read_json(ROOT / "evaluation" / "data_manifest.json")[file]
     # Rows from the Hub, which evaluation.run counts, have no hash.
@@ -323,8 +316,7 @@ def _is_whole_benchmark(name: str, task: dict, results: dict) -> bool:
 
 
 def hub_entries(results: dict) -> dict[str, list[dict]]:
-    """What the Hub shows on its leaderboards: the content of each file of `.eval_results/`, by name. Only whole
-    benchmarks are entered."""
+    """Return the content of each file of `.eval_results/`, by name: the whole benchmarks of a Hub leaderboard."""
     files = {}
     for name, (dataset, task_id, metric, _) in HUB_BENCHMARKS.items():
         task = results["tasks"].get(name)
@@ -337,8 +329,11 @@ def hub_entries(results: dict) -> dict[str, list[dict]]:
 
 
 def _model_index(results: dict) -> list[EvalResult]:
-    """The figures for the card's metadata: neither those of the smoke suite, which say nothing of a model, nor those
-    of leaderboards or that are not comparable with published ones."""
+    """Return the figures for the card's metadata.
+
+    They exclude the smoke suite, which says nothing of a model, the leaderboards' tasks, which `hub_entries` holds,
+    and figures that are not comparable with published ones.
+    """
     return [
         EvalResult(
             task_type="text-generation",
@@ -355,8 +350,10 @@ def _model_index(results: dict) -> list[EvalResult]:
 
 
 def update(directory: Path, name: str | None = None, results: dict | None = None, twin=None) -> None:
-    """Write the card of the checkpoint `directory` with another name, or with results and the files of
-    `.eval_results/`. Raises `UserError` for results of another checkpoint."""
+    """Rewrite the card of the checkpoint `directory` with another name, or with results.
+
+    With results, write the files of `.eval_results/` too. Raise `UserError` for results of another checkpoint.
+    """
     path = directory / "README.md"
     if not path.is_file():
         raise UserError(f"{path} is missing: expected a checkpoint with its card, as the converters and sft/ write.")
@@ -375,7 +372,10 @@ def update(directory: Path, name: str | None = None, results: dict | None = None
 
 
 def read_results(path: Path) -> dict:
-    """The results.json of `python -m evaluation.run`, given itself or by its directory. Raises `UserError`."""
+    """Return the results.json of `python -m evaluation.run`, given itself or by its directory.
+
+    Raise `UserError`.
+    """
     path = path / "results.json" if path.is_dir() else path
     results = read_json(path)
     needed = ("checkpoint", "tasks", "suite", "seed", "model_dtype", "device", "commit", "versions", "data_sha256")
@@ -385,7 +385,6 @@ def read_results(path: Path) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Update the card that the command line names. Raises `UserError`."""
     args = parse_arguments(argv)
     if args.name is None and args.results is None:
         raise UserError("Nothing to do: give --name, --results or both.")

@@ -1,4 +1,5 @@
 import os
+from functools import partial
 
 
 # The test models are tiny: more threads than one cost more than they give, most of all with several processes at a
@@ -8,10 +9,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fake_flash  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from helpers import keep_base_states  # noqa: E402
+from helpers import command, keep_base_states  # noqa: E402
 
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Run a command in this process, as `helpers.command` does."""
+    return partial(command, monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ LFS_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
 
 class HubError(Exception):
-    """An answer other than success; `code` is what the client tells its exceptions apart by."""
+    """Report anything but success; the client tells its exceptions apart by `code`."""
 
     def __init__(self, status: int, message: str, code: str | None = None, commit: str | None = None, **answer):
         super().__init__(message)
@@ -43,7 +43,7 @@ class HubError(Exception):
 
 @dataclass
 class Fault:
-    """What happens, instead of an answer, to the next `times` requests of `method` whose path contains `path`.
+    """Say what happens to the next `times` requests of `method` whose path contains `path`.
 
     `what` is an error or its HTTP status, "html" (a page with status 200), "drop" (half of the request is read, then
     the connection closes), or a function that is called before the answer.
@@ -62,14 +62,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class File:
-    """A file of a commit: its content, and whether it is stored as an LFS object."""
+    """Hold a file of a commit: its content, and whether it is stored as an LFS object."""
 
     content: bytes
     lfs: bool
 
     @property
     def oid(self) -> str:
-        """What git would call it; for an LFS file, what git would call its pointer."""
+        """Return git's name of the file, or of its pointer if it is an LFS file."""
         data = self.content
         if self.lfs:
             data = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n" % (
@@ -89,7 +89,7 @@ class File:
 
 @dataclass
 class Repository:
-    """Commits by id, each the files by path; references to them by name."""
+    """Hold commits by id, each the files by path, and references to them by name."""
 
     private: bool
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Repository:
     pull_requests: int = 0
 
     def commit(self, reference: str, files: dict[str, File]) -> str:
-        """Moves `reference` to a new commit of `files`, whose id follows from its parent and its content."""
+        """Move `reference` to a new commit of `files`, whose id follows from its parent and its content."""
         content = [self.references.get(reference, ""), *(f"{path} {file.oid}" for path, file in sorted(files.items()))]
         sha = hashlib.sha1("\n".join(content).encode()).hexdigest()
         self.commits[sha] = files
@@ -112,7 +112,7 @@ class Repository:
 
 
 class LoopbackHub:
-    """The stand-in; serves while used as a context manager.
+    """Stand in for the Hub, and serve while used as a context manager.
 
     Attributes:
         endpoint (`str`): its address.
@@ -144,7 +144,7 @@ class LoopbackHub:
         self.server.server_close()
 
     def environment(self, home) -> dict[str, str]:
-        """Variables for a client process whose caches are below `home`."""
+        """Return variables for a client process whose caches are below `home`."""
         return {
             "HF_ENDPOINT": self.endpoint,
             "HF_TOKEN": TOKEN,
@@ -154,7 +154,7 @@ class LoopbackHub:
         }
 
     def use(self, monkeypatch, home) -> None:
-        """Leads the commands here while they run in this process, with caches below `home`; retries do not wait."""
+        """Lead the commands of this process here, with caches below `home` and retries that do not wait."""
         monkeypatch.setattr(hub_client, "HfApi", partial(HfApi, endpoint=self.endpoint, token=TOKEN))
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, self.endpoint)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -164,14 +164,14 @@ class LoopbackHub:
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
     def add(self, repo_id: str, directory) -> str:
-        """Puts the files of `directory` into a new public repository, without HTTP; returns the commit."""
+        """Put the files of `directory` into a new public repository, without HTTP, and return the commit."""
         paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
         files = {name: File(path.read_bytes(), name.endswith(LFS_SUFFIXES)) for name, path in paths.items()}
         repository = self.repositories[repo_id] = Repository(private=False)
         return repository.commit("main", files)
 
     def head(self, repo_id: str) -> dict[str, File]:
-        """The files at the newest commit of a repository's main branch."""
+        """Return the files at the newest commit of a repository's main branch."""
         repository = self.repositories[repo_id]
         return repository.commits[repository.references["main"]]
 
@@ -212,7 +212,7 @@ class LoopbackHub:
         return {**described, "position": 0, "private": False, "theme": "blue", "upvotes": 0}
 
     def tree(self, repository: Repository, revision: str, folder: str) -> list[dict]:
-        """The files below `folder`; the stand-in holds no folders, so every listing is a recursive one."""
+        """List the files below `folder`, recursively, because the stand-in holds no folders."""
         sha = repository.resolve(revision)
         paths = [path for path in sorted(repository.commits[sha]) if path.startswith(folder)]
         if folder and not paths:
@@ -237,7 +237,7 @@ class LoopbackHub:
         return {"files": modes}
 
     def lfs_batch(self, repo_id: str, body: dict) -> dict:
-        """Asks for the objects that are not there yet."""
+        """Ask for the objects that are not there yet."""
         objects = []
         for entry in body["objects"]:
             if entry["oid"] not in self.lfs:
@@ -300,7 +300,7 @@ class LoopbackHub:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Takes requests apart and hands them to `hub`."""
+    """Take requests apart and hand them to `hub`."""
 
     hub: LoopbackHub
     protocol_version = "HTTP/1.1"
@@ -325,12 +325,15 @@ class _Handler(BaseHTTPRequestHandler):
                 raise HubError(fault, f"Status {fault}, for a test")
             if isinstance(fault, HubError):
                 raise fault
-            if fault == "html":
-                headers, content = {"Content-Type": "text/html"}, b"<html>Log in to the network</html>"
-            else:
+            headers, content = {"Content-Type": "text/html"}, b"<html>Log in to the network</html>"
+            if fault != "html":
                 with self.hub.lock:
                     self.hub.calls.append((self.command, url.path))
-                    headers, content = self.route(parts, parse_qs(url.query), body)
+                    answer = self.route(parts, parse_qs(url.query), body)
+                if isinstance(answer, tuple):
+                    headers, content = answer
+                else:
+                    headers, content = {"Content-Type": "application/json"}, json.dumps(answer).encode()
             status = 200
         except HubError as error:
             status, headers, content = error.status, error.headers, json.dumps(error.answer).encode()
@@ -343,26 +346,26 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
-    def route(self, parts: list[str], query: dict, body: bytes) -> tuple[dict, bytes]:
+    def route(self, parts: list[str], query: dict, body: bytes) -> dict | list | tuple[dict, bytes]:
+        """Return what becomes JSON, or the headers and the content of a file."""
         hub = self.hub
         authorized = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if parts[0] == "lfs":  # as on the Hub, the address itself is the permission
-            return _json(hub.lfs_put(parts[1], body))
+            return hub.lfs_put(parts[1], body)
         if self.command not in ("GET", "HEAD") and not authorized:
             raise HubError(401, "Invalid username or password.")
         if parts == ["api", "repos", "create"]:
-            return _json(hub.create(json.loads(body)))
+            return hub.create(json.loads(body))
         if parts == ["api", "validate-yaml"]:
-            return _json({"errors": [], "warnings": []})
+            return {"errors": [], "warnings": []}
         if parts == ["api", "models"]:
-            return _json(hub.models(query["author"][0]))
+            return hub.models(query["author"][0])
         if parts[:2] == ["api", "collections"]:
-            return _json(hub.collection("/".join(parts[2:4]), json.loads(body)["item"]["id"] if body else None))
+            return hub.collection("/".join(parts[2:4]), json.loads(body)["item"]["id"] if body else None)
         if parts[2:] and parts[1].endswith(".git"):
             repo_id = "/".join(parts[:2]).removesuffix(".git")
-            return _json(
-                hub.lfs_batch(repo_id, json.loads(body)) if parts[-1] == "batch" else hub.lfs_verify(json.loads(body))
-            )
+            body = json.loads(body)
+            return hub.lfs_batch(repo_id, body) if parts[-1] == "batch" else hub.lfs_verify(body)
 
         parts = parts[2:] if parts[:2] == ["api", "models"] else parts
         repo_id, call, rest = "/".join(parts[:2]), parts[2:3], parts[3:]
@@ -371,20 +374,20 @@ class _Handler(BaseHTTPRequestHandler):
             raise HubError(404 if authorized else 401, "Repository not found", "RepoNotFound")
         match call:
             case []:
-                return _json(hub.info(repo_id, repository, "main"))
+                return hub.info(repo_id, repository, "main")
             case ["revision"]:
-                return _json(hub.info(repo_id, repository, "/".join(rest)))
+                return hub.info(repo_id, repository, "/".join(rest))
             case ["refs"]:
-                return _json(hub.references(repository))
+                return hub.references(repository)
             case ["tree"]:
-                return _json(hub.tree(repository, rest[0], "/".join(rest[1:])))
+                return hub.tree(repository, rest[0], "/".join(rest[1:]))
             case ["preupload"]:
-                return _json(hub.preupload(json.loads(body)))
+                return hub.preupload(json.loads(body))
             case ["commit"]:
                 lines = [json.loads(line) for line in body.splitlines()]
-                return _json(hub.commit(repo_id, repository, rest[0], lines, "create_pr" in query))
+                return hub.commit(repo_id, repository, rest[0], lines, "create_pr" in query)
             case ["tag"]:
-                return _json(hub.tag(repository, rest[0], json.loads(body)["tag"]))
+                return hub.tag(repository, rest[0], json.loads(body)["tag"])
             case ["resolve"]:
                 return self.resolve(repository, rest[0], "/".join(rest[1:]))
         raise HubError(404, f"The stand-in does not know {self.command} {self.path}")
@@ -398,7 +401,3 @@ class _Handler(BaseHTTPRequestHandler):
         if file.lfs:
             headers |= {"X-Linked-ETag": f'"{file.etag}"', "X-Linked-Size": len(file.content)}
         return headers, file.content
-
-
-def _json(answer) -> tuple[dict, bytes]:
-    return {"Content-Type": "application/json"}, json.dumps(answer).encode()

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import command, last_line
+from helpers import last_line
 
 from conversion_scripts import check_remote_code
 from modeling_iha.configuration_iha import AUTO_MAP
@@ -54,7 +54,7 @@ def write(directory, files, auto_map=AUTO):
 
 
 def insert(line):
-    """The good files, with this line instead of the import of the helper."""
+    """Return the good files, with this line instead of the import of the helper."""
     text = GOOD["modeling_toy.py"].replace("from .helper import (\n    one,\n    two,\n)", line)
     assert text != GOOD["modeling_toy.py"]
     return {**GOOD, "modeling_toy.py": text}
@@ -93,7 +93,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("line, message", MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_found(line, message, tmp_path):
-    """In the package, and in a checkpoint that its auto_map leads into; one mistake, one problem, with its line."""
+    """Find it once, with its line, in a package and in a checkpoint that its auto_map leads into."""
     directory = write(tmp_path / "toy", insert(line), auto_map=None)
     (problem,) = check_remote_code.check_remote_code(directory)
     assert message in problem and (problem.startswith("modeling_toy.py:1") or "missing" in problem)
@@ -123,12 +123,12 @@ def test_auto_map_names_what_is_there(reference, message, tmp_path):
     assert message in problem
 
 
-def test_command(tmp_path, monkeypatch, capsys):
-    code, out, _ = command(monkeypatch, capsys, check_remote_code, ROOT / "modeling_iha")
+def test_command(tmp_path, cli):
+    code, out, _ = cli(check_remote_code, ROOT / "modeling_iha")
     assert code == 0 and "no mistakes found" in out
     write(tmp_path / "toy", insert("from . import helper"))
-    code, out, err = command(monkeypatch, capsys, check_remote_code, tmp_path / "toy")
+    code, out, err = cli(check_remote_code, tmp_path / "toy")
     assert code == 1 and "modeling_toy.py:14: `from . import`" in out and "mistakes found: 1" in last_line(err)
-    code, _, err = command(monkeypatch, capsys, check_remote_code, tmp_path)
+    code, _, err = cli(check_remote_code, tmp_path)
     assert code == 1 and "holds no Python files" in last_line(err)
     assert "modeling_toy" not in sys.modules

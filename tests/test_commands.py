@@ -1,5 +1,7 @@
-"""Every command starts as a module from the checkout, and those that launchers start also by path; imports between
-rooms go downwards; and tests import what they share from modules of helpers."""
+"""Every command starts as a module from the checkout and has an example in its help.
+
+Launchers also start some by path. Imports between rooms go downwards. Tests share modules of helpers only.
+"""
 
 import ast
 import json
@@ -33,12 +35,13 @@ COMMANDS = sorted(
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: f"{path.parent.name}.{path.stem}")
 def test_a_command_answers_help(path, monkeypatch, capsys):
-    """In this process, which has imported most of it: a process of its own takes 5 s."""
+    """Run it in this process, because the imports of a process of its own take 5 s."""
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     monkeypatch.delitem(sys.modules, module := f"{path.parent.name}.{path.stem}", raising=False)
     with pytest.raises(SystemExit) as stop:
         runpy.run_module(module, run_name="__main__")
-    assert stop.value.code in (0, None) and "usage:" in capsys.readouterr().out.lower()
+    out = " ".join(capsys.readouterr().out.lower().split())
+    assert stop.value.code in (0, None) and "usage:" in out and "example" in out and path.stem in out
 
 
 @pytest.mark.parametrize("path", BY_PATH)
@@ -48,7 +51,6 @@ def test_a_command_finds_its_own_checkout(path):
 
 
 def test_imports_go_downwards():
-    """A room imports from the rooms before it in `ROOMS`, so there is no circle."""
     upward = []
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -62,14 +64,10 @@ def test_imports_go_downwards():
 
 @pytest.mark.parametrize(
     ("arguments", "in_checkout"),
-    [
-        ([ROOT / "sft/train.py"], False),
-        (["-m", "benchmarks.cost"], True),
-    ],
+    [([ROOT / "sft/train.py"], False), (["-m", "benchmarks.cost"], True)],
     ids=["path", "module"],
 )
 def test_a_process_of_its_own(arguments, in_checkout, tmp_path):
-    """As a user starts it, with nothing prepared."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     process = subprocess.run(
         [sys.executable, *arguments, "--help"],
@@ -97,9 +95,8 @@ SLOW = {"conversion_scripts.serve"}
 
 
 def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
-    names = [f"{path.parent.name}.{path.stem}" for path in COMMANDS if path.parent.name != "benchmarks"]
-    names += ["demo"]
-    names = [name for name in names if name not in SLOW]
+    names = {f"{path.parent.name}.{path.stem}" for path in COMMANDS if path.parent.name != "benchmarks"} | {"demo"}
+    names = sorted(names - SLOW)
     process = subprocess.run(
         [sys.executable, "-c", HELP], input=json.dumps(names), cwd=ROOT, capture_output=True, text=True
     )
@@ -108,6 +105,5 @@ def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("*.py")), ids=lambda path: path.stem)
 def test_no_test_module_is_imported(path):
-    """A test that is imported runs twice, and a fixture or constant that is imported ties one file of tests to
-    another."""
+    # An imported test would run twice.
     assert not re.findall(r"^\s*(?:from|import) test_\w+", path.read_text(encoding="utf-8"), re.MULTILINE)

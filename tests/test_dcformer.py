@@ -1,18 +1,19 @@
-"""Released DCFormer checkpoints convert with equal logits: against the loops of `references/dcmha.py`, which follow
-the released format, and, where DCFORMER_OFFICIAL_CODE names its folder, against the official PyTorch code
-(pytorch/dcformer of Caiyun-AI/DCFormer)."""
+"""Released DCFormer checkpoints convert with equal logits.
+
+They are compared with the loops of `references/dcmha.py`, which follow the released format, and, where
+DCFORMER_OFFICIAL_CODE names its folder, with the official code (pytorch/dcformer of Caiyun-AI/DCFormer).
+"""
 
 import copy
 import importlib
 import json
 import os
-import sys
 
 import pytest
 import torch
-from helpers import FP64, command, logits_in_chunks, random_ids, relative_error, uncached_logits
+from helpers import FP64, logits_in_chunks, random_ids, relative_error, uncached_logits
 from references.dcmha import released_causal_lm
-from tiny_sources import DCFORMER, released_weights, save_released, tiny_tokenizer
+from tiny_sources import DCFORMER, released_weights, save_released
 from transformers import AutoModelForCausalLM
 
 from common.command_io import UserError
@@ -30,7 +31,6 @@ def layer_windows(config):
 
 
 def test_mixed_dtypes_lose_no_digit():
-    """One tensor in bfloat16 says nothing about the others: the model has the narrowest dtype that holds them all."""
     weights = released_weights(DCFORMER, torch.float32)
     weights["output.weight"] = weights["output.weight"].bfloat16()
     model = convert(DCFORMER, dict(weights))
@@ -44,7 +44,6 @@ def test_mixed_dtypes_lose_no_digit():
 
 @pytest.mark.parametrize("source", [DCFORMER, PLAIN, DCFORMER | {"window_size": None}], ids=["all", "plain", "global"])
 def test_converted_model_computes_what_the_released_one_does(source):
-    """Every token of two sequences, in one pass and from the cache."""
     weights = released_weights(source)
     model = convert(source, weights)
     assert not model.training and model.dtype == torch.float64
@@ -56,8 +55,7 @@ def test_converted_model_computes_what_the_released_one_does(source):
 
 @pytest.mark.parametrize("window", [5, None])
 def test_official_code(window, monkeypatch):
-    """Prefill of twice the window, the most that the official cache of a window layer takes at once, then one token at
-    a time."""
+    """Prefill twice the window, the most that the official cache of a window layer takes, then one token at a time."""
     if "DCFORMER_OFFICIAL_CODE" not in os.environ:
         pytest.skip("DCFORMER_OFFICIAL_CODE does not name the folder pytorch/dcformer of Caiyun-AI/DCFormer")
     monkeypatch.syspath_prepend(os.environ["DCFORMER_OFFICIAL_CODE"])
@@ -140,9 +138,9 @@ def test_weights_that_do_not_fit_are_refused_by_name(change, message):
 
 
 @pytest.mark.parametrize("form", ["bin", "safetensors", "shards"])
-def test_command(form, tmp_path, monkeypatch, capsys):
+def test_command(form, tmp_path, cli):
     weights = save_released(tmp_path / "source", form=form)
-    code, out, err = command(monkeypatch, capsys, convert_dcformer_to_iha, tmp_path / "source", tmp_path / "converted")
+    code, out, err = cli(convert_dcformer_to_iha, tmp_path / "source", tmp_path / "converted")
     assert code == 0, err
     assert "Wrote" in out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
@@ -154,43 +152,10 @@ def test_command(form, tmp_path, monkeypatch, capsys):
     assert "Converted from source (dcformer)" in card and "dcmha" in card
 
 
-def test_the_source_says_how_to_generate(tmp_path, monkeypatch, capsys):
+def test_the_source_says_how_to_generate(tmp_path, cli):
     save_released(tmp_path / "source")
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "max_length": 33}))
-    code, _, err = command(monkeypatch, capsys, convert_dcformer_to_iha, tmp_path / "source", tmp_path / "converted")
+    code, _, err = cli(convert_dcformer_to_iha, tmp_path / "source", tmp_path / "converted")
     assert code == 0, err
     generation = AutoModelForCausalLM.from_pretrained(tmp_path / "converted").generation_config
     assert generation.eos_token_id == [2, 5] and generation.max_length == 33
-
-
-def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
-    save_released(tmp_path / "source")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "no-weights").mkdir()
-    (tmp_path / "no-weights" / "config.json").write_text(json.dumps(DCFORMER))
-    tiny_tokenizer().save_pretrained(tmp_path / "no-weights")
-    save_released(tmp_path / "damaged")
-    (tmp_path / "damaged" / "pytorch_model.bin").write_bytes(b"damaged")
-    save_released(tmp_path / "pythia", DCFORMER | {"model_type": "dcpythia"})
-    before = sorted(tmp_path.iterdir())
-    for source, message in {
-        "empty": "no usable configuration",
-        "no-weights": "holds no weights: expected model.safetensors or pytorch_model.bin",
-        "damaged": "cannot be read",
-        "pythia": "DCPythia cannot be converted",
-        "absent": "neither a directory",
-    }.items():
-        code, _, err = command(monkeypatch, capsys, convert_dcformer_to_iha, tmp_path / source, tmp_path / "converted")
-        assert code == 1 and err.startswith("Error: ") and err.count("\n") == 1 and message in err, err
-        assert sorted(tmp_path.iterdir()) == before
-    code, _, err = command(
-        monkeypatch, capsys, convert_dcformer_to_iha, tmp_path / "source", tmp_path / "empty" / ".."
-    )
-    assert code == 1 and "already exists" in err
-
-
-def test_help_shows_an_example(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["convert_dcformer_to_iha.py", "--help"])
-    with pytest.raises(SystemExit):
-        convert_dcformer_to_iha.main()
-    assert "example: python -m conversion_scripts.convert_dcformer_to_iha" in capsys.readouterr().out

@@ -1,5 +1,7 @@
-"""Every fault of what a command is given is one line on standard error, found before anything is written: damaged and
-foreign checkpoints, impossible arguments, destinations that cannot be made, other runs, and signals."""
+"""Every fault of a command's input is one line on standard error, found before anything is written.
+
+Faults are damaged and foreign checkpoints, impossible arguments, bad destinations, other runs, and signals.
+"""
 
 import fcntl
 import json
@@ -15,9 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import command
-from safetensors.torch import load_file
-from tiny_sources import edit_config, edit_weights, save_released, save_tiny_source, tiny_source
+from safetensors.torch import load_file, save_file
+from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, save_tiny_source, shards, tiny_tokenizer
 
 from common.command_io import UserError, new_directory, run_cli, whole_file
 from conversion_scripts import (
@@ -30,7 +31,6 @@ from conversion_scripts import (
     verify_conversion,
 )
 from conversion_scripts.convert_diffllama_to_iha import convert as convert_diffllama
-from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert
 
 
@@ -38,17 +38,18 @@ ROOT = Path(__file__).resolve().parents[1]
 # Kind of the source checkpoint -> the command that converts it.
 CONVERTERS = {
     "llama": (convert_llama_to_iha, "--num-pseudo-heads", 2),
+    "sharded": (convert_llama_to_iha, "--num-pseudo-heads", 2),
     "diffllama": (convert_diffllama_to_iha,),
     "dcformer": (convert_dcformer_to_iha,),
     "iha": (convert_iha_to_llama,),
     "diff": (convert_iha_to_diffllama,),
 }
-ALL = tuple(CONVERTERS)
+ALL = tuple(CONVERTERS.keys() - {"sharded"})
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """A whole checkpoint of every kind, by kind."""
+    """Return a folder with a whole checkpoint of every kind."""
     folder = tmp_path_factory.mktemp("sources")
     for name, model in {
         "llama": save_tiny_source(folder / "llama"),
@@ -59,12 +60,20 @@ def sources(tmp_path_factory):
         for path in (folder / name).glob("tokenizer*"):
             shutil.copy(path, folder / converted)
     save_released(folder / "dcformer", form="safetensors")
+    save_tiny_source(folder / "sharded", max_shard_size="20KB")
+    assert len(shards(folder / "sharded")) > 2
     return folder
 
 
-def run(monkeypatch, capsys, kind, source, destination, *options):
-    module, *arguments = CONVERTERS[kind]
-    return command(monkeypatch, capsys, module, source, destination, *arguments, *options)
+@pytest.fixture
+def run(cli):
+    """Convert a source of some kind."""
+
+    def run(kind, source, destination, *options):
+        module, *arguments = CONVERTERS[kind]
+        return cli(module, source, destination, *arguments, *options)
+
+    return run
 
 
 def assert_refused(code, err, words):
@@ -83,12 +92,12 @@ def write(name, content):
     return damage
 
 
-def set_config(**changes):
-    return lambda source: edit_config(source, **changes)
+def set_config(field, value):
+    return lambda source: edit_config(source, **{field: value})
 
 
 def set_weight(suffix, change):
-    """Replaces the first weight whose name ends so by what `change` makes of it."""
+    """Replace the first weight whose name ends so by what `change` makes of it."""
 
     def edit(weights):
         name = next(name for name in sorted(weights) if name.endswith(suffix))
@@ -106,7 +115,7 @@ def first_value(value):
 
 
 def index(shard):
-    """Weights outside of the directory, and an index that leads there."""
+    """Move the weights out of the directory, and write an index that leads there."""
 
     def damage(source):
         weights = source / "model.safetensors"
@@ -120,7 +129,7 @@ def index(shard):
 
 
 def dangling(name):
-    """As in a copy of the Hub's cache without its blobs."""
+    """Replace a file by a link to nothing, as in a copy of the Hub's cache without its blobs."""
 
     def damage(source):
         (source / name).unlink(missing_ok=True)
@@ -138,7 +147,7 @@ def folder(name):
 
 
 class Custom:
-    """What no reader of tensors knows."""
+    pass
 
 
 def pickled_object(source):
@@ -146,91 +155,51 @@ def pickled_object(source):
     (source / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Custom()}, protocol=2))
 
 
+def contradict(source):
+    """Put a tensor of the first shard into the last too, with other values."""
+    first, *_, last = shards(source)
+    name, value = next(iter(load_file(first).items()))
+    save_file({**load_file(last), name: value + 1}, last, metadata={"format": "pt"})
+
+
+def whole_file_beside(source):
+    """Write other weights than those of the shards into one file."""
+    tensors = {name: value + 1 for shard in shards(source) for name, value in load_file(shard).items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+
+
+def second_shard(change):
+    return lambda source: change(shards(source)[1])
+
+
 INDEX = "model.safetensors.index.json"
 UNREADABLE = {"truncated": b'{"a": ', "not UTF-8": b'{"a": "\xff\xfe"}', "list": b"[1]", "null": b"null"}
 OWN_CODE = {"model_type": "toy", "auto_map": {"AutoConfig": "configuration_toy.ToyConfig"}}
 
-# What is wrong, with which sources, what the line says, and further options of the command.
-FAULTS = [
+LLAMAS, CONFIGURED = ("llama", "diffllama"), ("llama", "diffllama", "iha")
+# Sources -> field of their config, values, and what the line says of each.
+WRONG_VALUES = [
+    (LLAMAS, "num_hidden_layers", (0, -1, 10**20, "6"), "num_hidden_layers"),
+    (CONFIGURED, "num_hidden_layers", (9999,), "num_hidden_layers is 9999, and its files hold"),
+    (CONFIGURED, "num_hidden_layers", (10**9,), "at most 10000"),
+    (CONFIGURED, "hidden_size", (10**9,), "has the shape [61, 32], and by the config ["),
+    (CONFIGURED, "vocab_size", (10**9,), "has the shape [61, 32], and by the config ["),
+    (["iha"], "num_pseudo_heads", (10**8,), "has the shape [4, 4, 2], and by the config ["),
+    (["sharded"], "intermediate_size", (20,), "model.layers.0.mlp.gate_proj.weight has the shape ["),
+    (["llama", "iha"], "torch_dtype", ("float128",), "{field} is {value!r}; expected"),
+    (["llama", "iha"], "dtype", (7,), "{field} is {value!r}; expected"),
+    (["llama", "iha"], "quantization_config", ([1], 1), "{field} is {value!r}; expected"),
+    (ALL, "auto_map", (["x"], None), "{field} is {value!r}; expected an object"),
+    (["iha"], "attention_dropout", (None,), "attention_dropout"),
+    (LLAMAS, "hidden_act", (["silu"],), "hidden_act"),
+    (["llama"], "hidden_act", ("warp",), "hidden_act='warp'"),
+    (["llama"], "_attn_implementation", ("org/kernel",), "'org/kernel' would load what is not"),
+    (["llama"], "model_type", ("gemma",), "'gemma' cannot be converted"),
+    (["llama"], "num_attention_heads", (3,), "number of attention heads (3)"),
+    (["llama"], "attn_logit_softcapping", (50.0,), "attn_logit_softcapping=50.0"),
+    # No class checks the fields of a DCFormer's config.
     *(
-        (f"config {how}", ALL, write("config.json", content), "has no usable configuration: ", ())
-        for how, content in UNREADABLE.items()
-    ),
-    *(
-        (f"generation config {how}", ALL, write("generation_config.json", content), "no usable generation_config", ())
-        for how, content in UNREADABLE.items()
-    ),
-    ("generation config nowhere", ALL, dangling("generation_config.json"), "no usable generation_config", ()),
-    ("generation config folder", ALL, folder("generation_config.json"), "no usable generation_config", ()),
-    ("index nowhere", ALL, dangling(INDEX), INDEX, ()),
-    *((f"index {how}", ALL, write(INDEX, content), INDEX, ()) for how, content in UNREADABLE.items()),
-    ("index without files", ALL, write(INDEX, '{"metadata": {}}'), "weight_map=None", ()),
-    ("index of numbers", ALL, write(INDEX, '{"metadata": {}, "weight_map": {"a": 1}}'), "looks for a in 1", ()),
-    ("index leads up", ALL, index("../model.safetensors"), "'../model.safetensors'", ()),
-    ("index leads down and up", ALL, index("a/../../model.safetensors"), "'a/../../model.safetensors'", ()),
-    ("index leads elsewhere", ALL, index("absolute"), "expected a file of the same directory", ()),
-    ("auto_map list", ALL, set_config(auto_map=["x"]), "auto_map is ['x']; expected an object", ()),
-    ("auto_map null", ALL, set_config(auto_map=None), "auto_map is None; expected an object", ()),
-    ("code of its own", ("llama", "diffllama"), set_config(**OWN_CODE), "no command here runs the code", ()),
-    ("pickle of an object", ("llama", "dcformer"), pickled_object, "a pickle of more than tensors", ()),
-    ("NaN", ALL, set_weight("norm.weight", first_value(float("nan"))), "norm.weight of ", ()),
-    ("infinity", ALL, set_weight("norm.weight", first_value(float("-inf"))), "norm.weight of ", ()),
-    (
-        "diverged mixing",
-        ("iha",),
-        set_weight("q_mix.weight", first_value(float("nan"))),
-        "model.layers.0.self_attn.q_mix.weight of ",
-        (),
-    ),
-    (
-        "beyond float16",
-        ("llama", "diffllama"),
-        set_weight("down_proj.weight", first_value(65536.0)),
-        "layers.0.mlp.down_proj.weight of ",
-        ("--dtype", "float16"),
-    ),
-    *(
-        (f"{layers} layers", ("llama", "diffllama"), set_config(num_hidden_layers=layers), "num_hidden_layers", ())
-        for layers in (0, -1, 10**20, "6")
-    ),
-    *(
-        (f"{layers} layers", ("llama", "diffllama", "iha"), set_config(num_hidden_layers=layers), words, ())
-        for layers, words in {9999: "num_hidden_layers is 9999, and its files hold", 10**9: "at most 10000"}.items()
-    ),
-    *(
-        (f"{field} {value}", kinds, set_config(**{field: value}), f"has the shape [{found}], and by the config [", ())
-        for field, value, kinds, found in (
-            ("hidden_size", 10**9, ("llama", "diffllama", "iha"), "61, 32"),
-            ("vocab_size", 10**9, ("llama", "diffllama", "iha"), "61, 32"),
-            ("num_pseudo_heads", 10**8, ("iha",), "4, 4, 2"),
-        )
-    ),
-    *(
-        (f"{field} {value}", ("llama", "iha"), set_config(**{field: value}), f"{field} is {value!r}; expected", ())
-        for field, value in (
-            ("torch_dtype", "float128"),
-            ("dtype", 7),
-            ("quantization_config", [1]),
-            ("quantization_config", 1),
-        )
-    ),
-    *(
-        (f"end {ids}", ("iha",), write("generation_config.json", json.dumps({"eos_token_id": ids})), words, ())
-        for ids, words in (("x", "eos_token_id is 'x'; expected a number"), ([1, "x"], "eos_token_id is [1, 'x']"))
-    ),
-    ("no dropout", ("iha",), set_config(attention_dropout=None), "attention_dropout", ()),
-    ("activation list", ("llama", "diffllama"), set_config(hidden_act=["silu"]), "hidden_act", ()),
-    *(
-        (f"seed {seed}", ("llama",), lambda source: None, f"--seed {seed} must be", ("--seed", seed))
-        for seed in (-1, 2**64, 99999999999999999999)
-    ),
-    *(
-        (f"{heads} pseudo-heads", ("llama",), lambda source: None, "num_pseudo_heads=", ("--num-pseudo-heads", heads))
-        for heads in (0, 10**9, 10**20)
-    ),
-    # The fields of a DCFormer's config, which no class checks.
-    *(
-        (f"{field} {value!r}", ("dcformer",), set_config(**{field: value}), f"{field}={value!r}; it must be ", ())
+        (["dcformer"], field, values, "{field}={value!r}; it must be ")
         for fields, values in {
             ("vocab_size", "dim", "n_layer", "n_head", "block_size"): (None, True, 0, -1, 1.5, 10**20, "4", [4]),
             ("norm_eps", "rope_base"): (None, True, 0, -1.0, "1e-6", [1]),
@@ -241,55 +210,143 @@ FAULTS = [
             ("eos_token_id",): ("2", -1, 1.5),
         }.items()
         for field in fields
-        for value in values
     ),
-    ("model type list", ("dcformer",), set_config(model_type=["dcformer"]), "model_type=['dcformer']", ()),
-    ("uneven heads", ("dcformer",), set_config(n_head=5), "dim=32 and n_head=5", ()),
-    *(
-        (f"{name} {how}", ("dcformer",), set_weight(name, change), f"{name} has the shape", ())
-        for name in ("attention.wqkv.weight", "dyn_w_proj.dw1", "dyn_w_proj.qkw", "dyn_w_proj.dd")
-        for how, change in {
-            "flat": torch.flatten,
-            "scalar": torch.mean,
-            "with a further dimension": lambda tensor: tensor[None],
-            "cut": lambda tensor: tensor[..., :-1],
-        }.items()
-    ),
-    *(
-        (f"static map {how}", ("dcformer",), set_weight("pre_proj.w", change), "pre_proj.w is not the identity", ())
-        for how, change in {"scalar": torch.mean, "flat": torch.flatten, "wide": lambda w: w[..., :2]}.items()
-    ),
-    ("whole numbers", ("dcformer",), set_weight("norm.weight", torch.Tensor.long), "has the dtype torch.int64", ()),
+    (["dcformer"], "model_type", (["dcformer"],), "model_type=['dcformer']"),
+    (["dcformer"], "n_head", (5,), "dim=32 and n_head=5"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "damage", "words", "options"),
-    [
-        pytest.param(kind, damage, words, options, id=f"{name}-{kind}")
-        for name, kinds, damage, words, options in FAULTS
-        for kind in kinds
-    ],
-)
-def test_a_fault_is_one_line_and_leaves_nothing(kind, damage, words, options, sources, tmp_path, monkeypatch, capsys):
+def no_damage(source):
+    pass
+
+
+NAN, MAPS = first_value(float("nan")), ("attention.wqkv.weight", "dyn_w_proj.dw1", "dyn_w_proj.qkw", "dyn_w_proj.dd")
+# Sources -> what is wrong, what the line says, and further options of the command.
+FAULTS = {
+    ALL: {
+        "no config": (lambda source: (source / "config.json").unlink(), "no usable configuration"),
+        **{
+            f"config {how}": (write("config.json", UNREADABLE[how]), "no usable configuration: ") for how in UNREADABLE
+        },
+        **{
+            f"generation config {how}": (
+                write("generation_config.json", UNREADABLE[how]),
+                "no usable generation_config",
+            )
+            for how in UNREADABLE
+        },
+        "generation config nowhere": (dangling("generation_config.json"), "no usable generation_config"),
+        "generation config folder": (folder("generation_config.json"), "no usable generation_config"),
+        **{f"index {how}": (write(INDEX, content), INDEX) for how, content in UNREADABLE.items()},
+        "index nowhere": (dangling(INDEX), INDEX),
+        "index without files": (write(INDEX, '{"metadata": {}}'), "weight_map=None"),
+        "index of numbers": (write(INDEX, '{"metadata": {}, "weight_map": {"a": 1}}'), "looks for a in 1"),
+        "index leads up": (index("../model.safetensors"), "'../model.safetensors'"),
+        "index leads down and up": (index("a/../../model.safetensors"), "'a/../../model.safetensors'"),
+        "index leads elsewhere": (index("absolute"), "expected a file of the same directory"),
+        "NaN": (set_weight("norm.weight", NAN), "norm.weight of "),
+        "infinity": (set_weight("norm.weight", first_value(float("-inf"))), "norm.weight of "),
+    },
+    LLAMAS: {
+        "code of its own": (lambda source: edit_config(source, **OWN_CODE), "no command here runs the code"),
+        "beyond float16": (
+            set_weight("down_proj.weight", first_value(65536.0)),
+            "layers.0.mlp.down_proj.weight of ",
+            "--dtype",
+            "float16",
+        ),
+    },
+    ("llama", "dcformer"): {"pickle of an object": (pickled_object, "a pickle of more than tensors")},
+    ("llama",): {
+        "no tokenizer": (lambda source: [p.unlink() for p in source.glob("tokenizer*")], "no usable tokenizer"),
+        "tokenizer of another model": (
+            lambda source: tiny_tokenizer(VOCAB_SIZE + 1).save_pretrained(source),
+            "has the id 61, and the embedding has 61 rows",
+        ),
+        **{f"seed {n}": (no_damage, f"--seed {n} must be", "--seed", n) for n in (-1, 2**64, 99999999999999999999)},
+        **{
+            f"{heads} pseudo-heads": (no_damage, "num_pseudo_heads=", "--num-pseudo-heads", heads)
+            for heads in (0, 10**9, 10**20)
+        },
+    },
+    ("sharded",): {
+        "cut shard": (second_shard(lambda path: os.truncate(path, 10_000)), "cannot be loaded"),
+        "no safetensors": (second_shard(lambda path: path.write_bytes(b"not safetensors")), "cannot be loaded"),
+        "lost shard": (second_shard(Path.unlink), "cannot be loaded"),
+        "lost tensor": (
+            lambda source: edit_weights(source, lambda w: w.pop("model.norm.weight", None)),
+            "missing keys model.norm.weight",
+        ),
+        "further tensor": (
+            lambda source: edit_weights(source, lambda w: w.update(extra=torch.zeros(1))),
+            "unexpected keys extra",
+        ),
+        "contradiction": (contradict, "hold different values of"),
+        "whole file beside": (whole_file_beside, f"model.safetensors and {INDEX} disagree"),
+    },
+    ("iha",): {
+        "diverged mixing": (set_weight("q_mix.weight", NAN), "model.layers.0.self_attn.q_mix.weight of "),
+        "end of text": (
+            write("generation_config.json", '{"eos_token_id": "x"}'),
+            "eos_token_id is 'x'; expected a number",
+        ),
+        "ends of text": (write("generation_config.json", '{"eos_token_id": [1, "x"]}'), "eos_token_id is [1, 'x']"),
+    },
+    ("dcformer",): {
+        "no weights": (lambda source: shards(source)[0].unlink(), "holds no weights: expected model"),
+        "no safetensors": (write("model.safetensors", "damaged"), "cannot be read"),
+        "whole numbers": (set_weight("norm.weight", torch.Tensor.long), "has the dtype torch.int64"),
+        **{
+            f"{name} {how}": (set_weight(name, change), f"{name} has the shape")
+            for name in MAPS
+            for how, change in {
+                "flat": torch.flatten,
+                "scalar": torch.mean,
+                "with a further dimension": lambda tensor: tensor[None],
+                "cut": lambda tensor: tensor[..., :-1],
+            }.items()
+        },
+        **{
+            f"static map {how}": (set_weight("pre_proj.w", change), "pre_proj.w is not the identity")
+            for how, change in {"scalar": torch.mean, "flat": torch.flatten, "wide": lambda w: w[..., :2]}.items()
+        },
+    },
+}
+CASES = [
+    pytest.param(kind, damage, words, options, id=f"{name}-{kind}")
+    for kinds, faults in FAULTS.items()
+    for name, (damage, words, *options) in faults.items()
+    for kind in kinds
+] + [
+    pytest.param(
+        kind, set_config(field, value), words.format(field=field, value=value), [], id=f"{field} {value!r}-{kind}"
+    )
+    for kinds, field, values, words in WRONG_VALUES
+    for value in values
+    for kind in kinds
+]
+
+
+@pytest.mark.parametrize(("kind", "damage", "words", "options"), CASES)
+def test_a_fault_is_one_line_and_leaves_nothing(kind, damage, words, options, sources, tmp_path, run):
     shutil.copytree(sources / kind, tmp_path / "source")
     damage(tmp_path / "source")
     before = sorted(tmp_path.rglob("*"))
-    code, _, err = run(monkeypatch, capsys, kind, tmp_path / "source", tmp_path / "out", *options)
+    code, _, err = run(kind, tmp_path / "source", tmp_path / "out", *options)
     assert_refused(code, err, words)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("kind", ["llama", "iha"])
 @pytest.mark.parametrize("how", UNREADABLE)
-def test_verification_names_a_damaged_checkpoint(kind, how, sources, tmp_path, monkeypatch, capsys):
+def test_verification_names_a_damaged_checkpoint(kind, how, sources, tmp_path, cli):
     for name in ("llama", "iha"):
         shutil.copytree(sources / name, tmp_path / name)
     for name in ("config.json", "generation_config.json"):
         whole = (tmp_path / kind / name).read_bytes()
         (tmp_path / kind / name).write_bytes(UNREADABLE[how])
         arguments = (tmp_path / "llama", tmp_path / "iha", "--tokens", 20, "--max-new-tokens", 2)
-        code, _, err = command(monkeypatch, capsys, verify_conversion, *arguments)
+        code, _, err = cli(verify_conversion, *arguments)
         assert_refused(code, err, str(tmp_path / kind))
         (tmp_path / kind / name).write_bytes(whole)
 
@@ -306,21 +363,12 @@ def test_verification_names_a_damaged_checkpoint(kind, how, sources, tmp_path, m
         b"",
     ],
 )
-def test_no_card_costs_a_conversion(card, sources, tmp_path, monkeypatch, capsys):
-    """The license is then unknown."""
+def test_no_card_costs_a_conversion(card, sources, tmp_path, run):
     shutil.copytree(sources / "llama", tmp_path / "source")
     (tmp_path / "source" / "README.md").write_bytes(card)
-    code, _, err = run(monkeypatch, capsys, "llama", tmp_path / "source", tmp_path / "out")
+    code, _, err = run("llama", tmp_path / "source", tmp_path / "out")
     assert code == 0, err
     assert "license" not in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_nan_in_the_mixing_is_no_warm_start():
-    model = convert(tiny_source(), 2)
-    with torch.no_grad():
-        model.model.layers[2].self_attn.k_mix.weight[0, 0, 0] = float("nan")
-    with pytest.raises(UserError, match=r"model\.layers\.2\.self_attn\.k_mix\.weight has moved"):
-        convert_back(model)
 
 
 @pytest.mark.parametrize(
@@ -331,16 +379,16 @@ def test_nan_in_the_mixing_is_no_warm_start():
         *((content, "config.json") for content in UNREADABLE.values()),
     ],
 )
-def test_remote_code_with_a_damaged_config(config, words, tmp_path, monkeypatch, capsys):
+def test_remote_code_with_a_damaged_config(config, words, tmp_path, cli):
     (tmp_path / "toy.py").write_text("")
     (tmp_path / "config.json").write_bytes(config)
-    code, _, err = command(monkeypatch, capsys, check_remote_code, tmp_path)
+    code, _, err = cli(check_remote_code, tmp_path)
     assert_refused(code, err, words)
 
 
-def test_remote_code_that_is_no_text(tmp_path, monkeypatch, capsys):
+def test_remote_code_that_is_no_text(tmp_path, cli):
     (tmp_path / "toy.py").write_bytes(b"\xff\xfe")
-    code, out, err = command(monkeypatch, capsys, check_remote_code, tmp_path)
+    code, out, err = cli(check_remote_code, tmp_path)
     assert_refused(code, err, "mistakes found: 1")
     assert "toy.py: no UTF-8 text" in out
 
@@ -348,88 +396,60 @@ def test_remote_code_that_is_no_text(tmp_path, monkeypatch, capsys):
 # Destinations
 
 
-def link_to_empty(folder):
-    (folder / "empty").mkdir()
-    (folder / "out").symlink_to(folder / "empty")
-    return folder / "out"
-
-
-def dangling_link(folder):
-    (folder / "out").symlink_to(folder / "nothing")
-    return folder / "out"
-
-
-def parent_is_a_file(folder):
-    (folder / "file").write_text("mine")
-    return folder / "file" / "out"
-
-
-def grandparent_is_a_file(folder):
-    (folder / "file").write_text("mine")
-    return folder / "file" / "a" / "out"
-
-
-def parent_is_a_dangling_link(folder):
-    (folder / "link").symlink_to(folder / "nothing")
-    return folder / "link" / "out"
-
-
-def parent_takes_nothing(folder):
-    return Path("/proc/a/out")
-
-
-def somebody_elses_directory(folder):
-    (folder / ".out.tmp").mkdir()
-    (folder / ".out.tmp" / "precious.txt").write_text("mine")
-    return folder / "out"
-
-
-def somebody_elses_link(folder):
-    (folder / "precious").mkdir()
-    (folder / ".out.lock").symlink_to(folder / "precious")
-    return folder / "out"
+def lay_out(folder, entries):
+    """Make directories ("a/"), files ("a") and links ("a -> b")."""
+    for entry in entries:
+        name, _, target = entry.partition(" -> ")
+        (folder / name).parent.mkdir(exist_ok=True)
+        if target:
+            (folder / name).symlink_to(folder / target)
+        elif name.endswith("/"):
+            (folder / name).mkdir()
+        else:
+            (folder / name).write_text("mine")
 
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("entries", "destination", "words"),
     [
-        (link_to_empty, "is a symbolic link"),
-        (dangling_link, "is a symbolic link"),
-        (parent_is_a_file, "file is not a directory"),
-        (grandparent_is_a_file, "file is not a directory"),
-        (parent_is_a_dangling_link, "link is not a directory"),
-        (parent_takes_nothing, "/proc/a/out cannot be made"),
-        (somebody_elses_directory, "no run of this command made it: remove or rename it"),
-        (somebody_elses_link, "cannot be made"),
+        (["out/precious.txt"], "out", "is not an empty directory"),
+        (["empty/", "out -> empty"], "out", "is a symbolic link"),
+        (["out -> nothing"], "out", "is a symbolic link"),
+        (["file"], "file/out", "file is not a directory"),
+        (["file"], "file/a/out", "file is not a directory"),
+        (["link -> nothing"], "link/out", "link is not a directory"),
+        ([], "/proc/a/out", "/proc/a/out cannot be made"),
+        ([".out.tmp/precious.txt"], "out", "no run of this command made it: remove or rename it"),
+        (["precious/", ".out.lock -> precious"], "out", "cannot be made"),
     ],
 )
-def test_a_bad_destination_is_found_before_anything_is_read(make, words, kind, tmp_path, monkeypatch, capsys):
-    destination = make(tmp_path)
+def test_a_bad_destination_is_found_before_anything_is_read(entries, destination, words, kind, tmp_path, run):
+    lay_out(tmp_path, entries)
     before = sorted(tmp_path.rglob("*"))
-    code, out, err = run(monkeypatch, capsys, kind, "no/such/source", destination)
+    code, out, err = run(kind, "no/such/source", tmp_path / destination)
     assert_refused(code, err, words)
     assert out == "" and sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_mount_point_is_no_destination(tmp_path, monkeypatch, capsys):
+def test_a_mount_point_is_no_destination(tmp_path, monkeypatch, run):
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
-    code, out, err = run(monkeypatch, capsys, "llama", "no/such/source", tmp_path / "out")
+    code, out, err = run("llama", "no/such/source", tmp_path / "out")
     assert_refused(code, err, "is a mount point")
     assert out == ""
 
 
-def test_no_permission_for_the_parent(tmp_path, monkeypatch, capsys):
-    """Asked of the system, which refuses a superuser nothing."""
+def test_no_permission_for_the_parent(tmp_path, monkeypatch, run):
+    # The system is asked, because a superuser may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    code, out, err = run(monkeypatch, capsys, "llama", "no/such/source", tmp_path / "a" / "out")
+    code, out, err = run("llama", "no/such/source", tmp_path / "a" / "out")
     assert_refused(code, err, f"no permission to write in {tmp_path}")
     assert out == "" and not list(tmp_path.iterdir())
 
 
-def test_parents_made_for_a_refused_source_go_again(tmp_path, monkeypatch, capsys):
-    code, _, err = run(monkeypatch, capsys, "llama", tmp_path / "absent", tmp_path / "a" / "b" / "out")
+def test_parents_made_for_a_refused_source_go_again(tmp_path, run):
+    code, _, err = run("llama", tmp_path / "absent", tmp_path / "a" / "b" / "out")
     assert_refused(code, err, "neither a directory")
     assert not list(tmp_path.iterdir())
 
@@ -443,10 +463,10 @@ def test_parents_made_for_a_refused_source_go_again(tmp_path, monkeypatch, capsy
         ("/dev/null", "is no regular file"),
     ],
 )
-def test_figures_that_cannot_be_written(path, words, tmp_path, monkeypatch, capsys):
+def test_figures_that_cannot_be_written(path, words, tmp_path, cli):
     (tmp_path / "file").write_text("mine")
     arguments = ("no/such/source", "no/such/source", "--json", tmp_path / path)
-    code, out, err = command(monkeypatch, capsys, verify_conversion, *arguments)
+    code, out, err = cli(verify_conversion, *arguments)
     assert_refused(code, err, words)
     assert out == ""
 
@@ -473,7 +493,7 @@ def test_a_link_to_a_file_stays_a_link(tmp_path):
 
 
 def write_slowly(destination, ready, go_on):
-    """A run in a process of its own, with the signals of one that is started in a terminal."""
+    """Run in a process of its own, with the signals of one that is started in a terminal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -490,7 +510,7 @@ def write_slowly(destination, ready, go_on):
 
 @pytest.fixture
 def start():
-    """Starts a run that waits in the middle; returns its process and what lets it go on."""
+    """Start a run that waits in the middle, and return its process and the event that lets it go on."""
     context = multiprocessing.get_context("fork")  # a new interpreter would take seconds to import PyTorch
     processes = []
 
@@ -508,10 +528,10 @@ def start():
         process.join()
 
 
-def test_a_living_run_is_left_alone(start, tmp_path, monkeypatch, capsys):
+def test_a_living_run_is_left_alone(start, tmp_path, run):
     process, go_on = start(tmp_path / "out")
     for _ in range(2):
-        code, out, err = run(monkeypatch, capsys, "llama", "no/such/source", tmp_path / "out")
+        code, out, err = run("llama", "no/such/source", tmp_path / "out")
         assert_refused(code, err, "Another run is writing")
         assert out == ""
     go_on.set()
@@ -546,7 +566,7 @@ def test_what_a_killed_run_left_is_removed(start, tmp_path, capsys):
 
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_a_run_that_ends_while_the_next_one_begins(succeeds, tmp_path, monkeypatch):
-    """It removes the lock file after the next run has opened it, and before that run locks it."""
+    """Remove the lock file after the next run has opened it, and before that run locks it."""
     flock, calls = fcntl.flock, []
 
     def end_first(lock, operation):
@@ -577,7 +597,6 @@ def test_a_signal_leaves_nothing(number, start, tmp_path):
 
 
 def test_signals_are_as_before_afterwards(tmp_path):
-    """And what `nohup` has the process ignore stays ignored."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -621,11 +640,11 @@ def test_of_many_runs_at_once_one_succeeds(tmp_path):
 
 @pytest.mark.parametrize("how", ["NaN", "unread generation config"])
 def test_commands_of_their_own_process_are_quiet_but_for_one_line(how, sources, tmp_path):
-    """No library adds a line of its own, at least none once the imports are done."""
+    # Imports may write lines of their own before "Reading".
     shutil.copytree(sources / "llama", tmp_path / "source")
     if how == "NaN":
         set_weight("norm.weight", first_value(float("nan")))(tmp_path / "source")
-        set_config(pad_token_id=-1)(tmp_path / "source")
+        set_config("pad_token_id", -1)(tmp_path / "source")
     else:
         write("generation_config.json", "{")(tmp_path / "source")
     module = "conversion_scripts.convert_llama_to_iha"

@@ -1,6 +1,7 @@
-"""Take a Llama from the Hub to a fine-tuned IHA model on the Hub and back.
+"""A Llama on the Hub becomes a fine-tuned IHA model on the Hub, and loads from there.
 
-The real client and the commands of this repository run against a stand-in for the Hub (`loopback_hub.py`)."""
+The real client and the commands of this repository speak to a stand-in for the Hub (`loopback_hub.py`).
+"""
 
 import json
 import os
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import IHA_CODE, random_model, small_config
-from loopback_hub import File, LoopbackHub
+from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.checkpoint_io import load_in_clean_process, run_in_clean_process
+from conversion_scripts import push_to_hub
 from modeling_iha import IHAForCausalLM
 from modeling_iha.configuration_iha import AUTO_MAP
 from sft import train
@@ -24,21 +26,6 @@ from sft import train
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "1+1?"
-
-# Several pushes in one process. That directory and repository load alone is what tests/test_pull_and_list.py checks.
-PUSHES = """
-import json, sys
-from conversion_scripts import push_to_hub
-from common.checkpoint_io import UserError
-push_to_hub.load_in_clean_process = lambda directory: None
-push_to_hub.load_cached_in_clean_process = lambda repo_id, revision, cache: None
-for arguments in json.load(sys.stdin):
-    sys.argv = ["push_to_hub.py", *arguments]
-    try:
-        push_to_hub.main()
-    except UserError as error:
-        print(f"Refused: {error}")
-"""
 
 # What somebody does who has Transformers and a repository's name, in an empty cache: the config and the tokenizer by
 # themselves first, so that neither rests on what a model load has brought.
@@ -88,43 +75,25 @@ result["pipeline"] = generate(prompt, max_new_tokens=4, do_sample=False, return_
 """
 
 
-def run(environment, *arguments, **kwargs):
-    """Return the completed process of Python in the repository's root, which must have succeeded."""
-    process = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **kwargs,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process
-
-
-def pushes(environment, *commands):
-    """Return what push_to_hub.py prints for each of the lists of arguments."""
-    commands = [[str(word) for word in (*words, "--base-model", "me/llama", "--trust-code")] for words in commands]
-    return run(environment, "-c", PUSHES, input=json.dumps(commands)).stdout
-
-
 def test_the_code_of_a_checkpoint_is_short_enough_to_read(tmp_path):
-    """Count the lines that a stranger reads before trusting an "iha" model. The aim is 1,600."""
+    """Count the lines that an "iha" model ships, because a stranger reads them first. The aim is 1,600."""
     random_model(small_config()).save_pretrained(tmp_path)
     lines = {path.name: path.read_text().count("\n") for path in tmp_path.glob("*.py")}
     assert lines.keys() == IHA_CODE and sum(lines.values()) <= 1725, lines
 
 
 @pytest.fixture(scope="module")
-def hub():
-    with LoopbackHub() as hub:
+def hub(tmp_path_factory):
+    """Return the stand-in, which commands in this process reach; what other tests load is taken for granted."""
+    with pytest.MonkeyPatch.context() as patch, LoopbackHub() as hub:
+        hub.use(patch, tmp_path_factory.mktemp("home"))
+        patch.setattr(push_to_hub, "load_in_clean_process", lambda source, **arguments: None)
         yield hub
 
 
 @pytest.fixture(scope="module")
 def trained(hub, tmp_path_factory):
-    """Return the output directory of a fine-tuning run on an IHA model, converted from a Llama on the hub."""
+    """Return the output directory of a fine-tuning of an IHA model that was converted from a Llama on the hub."""
     path = tmp_path_factory.mktemp("hub")
     tokenizer = byte_tokenizer()
     config = LlamaConfig(
@@ -144,8 +113,9 @@ def trained(hub, tmp_path_factory):
     (path / "llama" / "README.md").write_text("---\nlicense: apache-2.0\n---\nA Llama.\n")
     hub.add("me/llama", path / "llama")
 
-    convert = ("-m", "conversion_scripts.convert_llama_to_iha")
-    run(hub.environment(path / "home"), *convert, "me/llama", path / "iha", "--num-pseudo-heads", 2)
+    convert = [sys.executable, "-m", "conversion_scripts.convert_llama_to_iha"]
+    convert += ["me/llama", str(path / "iha"), "--num-pseudo-heads", "2"]
+    subprocess.run(convert, cwd=ROOT, env=os.environ | hub.environment(path / "home"), check=True)
     rows = write_jsonl(path / "rows.jsonl", training_rows(20))
     with pytest.MonkeyPatch.context() as context:
         context.chdir(ROOT)
@@ -155,7 +125,7 @@ def trained(hub, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def second(trained, tmp_path_factory):
-    """Return a copy of the fine-tuned model with other weights, and code that says so."""
+    """Return a changed copy of the fine-tuned model: other weights, and code that says so."""
     directory = tmp_path_factory.mktemp("second") / "iha"
     model = IHAForCausalLM.from_pretrained(trained / "final")
     with torch.no_grad():
@@ -168,18 +138,11 @@ def second(trained, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def commits(hub, trained, second, tmp_path_factory):
-    """Push the first model to "me/iha" with the tag v1, and the second over it and to the private "me/secret"."""
-    out = pushes(
-        hub.environment(tmp_path_factory.mktemp("home")),
-        [trained / "final", "me/iha", "--tag", "v1"],
-        [second, "me/iha"],
-        [second, "me/secret", "--private"],
-    )
-    assert "Refused" not in out
-    first = hub.repositories["me/iha"].references["v1"]
-    assert f"{hub.endpoint}/me/iha/commit/{first}" in out
-    return {"first": first, "second": hub.repositories["me/iha"].references["main"]}
+def first(hub, trained, second):
+    """Push the fine-tuned model, and the changed one over it; return the first commit, which is tagged v1."""
+    for directory, tag in ((trained / "final", "v1"), (second, None)):
+        push_to_hub.publish(directory, "me/iha", tag=tag, base_model="me/llama", trust_code=True)
+    return hub.repositories["me/iha"].references["v1"]
 
 
 def test_a_conversion_from_the_hub_says_where_it_is_from(trained):
@@ -188,61 +151,25 @@ def test_a_conversion_from_the_hub_says_where_it_is_from(trained):
     assert json.loads((trained.parent / "iha" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
-def test_what_a_push_stores(hub, commits, trained):
-    """Store the checkpoint byte for byte and nothing else, weights as LFS objects, in one commit for each push."""
+def test_what_a_push_stores(hub, first, trained):
+    """Weights are LFS objects, only changed files are uploaded, and each once."""
     repository = hub.repositories["me/iha"]
-    assert commits["first"] != commits["second"] and repository.references["v1"] == commits["first"]
-    files = repository.commits[commits["first"]]
+    files, newer = repository.commits[first], hub.head("me/iha")
     assert {name for name in files if name.endswith(".py")} == IHA_CODE
     assert {name for name, file in files.items() if file.lfs} == {"model.safetensors"}
     assert b"base_model: me/llama" in files["README.md"].content
-    for name in files.keys() - {".gitattributes", "README.md"}:
-        assert files[name].content == (trained / "final" / name).read_bytes()
-    newer = repository.commits[commits["second"]]
     changed = {name for name in files.keys() | newer.keys() if files.get(name) != newer.get(name)}
     assert changed == {"model.safetensors", "modeling_iha.py"}
     puts = [path for method, path in hub.calls if method == "PUT"]
     assert len(puts) == len(set(puts)) and ("POST", "/api/validate-yaml") in hub.calls
 
 
-def test_pull_requests_tags_and_conflicts(hub, commits, second, tmp_path):
-    def somebody_else(repository):
-        if repository.pull_requests:
-            repository.commit("main", {**repository.commits[commits["second"]], "note.txt": File(b"!", False)})
-
-    hub.before_commit = somebody_else
-    repository = hub.repositories["me/iha"]
-    (second / "LICENSE").write_text("Apache License 2.0")
-    out = pushes(
-        hub.environment(tmp_path),
-        [second, "me/iha", "--create-pr"],
-        [second, "me/iha", "--tag", "v1"],
-        [second, "me/iha"],
-    )
-    hub.before_commit = None
-    pull_request, tag, conflict = out.split("Checking")[1:]
-    assert f"Published: {hub.endpoint}/me/iha/discussions/1" in pull_request
-    assert "LICENSE" in repository.commits[repository.references["refs/pr/1"]]
-    assert "Refused: me/iha already has a tag or branch 'v1'" in tag
-    assert "Refused: Publishing me/iha failed" in conflict and "somebody committed meanwhile" in conflict
-    assert hub.head("me/iha").keys() - repository.commits[commits["second"]].keys() == {"note.txt"}
-    repository.references["main"] = commits["second"]
-
-
-def test_a_private_repository_needs_the_token(hub, commits, tmp_path):
-    assert hub.repositories["me/secret"].private and not hub.repositories["me/iha"].private
-    ask = ("-c", "from huggingface_hub import HfApi; print(HfApi().repo_info('me/secret').sha)")
-    assert run(hub.environment(tmp_path), *ask).stdout.strip() == hub.repositories["me/secret"].references["main"]
-    with pytest.raises(AssertionError, match="401"):
-        run({**hub.environment(tmp_path), "HF_TOKEN": ""}, *ask)
-
-
-def test_load_by_id_at_a_revision(hub, commits, trained, second, tmp_path, monkeypatch):
-    """Load by commit, tag and branch, with every head, without this package, and save again."""
+def test_load_by_id_at_a_revision(hub, first, trained, second, tmp_path, monkeypatch):
+    """Load by commit, tag and branch, and with every head, in a process without this package; save again."""
     for name, value in hub.environment(tmp_path / "home").items():
         monkeypatch.setenv(name, value)
     again = tmp_path / "again"
-    request = {"repo_id": "me/iha", "first": commits["first"], "prompt": PROMPT, "again": str(again)}
+    request = {"repo_id": "me/iha", "first": first, "prompt": PROMPT, "again": str(again)}
     result = run_in_clean_process(FROM_THE_HUB, request, offline=False)
 
     tokenizer = byte_tokenizer()

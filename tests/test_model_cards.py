@@ -1,5 +1,7 @@
-"""Model cards: what they hold, that no name breaks them, that their example runs as it stands; and the checkpoints of
-model_cards/, one of which is made again."""
+"""Model cards hold what they should, no name breaks them, and their example runs as it stands.
+
+A checkpoint of model_cards/ is made again.
+"""
 
 import json
 import os
@@ -12,9 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
-from helpers import command, last_line, random_model, small_config
+from helpers import last_line, random_model, small_config
 from huggingface_hub import ModelCard
 from loopback_hub import LoopbackHub
 from tiny_sources import save_tiny_source
@@ -24,7 +25,7 @@ from transformers import TrainingArguments
 from checkpoints import make_checkpoints
 from common.checkpoint_io import fingerprint
 from common.command_io import UserError, read_json
-from conversion_scripts import convert_diffllama_to_iha, convert_llama_to_iha
+from conversion_scripts import convert_llama_to_iha
 from evaluation.data import MANIFEST
 from kinds import Companion
 from kinds.model_cost import model as cost_of_model
@@ -64,7 +65,7 @@ RESULTS = {
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A saved model with its card, in a directory whose name is no plain word."""
+    """Return a saved model with its card, in a directory whose name is no plain word."""
     directory = tmp_path / "it's a model"
     tokenizer = byte_tokenizer()
     random_model(small_config(vocab_size=len(tokenizer))).save_pretrained(directory)
@@ -103,7 +104,6 @@ def test_a_kind_without_a_cost_is_said(monkeypatch):
 
 @pytest.mark.parametrize("name", [NASTY, "plain"])
 def test_no_name_breaks_a_card(name):
-    """Every line of the card of a plain name is there, but for those that hold the name, and no other."""
     cards = [
         ModelCard(render_card(small_config(), each, license=render.one_printable_line(each)))
         for each in (name, "plain")
@@ -128,18 +128,12 @@ def test_names_are_read_as_they_stand():
     assert markdown("SmolLM2.Q4_K_M.gguf") == "SmolLM2.Q4_K_M.gguf"
 
 
-@pytest.mark.parametrize(
-    "module", [convert_llama_to_iha, convert_diffllama_to_iha], ids=lambda module: module.__name__
-)
-def test_a_source_with_an_odd_name_is_converted(module, tmp_path, monkeypatch, capsys):
-    """Every Markdown table and heading of its card is that of a plain name."""
-    kind = "diffllama" if "diffllama" in module.__name__ else "llama"
-    options = [] if kind == "diffllama" else ["--num-pseudo-heads", "2"]
+def test_a_source_with_an_odd_name_is_converted(tmp_path, cli):
     cards = []
     for name in ("plain", "x\n# y|`z\x1b"):
         source, target = tmp_path / name, tmp_path / "made" / name
-        save_tiny_source(source, kind)
-        code, _, err = command(monkeypatch, capsys, module, source, target, *options)
+        save_tiny_source(source)
+        code, _, err = cli(convert_llama_to_iha, source, target, "--num-pseudo-heads", "2")
         assert code == 0, err
         cards.append((target / "README.md").read_text(encoding="utf-8"))
     headings = [re.findall("^#+ .*$", card, re.MULTILINE) for card in cards]
@@ -161,8 +155,7 @@ def test_a_run_on_files_with_odd_names_keeps_its_table(tmp_path):
 
 
 def test_the_example_of_a_card_runs_as_it_stands(checkpoint, tmp_path):
-    """From its directory and, renamed, from the Hub, in a process without this package: no question, no warning,
-    nothing on stderr."""
+    """Run it from its directory and, renamed, from the Hub, in a process without this package; stderr is empty."""
     checkpoint = checkpoint.rename(tmp_path / "tiny-iha.1")  # Transformers warns of a name with blanks or quotes
     card = (checkpoint / "README.md").read_text(encoding="utf-8")
     local, published = (with_name(card, name) for name in (checkpoint.name, "me/iha"))
@@ -221,15 +214,9 @@ def test_a_twin_stands_beside():
 
 def test_only_a_whole_benchmark_is_a_leaderboards():
     entries = render.hub_entries(RESULTS)
-    assert entries == {
-        "gsm8k.yaml": [
-            {
-                "dataset": {"id": "openai/gsm8k", "task_id": "gsm8k"},
-                "value": 54.23,
-                "notes": "0-shot, 16 sample(s) a question, pass@1",
-            }
-        ]
-    }
+    notes = "0-shot, 16 sample(s) a question, pass@1"
+    dataset = {"id": "openai/gsm8k", "task_id": "gsm8k"}
+    assert entries == {"gsm8k.yaml": [{"dataset": dataset, "value": 54.23, "notes": notes}]}
     assert render.hub_entries(RESULTS | {"data_sha256": {}}) == entries  # rows from the Hub
     assert render.hub_entries(RESULTS | {"data_sha256": {"gsm8k/test.jsonl": "another"}}) == {}
     for key, value in {"examples": 50, "truncated_prompts": 1}.items():
@@ -238,16 +225,16 @@ def test_only_a_whole_benchmark_is_a_leaderboards():
         assert render.hub_entries(part) == {}
 
 
-def test_the_command_adds_results_and_renames(checkpoint, tmp_path, monkeypatch, capsys):
+def test_the_command_adds_results_and_renames(checkpoint, tmp_path, cli):
     results = RESULTS | {"checkpoint": fingerprint(checkpoint)}
     (tmp_path / "results.json").write_text(json.dumps(results))
-    code, _, _ = command(monkeypatch, capsys, render, checkpoint, "--name", "me/iha", "--results", tmp_path)
+    code, _, _ = cli(render, checkpoint, "--name", "me/iha", "--results", tmp_path)
     card = (checkpoint / "README.md").read_text(encoding="utf-8")
     assert code == 0 and "54.2 ± 1.4" in card and "\n# me/iha\n" in card
     assert '\nname = "me/iha"\n' in card and "\nname=me/iha\n" in card and checkpoint.name not in card
     assert ModelCard(card).data.model_name == "me/iha"
     assert yaml.safe_load((checkpoint / ".eval_results" / "gsm8k.yaml").read_text())[0]["value"] == 54.23
-    code, _, _ = command(monkeypatch, capsys, render, checkpoint, "--name", "me/other")
+    code, _, _ = cli(render, checkpoint, "--name", "me/other")
     assert code == 0 and (checkpoint / "README.md").read_text(encoding="utf-8") == card.replace("me/iha", "me/other")
 
 
@@ -258,7 +245,7 @@ def test_a_card_of_somebody_else_keeps_its_words():
     assert "# Mine\n\nname = 3\n\n## Evaluation\n" in with_results(card, "name", RESULTS)
 
 
-def test_mistakes_get_one_line_and_change_nothing(checkpoint, tmp_path, monkeypatch, capsys):
+def test_mistakes_get_one_line_and_change_nothing(checkpoint, tmp_path, cli):
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "empty").mkdir()
@@ -270,7 +257,7 @@ def test_mistakes_get_one_line_and_change_nothing(checkpoint, tmp_path, monkeypa
         ([checkpoint, "--results", tmp_path / "none.json"], "none.json cannot be read as JSON"),
         ([tmp_path / "empty", "--name", "a"], "README.md is missing: expected a checkpoint with its card"),
     ):
-        code, _, err = command(monkeypatch, capsys, render, *arguments)
+        code, _, err = cli(render, *arguments)
         assert code == 1 and message in last_line(err)
     assert (checkpoint / "README.md").read_bytes() == before and not (checkpoint / ".eval_results").exists()
 
@@ -282,26 +269,24 @@ NAME = "tiny-iha"
 
 @pytest.fixture
 def index(tmp_path):
-    """A copy of the index."""
     return shutil.copytree(make_checkpoints.INDEX, tmp_path / "index", ignore=shutil.ignore_patterns("*.py", "__*"))
 
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """A checkpoint and its results in place of the recipes, which take time."""
+    """Return a checkpoint and its results, which take the place of the recipes."""
     checkpoint = tmp_path / "made"
     random_model(small_config()).save_pretrained(checkpoint)
     (checkpoint / "README.md").write_text(render_card(small_config(), "made"), encoding="utf-8")
     results = RESULTS | {"checkpoint": fingerprint(checkpoint)}
-    made = make_checkpoints.Made(
-        checkpoint, results, commands=[["module", "an argument", str(make_checkpoints.story())]]
-    )
+    commands = [["module", "an argument", str(make_checkpoints.story())]]
+    made = make_checkpoints.Made(checkpoint, results, commands=commands)
     monkeypatch.setattr(make_checkpoints, "recipes", lambda warm_start: {"a": lambda output, name: made})
     return made
 
 
 def test_a_checkpoint_is_made_again_as_recorded(index, tmp_path, capsys):
-    """The whole recipe, twice: the second time nothing is done again."""
+    """Make it twice: the second time nothing is done again."""
     arguments = [NAME, "--output", str(tmp_path / "made"), "--index", str(index)]
     before = {path: path.read_bytes() for path in index.rglob("*") if path.is_file()}
     make_checkpoints.main(arguments)
@@ -323,9 +308,7 @@ def test_what_differs_from_its_record_is_named(made, tmp_path, index, monkeypatc
     assert table.count("## The checkpoints") == table.count("## The card of a checkpoint") == 1
     make_checkpoints.main(arguments)
     assert "a: the recorded weights, bit for bit" in capsys.readouterr().out
-    with torch.no_grad():
-        other = random_model(small_config(), seed=1)
-    other.save_pretrained(made.checkpoint)
+    random_model(small_config(), seed=1).save_pretrained(made.checkpoint)
     made.results = deepcopy(made.results) | {"checkpoint": fingerprint(made.checkpoint)}
     loss = made.results["tasks"]["niah@512"]["metrics"]["loss"]
     loss["value"] += make_checkpoints.TOLERANCE / 2
@@ -374,7 +357,7 @@ def test_what_is_missing_is_left_out_or_named(tmp_path, index, capsys):
 
 
 def test_a_fine_tuned_model_stands_beside_its_twin(tmp_path, index):
-    """From a run directory as experiments/warm_start.py leaves it."""
+    """Read a run directory as experiments/warm_start.py leaves it."""
     for variant, correct in {"iha_2": 20, "mha": 10}.items():
         run = tmp_path / "runs" / f"{variant}-1"
         random_model(small_config()).save_pretrained(run / "final")

@@ -1,5 +1,7 @@
-"""A checkpoint fetched from the stand-in for the Hub is whole or not there, and checkpoints are listed as they are; a
-stranger's whole path, from a Llama to a fetched model that generates."""
+"""A checkpoint fetched from the stand-in for the Hub is whole or not there, and checkpoints are listed as they are.
+
+The last test goes a stranger's whole path, from a Llama to a fetched model that generates.
+"""
 
 import json
 import os
@@ -12,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import IHA_CODE, command, last_line, plant, random_model, small_config
+from helpers import IHA_CODE, last_line, plant, random_model, small_config
 from huggingface_hub import constants
 from loopback_hub import Fault, File, HubError, LoopbackHub
 from tiny_sources import tiny_source, tiny_tokenizer
@@ -50,7 +52,7 @@ A model.
 # A push in a process of its own, which is killed before the load that it takes for granted would matter.
 PUSH = """
 from conversion_scripts import push_to_hub
-push_to_hub.load_in_clean_process = lambda directory: None
+push_to_hub.load_in_clean_process = lambda source, **arguments: None
 push_to_hub.main()
 """
 
@@ -66,7 +68,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def hub(saved, tmp_path, monkeypatch):
-    """The stand-in with the model "me/iha"; that a directory loads alone is taken for granted."""
+    """Return the stand-in with the model "me/iha", and take for granted that a directory loads alone."""
     loaded = {"model_class": "IHAForCausalLM", "parameters": 1234}
     monkeypatch.setattr(pull_from_hub, "load_in_clean_process", lambda directory: loaded)
     with LoopbackHub() as hub:
@@ -76,11 +78,11 @@ def hub(saved, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def pull(hub, tmp_path, monkeypatch, capsys):
-    """Pulls "me/iha" to a new directory: returns what it prints, or the line of its error."""
+def pull(hub, tmp_path, cli):
+    """Pull "me/iha" to a new directory, and return what the command prints, or the line of its error."""
 
     def pull(*arguments):
-        code, out, err = command(monkeypatch, capsys, pull_from_hub, "me/iha", tmp_path / "pulled", *arguments)
+        code, out, err = cli(pull_from_hub, "me/iha", tmp_path / "pulled", *arguments)
         assert code == 0 or not (tmp_path / "pulled").exists()
         return out if code == 0 else last_line(err)
 
@@ -102,7 +104,6 @@ def test_pull_fetches_every_file(hub, pull, saved, tmp_path):
 
 
 def test_pull_does_not_believe_a_damaged_cache(pull, saved, tmp_path):
-    """What was damaged is fetched again: the cache takes a file that is there for whole."""
     pull()
     shutil.rmtree(tmp_path / "pulled")
     weights = next(Path(constants.HF_HUB_CACHE).rglob("model.safetensors")).resolve()
@@ -123,32 +124,36 @@ def resize(hub):
     hub.head("me/iha")["config.json"] = File(json.dumps(config | {"vocab_size": 10**9}).encode(), False)
 
 
+def fault(*arguments):
+    return lambda hub: hub.faults.append(Fault(*arguments))
+
+
+def put(name, content, lfs=False):
+    return lambda hub: hub.head("me/iha").update({name: File(content, lfs)})
+
+
+GATED = HubError(403, "This repository is gated")
 REFUSED = {
-    "no such revision": (lambda hub: None, ["--revision", "v9"], "check the name and the revision"),
-    "private": (lambda hub: hub.faults.append(Fault("GET", "/api/", 401)), [], "log in with `hf auth login`"),
-    "dropped": (lambda hub: hub.faults.append(Fault("GET", "/resolve/", "drop")), [], "run the command again"),
-    "unavailable": (lambda hub: hub.faults.append(Fault("GET", "/tree/", 503)), [], "run the command again"),
-    "login page": (lambda hub: hub.faults.append(Fault("GET", "/api/", "html")), [], "a login page of the network"),
-    "a pickle": (
-        lambda hub: hub.head("me/iha").update({"pytorch_model.bin": File(b"x", True)}),
-        [],
-        "me/iha holds pytorch_model.bin: pickles are refused",
-    ),
-    "other code": (
-        lambda hub: hub.head("me/iha").update({"modeling_iha.py": File(b"class IHAForCausalLM: pass\n", False)}),
-        [],
-        "expects the class",
-    ),
-    "other sizes": (resize, [], "me/iha does not hold the weights its config asks for: model.embed_tokens.weight has"),
-    "other content": (damage, [], "cannot be fetched whole"),
+    "private": (fault("GET", "/api/", 401), "log in with `hf auth login`"),
+    "gated": (fault("GET", "", GATED), "a token that may read it, and ask for access"),
+    "gated before": (fault("HEAD", "", GATED), "a token that may read it, and ask for access"),
+    "dropped": (fault("GET", "/resolve/", "drop"), "run the command again"),
+    "unavailable": (fault("GET", "/tree/", 503), "run the command again"),
+    "login page": (fault("GET", "/api/", "html"), "a login page of the network"),
+    "a pickle": (put("pytorch_model.bin", b"x", True), "me/iha holds pytorch_model.bin: pickles are refused"),
+    "other code": (put("modeling_iha.py", b"class IHAForCausalLM: pass\n"), "expects the class"),
+    "no object": (put("generation_config.json", b"[]"), "me/iha/generation_config.json holds a list"),
+    "other sizes": (resize, "me/iha does not hold the weights its config asks for: model.embed_tokens.weight has"),
+    "other content": (damage, "cannot be fetched whole"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull, tmp_path):
-    change, arguments, message = REFUSED[name]
+def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull):
+    change, message = REFUSED[name]
     change(hub)
-    assert message in pull(*arguments)
+    error = pull()
+    assert message in error and ".tmp" not in error and "may write" not in error
     if hub.faults:
         hub.faults.clear()
         assert "Revision: " in pull()
@@ -156,15 +161,8 @@ def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull, tmp_path):
         assert not any("resolve" in path for _, path in hub.calls)
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_what_may_not_be_read_needs_another_right_than_to_write(method, hub, pull):
-    hub.faults.append(Fault(method, "", HubError(403, "This repository is gated")))
-    assert "a token that may read it" in (error := pull()) and "write" not in error
-
-
-def test_an_error_of_a_pull_names_what_is_still_there(hub, pull, tmp_path):
-    hub.head("me/iha")["generation_config.json"] = File(b"[]", False)
-    assert "me/iha/generation_config.json holds a list" in (error := pull()) and ".tmp" not in error
+def test_a_revision_that_is_not_there_is_refused(pull):
+    assert "check the name and the revision" in pull("--revision", "v9")
 
 
 def test_pull_runs_known_code_only(hub, pull):
@@ -175,7 +173,7 @@ def test_pull_runs_known_code_only(hub, pull):
 
 
 def test_pull_runs_nothing_before_it_may(hub, pull, saved, tmp_path, monkeypatch):
-    """What was planted is live: with --trust-code the load runs it."""
+    """Refuse planted code, which a load with --trust-code runs."""
     monkeypatch.setattr(pull_from_hub, "load_in_clean_process", load_in_clean_process)
     planted, mark = shutil.copytree(saved, tmp_path / "planted"), tmp_path / "mark"
     names = plant(planted, mark)
@@ -218,7 +216,6 @@ def test_foreign_code_is_named(name, saved, tmp_path):
     ],
 )
 def test_a_config_that_leads_elsewhere_is_foreign(key, value, named, saved, tmp_path):
-    """To another config, with an `auto_map` of its own, or to a kernel of the Hub."""
     directory = shutil.copytree(saved, tmp_path / "iha")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, key: value}))
@@ -228,8 +225,8 @@ def test_a_config_that_leads_elsewhere_is_foreign(key, value, named, saved, tmp_
     assert f"{named} would load what is not in the checkpoint" in str(error.value)
 
 
-def test_the_other_commands_run_no_code_of_a_checkpoint(saved, tmp_path, monkeypatch, capsys):
-    """They load weights into this package's classes. (A server with such a checkpoint: tests/test_serving.py.)"""
+def test_the_other_commands_run_no_code_of_a_checkpoint(saved, tmp_path, cli):
+    """Load weights into this package's classes. tests/test_serving.py has a server with such a checkpoint."""
     directory, mark = shutil.copytree(saved, tmp_path / "planted"), tmp_path / "mark"
     plant(directory, mark)
     smoke = ("--suite", "smoke", "--tasks", "gsm8k", "--samples", 1, "--max-new-tokens", 4)
@@ -239,16 +236,16 @@ def test_the_other_commands_run_no_code_of_a_checkpoint(saved, tmp_path, monkeyp
         (verify_conversion, [directory, directory, "--tokens", 20, "--max-new-tokens", 4]),
         (evaluate, [directory, *smoke, "--output", tmp_path / "results"]),
     ):
-        code, out, err = command(monkeypatch, capsys, module, *arguments)
+        code, out, err = cli(module, *arguments)
         assert code == 0, err
         assert ("planted_tokenizer.py" in err) == (module in (verify_conversion, evaluate)), err
     assert not mark.exists()
 
 
-def test_pull_leaves_what_is_there(hub, pull, tmp_path, monkeypatch, capsys):
+def test_pull_leaves_what_is_there(hub, pull, tmp_path, cli):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").write_text("")
-    code, _, err = command(monkeypatch, capsys, pull_from_hub, "me/iha", tmp_path / "taken")
+    code, _, err = cli(pull_from_hub, "me/iha", tmp_path / "taken")
     assert code == 1 and "already exists" in last_line(err) and hub.calls == []
 
 
@@ -259,25 +256,23 @@ def rows_of(text):
     return {line.split()[0]: line for line in text.splitlines()}
 
 
-def test_list_shows_a_directory(saved, tmp_path, monkeypatch, capsys):
+def test_list_shows_a_directory(saved, tmp_path, cli):
     shutil.copytree(saved, tmp_path / "a" / "final")
     layers = {"attention_kinds": ["iha", "mha"], "layer_types": ["sliding_attention", "full_attention"]}
     model = random_model(small_config(**layers, sliding_window=8))
     model.save_pretrained(tmp_path / "b", max_shard_size="20KB")
-    (tmp_path / "b" / ".eval_results").mkdir()
-    (tmp_path / "b" / ".eval_results" / "x.yaml").write_text(
-        "- dataset: {id: openai/gsm8k, task_id: gsm8k}\n  value: 12.5\n"
-    )
-    (tmp_path / "b" / ".eval_results" / "y.yaml").write_text("a: [")
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "config.json").write_text("{")
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "e").mkdir()
-    os.mkfifo(tmp_path / "e" / "config.json")
-    os.mkfifo(tmp_path / "b" / "README.md")
-    os.mkfifo(tmp_path / "b" / ".eval_results" / "z.yaml")
-    code, out, err = command(monkeypatch, capsys, list_checkpoints, tmp_path)
+    for name, content in {
+        "b/.eval_results/x.yaml": "- dataset: {id: openai/gsm8k, task_id: gsm8k}\n  value: 12.5\n",
+        "b/.eval_results/y.yaml": "a: [",
+        "c/config.json": "{",
+        "d/config.json": '{"model_type": "llama"}',
+        "e/config.json": None,  # a pipe
+        "b/README.md": None,
+        "b/.eval_results/z.yaml": None,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name) if content is None else (tmp_path / name).write_text(content)
+    code, out, err = cli(list_checkpoints, tmp_path)
     rows = rows_of(out)
     assert code == 0 and set(rows) == {"checkpoint", "a/final", "b"} and err.startswith(f"Passed over {tmp_path}/c:")
     parameters = random_model(small_config()).num_parameters()
@@ -285,16 +280,16 @@ def test_list_shows_a_directory(saved, tmp_path, monkeypatch, capsys):
     assert rows["a/final"].split() == " ".join(cells).split()
     cells = ["b", "iha, mha", "2", "1 sliding of 8 + 1 full", f"{model.num_parameters():,}", "-", "gsm8k 12.5", "-"]
     assert rows["b"].split() == " ".join(cells).split()
-    code, out, _ = command(monkeypatch, capsys, list_checkpoints, tmp_path / "a" / "final")
+    code, out, _ = cli(list_checkpoints, tmp_path / "a" / "final")
     assert code == 0 and set(rows_of(out)) == {"checkpoint", "final"}
 
 
-def test_list_shows_an_account(hub, saved, monkeypatch, capsys):
+def test_list_shows_an_account(hub, saved, cli):
     hub.add("other/iha", saved)
     for name, config in {"a": b"{", "b": b'{"num_hidden_layers": 1000000000, "model_type": "iha"}'}.items():
         hub.add(f"me/{name}", saved)
         hub.head(f"me/{name}")["config.json"] = File(config, False)
-    code, out, err = command(monkeypatch, capsys, list_checkpoints, "me")
+    code, out, err = cli(list_checkpoints, "me")
     assert err.count("\n") == 2 and all(f"Passed over me/{name}: " in err for name in "ab")
     cells = rows_of(out)["me/iha"]
     assert code == 0 and "other/iha" not in out and "me/base" in cells and "sums accuracy 0.1235" in cells
@@ -302,59 +297,44 @@ def test_list_shows_an_account(hub, saved, monkeypatch, capsys):
     assert cells.endswith(hub.repositories["me/iha"].references["main"][:12])
     assert not any("model.safetensors" in path for _, path in hub.calls)
     for source, message in (("nobody", "holds no checkpoints"), ("me/iha/x", "is no repository id")):
-        code, _, err = command(monkeypatch, capsys, list_checkpoints, source)
+        code, _, err = cli(list_checkpoints, source)
         assert code == 1 and message in last_line(err)
     hub.faults.append(Fault("GET", "/api/models", HubError(429, "Slow down")))
-    code, _, err = command(monkeypatch, capsys, list_checkpoints, "me")
+    code, _, err = cli(list_checkpoints, "me")
     assert code == 1 and "wait some minutes" in last_line(err)
 
 
-def test_list_shows_no_control_characters(saved, tmp_path, monkeypatch, capsys):
-    """Of a folder's name, a card or a damaged config: a terminal would act on them."""
+def test_list_shows_no_control_characters(saved, tmp_path, cli):
+    """Escape those of a folder's name, a card and a damaged config, because a terminal would act on them."""
     evil = tmp_path / "\x1b[31mred\u202e"
     shutil.copytree(saved, evil)
     (evil / "README.md").write_text('---\nbase_model: "me/\\e]0;title\\a"\n---\n')
     shutil.copytree(saved, tmp_path / "bad")
     config = json.loads((saved / "config.json").read_text()) | {"attention_kinds": "\x1b[2Jiha"}
     (tmp_path / "bad" / "config.json").write_text(json.dumps(config))
-    code, out, err = command(monkeypatch, capsys, list_checkpoints, tmp_path)
+    code, out, err = cli(list_checkpoints, tmp_path)
     assert code == 0 and (out + err).replace("\n", "").isprintable()
     assert "\\x1b[31mred\\u202e" in out and "me/\\x1b]0;title\\x07" in out and "\\x1b[2Jiha" in err
-
-
-@pytest.mark.parametrize("module", [pull_from_hub, list_checkpoints])
-def test_help_has_an_example(module, monkeypatch, capsys):
-    code, out, _ = command(monkeypatch, capsys, module, "--help")
-    assert code == 0 and f"example: python -m {module.__name__} " in " ".join(out.split())
 
 
 # A stranger's path
 
 
-def test_from_a_llama_to_a_fetched_model(hub, tmp_path, monkeypatch, capsys):
-    """Convert, evaluate, publish from a process that is killed in the middle of its upload, publish again, fetch in an
-    empty home, compare with the Llama, generate: with nothing but the commands."""
+def test_from_a_llama_to_a_fetched_model(hub, tmp_path, monkeypatch, cli):
+    """Convert, evaluate, publish twice, fetch in an empty home and compare, with nothing but the commands.
+
+    The first process that publishes is killed in the middle of its upload.
+    """
     monkeypatch.undo()  # Nothing is taken for granted here.
     torch.manual_seed(0)
     llama, iha, pulled = (tmp_path / name for name in ("llama", "iha", "pulled"))
     tiny_source("llama").save_pretrained(llama)
     tiny_tokenizer().save_pretrained(llama)
-    assert command(monkeypatch, capsys, convert_llama_to_iha, llama, iha, "--num-pseudo-heads", 2)[0] == 0
-    smoke = (
-        "--suite",
-        "smoke",
-        "--tasks",
-        "gsm8k",
-        "--samples",
-        1,
-        "--max-new-tokens",
-        4,
-        "--output",
-        tmp_path / "results",
-    )
-    code, _, err = command(monkeypatch, capsys, evaluate, iha, *smoke)
+    assert cli(convert_llama_to_iha, llama, iha, "--num-pseudo-heads", 2)[0] == 0
+    smoke = ("--suite", "smoke", "--tasks", "gsm8k", "--samples", 1, "--max-new-tokens", 4)
+    code, _, err = cli(evaluate, iha, *smoke, "--output", tmp_path / "results")
     assert code == 0, err
-    code, _, err = command(monkeypatch, capsys, render, iha, "--results", tmp_path / "results")
+    code, _, err = cli(render, iha, "--results", tmp_path / "results")
     assert code == 0 and "| gsm8k |" in (iha / "README.md").read_text(), err
 
     push = [iha, "me/new", "--tag", "v1", "--license", "apache-2.0", "--base-model", "me/llama"]
@@ -375,7 +355,7 @@ def test_from_a_llama_to_a_fetched_model(hub, tmp_path, monkeypatch, capsys):
 
     hub.use(monkeypatch, tmp_path / "home")
     hub.faults += [Fault("PUT", "/lfs/", "drop", times=1), Fault("POST", "/commit/", 412, times=1)]
-    code, out, err = command(monkeypatch, capsys, push_to_hub, *push)
+    code, out, err = cli(push_to_hub, *push)
     assert code == 0, err
     repository = hub.repositories["me/new"]
     assert repository.references["v1"] == repository.references["main"] and len(repository.commits) == 2
@@ -383,10 +363,8 @@ def test_from_a_llama_to_a_fetched_model(hub, tmp_path, monkeypatch, capsys):
 
     hub.use(monkeypatch, tmp_path / "empty home")
     hub.faults.append(Fault("GET", "/resolve/", "drop", times=2))
-    code, _, err = command(monkeypatch, capsys, pull_from_hub, "me/new", pulled, "--revision", "v1")
+    code, _, err = cli(pull_from_hub, "me/new", pulled, "--revision", "v1")
     assert code == 0 and IHA_CODE < {path.name for path in pulled.iterdir()}, err
     assert "| gsm8k |" in (pulled / "README.md").read_text()
-    code, out, err = command(
-        monkeypatch, capsys, verify_conversion, llama, pulled, "--tokens", 40, "--max-new-tokens", 8
-    )
+    code, out, err = cli(verify_conversion, llama, pulled, "--tokens", 40, "--max-new-tokens", 8)
     assert code == 0 and "8/8" in out, err

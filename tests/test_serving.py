@@ -1,5 +1,4 @@
-"""A server that speaks OpenAI's API, asked by OpenAI's client and by `transformers chat`; pipelines; and what cannot
-serve."""
+"""A server answers OpenAI's client and `transformers chat`, pipelines work, and what cannot serve is refused."""
 
 import os
 import socket
@@ -26,13 +25,13 @@ NEW_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def model():
-    """Both attention kinds and both geometries; a prompt is longer than the window."""
+    """Return a model of both attention kinds and both geometries; a prompt is longer than the window."""
     return random_model(small_config(**HYBRID, sliding_window=4, num_pseudo_heads=3))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(model, tmp_path_factory):
-    """With code of a stranger, which no server or pipeline here may run."""
+    """Save the model with code of a stranger, which no server or pipeline here may run."""
     path = tmp_path_factory.mktemp("serving") / "iha"
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
@@ -44,7 +43,7 @@ def checkpoint(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reply(model):
-    """The text that the model itself answers `CHAT` with, and the number of tokens of the prompt."""
+    """Return the model's own answer to `CHAT`, and the number of tokens of the prompt."""
     inputs = tiny_tokenizer().apply_chat_template(
         CHAT, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
@@ -55,7 +54,7 @@ def reply(model):
 
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
-    """The address of a server on the loopback interface that gives up after a minute."""
+    """Yield the address of a server on the loopback interface."""
     home = tmp_path_factory.mktemp("server")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -87,7 +86,7 @@ def server(checkpoint, tmp_path_factory):
 
 
 def test_openai_client(server, checkpoint, reply):
-    """Whole and streamed, greedily: the words of the model itself."""
+    """Ask for a whole and a streamed answer, decoded greedily."""
     text, length = reply
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60, max_retries=0)
     request = {"model": checkpoint, "messages": CHAT, "max_tokens": NEW_TOKENS, "temperature": 0}
@@ -101,7 +100,6 @@ def test_openai_client(server, checkpoint, reply):
 
 
 def test_transformers_chat(server, checkpoint, reply, tmp_path):
-    """The command takes its turns from standard input."""
     process = subprocess.run(
         [Path(sys.executable).with_name("transformers"), "chat", checkpoint, server]
         + [f"max_new_tokens={NEW_TOKENS}", "do_sample=False"],
@@ -157,5 +155,5 @@ def test_continuous_batching_of_plain_attention():
 
 @pytest.mark.parametrize("model_class", [IHAModel, IHAForCausalLM, IHAForSequenceClassification])
 def test_servers_with_their_own_attention_are_told_no(model_class):
-    """vLLM and SGLang ask this before they fall back on a Transformers model."""
+    # vLLM and SGLang ask this before they fall back on a Transformers model.
     assert not model_class.is_backend_compatible()

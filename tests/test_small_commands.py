@@ -22,7 +22,7 @@ from sft import make_reasoning_data, score_reasoning
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A directory of inputs, good and bad, which no command may change."""
+    """Return a directory of inputs, good and bad, which no command may change."""
     directory = tmp_path_factory.mktemp("inputs")
     make_reasoning_data.main([str(directory / "rows.jsonl"), "--rows", "2"])
     good = (directory / "rows.jsonl").read_text().splitlines()[0]
@@ -62,9 +62,7 @@ def files(tmp_path_factory):
 PRESET = ["--preset", "tiny"]
 MISTAKES = [
     (cost, ["--preset", "huge", "--tokens", "8"], "--preset huge: .*paper-2.4b-iha, .*tiny"),
-    (cost, ["--preset", "", "--tokens", "8"], "argument 2 is empty"),
-    (score_reasoning, ["", "IN/rows.jsonl"], "argument 1 is empty: expected a value"),
-    (make_reasoning_data, ["", "--rows", "1"], "argument 1 is empty: expected a value"),
+    (cost, ["--preset", "", "--tokens", "8"], "argument 2 is empty: expected a value"),
     (cost, ["--config", "IN/absent", "--tokens", "8"], "IN/absent is neither a directory"),
     (cost, ["--config", "IN/nothing", "--tokens", "8"], "IN/nothing has no usable configuration"),
     (cost, ["--config", "IN/broken", "--tokens", "8"], "IN/broken has no usable configuration"),
@@ -87,7 +85,6 @@ MISTAKES = [
     ),
     (make_reasoning_data, ["IN/rows.jsonl", "--rows", "1"], "IN/rows.jsonl exists: "),
     (make_reasoning_data, ["IN/rows.jsonl/a.jsonl", "--rows", "1"], "a.jsonl cannot be written: Not a directory"),
-    (make_reasoning_data, [f"OUT/{'a' * 252}", "--rows", "1"], "cannot be written: File name too long"),
     *[
         (make_reasoning_data, ["OUT/a.jsonl", "--rows", "1", "--exclude", f"IN/{name}.jsonl"], message)
         for name, message in {
@@ -126,11 +123,6 @@ MISTAKES = [
     ),
     (score_reasoning, ["IN/mute", "IN/rows.jsonl"], "The tokenizer has no chat template"),
     (score_reasoning, ["IN/nothing", "IN/rows.jsonl", "--json", "IN/rows.jsonl"], "IN/rows.jsonl exists: "),
-    (
-        score_reasoning,
-        ["IN/nothing", "IN/rows.jsonl", "--json", "IN/rows.jsonl/a.json"],
-        "a.json cannot be written: Not a directory",
-    ),
     (serve, ["IN/absent", "--port", "0"], "server cannot start with IN/absent: "),
     (serve, ["IN/nothing", "--port", "0"], "server cannot start with IN/nothing: "),
     (serve, ["IN/bare", "--port", "0"], "server cannot start with IN/bare: .*vocab_size"),
@@ -143,7 +135,7 @@ MISTAKES = [
 
 
 def fail(module, arguments, monkeypatch, capsys):
-    """The lines on stderr of a command that must exit with 1."""
+    """Run a command that must exit with 1, and return its errors."""
     monkeypatch.setattr(sys, "argv", ["command", *arguments])
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:

@@ -27,7 +27,10 @@ from conversion_scripts.verify_conversion import DEFAULT_TEXT
 
 
 VOCAB_SIZE = 61
-CHAT_TEMPLATE = "{% for message in messages %}<s> {{ message['content'] }} </s>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<s> {{ message['content'] }} </s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>{% endif %}"
+)
 
 _SHARED = {
     "vocab_size": VOCAB_SIZE,
@@ -97,7 +100,7 @@ LENGTH = 17
 
 
 def tiny_source(name="llama", dtype=torch.float32, **overrides):
-    """A random model of `SOURCES` or `OTHER_SOURCES`, in eval mode, that never stops generating by itself."""
+    """Return a random model of `SOURCES` or `OTHER_SOURCES`, in eval mode."""
     model_class, config_class, fields = {**SOURCES, **OTHER_SOURCES}[name]
     config = config_class(**{**_SHARED, **fields, **overrides})
     model = random_model(config, model_class, dtype=dtype)
@@ -107,7 +110,7 @@ def tiny_source(name="llama", dtype=torch.float32, **overrides):
 
 @cache
 def tiny_tokenizer(vocab_size=VOCAB_SIZE):
-    """A word-level tokenizer with ids 0 .. vocab_size - 1 and a chat template."""
+    """Return a word-level tokenizer with ids 0 .. vocab_size - 1 and a chat template."""
     words, split = Counter(), pre_tokenizers.Whitespace()
     words.update(word for word, _ in split.pre_tokenize_str(DEFAULT_TEXT.read_text(encoding="utf-8")))
     special = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -122,7 +125,7 @@ def tiny_tokenizer(vocab_size=VOCAB_SIZE):
 
 
 def save_tiny_source(directory, name="llama", dtype=torch.float32, max_shard_size="1GB", **overrides):
-    """Writes a random model of `tiny_source` and its tokenizer to `directory`, and returns the model."""
+    """Write a random model of `tiny_source` and its tokenizer to `directory`, and return the model."""
     model = tiny_source(name, dtype, **overrides)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(directory)
@@ -130,7 +133,7 @@ def save_tiny_source(directory, name="llama", dtype=torch.float32, max_shard_siz
 
 
 def released_weights(config, dtype=torch.float64, seed=0):
-    """Random weights under the released names, with the derived ones that a released file also holds."""
+    """Return random weights under the released names, with the derived ones that a released file also holds."""
     width, heads, inner = config["dim"], config["n_head"], config["intermediate_size"]
     shapes = {"tok_embeddings.weight": (61, width), "norm.weight": (width,), "output.weight": (61, width)}
     for i in range(config["n_layer"]):
@@ -171,7 +174,7 @@ def released_weights(config, dtype=torch.float64, seed=0):
 
 
 def save_released(directory, config=DCFORMER, form="bin"):
-    """A released checkpoint in one of the forms that a Hub repository may have."""
+    """Write a released checkpoint in one of the forms that a Hub repository may have, and return its weights."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     weights = released_weights(config, torch.float32)
@@ -213,7 +216,7 @@ def assert_equal_logits(actual, expected):
 
 
 def edit_weights(source, edit):
-    """Changes the weights in each file of a checkpoint by `edit`, which is given them by name."""
+    """Change the weights in each file of a checkpoint by `edit`, which is given them by name."""
     for path in source.glob("*.safetensors"):
         weights = load_file(path)
         edit(weights)
@@ -221,11 +224,11 @@ def edit_weights(source, edit):
 
 
 def edit_config(source, **changes):
-    """Changes fields in the config.json of a checkpoint."""
+    """Change fields in the config.json of a checkpoint."""
     path = source / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def shards(source):
-    """The files of weights of a checkpoint, in order."""
+    """Return the files of weights of a checkpoint, in order."""
     return sorted(source.glob("*.safetensors"))

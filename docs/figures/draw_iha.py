@@ -1,4 +1,4 @@
-"""Draws the README's figure of Interleaved Head Attention: mix, interleave, attend, collapse.
+"""Draw the README's figure of Interleaved Head Attention: mix, interleave, attend, collapse.
 
 The figure shows one head of H = 3 with P = 2 pseudo-heads on N = 3 tokens. Its card is opaque, so that the same file
 is legible on a light and on a dark page, and its text is drawn as curves, so that no font has to be installed.
@@ -32,17 +32,17 @@ WIDTH, HEIGHT = 15.6, 6.8
 
 
 def virtual_y(token: int, pseudo_head: int) -> float:
-    """Height of the centre of a virtual token, counted from 0; earlier ones are higher."""
+    """Return the height of the centre of a virtual token, counted from 0; earlier ones are higher."""
     return BOTTOM + CELL * (TOKENS * PSEUDO_HEADS - 1 - token * PSEUDO_HEADS - pseudo_head)
 
 
 def token_y(token: int) -> float:
-    """Height of the centre of a token, in the middle of its virtual tokens."""
+    """Return the height of the centre of a token, in the middle of its virtual tokens."""
     return sum(virtual_y(token, p) for p in range(PSEUDO_HEADS)) / PSEUDO_HEADS
 
 
 def square(axes: Axes, x: float, y: float, shares, colours, side: float = 0.40, turned: bool = False) -> None:
-    """A square around (x, y) with a band for each colour, as broad as its share; `turned` bands stand upright."""
+    """Draw a square around (x, y) with a band for each colour, as broad as its share; `turned` bands stand upright."""
     start = 0.0
     for share, colour in zip(shares, colours):
         corner = (x - side / 2 + start * side, y - side / 2) if turned else (x - side / 2, y + side / 2 - start * side)
@@ -60,7 +60,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> N
 
 
 def draw_mixing(axes: Axes) -> None:
-    """Every pseudo-head of a token reads all heads of that token."""
+    """Draw how every pseudo-head of a token reads all heads of that token."""
     xs = [HEADS_X + CELL * h for h in range(HEADS)]
     for h, x in enumerate(xs):
         axes.text(x, token_y(0) + 0.42, f"{h + 1}", ha="center", va="center", color=HEAD_COLOURS[h], weight="bold")
@@ -87,8 +87,7 @@ def draw_mixing(axes: Axes) -> None:
 
 
 def draw_interleaving(axes: Axes) -> None:
-    """The virtual tokens (n, p) in the order of the virtual sequence: as queries down the side, as keys along the
-    top."""
+    """Draw the virtual tokens (n, p) in their order, as queries down the side and as keys along the top."""
     axes.text(QUERIES_X, LABELS_Y, "queries of head $h$", ha="center", va="center", color=MUTED)
     for n in range(TOKENS):
         for p in range(PSEUDO_HEADS):
@@ -103,7 +102,7 @@ def draw_interleaving(axes: Axes) -> None:
 
 
 def draw_attention(axes: Axes) -> None:
-    """The causal mask over the N P virtual tokens: a virtual token sees itself and all before it."""
+    """Draw the causal mask over the N P virtual tokens: each sees itself and all before it."""
     size = TOKENS * PSEUDO_HEADS
     top = virtual_y(0, 0) + CELL / 2
     for row in range(size):
@@ -120,7 +119,7 @@ def draw_attention(axes: Axes) -> None:
 
 
 def draw_collapse(axes: Axes) -> None:
-    """The P outputs of a token become one, weighted by R."""
+    """Draw how the P outputs of a token become one, weighted by R."""
     axes.text(OUTPUTS_X, LABELS_Y, "pseudo-outputs", ha="center", va="center", color=MUTED)
     axes.text(COLLAPSED_X, LABELS_Y, "output of head $h$", ha="center", va="center", color=MUTED)
     mask_end = MASK_X + CELL * TOKENS * PSEUDO_HEADS
@@ -146,7 +145,7 @@ def draw_collapse(axes: Axes) -> None:
 
 
 def draw_steps(axes: Axes) -> None:
-    """The name and the formula of each step above it, and what it leaves unsaid below."""
+    """Write the name and the formula of each step above it, and a note below."""
     middle = MASK_X + CELL * TOKENS * PSEUDO_HEADS / 2
     mix, collapse = r"\tilde{q}_{h,p} = \sum_m \alpha_{m,h,p}\; q_m", r"o_h = \sum_p R_{h,p}\; \tilde{o}_{h,p}"
     steps = [
