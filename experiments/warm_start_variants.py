@@ -107,7 +107,8 @@ from conversion_scripts.convert_llama_to_iha import convert
 from experiments.comparison import begin, finished_run, interval, shown
 from experiments.study import environment, save_plot
 from experiments.warm_start import RECIPE, train, versions, wilson
-from sft.data import IGNORED_LABEL, read_chat_template, to_row, tokenize
+from sft.arguments import read_chat_template
+from sft.data import IGNORED_LABEL, to_row, tokenize
 
 
 SAVE_STEPS = 500

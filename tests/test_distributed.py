@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from distributed_driver import train_run, whole_gradients
 from safetensors.torch import load_file
-from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from tiny_training import byte_tokenizer, preset_config, recipe, saved, sizes, training_rows, write_jsonl
 
 from common.checkpoint_io import load_in_clean_process
 from common.command_io import UserError
@@ -30,6 +31,7 @@ from sft.distributed import SharedSequenceCollator, check_launch, check_resumabl
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "sft" / "accelerate_configs"
+RUN = RunArguments(model_name_or_path="model", dataset_name="rows")
 GEOMETRIES = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -63,13 +65,10 @@ def launch(config: str, *command: str, packages: Path | None = None) -> subproce
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
     """Saved tiny models, one for each of the GEOMETRIES, and rows."""
-    place, tokenizer = tmp_path_factory.mktemp("distributed"), byte_tokenizer()
+    place = tmp_path_factory.mktemp("distributed")
     for name, geometry in GEOMETRIES.items():
         torch.manual_seed(0)
-        special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id}
-        config = IHAConfig.from_preset("tiny", vocab_size=len(tokenizer), **special, **geometry)
-        IHAForCausalLM(config).save_pretrained(place / name)
-        tokenizer.save_pretrained(place / name)
+        saved(IHAForCausalLM(preset_config(**geometry)), place / name)
     write_jsonl(place / "rows.jsonl", training_rows(20))
     return place
 
@@ -306,7 +305,7 @@ def test_a_launch_that_would_train_something_else_is_refused(monkeypatch, config
         environment["WORLD_SIZE"] = "1" if "--num_processes" in options else "2"  # torchrun's
     args = as_launched(monkeypatch, environment, state, processes)
     with pytest.raises(UserError) as refused:
-        check_launch(RunArguments("model", "rows"), args)
+        check_launch(RUN, args)
     for part in named:
         assert part in str(refused.value)
 
@@ -319,12 +318,12 @@ def test_the_configs_are_accepted_where_they_do_what_they_say(monkeypatch, confi
     environment = launcher_environment(config)
     if processes > 1:
         environment["WORLD_SIZE"] = str(processes)
-    check_launch(RunArguments("model", "rows"), as_launched(monkeypatch, environment, state, processes))
+    check_launch(RUN, as_launched(monkeypatch, environment, state, processes))
 
 
 def test_a_plain_start_is_accepted_on_a_cluster_that_names_its_main_machine(monkeypatch):
     args = as_launched(monkeypatch, {"MASTER_ADDR": "10.0.0.1"}, ONE, 1)
-    check_launch(RunArguments("model", "rows"), args)
+    check_launch(RUN, args)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +352,7 @@ def test_sharing_the_sequence_is_refused_where_it_would_lose_something(
     monkeypatch.setattr("sft.distributed.find_spec", lambda name: installed or None)
     environment = {**launcher_environment("fsdp2_ulysses.yaml", *options), "WORLD_SIZE": "8"}
     args = as_launched(monkeypatch, environment, GPU, 8)
-    run = RunArguments(str(tmp_path), "rows", attn_implementation=core)
+    run = replace(RUN, model_name_or_path=str(tmp_path), attn_implementation=core)
     if named is None:
         return check_launch(run, args)
     with pytest.raises(UserError) as refused:
@@ -367,7 +366,7 @@ def test_deepspeed_is_refused_where_it_is_missing_or_would_not_shard(monkeypatch
     monkeypatch.setattr("sft.distributed.find_spec", lambda name: installed or None)
     environment = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
     with pytest.raises(UserError, match=named):
-        check_launch(RunArguments("model", "rows"), as_launched(monkeypatch, environment, state, 2))
+        check_launch(RUN, as_launched(monkeypatch, environment, state, 2))
 
 
 def test_the_command_refuses_a_launch_before_it_looks_at_the_model(monkeypatch, workplace):

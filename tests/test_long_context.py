@@ -21,7 +21,7 @@ from trl.trainer.utils import add_fused_lm_head
 from common.command_io import UserError
 from modeling_iha import IHAConfig
 from sft.arguments import RecipeParser
-from sft.context import rope_reach, run_config
+from sft.base_model import rope_reach, run_config
 from sft.train import USAGE
 
 

@@ -16,14 +16,8 @@ from common.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_sequence, window_blocks
 from sft import memory_plan, train
 from sft.arguments import RecipeParser
-from sft.memory_plan import (
-    Layout,
-    estimate,
-    launched_layout,
-    run_setting,
-    smallest_change,
-)
-from sft.model import lora_config
+from sft.base_model import lora_config
+from sft.memory_plan import Layout, alternatives, estimate, launched_layout, run_setting
 from sft.train import USAGE
 
 
@@ -154,21 +148,17 @@ def test_the_layout_is_that_of_accelerate_launch(monkeypatch):
     assert launched_layout() == Layout(8, True, 4)
 
 
-def test_the_smallest_change_that_makes_a_run_fit():
-    run, args = parsed(max_length=4096, per_device_train_batch_size=1)
-    setting = replace(run_setting(TINY, run, args), attention_form="virtual")
-    checkpointed = estimate(replace(setting, checkpointing=True)).total
-
-    def change(limit, start=setting):
-        return smallest_change(start, TINY, run, limit)
-
-    assert change(checkpointed) == "gradient_checkpointing"
-    both = "per_device_train_batch_size 1 with 2 times the gradient_accumulation_steps and gradient_checkpointing"
-    assert change(checkpointed, replace(setting, batch=2)) == both
-    longer, shorter = (estimate(replace(setting, checkpointing=True, tokens=tokens)).total for tokens in (2048, 1024))
-    between = (longer + shorter) / 2
-    assert longer < checkpointed and change(between) == "gradient_checkpointing and max_length 1024"
-    assert change(1) is None
+def test_the_changes_of_a_run():
+    run, args = parsed(max_length=4096, per_device_train_batch_size=2)
+    titles = list(alternatives(run_setting(TINY, run, args), TINY, run))
+    assert titles[:5] == [
+        "1 device",
+        "per_device_train_batch_size 1, accumulated 2 times",
+        "gradient_checkpointing",
+        "attention_form base",
+        "use_peft (LoRA)",
+    ]
+    assert titles[-2:] == ["max_length 1024", "max_length 512"]
 
 
 def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(tmp_path, capsys, monkeypatch):
@@ -176,9 +166,13 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(tmp_path, caps
     TINY.save_pretrained(tmp_path / "model")  # without weights
     rows = write_jsonl(tmp_path / "rows.jsonl", training_rows(8))
     command = ["--config", recipe("demo"), *sizes(tmp_path / "model", rows, tmp_path / "run")]
-    with pytest.raises(UserError, match=r"needs 0.0 GB on each device and there are 0.0 GB: it would fit with"):
-        train.main([*command, "--memory_gb", "0.003"])
-    assert "this run: 1 device" in capsys.readouterr().out
+    run, args = parsed()
+    smaller = "per_device_train_batch_size 1, accumulated 4 times"
+    limit = 1.25 * estimate(alternatives(run_setting(TINY, run, args), TINY, run)[smaller]).total / 1e9
+    with pytest.raises(UserError, match=f"GB on each device and there are 0.0 GB: it would fit with {smaller}"):
+        train.main([*command, "--memory_gb", str(1.001 * limit)])
+    out = capsys.readouterr().out
+    assert "this run: 1 device" in out and "Limit: 0.01 GB" in out and "max_length" in out
     with pytest.raises(UserError, match="cannot be loaded"):
         train.main([*command, "--memory_gb", "1"])
     monkeypatch.setattr(memory_plan, "available_memory", lambda args: 1)
