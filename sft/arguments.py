@@ -50,6 +50,10 @@ class RunArguments(ScriptArguments, ModelConfig):
             ".yaml mixture of them."
         }
     )
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to read of a dataset on the Hub."})
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Read and tokenize the rows as they are used; needs max_steps."}
+    )
     dtype: str = field(
         default="float32",
         metadata={"help": "Type of the trained weights.", "choices": ("float32", "bfloat16", "float16")},

@@ -293,10 +293,13 @@ def alternatives(setting: Setting, config: PreTrainedConfig, run: RunArguments) 
     changes: dict[str, dict] = {str(setting.layout): {}}
     if setting.batch > 1:
         changes[f"per_device_train_batch_size 1, accumulated {setting.batch} times"] = {"batch": 1}
-    changes["no gradient_checkpointing" if setting.checkpointing else "gradient_checkpointing"] = {
-        "checkpointing": not setting.checkpointing
-    }
-    if "iha" in setting.config.attention_kinds and not setting.checkpointing:
+    known = setting.config
+    title = "no gradient_checkpointing" if setting.checkpointing else "gradient_checkpointing"
+    changes[title] = {"checkpointing": not setting.checkpointing}
+    takes_forms = (
+        "iha" in known.attention_kinds and known.num_pseudo_heads > 1 and known._attn_implementation == "sdpa"
+    )
+    if takes_forms and not setting.checkpointing:
         form = "virtual" if setting.attention_form == "base" else "base"
         changes[f"attention_form {form}"] = {"attention_form": form}
     if not run.use_peft:
@@ -306,7 +309,8 @@ def alternatives(setting: Setting, config: PreTrainedConfig, run: RunArguments) 
         if layout != setting.layout:
             changes[str(layout)] = {"layout": layout}
     for part in (2, 4, 8):
-        changes[f"max_length {setting.tokens // part}"] = {"tokens": setting.tokens // part}
+        if tokens := setting.tokens // part:
+            changes[f"max_length {tokens}"] = {"tokens": tokens}
     return {title: replace(setting, **fields) for title, fields in changes.items()}
 
 
@@ -350,7 +354,12 @@ def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -
         say(process_line(memory))
     if needed <= limit:
         return
-    others = alternatives(setting, config, run)
+    # accelerate shards on accelerators only.
+    others = {
+        title: other
+        for title, other in alternatives(setting, config, run).items()
+        if not (other.on_cpu and other.layout.sharded)
+    }
     say(table(others))
     fitting = (title for title, other in others.items() if estimate(other).total * reserve <= limit)
     if change := next(fitting, None):

@@ -64,7 +64,7 @@ def launch(config: str, *command: str, packages: Path | None = None) -> subproce
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
-    """Saved tiny models, one for each of the GEOMETRIES, and rows."""
+    """Save a tiny model for each of the GEOMETRIES, and rows."""
     place = tmp_path_factory.mktemp("distributed")
     for name, geometry in GEOMETRIES.items():
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ def run_launch(place: Path, config: str, plans: list[dict], **options) -> None:
 
 
 def in_one_process(place: Path, model: str, name: str, **overrides) -> dict:
-    """The record of the same run in this process (see `train_run`)."""
+    """Return the record of the same run in this process (see `train_run`)."""
     record = place / f"{name}.one.pt"
     train_run({"arguments": arguments(place, model, f"{name}.one", **overrides), "record": str(record)})
     return torch.load(record, weights_only=True)
@@ -123,7 +123,6 @@ def in_repository_root(monkeypatch):
 
 
 def test_two_processes_train_like_one(workplace):
-    """DDP, as a user launches it."""
     options = arguments(workplace, "plain", "ddp", 2, max_steps=3)
     process = launch("ddp.yaml", "sft/train.py", *options)
     assert process.stdout.count("rows are longer than max_length") == 1
@@ -136,8 +135,7 @@ def test_two_processes_train_like_one(workplace):
 
 @pytest.fixture(scope="module")
 def sharded(workplace) -> Path:
-    """One launch under FSDP2: a run, one with sharded state dicts that is interrupted and resumed, one with LoRA; and
-    a step under tensor parallelism."""
+    """Launch FSDP2 once: a run, one with sharded state dicts that is interrupted and resumed, and one with LoRA."""
     shards = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     runs = {
         "full": {"arguments": arguments(workplace, "plain", "full", 2)},
@@ -166,7 +164,6 @@ def test_the_mixing_weights_keep_their_group_under_fsdp2(sharded):
 
 
 def test_an_interrupted_run_with_sharded_state_dicts_resumes(sharded):
-    """Also with tied embeddings, which FSDP2 and whole checkpoints must keep one weight."""
     assert (sharded / "shards" / "checkpoint-4" / "pytorch_model_fsdp_0").is_dir()
     record = assert_same_run(sharded, "shards", in_one_process(sharded, "tied", "shards", batch=4))
     assert record["class"] == "FSDPIHAForCausalLM"
@@ -245,7 +242,7 @@ def test_ulysses_shares_the_sequence_and_computes_the_same(packing, sequences_sh
 
 
 def launcher_environment(config: str, *options: str) -> dict[str, str]:
-    """The variables that accelerate's launcher sets for the training script."""
+    """Return the variables that accelerate's launcher sets for the training script."""
     command = ["--config_file", str(CONFIGS / config), *options, "sft/train.py"]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
     several = (args.multi_gpu or args.use_fsdp) and not args.cpu
@@ -256,8 +253,7 @@ def launcher_environment(config: str, *options: str) -> dict[str, str]:
 
 
 def as_launched(patch, environment: dict[str, str], state: DistributedType, processes: int) -> Namespace:
-    """The training arguments of a process that a launcher has started with these variables, where accelerate has come
-    to `state` with so many processes."""
+    """Return the training arguments of a process that a launcher has started with these variables."""
     for name, value in environment.items():
         patch.setenv(name, value)
     return Namespace(

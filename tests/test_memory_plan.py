@@ -1,5 +1,4 @@
-"""The memory plan: exact where it is arithmetic, close to what autograd keeps, printed before a run, and a run that
-cannot fit is refused with the smallest change after which it does."""
+"""Test that the memory plan is exact where it is arithmetic, and that a run that cannot fit is refused."""
 
 from dataclasses import replace
 
@@ -59,32 +58,20 @@ SCHEDULE = {
     "sliding_window": 16,
 }
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 256}
+KEPT = {
+    "mha": (None, {"attention_kinds": "mha"}),
+    "mha-groups": (None, {"attention_kinds": "mha", "gated_mlp": False, "num_key_value_heads": 2}),
+    "virtual-2": ("virtual", {"num_pseudo_heads": 2}),
+    "virtual-4-groups": ("virtual", {"num_pseudo_heads": 4, "num_key_value_heads": 2}),
+    "base-4": ("base", {"num_pseudo_heads": 4}),
+    "base-schedule-4": ("base", {"num_pseudo_heads": 4, **SCHEDULE}),
+    "schedule-4": ("virtual", {"num_pseudo_heads": 4, **SCHEDULE}),
+    "talking-heads": (None, {"attention_kinds": "talking_heads"}),
+}
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize(
-    "form, fields",
-    [
-        (None, {"attention_kinds": "mha"}),
-        (None, {"attention_kinds": "mha", "gated_mlp": False, "num_key_value_heads": 2}),
-        ("virtual", {"num_pseudo_heads": 2}),
-        ("virtual", {"num_pseudo_heads": 4, "num_key_value_heads": 2}),
-        ("base", {"num_pseudo_heads": 4}),
-        ("base", {"num_pseudo_heads": 4, **SCHEDULE}),
-        ("virtual", {"num_pseudo_heads": 4, **SCHEDULE}),
-        (None, {"attention_kinds": "talking_heads"}),
-    ],
-    ids=[
-        "mha",
-        "mha-groups",
-        "virtual-2",
-        "virtual-4-groups",
-        "base-4",
-        "base-schedule-4",
-        "schedule-4",
-        "talking-heads",
-    ],
-)
+@pytest.mark.parametrize("form, fields", KEPT.values(), ids=KEPT)
 def test_activations_are_what_autograd_keeps(form, fields, autocast):
     config = IHAConfig.from_preset("tiny", **{**WIDE, **fields})
     setting = setting_of(config, max_length=512, per_device_train_batch_size=2)
@@ -172,7 +159,7 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(tmp_path, caps
     with pytest.raises(UserError, match=f"GB on each device and there are 0.0 GB: it would fit with {smaller}"):
         train.main([*command, "--memory_gb", str(1.001 * limit)])
     out = capsys.readouterr().out
-    assert "this run: 1 device" in out and "Limit: 0.01 GB" in out and "max_length" in out
+    assert "this run: 1 device" in out and "Limit: 0.01 GB" in out and "max_length" in out and "FSDP2" not in out
     with pytest.raises(UserError, match="cannot be loaded"):
         train.main([*command, "--memory_gb", "1"])
     monkeypatch.setattr(memory_plan, "available_memory", lambda args: 1)
@@ -199,7 +186,6 @@ def test_the_command_prints_a_recipe_on_several_layouts(capsys):
 
 
 def test_the_window_of_a_preset_follows_the_length(capsys):
-    """At 64k the paper's window is eight times that of 8k."""
     totals = {}
     for length in (8192, 65536):
         lengths = {"max_length": length, "max_position_embeddings": length, "rope_theta": 1e12}
@@ -214,8 +200,7 @@ def test_the_window_of_a_preset_follows_the_length(capsys):
 
 @pytest.mark.parametrize("preset, kind", [("paper-2.4b-global", "mha"), ("paper-2.4b-iha", "iha")])
 def test_a_layer_at_64k_keeps_what_the_plan_says(preset, kind, monkeypatch):
-    """The paper's layers at 65,536 tokens, on tensors without memory: in bfloat16 through `varlen_attn`, as on a
-    GPU."""
+    """Keep the paper's layers without memory, in bfloat16 through `varlen_attn` as on a GPU."""
     for module in (virtual_sequence, window_blocks):
         monkeypatch.setattr(module, "has_varlen", lambda states: True)
     length = 65536

@@ -1,4 +1,4 @@
-"""PEFT: adapters on the projections beside mixing and collapse weights that stay trainable, and learned prompts."""
+"""Test adapters beside mixing and collapse weights that stay trainable, and learned prompts."""
 
 import json
 import re
@@ -45,7 +45,7 @@ MIXING = MODULES["iha"]
 
 
 def lora(**overrides) -> LoraConfig:
-    """Adapters on the projections, far from their neutral start, beside trained mixing and collapse weights."""
+    """Return adapters on the projections, far from their neutral start, beside trained mixing weights."""
     fields = {"r": 4, "target_modules": PROJECTIONS, "modules_to_save": MIXING, "init_lora_weights": False}
     return LoraConfig(task_type="CAUSAL_LM", **{**fields, **overrides})
 
@@ -95,8 +95,7 @@ def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
 
 @pytest.mark.parametrize(("kind", "module"), [(kind, module) for kind in MODULES for module in MODULES[kind]])
 def test_each_mixing_module_counts_from_the_adapter(kind, module):
-    """The saved copy of a module is what runs: PEFT replaces a module, and would change nothing for a bare
-    parameter."""
+    """Run the saved copy of a module: PEFT replaces a module, and would change nothing for a bare parameter."""
     config = Mechanism(kind, ATTENTION_CLASSES[kind].example_options).config()
     model = get_peft_model(random_model(config), lora(modules_to_save=[module]))
     before = logits_of(model)
@@ -108,8 +107,7 @@ def test_each_mixing_module_counts_from_the_adapter(kind, module):
 
 
 def test_all_linear_leaves_the_mixing_frozen():
-    """Mixing and collapse are no linear layers: "all-linear" passes them over, and naming them is refused. They are
-    trained by `modules_to_save`."""
+    """Leave the mixing to `modules_to_save`: "all-linear" passes it over, and naming it is refused."""
     model = get_peft_model(random_model(small_config()), lora(target_modules="all-linear", modules_to_save=None))
     trained = {name.split(".lora_")[0].rpartition(".")[2] for name in take_a_step(model)}
     assert trained == {*PROJECTIONS, "gate_proj", "up_proj", "down_proj"}
@@ -167,7 +165,7 @@ def test_prompt_tuning(geometry, tmp_path):
 
 @pytest.mark.parametrize("geometry", ["global", "window", "hybrid", "talking_heads", "diff"])
 def test_prefix_tuning(geometry, tmp_path):
-    """The learned keys and values are the heads', as the cache holds them, and are mixed like any other token's."""
+    """Mix the learned keys and values like any other token's: they are the heads', as the cache holds them."""
     config = small_config(**GEOMETRIES[geometry])
     model = get_peft_model(random_model(config), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     assert take_a_step(model) == {"prompt_encoder.default.embedding.weight"}
@@ -199,7 +197,7 @@ NAMED = [
 
 @pytest.mark.parametrize(("command", "config"), NAMED)
 def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, monkeypatch):
-    """With a model, rows and a size of the test; its adapters are those of `sft/train.py`."""
+    """Run the command at the size of a test; its adapters are those of `sft/train.py`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     model, tokenizer = random_model(config), byte_tokenizer()
@@ -297,7 +295,7 @@ def test_matrices_that_deepspeed_has_taken_apart_decay():
 
 
 def test_adapters_learn_a_composition_from_its_exact_start():
-    """`w2` is zero there in one half, without which `w1` has no gradient; no adapter fits it."""
+    """Train `w2`, zero in one half at the start, without which `w1` has no gradient; no adapter fits it."""
     model = random_model(small_config(attention_kinds="dcmha"))
     for module in model.modules():
         if isinstance(module, CompositionWeights):

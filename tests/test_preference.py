@@ -1,5 +1,4 @@
-"""Preference optimisation and reinforcement learning: pairs and rewards are right, both recipes train, resume and save
-a checkpoint that stands alone."""
+"""Test pairs and rewards, and that both recipes train, resume and save a checkpoint that stands alone."""
 
 import json
 import math
@@ -34,7 +33,7 @@ def jsonl(path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def rows_file(tmp_path_factory) -> str:
-    """20 reasoning rows of two generators, whose entries have different keys."""
+    """Make 20 reasoning rows of two generators, whose entries have different keys."""
     directory = tmp_path_factory.mktemp("rows")
     for generator in ("chain_sum", "spell_backward"):
         easy = ["--options", "max_terms=2"] if generator == "chain_sum" else []
@@ -52,21 +51,21 @@ def pairs_file(rows_file) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
-    """A saved model of interleaved and plain, window and global layers, whose mixing is far from neutral."""
+    """Save a model of interleaved and plain, window and global layers, whose mixing is far from neutral."""
     config = byte_config(**GEOMETRIES["hybrid"], max_position_embeddings=1024)
     return saved(random_model(config), tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
 def unread(tiny, monkeypatch) -> str:
-    """The tiny model, whose weights must not be read."""
+    """Return the tiny model, whose weights must not be read."""
     for module in COMMANDS.values():
         monkeypatch.setattr(module, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
     return tiny
 
 
 def command(name: str, model: str, rows: str, output: Path, **overrides) -> list[str]:
-    """The recipe at the size of a test: nothing but paths, sizes and number types is overridden."""
+    """Take the recipe to the size of a test: nothing but paths, sizes and number types is overridden."""
     values = {
         "model_name_or_path": model,
         "dataset_name": rows,
@@ -89,7 +88,6 @@ def command(name: str, model: str, rows: str, output: Path, **overrides) -> list
 
 
 def build(name: str, *arguments, **overrides):
-    """The trainer of a recipe at the size of a test."""
     config_class = {"dpo": DPOConfig, "grpo": GRPOConfig}[name]
     run, args = RecipeParser(config_class, "").parse(command(name, *arguments, **overrides))
     return COMMANDS[name].build_trainer(run, args)
@@ -97,7 +95,7 @@ def build(name: str, *arguments, **overrides):
 
 @pytest.fixture(autouse=True)
 def rewards_that_differ(monkeypatch):
-    """A model with random weights is never right: its replies earn something that only depends on them."""
+    """Reward each reply for its text alone, because a model with random weights is never right."""
     monkeypatch.setattr(train_grpo, "correctness", reward_of_text)
 
 
@@ -110,7 +108,7 @@ def reward_of_text(completions, **_):
 
 @pytest.fixture(scope="module")
 def runs(tiny, rows_file, pairs_file, tmp_path_factory) -> dict[str, Path]:
-    """Output directories: preference optimisation of the tiny model, then reinforcement learning of what it left."""
+    """Run preference optimisation of the tiny model, then reinforcement learning of what it left."""
     outputs = {name: tmp_path_factory.mktemp("runs") / name for name in COMMANDS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_grpo, "correctness", reward_of_text)
@@ -203,8 +201,7 @@ def test_the_reference_of_adapters_has_the_mixing_of_the_start(tiny, pairs_file,
 
 
 def test_replies_are_drawn_and_weighed_as_if_each_were_alone(tiny, rows_file, tmp_path):
-    """Prompts of different lengths, padded on the left, with interleaved window and global layers: the replies that a
-    cache gives are the greedy ones of whole inputs, and so are their log-probabilities."""
+    """Pad prompts on the left: cached replies are the greedy ones of whole inputs, and so are log-probabilities."""
     trainer = build(
         "grpo", tiny, rows_file, tmp_path, top_k=1, eval_size=0, eval_strategy="no", max_completion_length=6
     )
@@ -423,7 +420,7 @@ def test_an_impossible_value_is_refused_before_the_model_is_loaded(
     rows = {"dpo": pairs_file, "grpo": rows_file}[name]
     with pytest.raises(UserError) as refused:
         COMMANDS[name].main(command(name, unread, rows, tmp_path / "run", **{key: value}))
-    assert key.removeprefix("dataset_") in str(refused.value) and expected in str(refused.value)
+    assert key.removeprefix("dataset_train_") in str(refused.value) and expected in str(refused.value)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

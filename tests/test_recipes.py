@@ -1,5 +1,4 @@
-"""Every recipe trains with nothing but paths, sizes and number types overridden, and what it asks of the model is in
-the checkpoint; mixtures have their shares of the tokens."""
+"""Test that every recipe trains at the size of a test, and that mixtures have their shares of the tokens."""
 
 import json
 
@@ -52,13 +51,13 @@ def rows_file(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory) -> str:
-    """Plain text: short documents, and some that are longer than the rows of a test."""
+    """Write short documents of plain text, and some that are longer than the rows of a test."""
     rows = [{"text": f"Document {number}. " * (1 if number % 5 else 20)} for number in range(60)]
     return write_jsonl(tmp_path_factory.mktemp("text") / "text.jsonl", rows)
 
 
 def run(file, model, rows, output, **overrides):
-    """Two steps of a recipe: (its keys, the final config, losses of training)."""
+    """Take two steps of a recipe, and return its keys, the final config and the losses of training."""
     small = {"max_steps": 2, "eval_steps": 2, "bf16": "false", "dtype": "float32", **overrides}
     train.main(["--config", str(RECIPES / file), *sizes(model, rows, output, **small)])
     losses = json.loads((output / "loss.json").read_text())["train"]

@@ -1,4 +1,4 @@
-"""Fine-tuning: every recipe trains, resumes and saves."""
+"""Test fine-tuning: every recipe trains, resumes and saves."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ def rows_file(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
-    """A saved tiny IHA model whose tokenizer has ChatML's tokens and SmolLM2's stock template."""
+    """Save a tiny IHA model."""
     torch.manual_seed(0)
     return saved(IHAForCausalLM(preset_config()), tmp_path_factory.mktemp("tiny"))
 

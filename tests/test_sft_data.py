@@ -1,4 +1,4 @@
-"""Rows for fine-tuning: every schema becomes messages or text, these the right labels, and bad rows are named."""
+"""Test that rows of every schema become messages or text, and right labels, and that bad rows are named."""
 
 import gzip
 import json
@@ -56,7 +56,7 @@ CONVERSATIONS = [
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """No test finds what another has cached; recipes name their chat template relative to the root."""
+    """Keep tests from each other's cache, in the directory to which recipes' chat templates are relative."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(ROOT)
 
@@ -68,12 +68,11 @@ def rows_file(tmp_path) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
-    """A saved model of two "iha" layers whose tokenizer has ChatML's tokens and SmolLM2's stock template."""
+    """Save a model of two "iha" layers."""
     return saved(IHAForCausalLM(byte_config()), tmp_path_factory.mktemp("tiny"))
 
 
 def run_of(name: str, tmp_path: Path, **keys):
-    """The two halves of a recipe."""
     run = RunArguments(
         model_name_or_path="none",
         dataset_name=str(name),

@@ -1,4 +1,4 @@
-"""A training run as a whole: what it refuses before it begins, what it records, how it stops, and how it goes on."""
+"""Test what a training run refuses before it begins, what it records, how it stops, and how it goes on."""
 
 import errno
 import fcntl
@@ -116,7 +116,7 @@ def parse(model, rows, output, **overrides) -> tuple[RunArguments, SFTConfig]:
 
 @pytest.fixture(scope="module")
 def whole(tiny, rows_file, tmp_path_factory) -> Path:
-    """The output directory of a run that nothing disturbed, of more steps than an epoch has."""
+    """Run what nothing disturbs for more steps than an epoch has, and return its output directory."""
     output = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -129,7 +129,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(output: Path, whole: Path):
-    """Not a bit of the final weights, nor a logged loss, differs from those of the undisturbed run."""
+    """Compare the final weights and the logged losses bit by bit."""
     actual, expected = weights(output / "final"), weights(whole / "final")
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
@@ -141,7 +141,7 @@ def assert_same_run(output: Path, whole: Path):
 
 @pytest.fixture(autouse=True)
 def no_deepspeed_left():
-    """Transformers keeps the DeepSpeed configuration of a refused recipe for as long as pytest keeps the error."""
+    """Drop the DeepSpeed configuration that Transformers keeps as long as pytest keeps the error of a recipe."""
     yield
     unset_hf_deepspeed_config()
 
@@ -181,6 +181,7 @@ def no_deepspeed_left():
         ("optim", "galore_adamw", "optim 'galore_adamw'"),
         ("deepspeed", "absent.json", "deepspeed"),
         ("push_to_hub", "true", "set push_repo_id"),
+        ("load_in_4bit", "true", "is not used here"),
         ("push_repo_id", "a/b/c", "no repository id"),
         ("chat_template_path", "absent.jinja", "absent.jinja is not a .jinja file"),
         ("resume_from_checkpoint", "absent", "absent is no directory"),
@@ -231,8 +232,9 @@ def test_a_key_of_the_file_is_given_once(tmp_path):
 def test_what_may_be_null_or_a_list_stays_so(tmp_path):
     config = tmp_path / "sft.yaml"
     config.write_text(
-        f"model_name_or_path: m\ndataset_name: d\noutput_dir: {tmp_path}\nuse_cpu: true\nbf16: false\nmax_length: null\n"
-        "learning_rate: 1\nlora_target_modules: q_proj\nlr_scheduler_kwargs: {num_cycles: 2}\nreport_to: [wandb]\n"
+        f"model_name_or_path: m\ndataset_name: d\noutput_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n"
+        "max_length: null\nlearning_rate: 1\nlora_target_modules: q_proj\n"
+        "lr_scheduler_kwargs: {num_cycles: 2}\nreport_to: [wandb]\n"
     )
     run, args = RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])
     # TRL takes a single name out of its list.
@@ -277,7 +279,7 @@ def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path
 
 @pytest.fixture
 def begun(tiny, rows_file, tmp_path) -> Path:
-    """An output directory with a record and a checkpoint of it."""
+    """Make an output directory with a record and a checkpoint of it."""
     model, rows, output = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "run"
     shutil.copytree(tiny, model)
     shutil.copy(rows_file, rows)
@@ -302,7 +304,7 @@ def change_rows(directory):
 
 
 def nothing(directory):
-    """Changes nothing."""
+    """Change nothing."""
 
 
 @pytest.mark.parametrize(
@@ -564,7 +566,7 @@ def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(whole, tiny, 
 
 
 def make_checkpoint(directory: Path, weights_file: str = "model.safetensors") -> Path:
-    """Weights of FSDP's sharded state dicts are a folder, and so is their optimiser."""
+    """Make a checkpoint; FSDP's sharded weights and their optimiser are folders."""
     directory.mkdir(parents=True)
     sharded = weights_file.endswith(".distcp")
     for name in (weights_file, "optimizer_0/__0_0.distcp" if sharded else "optimizer.pt"):

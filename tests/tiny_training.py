@@ -1,4 +1,4 @@
-"""What the tests of fine-tuning share: a tokenizer of bytes, rows, and recipes at the size of a test."""
+"""Share a tokenizer of bytes, rows, and recipes at the size of a test among the tests of fine-tuning."""
 
 import json
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ LONG_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # SmolLM2-Instruct's own template, as its published tokenizer holds it.
 SMOLLM2_STOCK_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
-    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
 def byte_tokenizer(special=untrained.SPECIAL) -> PreTrainedTokenizerFast:
-    """One token for each byte and each special token: what is one piece of text is one run of tokens."""
+    """Return a tokenizer with one token for each byte and each special token."""
     tokenizer = untrained.byte_tokenizer(special)
     tokenizer.chat_template = SMOLLM2_STOCK_TEMPLATE
     return tokenizer
@@ -82,7 +82,7 @@ def write_jsonl(path: Path, rows: list) -> str:
 
 
 def training_rows(count: int) -> list[dict]:
-    """OpenThoughts-114k rows with questions and answers of different lengths, under 100 byte tokens."""
+    """Return OpenThoughts-114k rows of different lengths, under 100 byte tokens."""
     return [
         {
             "system": "Add.",
@@ -100,7 +100,7 @@ def recipe(name: str) -> str:
 
 
 def sizes(model: str, rows: str, output: Path, **overrides) -> list[str]:
-    """Overrides that take a recipe to the size of a test, and nothing else."""
+    """Return overrides that take a recipe to the size of a test, and nothing else."""
     values = {
         "model_name_or_path": model,
         "dataset_name": rows,
