@@ -61,7 +61,7 @@ def predict(form: str, tokens: int) -> float:
     config = config_of(form)
     setting = {
         "config": config,
-        "parameters": count_parameters(config, RunArguments(form, form)),
+        "parameters": count_parameters(config, RunArguments(model_name_or_path=form, dataset_name=form)),
         "layout": Layout(),
         "batch": 1,
         "tokens": tokens,

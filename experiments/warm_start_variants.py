@@ -87,7 +87,8 @@ from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert
 from experiments.study import begin, differences, interval, run_once, save_plot, wilson, write
 from experiments.warm_start import RECIPE, train
-from sft.data import IGNORED_LABEL, read_chat_template, to_row, tokenize
+from sft.arguments import read_chat_template
+from sft.data import IGNORED_LABEL, to_row, tokenize
 
 
 SAVE_STEPS = 500

@@ -1,31 +1,37 @@
-"""The keys of a recipe, `RunArguments` and TRL's own, from a YAML file and the command line, and the values they may
-have."""
+"""Read the keys of a recipe, TRL's and our own, from a YAML file and the command line, and refuse impossible values.
 
-from argparse import ArgumentError, Namespace
+`--help` must not wait for PyTorch, so what needs it is imported where it is used.
+"""
+
+import sys
+from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from math import inf
+from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
-import torch
 import yaml
-from accelerate.utils import DynamoBackend
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import Trainer, TrainingArguments, get_scheduler
-from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from trl import TrlParser
+from trl import ModelConfig, ScriptArguments, TrlParser
 
 from common.command_io import UserError, one_line, read_yaml
-from model_cards.render import source_base_model, source_license
-from sft.data import read_chat_template
-from sft.run_arguments import RunArguments
 
 
-# Two names of one rate: one on the command line wins over either in the file.
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+# The two keys set the same rate: one on the command line wins over either in the file.
 RATES_OF_MIXING = {"mixing_lr_multiplier", "mixing_learning_rate"}
-# Class of a trainer's arguments -> what its evaluations always give and a checkpoint can be the best by.
+DEFAULT_MIXING_LR_MULTIPLIER = 40.0
+# Keys of TRL that nothing here reads: they would silently do nothing.
+UNUSED_KEYS = (
+    *("model_revision", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
+    *("bnb_4bit_quant_storage", "lora_task_type", "dataset_config", "dataset_test_split", "ignore_bias_buffers"),
+)
+# Class of a trainer's arguments -> the figures of every evaluation, by which a checkpoint can be the best.
 BEST_BY = {
     "SFTConfig": ("loss", "mean_token_accuracy"),
     "DPOConfig": ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
@@ -33,16 +39,100 @@ BEST_BY = {
 }
 
 
-class RecipeParser(TrlParser):
-    """TRL's parser of YAML plus command line, which refuses an unknown key by its name before anything else, and reads
-    a value of the file as it reads one of the command line."""
+@dataclass(kw_only=True)
+class RunArguments(ScriptArguments, ModelConfig):
+    """Hold TRL's arguments of scripts and models, and what a run needs beside them."""
 
-    def __init__(self, config_class: type[TrainingArguments], usage: str) -> None:
+    model_name_or_path: str = field(metadata={"help": "Checkpoint directory or id on the Hub to start from."})
+    dataset_name: str = field(
+        metadata={
+            "help": "Rows: a directory of sft/prepare.py, a .jsonl, .parquet or .txt file, an id on the Hub, or a "
+            ".yaml mixture of them."
+        }
+    )
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to read of a dataset on the Hub."})
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Read and tokenize the rows as they are used; needs max_steps."}
+    )
+    dtype: str = field(
+        default="float32",
+        metadata={"help": "Type of the trained weights.", "choices": ("float32", "bfloat16", "float16")},
+    )
+    eval_size: float = field(
+        default=0.0, metadata={"help": "Rows held out for evaluation: a share below 1, or a number of rows."}
+    )
+    sample_prompts: int = field(
+        default=2, metadata={"help": "Held-out prompts that the model answers, greedily, at each evaluation."}
+    )
+    attention_form: str | None = field(
+        default=None,
+        metadata={"help": 'How "iha" layers compute: see IHAModel.attention_form.', "choices": ("virtual", "base")},
+    )
+    num_pseudo_heads: int | None = field(
+        default=None, metadata={"help": "P that the recipe is for; another P of the checkpoint is refused."}
+    )
+    max_position_embeddings: int | None = field(
+        default=None, metadata={"help": "Positions, in tokens, that the trained checkpoint declares."}
+    )
+    rope_theta: float | None = field(
+        default=None, metadata={"help": "RoPE base to train with, which the trained checkpoint keeps."}
+    )
+    sliding_window: int | None = field(
+        default=None, metadata={"help": "Window of the sliding layers, in tokens, which the trained checkpoint keeps."}
+    )
+    memory_gb: float | None = field(
+        default=None, metadata={"help": "Memory of a device in GB to plan for, instead of what this machine has."}
+    )
+    mixing_lr_multiplier: float | None = field(
+        default=None,
+        metadata={
+            "help": "Learning rate of the mixing and collapse weights, in units of learning_rate: 40 by default."
+        },
+    )
+    mixing_learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Learning rate of the mixing and collapse weights by itself, in place of the multiplier."},
+    )
+    push_repo_id: str | None = field(
+        default=None, metadata={"help": "Repository on the Hub, such as me/model, to publish the final model in."}
+    )
+
+    def mixing_rate(self, learning_rate: float) -> float:
+        """Return the peak learning rate of the mixing and collapse weights beside the backbone's."""
+        if self.mixing_learning_rate is not None:
+            return self.mixing_learning_rate
+        multiplier = self.mixing_lr_multiplier
+        return learning_rate * (DEFAULT_MIXING_LR_MULTIPLIER if multiplier is None else multiplier)
+
+
+def answer_help(usage: str) -> None:
+    """Print `usage` and the keys of `RunArguments`, and exit, where the command line asks for help."""
+    if not {"-h", "--help"} & set(sys.argv[1:]):
+        return
+    parser = ArgumentParser(usage=usage, allow_abbrev=False, argument_default=SUPPRESS)
+    parser.add_argument("--help_all", action="store_true", help="show the keys of the trainer as well")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with keys and values")
+    for key in fields(RunArguments):
+        if key.name not in UNUSED_KEYS:
+            default = "required" if key.default is MISSING else f"default: {key.default}"
+            text = f"{key.metadata['help']} ({default})".replace("%", "%%")
+            parser.add_argument(f"--{key.name}", metavar="VALUE", help=text)
+    parser.print_help()
+    sys.exit()
+
+
+class RecipeParser(TrlParser):
+    """Parse YAML and command line as TRL does, by one set of rules for both, and refuse an unknown key by its name."""
+
+    def __init__(self, config_class: "type[TrainingArguments]", usage: str) -> None:
         super().__init__((RunArguments, config_class), usage=usage, allow_abbrev=False)
         self.add_argument("--help_all", action="help", help="show every key, and exit")
 
-    def parse(self, argv: Sequence[str]) -> tuple[RunArguments, TrainingArguments]:
-        """Parse `--config FILE [--key value ...]`. Raises `UserError` for an unknown key or an impossible value."""
+    def parse(self, argv: Sequence[str]) -> "tuple[RunArguments, TrainingArguments]":
+        """Parse `--config FILE [--key value ...]`.
+
+        Raises `UserError` for an unknown key or an impossible value.
+        """
         self._given = argv
         try:
             if "--config" in argv:
@@ -64,14 +154,14 @@ class RecipeParser(TrlParser):
         return []
 
     def _read(self, action, value: Any, hint: Any) -> Any:
-        """The value of a key in the file, by the rules of the command line, which takes no null for a number."""
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        kinds = {get_origin(kind) or kind for kind in kinds}
+        # By the rules of the command line, which takes no null for a number.
+        types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        types = {get_origin(each) or each for each in types}
         # Transformers documents fsdp as text and takes true for it as well.
-        if type(value) in kinds & {type(None), bool, list, dict} or (value is True and kinds == {str, type(None)}):
+        if type(value) in types & {type(None), bool, list, dict} or (value is True and types == {str, type(None)}):
             return value
         if value is None or isinstance(value, (list, dict)):
-            names = " or ".join(sorted(kind.__name__ for kind in kinds))
+            names = " or ".join(sorted(each.__name__ for each in types))
             raise UserError(f"invalid configuration: {action.dest} is {value!r:.80}: expected {names}.")
         try:
             value = self._get_value(action, str(value))
@@ -88,7 +178,8 @@ class RecipeParser(TrlParser):
     def _refuse_unknown(self, arguments: list[str]) -> None:
         if arguments:
             name = arguments[0].removeprefix("--")
-            close = get_close_matches(name, [action.dest for action in self._actions], n=1)
+            keys = {action.dest for action in self._actions}.difference(UNUSED_KEYS)
+            close = get_close_matches(name, keys, n=1)
             raise UserError(f"unknown key {name!r}: {f'did you mean {close[0]!r}?' if close else 'see --help.'}")
 
     def error(self, message: str) -> NoReturn:
@@ -136,12 +227,22 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
 ]
 
 
-def check_values(run: RunArguments, args: TrainingArguments) -> None:
-    """Raises `UserError` for what no run can have, before anything is loaded: values out of range, keys that exclude
-    each other, packages that are not installed, a chat template that cannot be read."""
+def check_values(run: RunArguments, args: "TrainingArguments") -> None:
+    """Refuse what no run can have, before anything is loaded.
+
+    Raises `UserError` for values out of range, keys that exclude each other or that nothing reads, packages that are
+    not installed, and a chat template that cannot be read.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    from model_cards.render import source_base_model, source_license
+
     for key, value in {**vars(args), **vars(run)}.items():
         if value == "":
             raise UserError(f"{key} is empty: give it a value, or leave it out.")
+    for key in UNUSED_KEYS:
+        if getattr(run, key) != RunArguments.__dataclass_fields__[key].default:
+            raise UserError(f"{key} is not used here: remove the key.")
     for allows, expected, keys in LIMITS:
         for key in keys:
             value = getattr(run, key, getattr(args, key, None))
@@ -160,8 +261,8 @@ def check_values(run: RunArguments, args: TrainingArguments) -> None:
         source = run.model_name_or_path
         if source_license(source) is None or source_base_model(source) is None:
             raise UserError(
-                f"push_repo_id publishes a model card with license and base_model, which that of {source} does not state: "
-                "add them to its README.md, or publish final/ by push_to_hub."
+                "push_repo_id publishes a model card with license and base_model, which that of "
+                f"{source} does not state: add them to its README.md, or publish final/ by push_to_hub."
             )
     if args.push_to_hub:
         raise UserError("push_to_hub would publish pickles and checkpoints: set push_repo_id to publish final/ alone.")
@@ -173,9 +274,12 @@ def check_values(run: RunArguments, args: TrainingArguments) -> None:
     chat_template(args)
 
 
-def _check_names(args: TrainingArguments) -> None:
-    """Raises `UserError` for a figure to find the best checkpoint by that no evaluation gives, a compiler or mode of
-    it that is unknown, and options that the learning rate's schedule does not have."""
+def _check_names(args: "TrainingArguments") -> None:
+    """Refuse names that PyTorch or the evaluation do not know, and options that the schedule does not have."""
+    import torch
+    from accelerate.utils import DynamoBackend
+    from transformers import get_scheduler
+
     allowed = {"metric_for_best_model": BEST_BY[type(args).__name__]}
     if args.torch_compile_backend is not None:
         names = (name.lower() for name in DynamoBackend.__members__)
@@ -193,14 +297,17 @@ def _check_names(args: TrainingArguments) -> None:
         raise UserError(f"lr_scheduler_kwargs {args.lr_scheduler_kwargs}: {one_line(error)}") from error
 
 
-def _check_packages(args: TrainingArguments) -> None:
-    """Raises `UserError` for a reporter or an optimiser that is unknown or not installed."""
+def _check_packages(args: "TrainingArguments") -> None:
+    """Refuse a tracker or an optimiser that is unknown or not installed."""
+    from transformers import Trainer, integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
     for name in args.report_to:
         if name not in INTEGRATION_TO_CALLBACK:
             raise UserError(
                 f"report_to {name!r} is unknown: expected none, all or {', '.join(INTEGRATION_TO_CALLBACK)}."
             )
-        if name not in get_available_reporting_integrations():
+        if name not in integrations.get_available_reporting_integrations():
             raise UserError(f"report_to {name!r} needs its package: pip install {name}, or set report_to to none.")
     try:
         Trainer.get_optimizer_cls_and_kwargs(args)
@@ -209,7 +316,18 @@ def _check_packages(args: TrainingArguments) -> None:
             raise UserError(f"optim {args.optim.value!r}: {one_line(error)}") from error
 
 
-def chat_template(args: TrainingArguments) -> str | None:
-    """The text of the recipe's chat template, or None where it names none. Raises `UserError`."""
+def chat_template(args: "TrainingArguments") -> str | None:
+    """Return the text of the recipe's chat template, or None where it names none."""
     path = getattr(args, "chat_template_path", None)  # of SFTConfig only: other trainers keep the model's
     return None if path is None else read_chat_template(path)
+
+
+def read_chat_template(path: str) -> str:
+    """Return the chat template in the .jinja file `path`, and refuse one that cannot be read."""
+    template = Path(path)
+    if template.suffix != ".jinja" or not template.is_file():
+        raise UserError(f"chat_template_path: {template} is not a .jinja file.")
+    try:
+        return template.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"chat_template_path: {template} is not UTF-8 text: {one_line(error)}") from error

@@ -1,7 +1,7 @@
-"""Rows to learn from: files and datasets of several schemas become `messages` or `text`, and these tokens and labels.
+"""Read rows of several schemas as `messages` or `text`, and make tokens and labels of them.
 
-TRL ignores OpenThoughts' `system` column and does not rename its roles, and it drops a row whose answer was cut away
-without a word, so both steps are done here, where a bad row can be named.
+TRL ignores OpenThoughts' `system` column and does not rename its roles. It silently drops a row whose answer was cut
+away. So both steps are done here, where a bad row can be named.
 """
 
 import hashlib
@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, Features, IterableDataset, List, Value, load_dataset
+import yaml
+from datasets import Dataset, Features, IterableDataset, List, Value, interleave_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-from common.command_io import UserError, file_sha256, one_line, open_plain_or_gzip, read_jsonl
+from common.command_io import UserError, file_sha256, one_line, open_plain_or_gzip, read_jsonl, read_yaml
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -41,7 +42,7 @@ Rows = Dataset | IterableDataset
 
 
 def row_kind(row: dict, where: str) -> str:
-    """`"messages"` for a row of turns, `"text"` for one of plain text. Raises `UserError` for a row of neither."""
+    """Return `"messages"` for a row of turns and `"text"` for one of plain text, and refuse a row of neither."""
     if any(row.get(name) is not None for name in TURN_KEYS):
         return "messages"
     if row.get("text") is not None:
@@ -53,7 +54,7 @@ def row_kind(row: dict, where: str) -> str:
 
 
 def to_messages(row: dict, where: str) -> list[dict[str, str]]:
-    """One row as `[{"role": system|user|assistant, "content": text}, ...]`, ending with the assistant.
+    """Convert a row to `[{"role": system|user|assistant, "content": text}, ...]`, which ends with the assistant.
 
     Understands OpenThoughts-114k (`system` and `conversations` of {from: user|assistant, value}), OpenThoughts3-1.2M
     (`conversations` of {from: human|gpt, value}) and rows that already hold `messages`. `where` names the row in
@@ -93,7 +94,7 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
 
 
 def to_row(row: dict, where: str, kind: str) -> dict:
-    """A row of any schema as its one column `kind`, see `KINDS`. Raises `UserError` naming row and column."""
+    """Convert a row of any schema to its one column `kind` (see `KINDS`), or name row and column in an error."""
     if kind == "messages":
         return {"messages": to_messages(row, where)}
     return {"text": _text(row.get("text"), f"{where}, column 'text'")}
@@ -117,8 +118,10 @@ def _text(value: object, place: str, may_be_empty: bool = False) -> str:
 
 
 def local_files(name: str) -> list[Path]:
-    """The files of a local source, a file or a folder of files of one type, in the order of their names; none for the
-    id of a dataset on the Hub. Raises `UserError`."""
+    """Return the files of a local source, sorted by name, or none for the id of a dataset on the Hub.
+
+    A local source is a file or a folder of files of one type.
+    """
     path = Path(name)
     if not path.exists():
         if _suffix(path) in SUFFIXES:
@@ -138,7 +141,7 @@ def local_files(name: str) -> list[Path]:
 
 
 def check_split(name: str, split: str) -> None:
-    """Raises `UserError` for a split of a local source, which has none."""
+    """Refuse a split of a local source, which has none."""
     if split != "train" and Path(name).exists():
         raise UserError(
             f"{name} is local and has no split {split!r}: leave the split out, or give the id of a dataset on the Hub."
@@ -150,7 +153,7 @@ def _suffix(path: Path) -> str:
 
 
 def _read_rows(files: list[Path]) -> Iterator[tuple[dict, str]]:
-    """The rows of JSON-lines files and, one a file, of text files, each with what names it in errors."""
+    """Yield the rows of JSON-lines files and, one a file, of text files, each with what names it in errors."""
     for file in files:
         if _suffix(file) == ".txt":
             with open_plain_or_gzip(file) as content:
@@ -176,7 +179,7 @@ def load_rows(
     convert: Callable[[dict, str, str], dict] = to_row,
     columns: tuple[str, ...] = (),
 ) -> Rows:
-    """Rows of the one column `messages` or `text`, whichever the first row of a source has.
+    """Load rows of the one column `messages` or `text`, whichever the first row of a source has.
 
     Args:
         name: a .jsonl, .parquet or .txt file (one document), the first and last also compressed by gzip, a folder of
@@ -231,21 +234,12 @@ def load_rows(
 # Tokens
 
 
-def read_chat_template(path: str) -> str:
-    """The chat template in the .jinja file `path`. Raises `UserError` when it cannot be read."""
-    template = Path(path)
-    if template.suffix != ".jinja" or not template.is_file():
-        raise UserError(f"chat_template_path: {template} is not a .jinja file.")
-    try:
-        return template.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"chat_template_path: {template} is not UTF-8 text: {one_line(error)}") from error
-
-
 @contextmanager
 def rendering(what: str) -> Iterator[None]:
-    """Raises `UserError` for whatever a chat template fails with in the block: it is a program, and divides by zero,
-    loops and fails in other ways than Jinja's own."""
+    """Raise `UserError` for whatever a chat template fails with in the block.
+
+    A template is a program: it divides by zero, loops and fails in other ways than Jinja's own.
+    """
     try:
         yield
     except Exception as error:
@@ -253,8 +247,10 @@ def rendering(what: str) -> Iterator[None]:
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> None:
-    """Raises `UserError` for a tokenizer without a chat template and, for a loss on the assistant's text only, for one
-    that does not mark this text with its end-of-turn token."""
+    """Refuse a tokenizer without a chat template.
+
+    For a loss on the assistant's text only, refuse one that does not mark this text with its end-of-turn token.
+    """
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template: set chat_template_path (see sft/chat_templates).")
     with rendering("a question and its answer"):
@@ -323,26 +319,26 @@ def _encode_text(row: dict, tokenizer: PreTrainedTokenizerBase) -> tuple[list[in
 
 
 def kind_of(rows: Rows) -> str:
-    """The kind of the rows of a dataset, see `KINDS`."""
+    """Return the kind of the rows of a dataset (see `KINDS`)."""
     return next(kind for kind in KINDS if kind in rows.features)
 
 
 def column(rows: Dataset, name: str) -> np.ndarray:
-    """A column of numbers, [rows]."""
+    """Return a column of numbers, [rows]."""
     return np.asarray(rows.with_format("numpy")[name][:])
 
 
 def cut_summary(num_tokens: np.ndarray, max_length: int) -> str:
-    """One line: which share of the rows and of the tokens `max_length` cuts away on the right."""
+    """Say in one line which share of the rows and of the tokens `max_length` cuts away on the right."""
     cut, lost = num_tokens > max_length, np.maximum(num_tokens - max_length, 0).sum()
     return (
-        f"{cut.sum()} of {len(cut)} rows are longer than max_length={max_length} tokens ({cut.mean():.1%}) and are cut on "
-        f"the right: {lost:,} of {num_tokens.sum():,} tokens are lost ({lost / max(num_tokens.sum(), 1):.1%})."
+        f"{cut.sum()} of {len(cut)} rows are longer than max_length={max_length} tokens ({cut.mean():.1%}) and are "
+        f"cut on the right: {lost:,} of {num_tokens.sum():,} tokens are lost ({lost / max(num_tokens.sum(), 1):.1%})."
     )
 
 
 def check_labels(rows: Dataset, max_length: int | None) -> None:
-    """Raises `UserError` for rows that hold no label within `max_length` tokens."""
+    """Refuse rows that hold no label within `max_length` tokens."""
     first = column(rows, "first_label")
     unlearnable = np.flatnonzero((first < 0) | (first >= (np.inf if max_length is None else max_length)))
     if len(unlearnable):
@@ -350,3 +346,50 @@ def check_labels(rows: Dataset, max_length: int | None) -> None:
             f"{len(unlearnable)} rows have no assistant token left within max_length={max_length}, the first is row "
             f"{unlearnable[0] + 1}: raise max_length or remove these rows."
         )
+
+
+# Mixtures by shares of the tokens, such as ProLong's of long and short documents
+
+
+def sources(dataset_name: str) -> list[tuple[str, float]]:
+    """Return the name of each dataset and its share of the tokens: those that a .yaml file lists, or this one alone.
+
+    The file holds a list of `{path: NAME, share: NUMBER}`. Raises `UserError`; shares must add up to 1.
+    """
+    file = Path(dataset_name)
+    if file.suffix not in (".yaml", ".yml"):
+        return [(dataset_name, 1.0)]
+    try:
+        entries = read_yaml(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"dataset_name: {dataset_name} cannot be read: {one_line(error)}") from error
+    expected = "expected a list of {path: NAME, share: NUMBER}"
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"{dataset_name}: {expected}.")
+    for number, entry in enumerate(entries, 1):
+        if not isinstance(entry, dict) or set(entry) != {"path", "share"} or not isinstance(entry["path"], str):
+            raise UserError(f"{dataset_name}, entry {number}: {expected}, got {entry!r:.80}.")
+        share = entry["share"]
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise UserError(f"{dataset_name}, entry {number}: share is {share!r:.80}: expected above 0 and at most 1.")
+    total = sum(entry["share"] for entry in entries)
+    if abs(total - 1) > 1e-6:
+        raise UserError(f"{dataset_name}: the shares add up to {total:g}: expected 1.")
+    return [(entry["path"], entry["share"]) for entry in entries]
+
+
+def mix(parts: list[Rows], shares: list[float], max_length: int | None, seed: int) -> Rows:
+    """Return rows of all parts in a random order, until the first is used up, each part with its share of the tokens.
+
+    Args:
+        parts: as `tokenize` returns them; of several, only the columns of tokens are kept.
+        shares: of the tokens, adding up to 1. A row is drawn with the probability share / mean length of its part.
+        max_length: tokens to which a row is cut later; `None` for all.
+        seed: of the order.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    limit = np.inf if max_length is None else max_length
+    rates = [share / np.minimum(column(part, "num_tokens"), limit).mean() for share, part in zip(shares, parts)]
+    parts = [part.select_columns(["input_ids", "labels", "num_tokens", "first_label"]) for part in parts]
+    return interleave_datasets(parts, [rate / sum(rates) for rate in rates], seed=seed)

@@ -46,21 +46,23 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
     parallelism = requested_parallelism(args)
     if parallelism.cp_size > 1:
         raise UserError(
-            f"context parallelism (parallelism_config_cp_size: {parallelism.cp_size}) drops windows and the boundaries "
-            f"of packed documents: use sequence parallelism, {CONFIGS}/fsdp2_ulysses.yaml."
+            f"context parallelism (parallelism_config_cp_size: {parallelism.cp_size}) drops windows and the "
+            f"boundaries of packed documents: use sequence parallelism, {CONFIGS}/fsdp2_ulysses.yaml."
         )
     if parallelism.tp_size > 1:
         raise UserError(
-            f"tensor parallelism (parallelism_config_tp_size: {parallelism.tp_size}) could share only the FFN, because "
-            f"attention mixes all heads, and such a run cannot be resumed: use {CONFIGS}/fsdp2.yaml."
+            f"tensor parallelism (parallelism_config_tp_size: {parallelism.tp_size}) could share only the FFN, "
+            f"because attention mixes all heads, and such a run cannot be resumed: use {CONFIGS}/fsdp2.yaml."
         )
     if parallelism.sp_size > 1:
         _check_shared_sequence(run, args, parallelism)
 
 
 def requested_parallelism(args: TrainingArguments) -> ParallelismConfig:
-    """The sizes of tensor, context and sequence parallelism that the recipe or the launcher asks for, all 1 by
-    default. Raises `UserError` for sizes that exclude each other."""
+    """Return the sizes of tensor, context and sequence parallelism that the recipe or the launcher asks for.
+
+    Raises `UserError` for sizes that exclude each other.
+    """
     if args.parallelism_config is not None:
         return args.parallelism_config
     if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
@@ -86,8 +88,8 @@ def _check_processes(args: TrainingArguments) -> None:
     if "WORLD_SIZE" not in os.environ and {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys():
         raise UserError(
             "the accelerate config asks for several processes, and accelerate has started one, as it does for "
-            f"'distributed_type: MULTI_CPU' and 'use_cpu: true': use {CONFIGS}/ddp.yaml, with --use_cpu true for the CPU "
-            "(if one process is what you want, unset MASTER_ADDR)."
+            f"'distributed_type: MULTI_CPU' and 'use_cpu: true': use {CONFIGS}/ddp.yaml, with --use_cpu true for the "
+            "CPU (if one process is what you want, unset MASTER_ADDR)."
         )
 
 
@@ -103,8 +105,8 @@ def _check_sharding(args: TrainingArguments) -> None:
     if args.fsdp or _flag("ACCELERATE_USE_FSDP"):
         if on_cpu:
             raise UserError(
-                f"FSDP would silently train unsharded, because accelerate shards on accelerators only ({resolved}): use "
-                f"{CONFIGS}/ddp.yaml on the CPU and single.yaml for one process."
+                f"FSDP would silently train unsharded, because accelerate shards on accelerators only ({resolved}): "
+                f"use {CONFIGS}/ddp.yaml on the CPU and single.yaml for one process."
             )
         version = (args.fsdp_plugin_args or {}).get("fsdp_version") or int(os.environ.get("FSDP_VERSION", 1))
         if version != 2:
@@ -131,13 +133,13 @@ def _check_shared_sequence(run: RunArguments, args: TrainingArguments, paralleli
     # A core that is not a flash kernel takes windows and documents from a mask, and Ulysses drops masks.
     if core is None or not is_flash_attention_requested(requested_attention_implementation=core):
         raise UserError(
-            f"{what} drops the windows and the boundaries of packed documents under attn_implementation={core or 'sdpa'}: "
-            "set attn_implementation to flash_attention_2 or flash_attention_3."
+            f"{what} drops the windows and the boundaries of packed documents under "
+            f"attn_implementation={core or 'sdpa'}: set attn_implementation to flash_attention_2 or flash_attention_3."
         )
     if parallelism.sp_handler.sp_attn_implementation != core:
         raise UserError(
-            f"{what}: parallelism_config_sp_attn_implementation is {parallelism.sp_handler.sp_attn_implementation}; expected "
-            f"the recipe's attn_implementation, {core}."
+            f"{what}: parallelism_config_sp_attn_implementation is "
+            f"{parallelism.sp_handler.sp_attn_implementation}; expected the recipe's attn_implementation, {core}."
         )
     if others := set(getattr(config, "attention_kinds", ())) - SHARED_SEQUENCE_KINDS:
         raise UserError(f"{what} is not tested with attention of kind {', '.join(sorted(others))}: use fsdp2.yaml.")
@@ -151,7 +153,7 @@ def _check_shared_sequence(run: RunArguments, args: TrainingArguments, paralleli
 
 
 class DistributedTrainer(Trainer):
-    """Base of a trainer that shards the model or shares sequences: it keeps what other libraries lose.
+    """Serve as the base of a trainer that shards the model or shares sequences: it keeps what other libraries lose.
 
     Under sequence parallelism (Ulysses) each process holds a piece of every row, and attention exchanges pieces of
     the sequence for heads. Checkpoints of a sharded model load like any other.
@@ -212,13 +214,13 @@ def check_resumable(accelerator: Accelerator, checkpoint: Path) -> None:
     found = [name for name in OPTIMIZER_STATES if (checkpoint / name).exists()]
     if found and expected not in found:
         raise UserError(
-            f"{checkpoint} was written under {OPTIMIZER_STATES[found[0]]}, and this run is under {OPTIMIZER_STATES[expected]}: "
-            "launch it with the accelerate config that it began with."
+            f"{checkpoint} was written under {OPTIMIZER_STATES[found[0]]}, and this run is under "
+            f"{OPTIMIZER_STATES[expected]}: launch it with the accelerate config that it began with."
         )
 
 
 class SharedSequenceCollator:
-    """The batches of `collator` in the form that Ulysses can cut along the sequence: tensors [batch, N] only.
+    """Give the batches of `collator` as Ulysses can cut them along the sequence: tensors [batch, N] only.
 
     The lengths of packed documents (`cu_seq_lens_q` and others) go; `position_ids` say the same.
     """
@@ -233,8 +235,10 @@ class SharedSequenceCollator:
 
 
 def attend_by_position(model: PreTrainedModel) -> None:
-    """Have the decoder of an IHA model, while it trains, make no masks of its own: it sees one piece of the sequence,
-    and the flash core, which sees all of it, finds documents by `position_ids`."""
+    """Have the decoder of an IHA model make no masks of its own while it trains.
+
+    It sees one piece of the sequence; the flash core sees all of it, and finds documents by `position_ids`.
+    """
     decoder = model.get_base_model().base_model if isinstance(model, PeftModel) else model.base_model
     if decoder.config.model_type != "iha":
         return
@@ -266,8 +270,10 @@ def register_ulysses(trainer: Trainer) -> None:
 
 
 def keep_heads_apart(core: str) -> None:
-    """Have Ulysses return [batch, queries, heads, head_dim], as every core does, for its [batch, queries, heads *
-    head_dim]: the collapse of pseudo-heads needs the heads."""
+    """Have Ulysses return [batch, queries, heads, head_dim], as every core does.
+
+    It returns [batch, queries, heads * head_dim], and the collapse of pseudo-heads needs the heads.
+    """
     shared = ALL_ATTENTION_FUNCTIONS[core]
 
     def attention(module: torch.nn.Module, query: torch.Tensor, *args, **kwargs):
@@ -281,8 +287,9 @@ def keep_heads_apart(core: str) -> None:
 
 
 def whole_model(trainer: Trainer) -> PreTrainedModel | None:
-    """The trained model with its whole weights, adapters included, in the class it was loaded as. Every process must
-    call this; where the model is sharded, process 0 gets a copy on its CPU and the others None.
+    """Return the trained model with its whole weights, adapters included, in the class it was loaded as.
+
+    Every process must call this; of a sharded model, process 0 gets a copy on its CPU and the others None.
 
     FSDP2 puts a class of its own in place of the model's, and saving that class writes the code of PyTorch's FSDP
     into the checkpoint in place of the model's.
@@ -305,8 +312,10 @@ def whole_model(trainer: Trainer) -> PreTrainedModel | None:
 
 
 def export(trainer: Trainer, directory: str | os.PathLike) -> None:
-    """Write the trained model as a checkpoint that loads like any other: whole weights, code, tokenizer. Every process
-    must call this; process 0 writes."""
+    """Write the trained model as a checkpoint that loads like any other: whole weights, code, tokenizer.
+
+    Every process must call this; process 0 writes.
+    """
     model = whole_model(trainer)
     if trainer.args.should_save:
         model.save_pretrained(directory)

@@ -27,8 +27,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--replies",
         type=Path,
-        help="a model's replies to the rows, as score_reasoning.py --json writes them: the wrong ones are the rejected "
-        "answers (default: the row's own answer with one digit or letter of its solution replaced)",
+        help="a model's replies to the rows, as score_reasoning.py --json writes them: the wrong ones are the "
+        "rejected answers (default: the row's own answer with one digit or letter of its solution replaced)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the replaced digits and letters (default 0)")
     return parser.parse_args(argv)
@@ -44,8 +44,10 @@ from sft.score_reasoning import check_rows, is_right
 
 
 def with_slip(answer: str, row: dict, where: str, source: random.Random) -> str:
-    """The worked answer with one digit or letter of its solution replaced, so that the verifier rejects it; its steps
-    stay. Raises `UserError` when no such replacement is rejected."""
+    """Return the worked answer with one digit or letter of its solution replaced, so that it is wrong.
+
+    Its steps stay. Raises `UserError` when the verifier rejects no such replacement.
+    """
     solution = extract_solution(answer)
     steps, marker, end = answer.rpartition("<|begin_of_solution|>")
     before, _, after = end.partition(solution)
@@ -64,7 +66,7 @@ def with_slip(answer: str, row: dict, where: str, source: random.Random) -> str:
 
 
 def make_pairs(rows: list[dict], replies: list[str] | None, seed: int) -> list[dict]:
-    """Rows of `prompt`, `chosen` and `rejected`, each a list of {role, content}, in the order of `rows`.
+    """Make rows of `prompt`, `chosen` and `rejected`, each a list of {role, content}, in the order of `rows`.
 
     The rejected answer is the reply of the same place where that is wrong: a right or an empty reply gives no pair.
     Without `replies` it is the row's own answer `with_slip`. Raises `UserError` for a bad row (see `check_rows`).

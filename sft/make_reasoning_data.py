@@ -17,7 +17,7 @@ EXAMPLE = """example:
 
 
 def option(text: str) -> tuple[str, object]:
-    """`name=value` as a pair, the value read as JSON where it is JSON."""
+    """Split `name=value`, and read the value as JSON where it is JSON."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
@@ -61,7 +61,7 @@ DRAWS_PER_ROW = 100
 
 
 def chain_sum_trace(metadata: dict) -> str:
-    """The running sums of `a + b - c ...`, one a line: "4 - 1 = 3\\n3 - 7 = -4"."""
+    """Return the running sums of `a + b - c ...`, one a line: "4 - 1 = 3\\n3 - 7 = -4"."""
     total, *rest = metadata["expression"].split()
     lines = []
     for sign, term in zip(rest[::2], rest[1::2], strict=True):
@@ -72,7 +72,7 @@ def chain_sum_trace(metadata: dict) -> str:
 
 
 def gcd_trace(metadata: dict) -> str:
-    """Euclid's algorithm, one division a line: "780 mod 461 = 319"."""
+    """Return the steps of Euclid's algorithm, one division a line: "780 mod 461 = 319"."""
     divisor, *rest = metadata["numbers"]
     lines = []
     for number in rest:
@@ -83,7 +83,7 @@ def gcd_trace(metadata: dict) -> str:
 
 
 def spell_backward_trace(metadata: dict) -> str:
-    """The letters of the word, then the letters in reverse order."""
+    """Return the letters of the word, then the letters in reverse order."""
     return f"{' '.join(metadata['word'])}\n{' '.join(reversed(metadata['word']))}"
 
 
@@ -92,7 +92,7 @@ TRACES = {"chain_sum": chain_sum_trace, "gcd": gcd_trace, "spell_backward": spel
 
 
 def assistant_text(entry: dict, generator: str) -> str:
-    """The worked answer to a reasoning-gym entry in OpenThoughts' markers."""
+    """Return the worked answer to a reasoning-gym entry in OpenThoughts' markers."""
     thought = ""
     if generator in TRACES:
         thought = f"<|begin_of_thought|>\n{TRACES[generator](entry['metadata'])}\n<|end_of_thought|>\n"
@@ -100,7 +100,7 @@ def assistant_text(entry: dict, generator: str) -> str:
 
 
 def extract_solution(reply: str) -> str:
-    """The answer in a reply: the text of its last solution block, else its last number, else the whole reply.
+    """Return the text of a reply's last solution block, else its last number, else the whole reply.
 
     The fallbacks give a model that was never shown the markers credit for a right answer.
     """
@@ -112,7 +112,7 @@ def extract_solution(reply: str) -> str:
 
 
 def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set[str]) -> list[dict]:
-    """`rows` rows with different questions, none of them in `excluded`.
+    """Make `rows` rows with different questions, none of them in `excluded`.
 
     Each row holds `system`, `conversations` (OpenThoughts-114k), and `generator` and `entry`, which the verifier
     needs. Raises `UserError` for an unknown generator or option, for a seed or an option that the generator cannot
@@ -148,7 +148,7 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
 
 
 def questions(path: Path) -> set[str]:
-    """The questions of a file that this command made. Raises `UserError` for another file."""
+    """Return the questions of a file that this command made, and refuse another file."""
     found = set()
     for number, row in enumerate(read_jsonl(path), 1):
         entry = row.get("entry")

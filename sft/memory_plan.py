@@ -1,7 +1,7 @@
-"""What a training run takes in memory, on each device, computed before it starts; a run that cannot fit is refused.
+"""Plan what a training run takes in memory on each device, and refuse a run that cannot fit before it starts.
 
 `python -m sft.memory_plan --config RECIPE` prints the plan of a recipe and of other layouts. It reads the model's
-configuration only. benchmarks/training_plan.py measures how far the plan is from the peaks of real processes.
+configuration only. benchmarks/training_plan.py compares the plan with the peaks of real processes.
 """
 
 import os
@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import astuple, dataclass, replace
-from itertools import combinations
 
 from common.command_io import UserError, run_cli
-from sft.run_arguments import RunArguments, answer_help
+from sft.arguments import RecipeParser, RunArguments, answer_help
 
 
 USAGE = """python -m sft.memory_plan --config sft/recipes/NAME/sft.yaml [--preset NAME] [--key value ...]
@@ -40,9 +39,7 @@ from kinds.model_cost import attention, ffn, norm
 from modeling_iha import IHAConfig
 from modeling_iha.attention_forms import recomputes
 from modeling_iha.window_blocks import beats_a_mask, block_size
-from sft.arguments import RecipeParser
-from sft.context import run_config
-from sft.model import lora_config
+from sft.base_model import lora_config, run_config
 
 
 GB = 1e9
@@ -50,8 +47,8 @@ GB = 1e9
 VOCABULARY_CHUNK = 32768
 # Bytes for each entry of a tile that TRL's loss holds where it has no Triton kernel: seven float32 and a mask.
 TILE_BYTES = 29
-# What a process on a CPU takes beyond its tensors, at most (peaks of sft/train.py, docs/LOG.md): the allocator's share
-# of the plan, and what libraries load after the plan.
+# What a process on a CPU takes at most beyond its tensors, by peaks of sft/train.py (docs/LOG.md): the allocator's
+# share of the plan, and what libraries load after the plan.
 ALLOCATOR, LOADED_LATER = 1.25, 0.15 * GB
 # Bytes of optimiser state for each byte of a trained weight, where it is not AdamW's two moments of the weight's type.
 STATE_BYTES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "adamw_8bit": 0.5, "adamw_bnb_8bit": 0.5}
@@ -59,18 +56,11 @@ STATE_BYTES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "adamw_8bit": 0.5, "ad
 
 @dataclass(frozen=True)
 class Layout:
-    """The devices of a run.
-
-    Attributes:
-        devices: processes, one device each.
-        sharded: whether weights, gradients and optimiser are shared out among them (FSDP2, ZeRO-3), or each holds all
-            (DDP).
-        sequence_parallel: devices that share a sequence (Ulysses).
-    """
+    """Describe the devices of a run, one for each process."""
 
     devices: int = 1
-    sharded: bool = False
-    sequence_parallel: int = 1
+    sharded: bool = False  # by FSDP2 or ZeRO-3: weights, gradients and optimiser; under DDP each device holds all
+    sequence_parallel: int = 1  # devices that share a sequence (Ulysses)
 
     def __str__(self) -> str:
         if self.devices == 1:
@@ -82,79 +72,61 @@ class Layout:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a model's parameters: bytes of all, of those that are trained, of the largest layer, and of the embedding and
-    head; and `linear`, the number of those in linear layers, which autocast copies."""
+    """Hold the bytes of a model's parameters, adapters included."""
 
     all: int
     trained: int
-    layer: int
-    tables: int
-    linear: int
+    layer: int  # the largest one
+    tables: int  # embedding and head
+    linear: int  # not bytes: the number of weights in linear layers, which autocast copies
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the memory of a run depends on.
-
-    Attributes:
-        config: of the model, with its attention core.
-        parameters: of the model, adapters included.
-        layout: its devices.
-        batch, tokens: rows on a device at a time, and tokens to a row.
-        checkpointing: whether only the input of each layer is kept, and the rest computed once more.
-        offloading: whether what is kept is moved from a GPU to the host.
-        attention_form: as in `IHAModel.attention_form`.
-        autocast: whether the type of computation, of two bytes, is not that of the weights.
-        weight_bytes: of a weight of the base model.
-        optimizer: the Trainer's name of it.
-        on_cpu: whether the devices are CPUs.
-    """
+    """Hold what the memory of a run depends on."""
 
     config: IHAConfig
     parameters: Parameters
     layout: Layout
-    batch: int
-    tokens: int
-    checkpointing: bool
-    offloading: bool
-    attention_form: str | None
-    autocast: bool
-    weight_bytes: int
-    optimizer: str
+    batch: int  # rows on a device at a time
+    tokens: int  # of a row
+    checkpointing: bool  # keeps the input of each layer only, and computes the rest once more
+    offloading: bool  # moves what is kept from a GPU to the host
+    attention_form: str | None  # as in `IHAModel.attention_form`
+    autocast: bool  # to a type of two bytes
+    weight_bytes: int  # of a weight of the base model
+    optimizer: str  # the Trainer's name of it
     on_cpu: bool
 
     @property
     def compute_bytes(self) -> int:
-        """Of a value that a matrix product computes."""
+        """Return the bytes of a value that a matrix product computes."""
         return 2 if self.autocast else self.weight_bytes
+
+    @property
+    def device_tokens(self) -> int:
+        """Return the tokens on a device at a time."""
+        return self.batch * self.tokens // self.layout.sequence_parallel
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
+    """Hold the bytes on one device."""
 
-    Attributes:
-        weights: with their copies in the type of computation.
-        gradients: with DDP's buckets.
-        optimizer: its states.
-        activations: what autograd keeps from the forward to the backward.
-        working: what is held beside that at a time, for the loss or for the backward of one layer.
-    """
-
-    weights: float
-    gradients: float
+    weights: float  # with their copies in the type of computation
+    gradients: float  # with DDP's buckets
     optimizer: float
-    activations: float
-    working: float
+    activations: float  # what autograd keeps from the forward to the backward
+    working: float  # the most that the loss, or the backward of one layer, needs beside that
 
     @property
     def total(self) -> float:
-        """The peak of a step that accumulates gradients; without accumulation the peak is up to `gradients` lower."""
+        """Return the peak of a step that accumulates gradients; it may be `gradients` lower without accumulation."""
         return sum(astuple(self))
 
 
 def count_parameters(config: PreTrainedConfig, run: RunArguments) -> Parameters:
-    """Of the model that a run trains, with its adapters; the model is built without memory."""
+    """Count the parameters of the model that a run trains, which is built without memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, run.dtype))
         if adapters := lora_config(run, model):
@@ -174,8 +146,10 @@ def count_parameters(config: PreTrainedConfig, run: RunArguments) -> Parameters:
 
 
 def goes_in_blocks(setting: Setting, virtual: int, layer_type: str) -> bool:
-    """Return whether a layer of `virtual` tokens a token attends by blocks of queries, which copy keys and values: a
-    window on SDPA, but on a GPU in half precision."""
+    """Return whether a layer of `virtual` tokens a token attends by blocks of queries, which copy keys and values.
+
+    A window on SDPA does so, except on a GPU in half precision.
+    """
     config, half_on_gpu = setting.config, not setting.on_cpu and setting.compute_bytes == 2
     if layer_type != "sliding_attention" or config._attn_implementation != "sdpa" or half_on_gpu:
         return False
@@ -185,7 +159,7 @@ def goes_in_blocks(setting: Setting, virtual: int, layer_type: str) -> bool:
 def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, float]:
     """Return what autograd keeps of a layer, and what its backward needs beside that, on one device."""
     config, form = setting.config, "eager" if setting.config._attn_implementation == "eager" else "sdpa"
-    tokens = setting.batch * setting.tokens // setting.layout.sequence_parallel
+    tokens = setting.device_tokens
     compute, residual = setting.compute_bytes, setting.weight_bytes
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     virtual = config.num_pseudo_heads if kind == "iha" else 1
@@ -222,8 +196,8 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
 
 
 def loss_bytes(setting: Setting) -> float:
-    """What TRL's loss holds: a tile of logits, and the gradients of the hidden states and of the head in float32."""
-    config, tokens = setting.config, setting.batch * setting.tokens // setting.layout.sequence_parallel
+    """Return what TRL's loss holds: a tile of logits, and gradients of hidden states and head in float32."""
+    config, tokens = setting.config, setting.device_tokens
     rows, columns = min(tokens, TOKEN_CHUNK_SIZE), min(config.vocab_size, VOCABULARY_CHUNK)
     if setting.on_cpu:
         tile = rows * columns * (setting.compute_bytes + TILE_BYTES)
@@ -233,7 +207,7 @@ def loss_bytes(setting: Setting) -> float:
 
 
 def estimate(setting: Setting) -> Memory:
-    """The memory of a training step on each device (see the attributes of `Memory`)."""
+    """Compute the memory of a training step on each device."""
     config, parameters, layout = setting.config, setting.parameters, setting.layout
     states = STATE_BYTES.get(setting.optimizer, 2)
     if layout.sharded:
@@ -250,7 +224,7 @@ def estimate(setting: Setting) -> Memory:
 
     kinds = list(zip(config.attention_kinds, config.layer_types))
     layers = {kind: layer_bytes(setting, *kind) for kind in set(kinds)}
-    tokens = setting.batch * setting.tokens // layout.sequence_parallel
+    tokens = setting.device_tokens
     if setting.checkpointing:
         kept = len(kinds) * tokens * config.hidden_size * setting.weight_bytes
         backward = max(map(sum, layers.values()))
@@ -265,8 +239,10 @@ def estimate(setting: Setting) -> Memory:
 
 
 def known_config(config: PreTrainedConfig) -> IHAConfig | None:
-    """The configuration that the plan computes with: an IHAConfig whose mechanisms all have a cost function; for a
-    Llama, that of the same model by this package; or None."""
+    """Return the configuration to compute with, or None for a model whose memory is not known.
+
+    An IHAConfig needs a cost function for each of its kinds; a Llama has that of the same model by this package.
+    """
     if type(config) is LlamaConfig:
         fields = {name: value for name, value in config.to_dict().items() if hasattr(IHAConfig, name)}
         config = IHAConfig(**{**fields, "attention_kinds": "mha"})
@@ -276,14 +252,14 @@ def known_config(config: PreTrainedConfig) -> IHAConfig | None:
 
 
 def launched_layout() -> Layout:
-    """The devices that `accelerate launch` has given this run, from the environment variables that it sets."""
+    """Read the devices of this run from the environment variables that `accelerate launch` sets."""
     devices = int(os.environ.get("WORLD_SIZE", 1))
     sharded = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED"))
     return Layout(devices, sharded and devices > 1, int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", 1)))
 
 
 def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> Setting | None:
-    """What a run's memory depends on; None for a model whose memory is not known."""
+    """Return what a run's memory depends on, or None for a model whose memory is not known."""
     known = known_config(config)
     if known is None:
         return None
@@ -307,103 +283,98 @@ def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) ->
 
 
 def available_memory(args: SFTConfig) -> float:
-    """Bytes that a process of this run can have: of its GPU, or its share of the memory that is free now."""
+    """Return the bytes of this process's GPU, or its share of the RAM that is free now."""
     if args.device.type == "cuda":
         return torch.cuda.get_device_properties(args.device).total_memory
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def smallest_change(setting: Setting, config: PreTrainedConfig, run: RunArguments, limit: float) -> str | None:
-    """What to change for a run to fit into `limit` bytes, or None. Changes are ordered from those that leave what is
-    learned as it is to a shorter length; combinations by the farthest of their changes, then by their number."""
-    options: list[tuple[str, dict]] = []
+def alternatives(setting: Setting, config: PreTrainedConfig, run: RunArguments) -> dict[str, Setting]:
+    """Return the run as it is, then with one change at a time, in the order in which to try them."""
+    changes: dict[str, dict] = {str(setting.layout): {}}
     if setting.batch > 1:
-        words = f"per_device_train_batch_size 1 with {setting.batch} times the gradient_accumulation_steps"
-        options.append((words, {"batch": 1}))
-    if not setting.checkpointing:
-        options.append(("gradient_checkpointing", {"checkpointing": True}))
+        changes[f"per_device_train_batch_size 1, accumulated {setting.batch} times"] = {"batch": 1}
+    known = setting.config
+    title = "no gradient_checkpointing" if setting.checkpointing else "gradient_checkpointing"
+    changes[title] = {"checkpointing": not setting.checkpointing}
+    takes_forms = (
+        "iha" in known.attention_kinds and known.num_pseudo_heads > 1 and known._attn_implementation == "sdpa"
+    )
+    if takes_forms and not setting.checkpointing:
+        form = "virtual" if setting.attention_form == "base" else "base"
+        changes[f"attention_form {form}"] = {"attention_form": form}
     if not run.use_peft:
-        options.append(("use_peft (LoRA)", {"parameters": count_parameters(config, replace(run, use_peft=True))}))
-    for devices in (2, 4, 8, 16, 32, 64, 128):
-        if devices > setting.layout.devices or not setting.layout.sharded:
-            options.append((f"FSDP2 on {devices} devices", {"layout": Layout(devices, sharded=True)}))
-    for devices in (8, 16, 32, 64, 128):
-        if not setting.on_cpu and devices > setting.layout.devices:
-            words = f"FSDP2 on {devices} devices with sequence parallelism over 8"
-            options.append((words, {"layout": Layout(devices, True, 8)}))
-    for part in (2, 4, 8, 16, 32, 64):
-        if setting.tokens // part:
-            options.append((f"max_length {setting.tokens // part}", {"tokens": setting.tokens // part}))
-    sets = (chosen for count in (1, 2, 3) for chosen in combinations(range(len(options)), count))
-    for chosen in sorted(sets, key=lambda chosen: (chosen[-1], len(chosen))):
-        fields = {name: value for index in chosen for name, value in options[index][1].items()}
-        if len(fields) == len(chosen) and estimate(replace(setting, **fields)).total <= limit:
-            return " and ".join(options[index][0] for index in chosen)
-    return None
+        adapted = count_parameters(config, replace(run, use_peft=True))
+        changes["use_peft (LoRA)"] = {"parameters": adapted}
+    for layout in (Layout(8), Layout(8, True), Layout(64, True), Layout(8, True, 8), Layout(64, True, 8)):
+        if layout != setting.layout:
+            changes[str(layout)] = {"layout": layout}
+    for part in (2, 4, 8):
+        if tokens := setting.tokens // part:
+            changes[f"max_length {tokens}"] = {"tokens": tokens}
+    return {title: replace(setting, **fields) for title, fields in changes.items()}
 
 
-def table(rows: dict[str, Memory]) -> str:
-    """Gigabytes (1e9 bytes) on each device, one line to a row."""
+def table(settings: dict[str, Setting]) -> str:
+    """Return the plans in gigabytes (1e9 bytes) on each device, one line to a setting."""
     columns = ("weights", "gradients", "optimizer", "activations", "working", "total")
     lines = [f"{'GB on each device':<50}{''.join(f'{name:>12}' for name in columns)}"]
-    for title, memory in rows.items():
+    for title, setting in settings.items():
+        memory = estimate(setting)
         lines.append(f"{title:<50}{''.join(f'{value / GB:>12.2f}' for value in (*astuple(memory), memory.total))}")
     return "\n".join(lines)
 
 
-def process_line(memory: Memory, held: int) -> str:
-    """Return what a process on a CPU takes in all, of which it holds `held` bytes before the model is loaded."""
-    total = memory.total * ALLOCATOR + held + LOADED_LATER
+def process_line(memory: Memory) -> str:
+    """Return what this process takes in all on a CPU, where the model is not loaded yet."""
+    libraries = psutil.Process().memory_info().rss + LOADED_LATER
+    total = memory.total * ALLOCATOR + libraries
     return (
-        f"The process takes up to {total / GB:.2f} GB: {(held + LOADED_LATER) / GB:.2f} GB for the libraries, the plan, and "
+        f"The process takes up to {total / GB:.2f} GB: {libraries / GB:.2f} GB for the libraries, the plan, and "
         f"{ALLOCATOR - 1:.0%} of it for the allocator."
     )
 
 
 def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> None:
-    """Prints what the run will take on each device. Raises `UserError` when that is more than there is, naming the
-    smallest change after which it fits."""
+    """Print what the run will take on each device and what there is, and refuse a run that needs more.
+
+    The error names the first of the `alternatives` that fits.
+    """
+    say = args.distributed_state.print
     setting = run_setting(config, run, args)
     if setting is None:
-        args.distributed_state.print(f"No memory plan: a {config.model_type!r} model, or a mechanism without a cost.")
+        say(f"No memory plan: a {config.model_type!r} model, or a mechanism without a cost.")
         return
     memory, limit = estimate(setting), available_memory(args) if run.memory_gb is None else run.memory_gb * GB
-    args.distributed_state.print(table({f"this run: {setting.layout}": memory}))
-    needed = memory.total
+    # On a CPU, what is free now is beside what this process holds already.
+    reserve = ALLOCATOR if setting.on_cpu else 1
+    needed = memory.total * reserve
+    say(table({f"this run: {setting.layout}": setting}))
+    say(f"Limit: {limit / GB:.2f} GB on each device (memory_gb states another).")
     if setting.on_cpu:
-        # What is free now is beside what this process holds already.
-        args.distributed_state.print(process_line(memory, psutil.Process().memory_info().rss))
-        needed *= ALLOCATOR
-    if needed > limit:
-        change = smallest_change(setting, config, run, limit * memory.total / needed)
-        advice = (
-            f"it would fit with {change}"
-            if change
-            else "no change that is known here makes it fit: take a smaller model"
-        )
-        raise UserError(
-            f"The run needs {needed / GB:.1f} GB on each device and there are {limit / GB:.1f} GB: {advice}. "
-            "(memory_gb states another limit.)"
-        )
-
-
-def layouts(setting: Setting) -> dict[str, Memory]:
-    """The plan of a run, and of the same run on other devices and in other forms."""
-    forms = {"": setting}
-    other = not setting.checkpointing
-    forms[f"{'with' if other else 'without'} checkpointing"] = replace(setting, checkpointing=other)
-    if "iha" in setting.config.attention_kinds and not setting.checkpointing:
-        form = "virtual" if setting.attention_form == "base" else "base"
-        forms[f"attention_form {form}"] = replace(setting, attention_form=form)
-    rows = {" ".join(filter(None, (f"{setting.layout}", name))): estimate(form) for name, form in forms.items()}
-    for layout in (Layout(8), Layout(8, True), Layout(64, True), Layout(8, True, 8), Layout(64, True, 8)):
-        if layout != setting.layout:
-            rows[str(layout)] = estimate(replace(setting, layout=layout))
-    return rows
+        say(process_line(memory))
+    if needed <= limit:
+        return
+    # accelerate shards on accelerators only.
+    others = {
+        title: other
+        for title, other in alternatives(setting, config, run).items()
+        if not (other.on_cpu and other.layout.sharded)
+    }
+    say(table(others))
+    fitting = (title for title, other in others.items() if estimate(other).total * reserve <= limit)
+    if change := next(fitting, None):
+        advice = f"it would fit with {change}"
+    else:
+        advice = "no change that is known here makes it fit by itself: combine several, or take a smaller model"
+    raise UserError(
+        f"The run needs {needed / GB:.1f} GB on each device and there are {limit / GB:.1f} GB: {advice}. "
+        "(memory_gb states another limit.)"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the plan of the command line. Raises `UserError`."""
+    """Print the plan of the command line."""
     argv = list(sys.argv[1:] if argv is None else argv)
     config = name = None
     if "--preset" in argv:
@@ -417,20 +388,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     run, args = RecipeParser(SFTConfig, USAGE).parse([*argv, "--use_cpu", "true"])
     if name is not None:
         # The window of the paper's schedule follows the length.
-        length = (
-            {} if run.max_position_embeddings is None else {"max_position_embeddings": run.max_position_embeddings}
-        )
-        config = IHAConfig.from_preset(name, **length)
+        length = run.max_position_embeddings
+        config = IHAConfig.from_preset(name, **({"max_position_embeddings": length} if length else {}))
     config = run_config(run, args, config)
     setting = run_setting(config, run, args)
     if setting is None:
         raise UserError(f"No memory plan for a {config.model_type!r} model: expected 'iha' or 'llama'.")
     setting = replace(setting, on_cpu=on_cpu)
     print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if on_cpu else 'GPU'}")
-    rows = layouts(setting)
-    print(table(rows))
+    print(table(alternatives(setting, config, run)))
     if on_cpu:
-        print(process_line(next(iter(rows.values())), psutil.Process().memory_info().rss))
+        print(process_line(estimate(setting)))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
 from common.checkpoint_io import load_tokenizer
+from sft.arguments import read_chat_template
 from sft.data import (
     check_split,
     column,
@@ -91,7 +92,6 @@ from sft.data import (
     kind_of,
     load_rows,
     local_files,
-    read_chat_template,
     to_row,
     tokenize,
 )
@@ -111,7 +111,7 @@ def is_prepared(name: str) -> bool:
 
 
 def fingerprints(tokenizer: PreTrainedTokenizerBase, kind: str, assistant_only: bool) -> dict:
-    """What the token columns of rows depend on, besides the rows: entries of the manifest."""
+    """Return the entries of the manifest that say what token columns depend on besides the rows."""
     return {
         "kind": kind,
         "assistant_only_loss": assistant_only,
@@ -133,8 +133,10 @@ def _hash(text: str) -> str:
 
 
 def load_prepared(directory: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> Dataset:
-    """The tokenized rows of a prepared directory. Raises `UserError` when they were made for another tokenizer, chat
-    template or loss, or are not whole."""
+    """Return the tokenized rows of a prepared directory.
+
+    Raises `UserError` when they were made for another tokenizer, chat template or loss, or are not whole.
+    """
     manifest = read_json(Path(directory) / MANIFEST)
     made_for = fingerprints(tokenizer, manifest.get("kind"), assistant_only)
     different = [name for name, value in made_for.items() if manifest.get(name) != value]
@@ -153,7 +155,7 @@ def load_prepared(directory: str, tokenizer: PreTrainedTokenizerBase, assistant_
 
 
 def digest(row: dict) -> str:
-    """Equal for rows that ask and answer the same, whatever their system prompt, white space and Unicode form."""
+    """Hash what a row asks and answers, whatever its system prompt, white space and Unicode form."""
     if "text" in row:
         parts = [row["text"]]
     else:
@@ -175,7 +177,7 @@ def _convert(row: dict, where: str, kind: str, columns: tuple[str, ...], drops_b
 
 
 def _keep(rows: Dataset, why_dropped: Callable[[dict], str | None], columns: list[str], dropped: Counter) -> Dataset:
-    """The rows for which `why_dropped` gives no reason; counts the others in `dropped`, by reason."""
+    """Return the rows for which `why_dropped` gives no reason, and count the others in `dropped`."""
     kept = []
     for index, row in enumerate(rows.select_columns(columns)):
         reason = why_dropped(row)
@@ -187,7 +189,7 @@ def _keep(rows: Dataset, why_dropped: Callable[[dict], str | None], columns: lis
 
 
 def prepare(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Counter]:
-    """The tokenized rows of `args.source` that are kept, and how many were dropped for which reason."""
+    """Return the tokenized rows of `args.source` that are kept, and how many were dropped for which reason."""
     wanted = {name: {value for other, value in args.where if other == name} for name, _ in args.where}
     convert = partial(_convert, columns=tuple(wanted), drops_bad_rows=args.drop_bad_rows)
     columns = [*(f"where {name}" for name in wanted), "problem", "digest"]
@@ -232,7 +234,7 @@ def _listed(counts: Counter) -> str:
 
 
 def lengths(rows: Dataset, max_length: int | None, packing: str | None) -> dict:
-    """The distribution of the rows' lengths in tokens, what `max_length` cuts away, and what packing makes of them."""
+    """Return the distribution of the rows' lengths, what `max_length` cuts, and what packing makes of them."""
     num_tokens = column(rows, "num_tokens")
     counts, edges = np.histogram(num_tokens, bins=BINS)
     report = {
@@ -260,7 +262,7 @@ def lengths(rows: Dataset, max_length: int | None, packing: str | None) -> dict:
 
 
 def content_hash(rows: Dataset) -> str:
-    """SHA-256 of the tokens, labels and lengths of the rows, in their order."""
+    """Return the SHA-256 of the tokens, labels and lengths of the rows, in their order."""
     sha = hashlib.sha256()
     for table in rows.select_columns(["input_ids", "labels", "num_tokens"]).with_format("arrow").iter(1000):
         for name in ("input_ids", "labels"):
@@ -272,8 +274,10 @@ def content_hash(rows: Dataset) -> str:
 def save(
     rows: Dataset, dropped: Counter, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, directory: Path
 ) -> dict:
-    """Write rows, manifest and length report into `directory`; returns the report. Neither holds a path or a time:
-    the same input gives the same bytes."""
+    """Write rows, manifest and length report into `directory`, and return the report.
+
+    None holds a path or a time: the same input gives the same bytes.
+    """
     rows.save_to_disk(str(directory / ROWS))
     report = lengths(rows, args.max_length, args.packing)
     files = local_files(args.source)

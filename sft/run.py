@@ -1,29 +1,97 @@
-"""One run of a recipe, whatever its trainer: its checks, its lock and record, training, and what it leaves."""
+"""Run a recipe with the trainer that a command builds: lock, record, training, and what is left in output_dir."""
 
+import hashlib
+import json
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
-from transformers import Trainer, TrainingArguments
+from datasets import load_dataset_builder
+from datasets.exceptions import DatasetNotFoundError
+from matplotlib.figure import Figure
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.hub import extract_commit_hash
 
-from common.command_io import UserError, sole_writer
+from common.checkpoint_io import load_config_dict
+from common.command_io import (
+    ROOT,
+    UserError,
+    current_commit,
+    file_sha256,
+    new_directory,
+    one_line,
+    read_json,
+    sole_writer,
+    whole_file,
+    write_json,
+)
 from conversion_scripts.push_to_hub import publish
-from sft.arguments import RecipeParser, RunArguments, check_values
-from sft.checkpoints import checkpoint_to_resume, newest_complete_checkpoint, save_final, write_losses
+from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
+from sft.arguments import UNUSED_KEYS, RecipeParser, RunArguments, chat_template, check_values
+from sft.data import local_files, sources
 from sft.distributed import check_launch, whole_model
-from sft.run_record import check_record, keep_record, make_record, note_stop
-from sft.trainer import NotFiniteError
+from sft.trainer import NotFiniteError, RecipeTrainer, checkpoint_to_resume, newest_complete_checkpoint
 
 
-BuildTrainer = Callable[[RunArguments, TrainingArguments], Trainer]
+BuildTrainer = Callable[[RunArguments, TrainingArguments], RecipeTrainer]
+RECORD = "run.json"
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+# Of a checkpoint, what decides on the model and its tokens: a card or a log beside it does not.
+_MODEL_FILES = ("*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.model", "*.txt")
+# Of Transformers' keys, those that decide on what is learned and which weights are kept.
+_TRAINER_KEYS = {
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm", "weight_decay"),
+    *("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("auto_find_batch_size", "average_tokens_across_devices", "label_smoothing_factor", "neftune_noise_alpha"),
+    *("seed", "data_seed", "full_determinism", "train_sampling_strategy", "length_column_name", "ignore_data_skip"),
+    *("dataloader_drop_last", "dataloader_in_order", "remove_unused_columns", "label_names"),
+    *("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "use_cpu", "use_liger_kernel"),
+    *("liger_kernel_config", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
+    *("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
+    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+}
+# Of TRL's keys and ours, those that decide on neither. Files that keys name are recorded by their content.
+_FREE_KEYS = {
+    *("model_name_or_path", "dataset_name", "chat_template_path", "dataset_num_proc", "activation_offloading"),
+    *("eval_packing", "sample_prompts", "memory_gb", "push_repo_id", *UNUSED_KEYS),
+}
+# Recorded for the reader: the hash beside them is what is compared.
+_INFORMATION = {("base_model", "name"), ("data", "name"), ("code", "commit")}
+# A panel of curves.png -> the logged figures it shows.
+PANELS = {
+    "loss": ("loss", "eval_loss"),
+    "token accuracy": ("mean_token_accuracy", "eval_mean_token_accuracy"),
+    "gradient norm": ("grad_norm",),
+    "learning rate": ("learning_rate", "mixing_learning_rate"),
+    "mixing's distance from its start": ("mixing_distance",),
+    "tokens per second": ("tokens_per_second",),
+    "peak memory (GiB)": ("peak_memory_gib",),
+}
+# Keys of a recipe that a model card names in any case; others when they are not the default.
+CARD_KEYS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_length",
+    "seed",
+)
 
 
 def run_recipe(
     config_class: type[TrainingArguments], usage: str, build: BuildTrainer, argv: Sequence[str] | None
 ) -> None:
-    """Run a recipe, parsed from `argv` or the command line, with the trainer that `build` makes of it to
-    `output_dir`/final, resuming what was begun. Raises `UserError`."""
+    """Run the recipe of `argv`, or of the command line, to `output_dir`/final, and resume what was begun.
+
+    `build` makes the trainer of the recipe. Raises `UserError`.
+    """
     run, args = RecipeParser(config_class, usage).parse(sys.argv[1:] if argv is None else argv)
     check_values(run, args)
     check_launch(run, args)
@@ -34,7 +102,7 @@ def run_recipe(
 
 
 def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> None:
-    """Train, save and, where the recipe says so, publish. Raises `UserError`."""
+    """Train, save and, where the recipe says so, publish."""
     is_main = args.process_index == 0
     final = Path(args.output_dir) / "final"
     if final.exists():
@@ -56,9 +124,10 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
         if is_main:
             note_stop(record, str(error), args.output_dir)
         good = newest_complete_checkpoint(args.output_dir)
+        last = f"The last good checkpoint is {good}" if good else "There is no checkpoint"
         raise UserError(
-            f"Training stopped at {error} {f'The last good checkpoint is {good}' if good else 'There is no checkpoint'}. "
-            "Lower the rates, or look for what is odd in the data, and start in another output_dir."
+            f"Training stopped at {error} {last}. Lower the rates, or look for what is odd in the data, and start in "
+            "another output_dir."
         ) from error
 
     model = whole_model(trainer)
@@ -75,3 +144,238 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
     del trainer
     accelerator.free_memory()
     accelerator.end_training()
+
+
+# The record of a run
+
+
+def make_record(run: RunArguments, args: TrainingArguments) -> dict[str, dict]:
+    """Return what the run is made of, as sections of JSON values.
+
+    Raises `UserError` for a model or data that are not there.
+    """
+    template = chat_template(args)
+    # Of a token, `to_dict` hides the value.
+    values = args.to_dict() | {key: value for key, value in vars(args).items() if key in ("eos_token", "pad_token")}
+    others = TrainingArguments.__dataclass_fields__.keys() - _TRAINER_KEYS | _FREE_KEYS
+    recipe = {key: value for key, value in (asdict(run) | values).items() if key not in others}
+    recipe["chat_template"] = template and hashlib.sha256(template.encode()).hexdigest()
+    record = {
+        "data": {"name": run.dataset_name, **_identify_data(run.dataset_name)},
+        "base_model": {"name": run.model_name_or_path, **_identify_model(run.model_name_or_path)},
+        "recipe": recipe,
+        "processes": {"number": args.world_size, "kind": args.distributed_state.distributed_type},
+        "code": _identify_code(),
+        "versions": {name: version(name) for name in LIBRARIES},
+    }
+    return json.loads(json.dumps(record, default=str))
+
+
+def keep_record(record: dict[str, dict], output_dir: str | Path) -> None:
+    """Write `record` to `output_dir`/run.json, unless the checkpoints there belong to such a run already.
+
+    A record without checkpoints is replaced, since nothing was learned yet. Prints what stopped the earlier run, and
+    which libraries have changed. Raises `UserError` for checkpoints of another run or without a record.
+    """
+    directory = Path(output_dir)
+    if any(directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
+        kept = check_record(record, directory)
+        for name, then in kept.get("versions", {}).items():
+            if (now := record["versions"].get(name)) != then:
+                print(f"Warning: this run began with {name} {then} and continues with {now}.", flush=True)
+        if stopped := kept.get("stopped"):
+            print(f"This run stopped before at {stopped}", flush=True)
+    else:
+        _write(record, directory)
+
+
+def check_record(record: dict[str, dict], directory: Path) -> dict[str, dict]:
+    """Return the record kept in `directory`.
+
+    Raises `UserError` when there is none, or `record` differs from it in what decides on what is learned.
+    """
+    if not (directory / RECORD).exists():
+        raise UserError(
+            f"{directory} holds checkpoints and no {RECORD}, so nothing says which run they belong to: choose another "
+            "output_dir, or remove them."
+        )
+    kept = read_json(directory / RECORD)
+    differences = []
+    for section in ("base_model", "data", "recipe", "processes", "code"):
+        then, now = kept.get(section), record[section]
+        if not isinstance(then, dict):
+            raise UserError(f"{directory / RECORD} holds no section {section!r}: choose another output_dir.")
+        for key in sorted(then.keys() | now.keys()):
+            if (section, key) not in _INFORMATION and then.get(key) != now.get(key):
+                name = key if section == "recipe" else f"{section} {then.get('name', '')}".strip() + f" ({key})"
+                differences.append(f"{name} was {_short(then.get(key))} and is {_short(now.get(key))}")
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise UserError(
+            f"{directory} belongs to another run: {'; '.join(differences[:3])}{more}. Choose another output_dir, or "
+            "give this run what it began with."
+        )
+    return kept
+
+
+def note_stop(record: dict[str, dict], reason: str, output_dir: str | Path) -> None:
+    """Add to the record kept in `output_dir` why the run stopped, for whoever starts it again."""
+    _write(record | {"stopped": reason}, Path(output_dir))
+
+
+def _write(record: dict[str, dict], directory: Path) -> None:
+    write_json(directory / RECORD, record)
+
+
+def _short(value: object) -> str:
+    # Of a hash, enough to tell two apart.
+    return value[:12] if isinstance(value, str) and len(value) >= 40 else repr(value)
+
+
+def _identify_model(source: str) -> dict[str, str | None]:
+    """Return the hash of a local checkpoint's files, or the commit of one on the Hub."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return {"sha256": file_sha256(path)}
+    load_config_dict(source)
+    if path.is_dir():
+        return {"sha256": hash_files({file for pattern in _MODEL_FILES for file in path.glob(pattern)})}
+    return {"commit": extract_commit_hash(cached_file(source, CONFIG_NAME), None)}
+
+
+def _identify_data(name: str) -> dict[str, str | None]:
+    """Return the hash of a local source or of a mixture with all its parts, or the commit of a dataset on the Hub."""
+    if (parts := sources(name)) != [(name, 1.0)]:
+        identities = [(share, _identify_data(part)) for part, share in parts]
+        return {"sha256": hashlib.sha256(json.dumps(identities).encode()).hexdigest()}
+    path = Path(name).expanduser()
+    if path.is_file():
+        return {"sha256": file_sha256(path)}
+    if path.is_dir():
+        return {"sha256": hash_files(file for file in path.rglob("*") if file.is_file())}
+    local_files(name)  # refuses the name of a file that is not there
+    try:
+        return {"revision": load_dataset_builder(name).hash}
+    except (DatasetNotFoundError, ValueError, ConnectionError) as error:
+        raise UserError(f"cannot load dataset {name!r}: {one_line(error)}") from None
+
+
+def _identify_code() -> dict[str, str]:
+    files = [*ROOT.glob("sft/*.py"), *ROOT.glob("modeling_iha/*.py")]
+    return {"sha256": hash_files(files), "commit": current_commit()}
+
+
+def hash_files(files: Iterable[Path]) -> str:
+    """Return a SHA-256 over the names and contents of files, whatever directory they lie in."""
+    lines = sorted(f"{file_sha256(file)}  {file.name}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+# Results
+
+
+def write_losses(history: list[dict], output_dir: str | Path) -> None:
+    """Write the losses of `history` as loss.json and loss.png, and the figures of `PANELS` as curves.json and .png.
+
+    A curve is [[step, value], ...]; losses are nats per token of SFT.
+    """
+    output_dir = Path(output_dir)
+    names = [name for panel in PANELS.values() for name in panel]
+    curves = {name: [[entry["step"], entry[name]] for entry in history if name in entry] for name in names}
+    losses = {"train": curves["loss"], "eval": curves["eval_loss"]}
+    write_json(output_dir / "loss.json", losses)
+    write_json(output_dir / "curves.json", curves)
+
+    figure = Figure()
+    _plot(figure.subplots(), "loss", losses)
+    _write_figure(figure, output_dir / "loss.png")
+    figure = Figure(figsize=(10, 12), layout="constrained")
+    for axes, (title, panel) in zip(figure.subplots(4, 2).flat, PANELS.items()):
+        _plot(axes, title, {name: curves[name] for name in panel})
+    figure.axes[-1].set_visible(False)  # seven panels in eight places
+    _write_figure(figure, output_dir / "curves.png")
+
+
+def _plot(axes, title: str, curves: dict[str, list]) -> None:
+    for name, points in curves.items():
+        steps, values = zip(*points, strict=True) if points else ((), ())
+        axes.plot(steps, values, marker=".", label=name)
+    axes.set(xlabel="step", ylabel=title)
+    axes.legend()
+
+
+def _write_figure(figure: Figure, path: Path) -> None:
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def save_final(
+    trainer: RecipeTrainer, model: PreTrainedModel, run: RunArguments, record: dict[str, dict], directory: Path
+) -> None:
+    """Write the trained `model` (see `whole_model`) with its code, tokenizer and card as `directory`.
+
+    The card is filled from `record` and from what `trainer` logged; the curves in its output_dir come along. Raises
+    `UserError` for a weight that is not a number.
+    """
+    trainer.check_weights()
+    if run.use_peft:
+        model = model.merge_and_unload()
+    with new_directory(directory) as temporary:
+        model.save_pretrained(temporary)
+        trainer.processing_class.save_pretrained(temporary)
+        if model.config.model_type == "iha":
+            source = run.model_name_or_path
+            card = render_card(
+                model.config,
+                Path(trainer.args.output_dir).name,
+                base_model=source_base_model(source),
+                license=source_license(source),
+                datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
+                details=_card_details(trainer, run, record),
+            )
+            (temporary / "README.md").write_text(card, encoding="utf-8")
+            shutil.copy(Path(trainer.args.output_dir) / "curves.png", temporary)
+
+
+def _card_details(trainer: RecipeTrainer, run: RunArguments, record: dict[str, dict]) -> str:
+    """Return the card's section on the run, in Markdown."""
+    history, args = trainer.state.log_history, trainer.args
+    code, recipe = record["code"], record["recipe"]
+    source, data = source_name(run.model_name_or_path), source_name(run.dataset_name)
+    defaults = {
+        key: declared.default for kind in (run, args) for key, declared in type(kind).__dataclass_fields__.items()
+    }
+    facts = {
+        "Base model": f"{source}, {_identity(record['base_model'])}",
+        "Data": f"{data}, {_identity(record['data'])}",
+        "Steps": trainer.state.global_step,
+    }
+    for title, name in (("Training loss", "loss"), ("Held-out loss", "eval_loss")):
+        if values := [entry[name] for entry in history if name in entry]:
+            facts[f"{title}, first and last logged"] = f"{values[0]:.4f}, {values[-1]:.4f}"
+    facts["Processes"] = record["processes"]["number"]
+    facts["Code"] = f"commit {code['commit']}, SHA-256 {code['sha256']}"
+    facts["Versions"] = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    facts |= {
+        f"`{key}`": value
+        for key, value in recipe.items()
+        if not isinstance(value, dict | None) and (key in CARD_KEYS or value != defaults.get(key))
+    }
+    rate = run.mixing_rate(args.learning_rate)
+    adapters = f", LoRA adapters of rank {run.lora_r}, merged" if run.use_peft else ""
+    table = "\n".join(f"| {name} | {markdown(value)} |" for name, value in facts.items())
+    return f"""## Fine-tuning
+
+Fine-tuned from {markdown(source)} on {markdown(data)} for {trainer.state.global_step} steps with TRL's \
+{trainer._name}Trainer: learning rate {args.learning_rate:g}, mixing and collapse weights {rate:g}{adapters}.
+
+![Curves of the run](curves.png)
+
+| | |
+|---|---|
+{table}"""
+
+
+def _identity(section: dict[str, str | None]) -> str:
+    kind = next(name for name in ("sha256", "commit", "revision") if name in section)
+    return f"{'SHA-256' if kind == 'sha256' else kind} {section[kind]}"

@@ -50,7 +50,7 @@ verifier = cache(reasoning_gym.get_score_answer_fn)
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` in the block when it has run for `seconds`. For the main thread only."""
+    """Raise `TimeoutError` in the block when it has run for `seconds`; works in the main thread only."""
 
     def stop(*_):
         raise TimeoutError
@@ -65,7 +65,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def is_right(reply: str, generator: str, entry: dict) -> bool:
-    """Whether the verifier gives the solution of a reply (see `extract_solution`) the full score.
+    """Return whether the verifier gives the solution of a reply (see `extract_solution`) the full score.
 
     Less is wrong: many verifiers give nonsense a part of the score. A reply that the verifier fails on, or that it
     does not finish with, is wrong too: those that evaluate a reply never finish with "9**9**9".
@@ -79,21 +79,23 @@ def is_right(reply: str, generator: str, entry: dict) -> bool:
 
 
 def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int) -> None:
-    """Raises `UserError` for chat prompts that leave no room for `new_tokens` more in the model's positions."""
+    """Refuse chat prompts that leave no room for `new_tokens` more in the model's positions."""
     with rendering("the prompts"):
         encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)
     longest, positions = max(map(len, encoded["input_ids"])), model.config.max_position_embeddings
     if longest + new_tokens > positions:
         raise UserError(
-            f"the longest prompt has {longest} tokens and its reply may have {new_tokens} more, but the model has only "
-            f"{positions} positions: generate fewer tokens or leave long prompts out."
+            f"the longest prompt has {longest} tokens and its reply may have {new_tokens} more, but the model has "
+            f"only {positions} positions: generate fewer tokens or leave long prompts out."
         )
 
 
 @torch.inference_mode()
 def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: int, max_new_tokens: int) -> list[str]:
-    """The model's greedy replies to chat prompts, in batches padded on the left, with a progress bar. Raises
-    `UserError` for a tokenizer without a chat template or without a token to pad with, and see `check_positions`."""
+    """Return the model's greedy replies to chat prompts, in batches padded on the left.
+
+    Raises `UserError` for a tokenizer without a chat template or a token to pad with, and see `check_positions`.
+    """
     if tokenizer.chat_template is None:
         raise UserError("The tokenizer has no chat template: score a chat model, or add one (see sft/chat_templates).")
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
@@ -123,8 +125,11 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
 
 
 def check_rows(rows: list[dict]) -> list[list[dict]]:
-    """The chat prompts of rows of make_reasoning_data.py. Raises `UserError` for a row that is not of that format or
-    whose verifier rejects the row's own answer or accepts nonsense."""
+    """Return the chat prompts of rows of make_reasoning_data.py.
+
+    Raises `UserError` for a row of another format, and where the verifier rejects the row's own answer or accepts
+    nonsense.
+    """
     prompts = []
     for number, row in enumerate(rows, 1):
         *prompt, answer = to_messages(row, f"row {number}")
@@ -149,7 +154,7 @@ def check_rows(rows: list[dict]) -> list[list[dict]]:
 
 
 def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_tokens: int = 96) -> dict:
-    """Accuracy of a model on rows of make_reasoning_data.py: {"accuracy", "correct", "rows", "replies"}.
+    """Return the accuracy of a model on rows of make_reasoning_data.py: {"accuracy", "correct", "rows", "replies"}.
 
     A reply counts when it `is_right`. Raises `UserError` for a bad row (see `check_rows`) and for a tokenizer and
     prompts that `generate_replies` refuses.
@@ -161,8 +166,7 @@ def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_toke
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Score the model and rows of the command line, print the accuracy and return `score`'s result. Raises
-    `UserError`."""
+    """Score the model and rows of the command line, print the accuracy and return `score`'s result."""
     args = parse_arguments(argv)
     for name in ("limit", "batch_size", "max_new_tokens"):
         if (count := getattr(args, name)) is not None and count < 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from common.command_io import run_cli
-from sft.run_arguments import RunArguments, answer_help
+from sft.arguments import RunArguments, answer_help
 
 
 USAGE = """accelerate launch sft/train.py --config sft/recipes/NAME/sft.yaml [--key value ...]
@@ -27,18 +27,15 @@ if __name__ == "__main__":
 
 from trl import SFTConfig
 
-from sft.callbacks import SampleReplies
-from sft.context import run_config
+from sft.base_model import lora_config, prepare_model, run_config
 from sft.memory_plan import check_memory
-from sft.model import lora_config, prepare_model
-from sft.packing import check_packing
 from sft.run import run_recipe
-from sft.trainer import MixingTrainer
-from sft.training_rows import check_rows, epoch_summary, training_rows
+from sft.trainer import MixingTrainer, SampleReplies
+from sft.training_rows import check_packing, check_rows, epoch_summary, training_rows
 
 
 def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
-    """The trainer of a recipe with its model and rows loaded. Raises `UserError`."""
+    """Load the model and rows of a recipe and build its trainer."""
     check_rows(run, args)
     config = run_config(run, args)
     check_memory(config, run, args)
@@ -54,7 +51,7 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
         peft_config=lora_config(run, model),
         mixing_learning_rate=run.mixing_rate(args.learning_rate),
     )
-    if run.streaming:
+    if run.dataset_streaming:
         # A resume skips the batches that were seen; a stream that ends would end the skipping with its first pass.
         trainer.train_dataset = trainer.train_dataset.repeat(None)
     if eval_rows is not None:

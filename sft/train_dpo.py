@@ -1,5 +1,4 @@
-"""Direct preference optimisation of a causal language model with TRL's DPOTrainer: see `--help` and
-sft/recipes/README.md."""
+"""Optimise preferences with TRL's DPOTrainer: see `--help` and sft/recipes/README.md."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from common.command_io import UserError, one_line, read_jsonl, run_cli
-from sft.run_arguments import RunArguments, answer_help
+from sft.arguments import RunArguments, answer_help
 
 
 USAGE = """accelerate launch sft/train_dpo.py --config sft/recipes/dpo/dpo.yaml [--key value ...]
@@ -34,9 +33,8 @@ from datasets.exceptions import DatasetNotFoundError
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
-from sft.context import run_config
+from sft.base_model import lora_config, prepare_model, run_config
 from sft.data import check_split, rendering, to_messages
-from sft.model import lora_config, prepare_model
 from sft.run import run_recipe
 from sft.trainer import RecipeTrainer
 from sft.training_rows import split_rows
@@ -46,11 +44,11 @@ COLUMNS = ("prompt", "chosen", "rejected")
 
 
 class MixingDPOTrainer(RecipeTrainer, DPOTrainer):
-    """The trainer of preference optimisation. It loads the reference model from where the model came."""
+    """Train by preference optimisation, with the reference model loaded from where the model came."""
 
 
 def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
-    """The `prompt`, `chosen` and `rejected` of a row, each a list of {"role": system|user|assistant, "content": text}.
+    """Return `prompt`, `chosen` and `rejected` of a row, each a list of {"role", "content"}.
 
     The prompt ends with the user, the answers are the assistant's and differ. `where` names the row in errors. Raises
     `UserError` naming the row and the column.
@@ -80,8 +78,10 @@ def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
 
 
 def load_pairs(name: str, split: str) -> Dataset:
-    """A dataset with the columns of `to_pair`, from a local .jsonl file or a split of a dataset on the Hub. Raises
-    `UserError` for a missing or empty file or dataset and for a bad row."""
+    """Load the columns of `to_pair` from a local .jsonl file or a split of a dataset on the Hub.
+
+    Raises `UserError` for a missing or empty source and for a bad row.
+    """
     if name.endswith((".jsonl", ".json")) or Path(name).exists():
         if not Path(name).is_file():
             raise UserError(f"{name}: no such file; expected a JSON-lines file or the id of a dataset on the Hub.")
@@ -99,9 +99,11 @@ def load_pairs(name: str, split: str) -> Dataset:
 
 
 def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOConfig) -> None:
-    """Print how many pairs `max_length` cuts. Raises `UserError` for a tokenizer without a chat template and for a
-    pair whose answers do not differ in what is left: TRL drops some of them without a word and learns nothing from the
-    others."""
+    """Print how many pairs `max_length` cuts.
+
+    Raises `UserError` for a tokenizer without a chat template, and for a pair whose answers do not differ in what is
+    left: TRL drops some of them silently and learns nothing from the others.
+    """
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template: fine-tune the model with sft/train.py first.")
     if args.max_length is None:
@@ -127,10 +129,10 @@ def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOC
 
 
 def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
-    """The trainer of a recipe with its model and rows loaded. Raises `UserError`."""
+    """Load the model and rows of a recipe and build its trainer."""
     if args.beta == 0:
         raise UserError("beta is 0, with which no answer is preferred: expected above 0.")
-    pairs = load_pairs(run.dataset_name, run.dataset_split)
+    pairs = load_pairs(run.dataset_name, run.dataset_train_split)
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     check_lengths(pairs, tokenizer, args)
     train_pairs, eval_pairs = split_rows(pairs, run, args)

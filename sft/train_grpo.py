@@ -1,5 +1,4 @@
-"""Reinforcement learning of a causal language model with TRL's GRPOTrainer, and reasoning-gym's verifiers as reward:
-see `--help` and sft/recipes/README.md."""
+"""Train with TRL's GRPOTrainer and reasoning-gym's verifiers as reward: see `--help` and sft/recipes/README.md."""
 
 import json
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from common.command_io import UserError, read_jsonl, run_cli
-from sft.run_arguments import RunArguments, answer_help
+from sft.arguments import RunArguments, answer_help
 
 
 # Too little to make a wrong answer in the right format worth as much as a right one.
@@ -36,8 +35,7 @@ if __name__ == "__main__":
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from sft.context import run_config
-from sft.model import lora_config, prepare_model
+from sft.base_model import lora_config, prepare_model, run_config
 from sft.run import run_recipe
 from sft.score_reasoning import check_positions, check_rows, is_right
 from sft.trainer import RecipeTrainer
@@ -49,11 +47,11 @@ FORMAT = re.compile(r"({}.+{}\s*)?{}.*\S.*{}".format(*map(re.escape, MARKERS)), 
 
 
 class MixingGRPOTrainer(RecipeTrainer, GRPOTrainer):
-    """The trainer of reinforcement learning."""
+    """Train by reinforcement learning."""
 
 
 def correctness(completions: list[list[dict]], generator: list[str], entry: list[str], **_) -> list[float]:
-    """1 for each reply that `is_right`, else 0. `entry` holds the rows' entries as JSON."""
+    """Return 1 for each reply that `is_right`, else 0; `entry` holds the rows' entries as JSON."""
     return [
         float(is_right(reply["content"], name, json.loads(text)))
         for (reply,), name, text in zip(completions, generator, entry, strict=True)
@@ -61,7 +59,7 @@ def correctness(completions: list[list[dict]], generator: list[str], entry: list
 
 
 def solution_format(completions: list[list[dict]], **_) -> list[float]:
-    """1 for each reply that is one solution block, after one block of thought or none, and nothing else; else 0."""
+    """Return 1 for each reply of one solution block, after one block of thought or none, else 0."""
     replies = [reply["content"].strip() for (reply,) in completions]
     return [
         float(FORMAT.fullmatch(reply) is not None and all(reply.count(marker) <= 1 for marker in MARKERS))
@@ -70,9 +68,11 @@ def solution_format(completions: list[list[dict]], **_) -> list[float]:
 
 
 def load_prompts(path: str) -> Dataset:
-    """A dataset of `prompt`, `generator` and `entry` from a file of make_reasoning_data.py. Entries stay JSON: as
-    columns, the rows of two generators would get each other's keys. Raises `UserError` for a missing or empty file and
-    for a bad row (see `check_rows`)."""
+    """Load `prompt`, `generator` and `entry` from a file of make_reasoning_data.py.
+
+    Entries stay JSON: as columns, the rows of two generators would get each other's keys. Raises `UserError` for a
+    missing or empty file and for a bad row (see `check_rows`).
+    """
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; expected rows made by sft/make_reasoning_data.py.")
     rows = list(read_jsonl(path))
@@ -87,7 +87,7 @@ def load_prompts(path: str) -> Dataset:
 
 
 def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
-    """The trainer of a recipe with its model and rows loaded. Raises `UserError`."""
+    """Load the model and rows of a recipe and build its trainer."""
     if args.use_vllm or args.use_transformers_continuous_batching:
         raise UserError(
             "use_vllm and use_transformers_continuous_batching are not supported: neither knows interleaved layers. "

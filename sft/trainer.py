@@ -1,51 +1,148 @@
-"""TRL's trainers with a learning rate of its own for the weights that mix heads, which stop before they learn or save
-anything that is not a number."""
+"""Train with TRL's trainers.
+
+They get a rate of their own for the weights that mix heads, checkpoints that are whole or passed over, and a stop at
+anything that is not a number.
+"""
 
 import math
 import resource
 import shutil
+import time
+from fnmatch import filter as filter_names
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator, PartialState
+from datasets import Dataset
 from torch.distributed.tensor import DTensor
-from transformers import ProgressCallback
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase, ProgressCallback, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 
 from common.checkpoint_io import check_finite
-from common.command_io import UserError, one_line
+from common.command_io import UserError, file_sha256, one_line, read_json, write_json
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from sft.callbacks import TrainingClock
-from sft.checkpoints import CHECKSUMS, file_fault, write_checksums
-from sft.distributed import DistributedTrainer
+from sft.data import IGNORED_LABEL
+from sft.distributed import OPTIMIZER_STATES, DistributedTrainer
 
 
 # The modules that mix heads or collapse pseudo-heads, with entries of order 1.
 MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
+# The file of a Trainer checkpoint that holds the size and SHA-256 of all others.
+CHECKSUMS = "checksums.json"
+SAMPLE_TOKENS = 64
 # How the libraries below a checkpoint word what the system refused to write.
 _WRITE_ERRORS = ("(os error ", "PytorchStreamWriter", "unexpected pos")
 
 
 class NotFiniteError(UserError):
-    """A loss or gradient that is not a number."""
+    """Name a loss or gradient that is not a number."""
+
+
+# Checkpoints that a run can continue from
+
+
+def write_checksums(checkpoint: Path) -> None:
+    """Write the size and SHA-256 of every file of a Trainer checkpoint beside them, which makes it complete."""
+    files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file != checkpoint / CHECKSUMS)
+    sums = {
+        file.relative_to(checkpoint).as_posix(): {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+        for file in files
+    }
+    write_json(checkpoint / CHECKSUMS, sums)
+
+
+def file_fault(checkpoint: Path) -> str | None:
+    """Return the first file of a Trainer checkpoint that is not what `write_checksums` found, and why, or None."""
+    if not (checkpoint / CHECKSUMS).exists():
+        return f"{CHECKSUMS} is missing, which is written last"
+    try:
+        for name, written in read_json(checkpoint / CHECKSUMS).items():
+            file = checkpoint / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if (size := file.stat().st_size) != written["bytes"]:
+                return f"{name} is damaged: it holds {size} bytes, and {written['bytes']} were written"
+            if file_sha256(file) != written["sha256"]:
+                return f"{name} is damaged: its SHA-256 is not that of what was written"
+    except (UserError, OSError, KeyError, TypeError) as error:
+        return f"{CHECKSUMS} is damaged: {one_line(error)}"
+    return None
+
+
+def checkpoint_fault(checkpoint: Path, processes: int = 1) -> str | None:
+    """Return why a run of so many `processes` cannot continue from a Trainer checkpoint, or None when it can."""
+    if fault := file_fault(checkpoint):
+        return fault
+    names = {name.partition("/")[0] for name in read_json(checkpoint / CHECKSUMS)}
+    in_deepspeed = ["global_step*"]  # one folder for weights, optimiser and schedule
+    random_states = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state.pth"]
+    for alternatives in (
+        [TRAINER_STATE_NAME],
+        ["*.safetensors", "pytorch_model_fsdp*", *in_deepspeed],
+        [*OPTIMIZER_STATES],
+        ["scheduler.pt", *in_deepspeed],
+        *([name] for name in random_states),
+    ):
+        if not any(filter_names(names, pattern) for pattern in alternatives):
+            return f"{alternatives[0]} is missing"
+    return None
+
+
+def newest_complete_checkpoint(output_dir: str | Path) -> Path | None:
+    """Return the last Trainer checkpoint in `output_dir` that this run can continue from, or None.
+
+    Prints one line on each that it passes over.
+    """
+    numbered = ((path.name.rpartition("-")[2], path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    by_step = {int(number): path for number, path in numbered if number.isdigit()}
+    state = PartialState()
+    for step in sorted(by_step, reverse=True):
+        fault = checkpoint_fault(by_step[step], state.num_processes)
+        if fault is None:
+            return by_step[step]
+        state.print(f"Passing over {by_step[step]}: {fault}.", flush=True)
+    return None
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
+    """Return the checkpoint that the recipe names, or else the newest complete one of `output_dir`, or None.
+
+    Raises `UserError` for a named one that cannot be continued from.
+    """
+    if args.resume_from_checkpoint in (None, True):
+        return newest_complete_checkpoint(args.output_dir)
+    checkpoint = Path(args.resume_from_checkpoint)
+    if not checkpoint.is_dir():
+        raise UserError(
+            f"resume_from_checkpoint: {checkpoint} is no directory. Without that key a run continues from the newest "
+            "complete checkpoint of its output_dir."
+        )
+    if fault := checkpoint_fault(checkpoint, args.world_size):
+        whole = newest_complete_checkpoint(checkpoint.parent)
+        older = f"Continue from {whole}, which is whole" if whole else "No checkpoint beside it is whole"
+        raise UserError(f"resume_from_checkpoint: {checkpoint} cannot be continued from: {fault}. {older}.")
+    return checkpoint
+
+
+# The trainer
 
 
 class RecipeTrainer(DistributedTrainer):
-    """Gives a trainer, as the first of its bases, a parameter group of its own for the mixing and collapse weights,
-    and what every recipe's run shows and refuses.
+    """Give a trainer, as the first of its bases, a parameter group for the weights that mix heads.
 
-    Their entries are of order 1, so Adam at a usual fine-tuning rate of 5e-5 moves them by less than 0.003 in 60
-    steps: the group learns at the peak rate `mixing_learning_rate`, on the backbone's schedule, and without weight
-    decay, which would pull the exact warm start towards zero. Of the other weights the matrices decay, and no vector
-    does.
+    Their entries are of order 1, and Adam at a usual fine-tuning rate of 5e-5 moves them by less than 0.003 in 60
+    steps. So they learn at the peak rate `mixing_learning_rate`, on the backbone's schedule. They do not decay, which
+    would pull the exact warm start towards zero. Of the other weights the matrices decay and the vectors do not.
 
-    Logs beside TRL's figures `mixing_learning_rate`; `mixing_distance`, the mean distance of those weights from where
-    the run began over their mean size there; `tokens_per_second` in training, of all processes; and
+    The log has beside TRL's figures `mixing_learning_rate`; `mixing_distance`, the mean distance of those weights from
+    the start of the run over their mean size there; `tokens_per_second` of training, for all processes; and
     `peak_memory_gib` of this process, on its GPU where it has one.
 
-    Raises `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimiser takes the
-    step, and `UserError` for weights that are so when they are about to be saved, and for a checkpoint that cannot be
-    written.
+    Raises `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimiser's step.
+    Raises `UserError` before such weights are saved, and for a checkpoint that cannot be written.
     """
 
     def __init__(self, *args, mixing_learning_rate: float, **kwargs) -> None:
@@ -115,7 +212,7 @@ class RecipeTrainer(DistributedTrainer):
             raise NotFiniteError(f"step {self.state.global_step + 1}: the {what} is {value:g}.")
 
     def check_weights(self) -> None:
-        """Raises `UserError` for a weight of the model that holds NaN or infinity."""
+        """Refuse a weight of the model that holds NaN or infinity."""
         local = (
             (name, value.to_local() if isinstance(value, DTensor) else value)
             for name, value in self.model.named_parameters()
@@ -153,12 +250,13 @@ class RecipeTrainer(DistributedTrainer):
     def _load_best_model(self) -> None:
         if fault := file_fault(best := Path(self.state.best_model_checkpoint)):
             raise UserError(
-                f"load_best_model_at_end: {best} cannot be loaded: {fault}. Set the key to false to take the last weights."
+                f"load_best_model_at_end: {best} cannot be loaded: {fault}. Set the key to false to take the last "
+                "weights."
             )
         super()._load_best_model()
 
     def create_model_card(self, *_, **__) -> None:
-        """Writes nothing: TRL's card knows neither the data nor the base model. The run's own is in final/."""
+        """Write nothing: TRL's card knows neither the data nor the base model, and final/ has the run's own."""
 
     # What is logged
 
@@ -198,11 +296,70 @@ class RecipeTrainer(DistributedTrainer):
 
 
 class MixingTrainer(RecipeTrainer, SFTTrainer):
-    """The trainer of supervised fine-tuning."""
+    """Train by supervised fine-tuning."""
 
 
 def peak_memory() -> int:
-    """Bytes: the most that tensors took on this process's GPU, or else the most that the process took in RAM."""
+    """Return the most bytes that tensors took on this process's GPU, or else that the process took in RAM."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# What a person sees of a run
+
+
+class TrainingClock(TrainerCallback):
+    """Count the seconds of training, with data loading, without evaluation and saving."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since: float | None = None
+
+    def on_step_begin(self, *_, **__) -> None:
+        self._since = self._since or time.perf_counter()
+
+    def on_step_end(self, *_, **__) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._since
+        self._since = now
+
+    def _pause(self, *_, **__) -> None:
+        self._since = None
+
+    on_evaluate = on_save = _pause
+
+
+class SampleReplies(TrainerCallback):
+    """Print, at each evaluation, the model's greedy replies to the first `count` prompts of the held-out rows.
+
+    A prompt is what comes before the first label of a row of `sft.data.tokenize`; a row that is all labels has none.
+    Every process generates, because a sharded model answers only when all take part; the main one prints.
+    """
+
+    def __init__(
+        self, rows: Dataset, count: int, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
+    ) -> None:
+        self.tokenizer, self.accelerator = tokenizer, accelerator
+        prompts = (_prompt(row) for row in rows.select(range(min(count, len(rows)))))
+        self.prompts = [prompt for prompt in prompts if prompt]
+
+    @torch.no_grad()
+    def on_evaluate(self, args, state, control, model=None, **_) -> None:
+        for prompt in self.prompts:
+            with self.accelerator.autocast():
+                output = model.generate(
+                    input_ids=torch.tensor([prompt], device=model.device),
+                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=model.device),
+                    max_new_tokens=SAMPLE_TOKENS,
+                    do_sample=False,
+                    pad_token_id=self.tokenizer.pad_token_id,
+                )
+            if state.is_world_process_zero:
+                asked, reply = (self.tokenizer.decode(ids) for ids in (prompt, output[0, len(prompt) :]))
+                tqdm.write(f"Step {state.global_step}, sample: {asked!r} -> {reply!r}")
+
+
+def _prompt(row: dict) -> list[int]:
+    learned = (index for index, label in enumerate(row["labels"]) if label != IGNORED_LABEL)
+    return row["input_ids"][: next(learned, 0)]

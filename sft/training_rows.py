@@ -1,19 +1,31 @@
-"""The rows that a run trains and evaluates on, from its recipe: prepared, whole or streamed; and what they come to."""
+"""Make the rows that a run trains and evaluates on from its recipe: prepared, whole, streamed or packed."""
 
 import math
+from collections.abc import Callable
 from itertools import islice
 
 import numpy as np
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig
 
 from common.command_io import UserError, one_line
 from sft.arguments import RunArguments
-from sft.data import Rows, check_labels, check_split, column, cut_summary, kind_of, load_rows, local_files, tokenize
-from sft.mixture import mix, sources
-from sft.packing import check_packing_keys, check_strategy
+from sft.data import (
+    Rows,
+    check_labels,
+    check_split,
+    column,
+    cut_summary,
+    kind_of,
+    load_rows,
+    local_files,
+    mix,
+    sources,
+    tokenize,
+)
 from sft.prepare import is_prepared, load_prepared
 from sft.trainer import MixingTrainer
 
@@ -25,26 +37,31 @@ UNUSED_KEYS = {
     "dataset_text_field": "text",
     "truncation_mode": "keep_start",
 }
+# TRL packs `bfd` (best fit decreasing) and `bfd_split` without padding: `position_ids` restart at every document, and
+# from them come the masks of eager, SDPA and FlexAttention and the lengths of FlashAttention. `wrapped` packing has
+# nothing that tells documents apart.
+STRATEGIES = ("bfd", "bfd_split", "wrapped")
+# Besides the flash cores.
+ISOLATING_CORES = ("eager", "sdpa", "flex_attention")
 
 
 def check_rows(run: RunArguments, args: SFTConfig) -> None:
-    """Before anything is loaded. Raises `UserError` for keys that cannot go together or that nothing here reads, and
-    for a local source that is not there."""
+    """Refuse, before anything is loaded, keys that exclude each other or that nothing reads, and an absent source."""
     for key, default in UNUSED_KEYS.items():
         if getattr(args, key) not in (default, None):
             raise UserError(f"{key} is not used here: rows are tokenized whole and cut on the right. Remove the key.")
     check_packing_keys(args)
     parts = sources(run.dataset_name)
     if len(parts) == 1:
-        check_split(run.dataset_name, run.dataset_split)
-    if run.streaming and len(parts) > 1:
+        check_split(run.dataset_name, run.dataset_train_split)
+    if run.dataset_streaming and len(parts) > 1:
         raise UserError("streaming reads one source: a mixture needs the lengths of all its rows.")
     for name, _ in parts:
         if not is_prepared(name):
             local_files(name)
-        elif run.streaming:
+        elif run.dataset_streaming:
             raise UserError("streaming is for rows that are not prepared; these are read from disk as they are used.")
-    if not run.streaming:
+    if not run.dataset_streaming:
         return
     if args.max_steps <= 0:
         raise UserError("streaming needs max_steps: how many rows a stream holds is not known before its end.")
@@ -55,10 +72,9 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
 def training_rows(
     run: RunArguments, args: SFTConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Rows, Dataset | None]:
-    """Tokenized rows to train on and `run.eval_size` held-out rows, or None without; states what max_length cuts.
+    """Return tokenized rows to train on and `run.eval_size` held-out rows or None, and say what max_length cuts.
 
     Rows are held out one by one, before any packing: packing changes neither which they are nor what they are next to.
-    Raises `UserError`.
     """
     if args.eos_token is not None:
         tokenizer.eos_token = args.eos_token  # as TRL does later: plain text ends with it
@@ -88,19 +104,18 @@ def training_rows(
 def _load(name: str, run: RunArguments, args: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Rows:
     if is_prepared(name):
         return load_prepared(name, tokenizer, args.assistant_only_loss)
-    rows = load_rows(name, run.dataset_split, run.streaming)
+    rows = load_rows(name, run.dataset_train_split, run.dataset_streaming)
     return tokenize(rows, tokenizer, args.assistant_only_loss, args.dataset_num_proc)
 
 
 def cut_length(args: SFTConfig) -> int | None:
-    """The tokens to which TRL cuts a row; None for all, which it splits where it packs by splitting."""
+    """Return the tokens to which TRL cuts a row, or None where it cuts none or packs by splitting."""
     splits = args.packing and args.packing_strategy != "bfd"
     return None if splits else args.max_length
 
 
 def split_rows(rows: Rows, run: RunArguments, args: SFTConfig) -> tuple[Rows, Dataset | None]:
-    """Rows to train on and `run.eval_size` held-out rows, or None without; of a stream, the first. Raises `UserError`
-    for an impossible size."""
+    """Return rows to train on and `run.eval_size` held-out rows or None; of a stream, the first are held out."""
     if run.eval_size == 0:
         if args.eval_strategy != "no" or args.eval_on_start:
             raise UserError("eval_strategy and eval_on_start need rows to evaluate on: set eval_size.")
@@ -120,11 +135,14 @@ def split_rows(rows: Rows, run: RunArguments, args: SFTConfig) -> tuple[Rows, Da
 
 
 def epoch_summary(trainer: MixingTrainer, rows: Rows) -> str:
-    """One line: the tokens, sequences and steps of an epoch over `rows`, which the trainer has cut or packed."""
+    """Say in one line the tokens, sequences and steps of an epoch over `rows`, which the trainer cut or packed."""
     args = trainer.args
     batch_size = trainer.get_total_train_batch_size(args)
     if isinstance(rows, IterableDataset):
-        return f"Training for {args.max_steps:,} steps of {batch_size} streamed sequences of at most {args.max_length} tokens."
+        return (
+            f"Training for {args.max_steps:,} steps of {batch_size} streamed sequences of at most {args.max_length} "
+            "tokens."
+        )
     num_tokens, sequences = column(rows, "num_tokens"), len(trainer.train_dataset)
     limit = cut_length(args)
     tokens = num_tokens.sum() if limit is None else np.minimum(num_tokens, limit).sum()
@@ -135,3 +153,44 @@ def epoch_summary(trainer: MixingTrainer, rows: Rows) -> str:
         f"Training on {len(rows):,} rows of {tokens:,} tokens{packed}: {per_epoch:,} steps an epoch of {batch_size} "
         f"sequences a step, {steps:,} steps in all."
     )
+
+
+# Packing: only what keeps documents apart
+
+
+def check_packing_keys(args: SFTConfig) -> None:
+    """Refuse keys of packing that TRL refuses with a traceback after it has tokenized all rows."""
+    if args.packing_strategy not in STRATEGIES:
+        raise UserError(f"packing_strategy {args.packing_strategy!r}: expected one of {', '.join(STRATEGIES)}.")
+    if args.eval_packing and not args.packing:
+        raise UserError(
+            "eval_packing without packing: TRL would join the held-out rows and not tell them apart; set both or "
+            "neither."
+        )
+    if args.packing and args.max_length is None:
+        raise UserError("packing needs max_length, the length of a packed sequence.")
+    if args.padding_free and not args.packing and args.max_length is not None:
+        raise UserError("padding_free without packing leaves rows uncut: set packing to true, or max_length to null.")
+
+
+def check_strategy(args: SFTConfig, kind: str, say: Callable[[str], None]) -> None:
+    """Refuse "wrapped" packing of rows of the kind "messages", and say of "text" that it joins documents."""
+    if not args.packing or args.packing_strategy != "wrapped":
+        return
+    if kind == "messages":
+        raise UserError(
+            "packing_strategy 'wrapped' cuts conversations anywhere and lets them attend to one another: use 'bfd'."
+        )
+    say("packing_strategy is 'wrapped': documents in one sequence attend to one another.")
+
+
+def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
+    """Refuse an attention core that is not known to keep packed documents apart."""
+    core = model.config._attn_implementation
+    if not (args.packing or args.padding_free):
+        return
+    if core not in ISOLATING_CORES and not is_flash_attention_requested(model.config):
+        raise UserError(
+            f"packing with attn_implementation={core!r} is not known to keep documents apart: use one of "
+            f"{', '.join(ISOLATING_CORES)} or a flash core, or set packing to false."
+        )

@@ -41,7 +41,7 @@ def sharded_names(model: torch.nn.Module) -> set[str]:
 
 
 class Recorder(TrainerCallback):
-    """Records the wrapped model, its input and the gradients of the first step, and stops a run as Ctrl-C does."""
+    """Record the wrapped model, its input and the gradients of the first step, and stop a run as Ctrl-C does."""
 
     def __init__(self, plan: dict) -> None:
         self.plan = plan
@@ -75,8 +75,10 @@ class Recorder(TrainerCallback):
 
 
 def train_run(plan: dict) -> None:
-    """One call of sft/train.py with {"arguments": [...], "record": file} and, where wanted, "environment" and
-    "interrupted_at" (a step). "flash_attention_2" is the stand-in of fake_flash.py."""
+    """Call sft/train.py with {"arguments": [...], "record": file}, and "flash_attention_2" as in fake_flash.py.
+
+    The plan may also hold "environment" and "interrupted_at" (a step).
+    """
     make = MixingTrainer.__init__
 
     def make_with_recorder(self, *args, **kwargs):
@@ -101,7 +103,7 @@ def train_run(plan: dict) -> None:
 
 
 def tensor_parallel_step(plan: dict) -> None:
-    """Loss and gradients of {"model": directory, "ids": [[...]], "record": file} under tensor parallelism."""
+    """Record loss and gradients of {"model", "ids", "record"} under tensor parallelism."""
     size = torch.distributed.get_world_size()
     model = IHAForCausalLM.from_pretrained(plan["model"], distributed_config=DistributedConfig(tp_size=size))
     ids = torch.tensor(plan["ids"])

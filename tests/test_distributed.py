@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from distributed_driver import train_run, whole_gradients
 from safetensors.torch import load_file
-from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from tiny_training import byte_tokenizer, preset_config, recipe, saved, sizes, training_rows, write_jsonl
 
 from common.checkpoint_io import load_in_clean_process
 from common.command_io import UserError
@@ -30,6 +31,7 @@ from sft.distributed import SharedSequenceCollator, check_launch, check_resumabl
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "sft" / "accelerate_configs"
+RUN = RunArguments(model_name_or_path="model", dataset_name="rows")
 GEOMETRIES = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -62,14 +64,11 @@ def launch(config: str, *command: str, packages: Path | None = None) -> subproce
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
-    """Saved tiny models, one for each of the GEOMETRIES, and rows."""
-    place, tokenizer = tmp_path_factory.mktemp("distributed"), byte_tokenizer()
+    """Save a tiny model for each of the GEOMETRIES, and rows."""
+    place = tmp_path_factory.mktemp("distributed")
     for name, geometry in GEOMETRIES.items():
         torch.manual_seed(0)
-        special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id}
-        config = IHAConfig.from_preset("tiny", vocab_size=len(tokenizer), **special, **geometry)
-        IHAForCausalLM(config).save_pretrained(place / name)
-        tokenizer.save_pretrained(place / name)
+        saved(IHAForCausalLM(preset_config(**geometry)), place / name)
     write_jsonl(place / "rows.jsonl", training_rows(20))
     return place
 
@@ -86,7 +85,7 @@ def run_launch(place: Path, config: str, plans: list[dict], **options) -> None:
 
 
 def in_one_process(place: Path, model: str, name: str, **overrides) -> dict:
-    """The record of the same run in this process (see `train_run`)."""
+    """Return the record of the same run in this process (see `train_run`)."""
     record = place / f"{name}.one.pt"
     train_run({"arguments": arguments(place, model, f"{name}.one", **overrides), "record": str(record)})
     return torch.load(record, weights_only=True)
@@ -124,7 +123,6 @@ def in_repository_root(monkeypatch):
 
 
 def test_two_processes_train_like_one(workplace):
-    """DDP, as a user launches it."""
     options = arguments(workplace, "plain", "ddp", 2, max_steps=3)
     process = launch("ddp.yaml", "sft/train.py", *options)
     assert process.stdout.count("rows are longer than max_length") == 1
@@ -137,8 +135,7 @@ def test_two_processes_train_like_one(workplace):
 
 @pytest.fixture(scope="module")
 def sharded(workplace) -> Path:
-    """One launch under FSDP2: a run, one with sharded state dicts that is interrupted and resumed, one with LoRA; and
-    a step under tensor parallelism."""
+    """Launch FSDP2 once: a run, one with sharded state dicts that is interrupted and resumed, and one with LoRA."""
     shards = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     runs = {
         "full": {"arguments": arguments(workplace, "plain", "full", 2)},
@@ -167,7 +164,6 @@ def test_the_mixing_weights_keep_their_group_under_fsdp2(sharded):
 
 
 def test_an_interrupted_run_with_sharded_state_dicts_resumes(sharded):
-    """Also with tied embeddings, which FSDP2 and whole checkpoints must keep one weight."""
     assert (sharded / "shards" / "checkpoint-4" / "pytorch_model_fsdp_0").is_dir()
     record = assert_same_run(sharded, "shards", in_one_process(sharded, "tied", "shards", batch=4))
     assert record["class"] == "FSDPIHAForCausalLM"
@@ -246,7 +242,7 @@ def test_ulysses_shares_the_sequence_and_computes_the_same(packing, sequences_sh
 
 
 def launcher_environment(config: str, *options: str) -> dict[str, str]:
-    """The variables that accelerate's launcher sets for the training script."""
+    """Return the variables that accelerate's launcher sets for the training script."""
     command = ["--config_file", str(CONFIGS / config), *options, "sft/train.py"]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
     several = (args.multi_gpu or args.use_fsdp) and not args.cpu
@@ -257,8 +253,7 @@ def launcher_environment(config: str, *options: str) -> dict[str, str]:
 
 
 def as_launched(patch, environment: dict[str, str], state: DistributedType, processes: int) -> Namespace:
-    """The training arguments of a process that a launcher has started with these variables, where accelerate has come
-    to `state` with so many processes."""
+    """Return the training arguments of a process that a launcher has started with these variables."""
     for name, value in environment.items():
         patch.setenv(name, value)
     return Namespace(
@@ -306,7 +301,7 @@ def test_a_launch_that_would_train_something_else_is_refused(monkeypatch, config
         environment["WORLD_SIZE"] = "1" if "--num_processes" in options else "2"  # torchrun's
     args = as_launched(monkeypatch, environment, state, processes)
     with pytest.raises(UserError) as refused:
-        check_launch(RunArguments("model", "rows"), args)
+        check_launch(RUN, args)
     for part in named:
         assert part in str(refused.value)
 
@@ -319,12 +314,12 @@ def test_the_configs_are_accepted_where_they_do_what_they_say(monkeypatch, confi
     environment = launcher_environment(config)
     if processes > 1:
         environment["WORLD_SIZE"] = str(processes)
-    check_launch(RunArguments("model", "rows"), as_launched(monkeypatch, environment, state, processes))
+    check_launch(RUN, as_launched(monkeypatch, environment, state, processes))
 
 
 def test_a_plain_start_is_accepted_on_a_cluster_that_names_its_main_machine(monkeypatch):
     args = as_launched(monkeypatch, {"MASTER_ADDR": "10.0.0.1"}, ONE, 1)
-    check_launch(RunArguments("model", "rows"), args)
+    check_launch(RUN, args)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +348,7 @@ def test_sharing_the_sequence_is_refused_where_it_would_lose_something(
     monkeypatch.setattr("sft.distributed.find_spec", lambda name: installed or None)
     environment = {**launcher_environment("fsdp2_ulysses.yaml", *options), "WORLD_SIZE": "8"}
     args = as_launched(monkeypatch, environment, GPU, 8)
-    run = RunArguments(str(tmp_path), "rows", attn_implementation=core)
+    run = replace(RUN, model_name_or_path=str(tmp_path), attn_implementation=core)
     if named is None:
         return check_launch(run, args)
     with pytest.raises(UserError) as refused:
@@ -367,7 +362,7 @@ def test_deepspeed_is_refused_where_it_is_missing_or_would_not_shard(monkeypatch
     monkeypatch.setattr("sft.distributed.find_spec", lambda name: installed or None)
     environment = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
     with pytest.raises(UserError, match=named):
-        check_launch(RunArguments("model", "rows"), as_launched(monkeypatch, environment, state, 2))
+        check_launch(RUN, as_launched(monkeypatch, environment, state, 2))
 
 
 def test_the_command_refuses_a_launch_before_it_looks_at_the_model(monkeypatch, workplace):

@@ -1,5 +1,4 @@
-"""Long context: what a recipe asks of positions, RoPE and windows is checked before weights are read; neither logits
-nor P-fold activations are kept; and 65,536 tokens go through the paper's schedule."""
+"""Test that recipes' positions, RoPE and windows are checked, and that long rows keep little in memory."""
 
 import gc
 import time
@@ -21,7 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 from common.command_io import UserError
 from modeling_iha import IHAConfig
 from sft.arguments import RecipeParser
-from sft.context import rope_reach, run_config
+from sft.base_model import rope_reach, run_config
 from sft.train import USAGE
 
 
@@ -36,7 +35,7 @@ CONFIGS = {
 
 
 def checked(tmp_path, kind, **keys):
-    """`run_config` of a recipe and a directory that holds a config.json and no weights."""
+    """Call `run_config` with a recipe and a directory that holds a config.json and no weights."""
     CONFIGS[kind].save_pretrained(tmp_path / "model")
     arguments = sizes(tmp_path / "model", "rows.jsonl", tmp_path / "run", **keys)
     run, args = RecipeParser(SFTConfig, USAGE).parse(["--config", recipe("demo"), *arguments])
@@ -104,7 +103,7 @@ def test_interleaved_positions_must_lie_within_the_longest_wavelength_of_rope(tm
 
 
 class Sizes(TorchDispatchMode):
-    """Collects the numbers of entries of every tensor that is computed."""
+    """Collect the numbers of entries of every tensor that is computed."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +135,7 @@ P_FOLD = LENGTH * PSEUDO_HEADS * 4 * 10
 
 
 def kept_after_forward(prepare, form="virtual", context=nullcontext):
-    """Numbers of entries of the tensors that autograd or a checkpoint keeps of a training forward, and gradients."""
+    """Return the sizes of the tensors that a training forward keeps, in entries, and the gradients."""
     model = random_model(IHAConfig.from_preset("tiny", **SPECIAL, num_pseudo_heads=PSEUDO_HEADS)).train()
     model.base_model.attention_form = form
     prepare(model)
@@ -174,7 +173,7 @@ def test_checkpointing_keeps_no_p_fold_activation_and_selective_checkpointing_do
 
 @pytest.mark.parametrize("form", ["virtual", "base"])
 def test_offloaded_activations_give_the_same_gradients(form):
-    """With what Transformers' and TRL's offloading stand on: their own pinned memory needs an accelerator."""
+    """Use what Transformers' and TRL's offloading stand on: their own pinned memory needs an accelerator."""
     _, expected = kept_after_forward(lambda model: None, form)
     for prepare in (lambda model: None, lambda model: model.activation_checkpointing_enable()):
         _, gradients = kept_after_forward(prepare, form, save_on_cpu)
@@ -183,14 +182,14 @@ def test_offloaded_activations_give_the_same_gradients(form):
 
 
 def peak_memory():
-    """Bytes: the most that this process has held since the peak was set back."""
+    """Return the most bytes that this process has held since the peak was set back."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 @pytest.mark.slow
 def test_a_forward_and_backward_at_the_real_length_take_less_than_12_gb():
-    """The paper's schedule with P = 2 and W = N / (2 P^2), with `attention_form` "base" and checkpointing."""
+    """Train the paper's schedule with P = 2 and W = N / (2 P^2), with `attention_form` "base" and checkpointing."""
     tokens = 65536
     config = IHAConfig.from_preset(
         "paper-2.4b-iha",
@@ -211,8 +210,8 @@ def test_a_forward_and_backward_at_the_real_length_take_less_than_12_gb():
     loss = model(ids, labels=ids, fused_lm_head=True).loss
     loss.backward()
     print(
-        f"\n{tokens} tokens: {time.perf_counter() - start:.0f} s ({time.process_time() - cpu:.0f} s of CPU time), peak "
-        f"{peak_memory() / 1e9:.2f} GB in the process"
+        f"\n{tokens} tokens: {time.perf_counter() - start:.0f} s ({time.process_time() - cpu:.0f} s of CPU time), "
+        f"peak {peak_memory() / 1e9:.2f} GB in the process"
     )
     assert loss.isfinite() and all(parameter.grad.isfinite().all() for parameter in model.parameters())
     assert peak_memory() < 12e9

@@ -32,7 +32,7 @@ from kinds.model_cost import model as cost_of_model
 from model_cards import render
 from model_cards.render import markdown, render_card, schedule, source_name, with_name, with_results
 from modeling_iha import IHAConfig
-from sft import checkpoints
+from sft import run as sft_run
 from sft.arguments import RunArguments
 
 
@@ -147,7 +147,7 @@ def test_a_run_on_files_with_odd_names_keeps_its_table(tmp_path):
     trainer = SimpleNamespace(state=SimpleNamespace(log_history=[], global_step=1), args=args, _name="SFT")
     record = {"code": {"commit": None, "sha256": "0"}, "recipe": {"seed": "1|2\n3"}, "processes": {"number": 1}}
     record |= {"base_model": {"sha256": "0"}, "data": {"sha256": "0"}, "versions": {}}
-    lines = checkpoints._card_details(trainer, run, record).splitlines()
+    lines = sft_run._card_details(trainer, run, record).splitlines()
     assert [line for line in lines if line.startswith("#")] == ["## Fine-tuning"]
     rows = lines[lines.index("|---|---|") + 1 :]
     assert rows[:2] == [r"| Base model | a\|b \# c, SHA-256 0 |", r"| Data | d\|e \# f, SHA-256 0 |"]

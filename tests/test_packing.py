@@ -23,8 +23,8 @@ from trl import SFTConfig
 
 from common.command_io import UserError
 from modeling_iha import score_matrix, window_blocks
-from sft.packing import check_packing
 from sft.trainer import MixingTrainer
+from sft.training_rows import check_packing
 
 
 # Documents with a length of their own each; a sequence of 16 holds several.

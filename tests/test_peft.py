@@ -1,4 +1,4 @@
-"""PEFT: adapters on the projections beside mixing and collapse weights that stay trainable, and learned prompts."""
+"""Test adapters beside mixing and collapse weights that stay trainable, and learned prompts."""
 
 import json
 import re
@@ -13,7 +13,17 @@ from helpers import GEOMETRIES, PROJECTIONS, assert_close, greedy, random_ids, r
 from mechanism_checks import Mechanism
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny_sources import tiny_source
-from tiny_training import LONG_ROPE, ROOT, byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from tiny_training import (
+    LONG_ROPE,
+    ROOT,
+    byte_config,
+    byte_tokenizer,
+    recipe,
+    saved,
+    sizes,
+    training_rows,
+    write_jsonl,
+)
 from trl import SFTConfig
 from trl.scripts import sft as trl_sft
 
@@ -26,7 +36,7 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.kind_options import OPTIONS_CLASSES
 from sft import train
 from sft.arguments import RunArguments
-from sft.model import lora_config
+from sft.base_model import lora_config
 from sft.trainer import MixingTrainer
 
 
@@ -36,9 +46,13 @@ MIXING = MODULES["iha"]
 
 
 def lora(**overrides) -> LoraConfig:
-    """Adapters on the projections, far from their neutral start, beside trained mixing and collapse weights."""
+    """Return adapters on the projections, far from their neutral start, beside trained mixing weights."""
     fields = {"r": 4, "target_modules": PROJECTIONS, "modules_to_save": MIXING, "init_lora_weights": False}
     return LoraConfig(task_type="CAUSAL_LM", **{**fields, **overrides})
+
+
+def run(**keys) -> RunArguments:
+    return RunArguments(model_name_or_path="model", dataset_name="rows", **keys)
 
 
 def logits_of(model, **inputs) -> torch.Tensor:
@@ -82,8 +96,7 @@ def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
 
 @pytest.mark.parametrize(("kind", "module"), [(kind, module) for kind in MODULES for module in MODULES[kind]])
 def test_each_mixing_module_counts_from_the_adapter(kind, module):
-    """The saved copy of a module is what runs: PEFT replaces a module, and would change nothing for a bare
-    parameter."""
+    """Run the saved copy of a module: PEFT replaces a module, and would change nothing for a bare parameter."""
     config = Mechanism(kind, OPTIONS_CLASSES[kind].example).config()
     model = get_peft_model(random_model(config), lora(modules_to_save=[module]))
     before = logits_of(model)
@@ -95,8 +108,7 @@ def test_each_mixing_module_counts_from_the_adapter(kind, module):
 
 
 def test_all_linear_leaves_the_mixing_frozen():
-    """Mixing and collapse are no linear layers: "all-linear" passes them over, and naming them is refused. They are
-    trained by `modules_to_save`."""
+    """Leave the mixing to `modules_to_save`: "all-linear" passes it over, and naming it is refused."""
     model = get_peft_model(random_model(small_config()), lora(target_modules="all-linear", modules_to_save=None))
     trained = {name.split(".lora_")[0].rpartition(".")[2] for name in take_a_step(model)}
     assert trained == {*PROJECTIONS, "gate_proj", "up_proj", "down_proj"}
@@ -154,7 +166,7 @@ def test_prompt_tuning(geometry, tmp_path):
 
 @pytest.mark.parametrize("geometry", ["global", "window", "hybrid", "talking_heads", "diff"])
 def test_prefix_tuning(geometry, tmp_path):
-    """The learned keys and values are the heads', as the cache holds them, and are mixed like any other token's."""
+    """Mix the learned keys and values like any other token's: they are the heads', as the cache holds them."""
     config = small_config(**GEOMETRIES[geometry])
     model = get_peft_model(random_model(config), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     assert take_a_step(model) == {"prompt_encoder.default.embedding.weight"}
@@ -186,7 +198,7 @@ NAMED = [
 
 @pytest.mark.parametrize(("command", "config"), NAMED)
 def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, monkeypatch):
-    """With a model, rows and a size of the test; its adapters are those of `sft/train.py`."""
+    """Run the command at the size of a test; its adapters are those of `sft/train.py`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     model, tokenizer = random_model(config), byte_tokenizer()
@@ -207,8 +219,8 @@ def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, mo
         trl_sft.main(*parsed)
     else:
         train.main(arguments[arguments.index("--config") :])
-    [saved] = Path("tuned").glob("checkpoint-*")
-    adapters, expected = LoraConfig.from_pretrained(saved), lora_config(RunArguments("", "", use_peft=True), model)
+    [tuned] = Path("tuned").glob("checkpoint-*")
+    adapters, expected = LoraConfig.from_pretrained(tuned), lora_config(run(use_peft=True), model)
     assert adapters.modules_to_save == expected.modules_to_save
     targets = [get_peft_model(random_model(config), each).targeted_module_names for each in (adapters, expected)]
     assert targets[0] == targets[1]
@@ -219,12 +231,7 @@ def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, mo
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
-    directory = tmp_path_factory.mktemp("tiny")
-    tokenizer = byte_tokenizer()
-    config = small_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, rope_parameters=LONG_ROPE)
-    random_model(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
+    return saved(random_model(byte_config()), tmp_path_factory.mktemp("tiny"))
 
 
 # What `MixingTrainer` makes of the parameters that a kind has beside its projections: (learning rate, weight decay,
@@ -254,13 +261,12 @@ OWN_PARAMETERS = {
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
 def test_what_trains_and_what_decays(kind, use_peft, tmp_path):
     model = random_model(Mechanism(kind, OPTIONS_CLASSES[kind].example).config(num_hidden_layers=1))
-    run = RunArguments("", "", use_peft=use_peft)
     trainer = MixingTrainer(
         model=model,
         args=SFTConfig(str(tmp_path), learning_rate=1e-3, weight_decay=0.1, use_cpu=True, report_to="none"),
         train_dataset=Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]),
         processing_class=byte_tokenizer(),
-        peft_config=lora_config(run, model),
+        peft_config=lora_config(run(use_peft=use_peft), model),
         mixing_learning_rate=1e-2,
     )
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
@@ -290,12 +296,12 @@ def test_matrices_that_deepspeed_has_taken_apart_decay():
 
 
 def test_adapters_learn_a_composition_from_its_exact_start():
-    """`w2` is zero there in one half, without which `w1` has no gradient; no adapter fits it."""
+    """Train `w2`, zero in one half at the start, without which `w1` has no gradient; no adapter fits it."""
     model = random_model(small_config(attention_kinds="dcmha"))
     for module in model.modules():
         if isinstance(module, CompositionWeights):
             module.init_identity()
-    adapted = get_peft_model(model, lora_config(RunArguments("", "", use_peft=True), model))
+    adapted = get_peft_model(model, lora_config(run(use_peft=True), model))
     composition = {name: value for name, value in adapted.named_parameters() if ".modules_to_save." in name}
     before = {name: value.detach().clone() for name, value in composition.items()}
     for _ in range(2):
@@ -327,8 +333,8 @@ def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(tiny, tmp_path):
 
 def test_adapters_of_a_model_without_mixing_weights():
     model = tiny_source("llama")
-    config = lora_config(RunArguments("", "", use_peft=True, lora_target_modules=["q_proj"]), model)
+    config = lora_config(run(use_peft=True, lora_target_modules=["q_proj"]), model)
     assert config.modules_to_save is None and config.target_modules == {"q_proj"}
     with pytest.raises(UserError, match="no module named q_projj"):
-        lora_config(RunArguments("", "", use_peft=True, lora_target_modules=["q_projj"]), model)
-    assert lora_config(RunArguments("", ""), model) is None
+        lora_config(run(use_peft=True, lora_target_modules=["q_projj"]), model)
+    assert lora_config(run(), model) is None

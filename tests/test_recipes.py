@@ -1,5 +1,4 @@
-"""Every recipe trains with nothing but paths, sizes and number types overridden, and what it asks of the model is in
-the checkpoint; mixtures have their shares of the tokens."""
+"""Test that every recipe trains at the size of a test, and that mixtures have their shares of the tokens."""
 
 import json
 
@@ -7,12 +6,12 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from tiny_training import ROOT, byte_tokenizer, sizes, training_rows, write_jsonl
+from tiny_training import ROOT, preset_config, saved, sizes, training_rows, write_jsonl
 
 from common.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import train
-from sft.mixture import mix, sources
+from sft.data import mix, sources
 
 
 RECIPES = ROOT / "sft" / "recipes"
@@ -35,14 +34,9 @@ def in_repository_root(monkeypatch):
 
 
 def save_tiny(directory, **fields) -> str:
-    """A saved model with the tokenizer of bytes; `preset` and fields of its config."""
+    """Save a model of a preset (`name`) with fields of its config."""
     torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id}
-    config = IHAConfig.from_preset(fields.pop("preset", "tiny"), **ids, **fields)
-    IHAForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
+    return saved(IHAForCausalLM(preset_config(**fields)), directory)
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +51,13 @@ def rows_file(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory) -> str:
-    """Plain text: short documents, and some that are longer than the rows of a test."""
+    """Write short documents of plain text, and some that are longer than the rows of a test."""
     rows = [{"text": f"Document {number}. " * (1 if number % 5 else 20)} for number in range(60)]
     return write_jsonl(tmp_path_factory.mktemp("text") / "text.jsonl", rows)
 
 
 def run(file, model, rows, output, **overrides):
-    """Two steps of a recipe: (its keys, the final config, losses of training)."""
+    """Take two steps of a recipe, and return its keys, the final config and the losses of training."""
     small = {"max_steps": 2, "eval_steps": 2, "bf16": "false", "dtype": "float32", **overrides}
     train.main(["--config", str(RECIPES / file), *sizes(model, rows, output, **small)])
     losses = json.loads((output / "loss.json").read_text())["train"]
@@ -108,7 +102,7 @@ def test_the_five_mechanisms_of_the_paper_train_on_equal_budgets(rows_file, tmp_
         fields = {**small, "num_pseudo_heads": 2} if name == "iha" else small
         if name == "global-local":
             fields = {**fields, "sliding_window": 16}
-        model = save_tiny(tmp_path / name / "model", preset=f"paper-2.4b-{name}", **fields)
+        model = save_tiny(tmp_path / name / "model", name=f"paper-2.4b-{name}", **fields)
         output = tmp_path / name / "run"
         run("paper_sft/sft.yaml", model, rows_file, output)
         state = json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())

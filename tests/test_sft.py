@@ -1,4 +1,4 @@
-"""Fine-tuning: every recipe trains, resumes and saves."""
+"""Test fine-tuning: every recipe trains, resumes and saves."""
 
 import json
 import subprocess
@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import SLOW, random_model
-from tiny_training import byte_tokenizer, recipe, sizes, training_rows, with_template, write_jsonl
+from tiny_training import (
+    byte_tokenizer,
+    interrupted_at,
+    preset_config,
+    recipe,
+    saved,
+    sizes,
+    training_rows,
+    with_template,
+    write_jsonl,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
@@ -17,9 +27,8 @@ from common.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM, cpu_precision
 from sft import make_reasoning_data, score_reasoning, train
 from sft.arguments import RecipeParser
-from sft.context import run_config
+from sft.base_model import prepare_model, run_config
 from sft.data import load_rows, tokenize
-from sft.model import prepare_model
 from sft.trainer import MixingTrainer
 
 
@@ -33,16 +42,9 @@ def rows_file(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
-    """A saved tiny IHA model whose tokenizer has ChatML's tokens and SmolLM2's stock template."""
+    """Save a tiny IHA model."""
     torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    config = IHAConfig.from_preset(
-        "tiny", vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=0, eos_token_id=tokenizer.eos_token_id
-    )
-    directory = tmp_path_factory.mktemp("tiny")
-    IHAForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
+    return saved(IHAForCausalLM(preset_config()), tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(autouse=True)
@@ -52,25 +54,14 @@ def in_repository_root(monkeypatch):
 
 
 # Training
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_mixing_weights_have_a_group_of_their_own_that_the_scheduler_scales(tiny, rows_file, tmp_path):
     model = IHAForCausalLM.from_pretrained(tiny)
     tokenizer = with_template("smollm2.jinja")
-    args = SFTConfig(
-        output_dir=tmp_path,
-        learning_rate=1e-3,
-        weight_decay=0.1,
-        max_steps=3,
-        lr_scheduler_type="cosine",
-        warmup_steps=2,
-        logging_steps=1,
-        save_strategy="no",
-        per_device_train_batch_size=2,
-        bf16=False,
-        report_to="none",
-    )
+    args = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_steps": 3, "lr_scheduler_type": "cosine"}
+    args |= {"warmup_steps": 2, "logging_steps": 1, "save_strategy": "no", "per_device_train_batch_size": 2}
+    args = SFTConfig(tmp_path, bf16=False, report_to="none", **args)
     rows = tokenize(load_rows(rows_file), tokenizer, assistant_only=True)
     trainer = MixingTrainer(
         model=model, args=args, train_dataset=rows, processing_class=tokenizer, mixing_learning_rate=4e-2
@@ -135,24 +126,11 @@ def test_a_recipe_saves_a_checkpoint_that_stands_alone(tiny, rows_file, tmp_path
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, output)])
 
 
-@pytest.mark.parametrize("adapters", [[], ["--use_peft", "true"]], ids=["full", "lora"])
-def test_an_interrupted_run_resumes_to_the_same_losses(adapters, tiny, rows_file, tmp_path, monkeypatch, capsys):
-    command = ["--config", recipe("demo"), *adapters]
+def test_an_interrupted_run_with_adapters_resumes_to_the_same_losses(tiny, rows_file, tmp_path, capsys):
+    command = ["--config", recipe("demo"), "--use_peft", "true"]
     train.main([*command, *sizes(tiny, rows_file, tmp_path / "whole", max_steps=6)])
-
-    steps = 0
-    training_step = MixingTrainer.training_step
-
-    def interrupted_step(self, *args, **kwargs):
-        nonlocal steps
-        steps += 1
-        if steps == 6:
-            raise KeyboardInterrupt
-        return training_step(self, *args, **kwargs)
-
     output = tmp_path / "interrupted"
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(MixingTrainer, "training_step", interrupted_step)
+    with interrupted_at(MixingTrainer, 6):
         train.main([*command, *sizes(tiny, rows_file, output, max_steps=6)])
     assert not (output / "final").exists()
     # What a kill in the middle of saving leaves behind.
@@ -173,35 +151,21 @@ def test_loss_falls_on_a_batch_seen_again_and_again(kind, tiny, tmp_path):
     if kind == "llama":
         torch.manual_seed(0)
         tokenizer = byte_tokenizer()
-        source = str(tmp_path / "llama")
-        config = LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        LlamaForCausalLM(config).save_pretrained(source)
-        tokenizer.save_pretrained(source)
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = LlamaConfig(**shape, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+        source = saved(LlamaForCausalLM(config), tmp_path / "llama")
     rows = write_jsonl(tmp_path / "rows.jsonl", training_rows(5))
     overrides = {"eval_size": 1, "max_steps": 40, "eval_steps": 40, "save_steps": 40}
     arguments = sizes(source, rows, tmp_path / "run", **overrides, learning_rate=5e-3, mixing_lr_multiplier=4)
     train.main(["--config", recipe("demo"), *arguments])
     losses = [loss for _, loss in json.loads((tmp_path / "run" / "loss.json").read_text())["train"]]
     assert losses[0] > 5 and losses[-1] < 0.2 * losses[0]
-    assert (
-        load_in_clean_process(tmp_path / "run" / "final")["model_class"]
-        == {
-            "iha": "IHAForCausalLM",
-            "llama": "LlamaForCausalLM",
-        }[kind]
-    )
+    model_class = {"iha": "IHAForCausalLM", "llama": "LlamaForCausalLM"}[kind]
+    assert load_in_clean_process(tmp_path / "run" / "final")["model_class"] == model_class
 
 
 # Bad input
-# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -252,25 +216,16 @@ def test_an_impossible_run_is_refused_before_it_starts(tiny, rows_file, tmp_path
 def test_the_command_reports_a_mistake_in_one_line(tmp_path):
     config = tmp_path / "sft.yaml"
     config.write_text("learning_rat: 1\n")
-    for command, line in [
-        (
-            ["sft/train.py", "--config", str(config), "--model_name_or_path", "m", "--dataset_name", "d"],
-            "learning_rat",
-        ),
-        (
-            ["-m", "sft.make_reasoning_data", str(tmp_path / "rows.jsonl"), "--rows", "2", "--generator", "absent"],
-            "absent",
-        ),
-    ]:
+    by_path = ["sft/train.py", "--config", str(config), "--model_name_or_path", "m", "--dataset_name", "d"]
+    as_module = ["-m", "sft.make_reasoning_data", str(tmp_path / "rows"), "--rows", "2", "--generator", "absent"]
+    for command, named in ((by_path, "learning_rat"), (as_module, "absent")):
         process = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-        assert process.returncode == 1
-        assert process.stderr.strip().splitlines()[-1].startswith("Error: ")
-        assert line in process.stderr.strip().splitlines()[-1]
-        assert "Traceback" not in process.stderr
+        last = process.stderr.strip().splitlines()[-1]
+        assert process.returncode == 1 and "Traceback" not in process.stderr
+        assert last.startswith("Error: ") and named in last
 
 
 # Reasoning rows
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("generator", ["chain_sum", "gcd", "spell_backward", "basic_arithmetic"])

@@ -1,4 +1,4 @@
-"""Rows for fine-tuning: every schema becomes messages or text, these the right labels, and bad rows are named."""
+"""Test that rows of every schema become messages or text, and right labels, and that bad rows are named."""
 
 import gzip
 import json
@@ -10,10 +10,12 @@ import pytest
 from datasets import Dataset, IterableDataset
 from helpers import small_config
 from tiny_training import (
-    LONG_ROPE,
     TEMPLATES,
+    byte_config,
     byte_tokenizer,
+    interrupted_at,
     recipe,
+    saved,
     sizes,
     training_rows,
     with_template,
@@ -54,7 +56,7 @@ CONVERSATIONS = [
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """No test finds what another has cached; recipes name their chat template relative to the root."""
+    """Keep tests from each other's cache, in the directory to which recipes' chat templates are relative."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(ROOT)
 
@@ -66,61 +68,39 @@ def rows_file(tmp_path) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
-    """A saved model of two "iha" layers whose tokenizer has ChatML's tokens and SmolLM2's stock template."""
-    tokenizer, directory = byte_tokenizer(), tmp_path_factory.mktemp("tiny")
-    config = small_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, rope_parameters=LONG_ROPE)
-    IHAForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
+    """Save a model of two "iha" layers."""
+    return saved(IHAForCausalLM(byte_config()), tmp_path_factory.mktemp("tiny"))
 
 
 def run_of(name: str, tmp_path: Path, **keys):
-    """The two halves of a recipe."""
-    run = RunArguments("none", str(name), **{key: keys.pop(key) for key in list(keys) if hasattr(RunArguments, key)})
+    run = RunArguments(
+        model_name_or_path="none",
+        dataset_name=str(name),
+        **{key: keys.pop(key) for key in list(keys) if hasattr(RunArguments, key)},
+    )
     fields = {"assistant_only_loss": True, "max_length": 128, "use_cpu": True, "bf16": False, "report_to": "none"}
     return run, SFTConfig(output_dir=str(tmp_path / "run"), **{**fields, **keys})
 
 
 # Rows
 
+GOOD_TURNS = [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}]
+
 
 @pytest.mark.parametrize(
-    "row, roles",
+    "row",
     [
-        (
-            {"system": "S", "conversations": [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}]},
-            ["system", "user", "assistant"],
-        ),
-        (
-            {
-                "difficulty": 7,
-                "source": "x",
-                "domain": "math",
-                "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}],
-            },
-            ["user", "assistant"],
-        ),
-        (
-            {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
-            ["user", "assistant"],
-        ),
-        (
-            {
-                "messages": None,
-                "system": None,
-                "conversations": [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}],
-            },
-            ["user", "assistant"],
-        ),
+        {"system": "S", "conversations": GOOD_TURNS},
+        {"source": "x", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+        {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
+        {"messages": None, "system": None, "conversations": GOOD_TURNS},
     ],
     ids=["openthoughts-114k", "openthoughts3", "messages", "columns-filled-with-null"],
 )
-def test_both_openthoughts_schemas_become_messages(row, roles):
-    contents = {"system": "S", "user": "Q", "assistant": "A"}
-    assert to_messages(row, "row 1") == [{"role": role, "content": contents[role]} for role in roles]
-
-
-GOOD_TURNS = [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"}]
+def test_both_openthoughts_schemas_become_messages(row):
+    system = [{"role": "system", "content": "S"}] if row.get("system") else []
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    assert to_messages(row, "row 1") == system + turns
 
 
 @pytest.mark.parametrize(
@@ -164,12 +144,6 @@ def test_missing_and_empty_files_are_refused(tmp_path):
         load_rows(write_jsonl(tmp_path / "empty.jsonl", [""]))
 
 
-def test_a_changed_file_is_read_again(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    assert len(load_rows(write_jsonl(path, training_rows(2)))) == 2
-    assert len(load_rows(write_jsonl(path, training_rows(3)))) == 3
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_changed_file_of_equal_size_and_time_is_read_again(suffix, tmp_path):
     path = tmp_path / f"rows.{suffix}"
@@ -187,7 +161,6 @@ def test_a_pipe_is_refused(tmp_path):
 
 
 # Chat templates and labels
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
@@ -361,11 +334,11 @@ def test_a_damaged_file_is_refused(name, content, named, streaming, tmp_path):
 @pytest.mark.parametrize(
     "keys, named",
     [
-        ({"streaming": True}, "streaming needs max_steps"),
-        ({"streaming": True, "max_steps": 3, "eval_size": 0.5}, "give a number of rows"),
-        ({"streaming": True, "max_steps": 3, "eval_size": float("nan")}, "give a number of rows"),
-        ({"streaming": True, "max_steps": 3, "eval_size": -1}, "give a number of rows"),
-        ({"dataset_split": "test"}, "is local and has no split 'test'"),
+        ({"dataset_streaming": True}, "streaming needs max_steps"),
+        ({"dataset_streaming": True, "max_steps": 3, "eval_size": 0.5}, "give a number of rows"),
+        ({"dataset_streaming": True, "max_steps": 3, "eval_size": float("nan")}, "give a number of rows"),
+        ({"dataset_streaming": True, "max_steps": 3, "eval_size": -1}, "give a number of rows"),
+        ({"dataset_train_split": "test"}, "is local and has no split 'test'"),
         ({"truncation_mode": "keep_end"}, "truncation_mode is not used"),
         ({"completion_only_loss": True}, "completion_only_loss is not used"),
         ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "dataset_kwargs is not used"),
@@ -386,7 +359,11 @@ def test_rows_are_refused_before_the_model_is_loaded(tiny, tmp_path, monkeypatch
     monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
     for rows, overrides, named in (
         (tmp_path / "absent.jsonl", {}, "no such file"),
-        (write_jsonl(tmp_path / "rows.jsonl", training_rows(3)), {"streaming": "true", "max_steps": -1}, "max_steps"),
+        (
+            write_jsonl(tmp_path / "rows.jsonl", training_rows(3)),
+            {"dataset_streaming": "true", "max_steps": -1},
+            "max_steps",
+        ),
     ):
         with pytest.raises(UserError, match=named):
             train.main(["--config", recipe("demo"), *sizes(tiny, rows, tmp_path / "run", **overrides)])
@@ -395,7 +372,7 @@ def test_rows_are_refused_before_the_model_is_loaded(tiny, tmp_path, monkeypatch
 def test_a_stream_holds_out_its_first_rows(rows_file, tmp_path):
     tokenizer = with_template("chatml.jinja")
     whole = list(tokenize(load_rows(rows_file), tokenizer, assistant_only=True))
-    run, args = run_of(rows_file, tmp_path, eval_size=4, streaming=True, max_steps=2)
+    run, args = run_of(rows_file, tmp_path, eval_size=4, dataset_streaming=True, max_steps=2)
     rows, held_out = rows_of_run(run, args, tokenizer)
     assert list(held_out) == whole[:4] and list(rows) == whole[4:]
     run.eval_size = 20
@@ -410,7 +387,7 @@ def test_a_stream_holds_out_its_first_rows(rows_file, tmp_path):
 def test_packing_does_not_change_what_is_held_out(streaming, rows_file, tmp_path):
     tokenizer, held = with_template("chatml.jinja"), {}
     for packing in (False, True):
-        keys = {"packing": packing, "max_steps": 2, "eval_size": 4, "streaming": streaming}
+        keys = {"packing": packing, "max_steps": 2, "eval_size": 4, "dataset_streaming": streaming}
         run, args = run_of(rows_file, tmp_path, **keys)
         rows, held_out = rows_of_run(run, args, tokenizer)
         held[packing] = [row["input_ids"] for row in held_out]
@@ -427,7 +404,7 @@ def test_packing_does_not_change_what_is_held_out(streaming, rows_file, tmp_path
     [
         ({}, ["16 rows of", "8 steps an epoch of 2", "sequences a step, 24 steps in all"]),
         ({"packing": True}, ["844 tokens packed into 8 sequences: 4 steps an epoch of 2", "12 steps in all"]),
-        ({"streaming": True, "max_steps": 3}, ["3 steps of 2 streamed sequences", "how many are longer"]),
+        ({"dataset_streaming": True, "max_steps": 3}, ["3 steps of 2 streamed sequences", "how many are longer"]),
     ],
 )
 def test_tokens_and_steps_are_stated_before_training(keys, lines, tiny, rows_file, tmp_path, capsys, monkeypatch):
@@ -443,7 +420,11 @@ def test_tokens_and_steps_are_stated_before_training(keys, lines, tiny, rows_fil
 # A pass over the 16 rows, or their 8 packed sequences, takes 4 steps, or 2.
 @pytest.mark.parametrize(
     ("keys", "stop", "steps"),
-    [({"packing": True}, 4, 6), ({"packing": True, "streaming": True}, 4, 6), ({"streaming": True}, 6, 8)],
+    [
+        ({"packing": True}, 4, 6),
+        ({"packing": True, "dataset_streaming": True}, 4, 6),
+        ({"dataset_streaming": True}, 6, 8),
+    ],
     ids=["packed", "packed stream", "second pass of a stream"],
 )
 def test_packed_and_streamed_runs_resume_to_the_same_losses(keys, stop, steps, tiny, rows_file, tmp_path):
@@ -453,24 +434,12 @@ def test_packed_and_streamed_runs_resume_to_the_same_losses(keys, stop, steps, t
             overrides = {**keys, "max_steps": steps, "lr_scheduler_type": "constant"}
             command = ["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / name, **overrides)]
             if stop < steps:
-                with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                    patch.setattr(MixingTrainer, "training_step", interrupted_at(stop + 1))
+                with interrupted_at(MixingTrainer, stop + 1):
                     train.main(command)
             else:
                 train.main(command)
         losses.append(json.loads((tmp_path / name / "loss.json").read_text()))
     assert losses[0] == losses[1]
-
-
-def interrupted_at(step: int):
-    whole_step, steps = MixingTrainer.training_step, iter(range(1, 99))
-
-    def training_step(*args, **kwargs):
-        if next(steps) == step:
-            raise KeyboardInterrupt
-        return whole_step(*args, **kwargs)
-
-    return training_step
 
 
 def test_wrapped_packing_is_for_plain_text_only(rows_file, tmp_path, capsys):
@@ -615,7 +584,7 @@ def test_prepared_rows_are_for_one_tokenizer_template_and_loss(rows_file, tiny, 
         with pytest.raises(UserError, match=named):
             rows_of_run(*run_of(tmp_path / "out", tmp_path, **keys), tokenizer)
     with pytest.raises(UserError, match="streaming is for rows that are not prepared"):
-        check_rows(*run_of(tmp_path / "out", tmp_path, streaming=True, max_steps=2))
+        check_rows(*run_of(tmp_path / "out", tmp_path, dataset_streaming=True, max_steps=2))
 
 
 def test_a_damaged_preparation_is_refused(rows_file, tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""A training run as a whole: what it refuses before it begins, what it records, how it stops, and how it goes on."""
+"""Test what a training run refuses before it begins, what it records, how it stops, and how it goes on."""
 
 import errno
 import fcntl
@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 import torch
 import trl
-from helpers import random_model, small_config
+from helpers import random_model
 from safetensors.torch import load_file
-from tiny_training import LONG_ROPE, byte_tokenizer, recipe, sizes, training_rows, write_jsonl
+from tiny_training import byte_config, interrupted_at, recipe, saved, sizes, training_rows, write_jsonl
+from transformers import integrations
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 
@@ -29,14 +30,19 @@ from common import command_io
 from common.command_io import UserError, run_cli, sole_writer
 from hub.checks import checkpoint_files
 from modeling_iha import IHAForCausalLM
-from sft import arguments as arguments_module
-from sft import callbacks, run_record, train
 from sft import run as sft_run
+from sft import train
 from sft import trainer as trainer_module
 from sft.arguments import RecipeParser, RunArguments, check_values
-from sft.checkpoints import checkpoint_fault, checkpoint_to_resume, newest_complete_checkpoint, write_checksums
-from sft.run_record import RECORD, keep_record, make_record
-from sft.trainer import MixingTrainer
+from sft.run import RECORD, keep_record, make_record
+from sft.trainer import (
+    MixingTrainer,
+    TrainingClock,
+    checkpoint_fault,
+    checkpoint_to_resume,
+    newest_complete_checkpoint,
+    write_checksums,
+)
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,15 +94,10 @@ def rows_file(tmp_path_factory) -> str:
 
 
 def save_model(directory: Path, seed: int = 0) -> str:
-    """A tiny IHA model with a byte tokenizer, beside a card whose metadata is no YAML."""
-    tokenizer = byte_tokenizer()
-    config = small_config(
-        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=0, rope_parameters=LONG_ROPE
-    )
-    random_model(config, seed=seed).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    """Save a tiny IHA model with a byte tokenizer, beside a card whose metadata is no YAML."""
+    model = saved(random_model(byte_config(bos_token_id=0), seed=seed), directory)
     (directory / "README.md").write_text("---\nlicense: [apache\n---\n# A model\n")
-    return str(directory)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def parse(model, rows, output, **overrides) -> tuple[RunArguments, SFTConfig]:
 
 @pytest.fixture(scope="module")
 def whole(tiny, rows_file, tmp_path_factory) -> Path:
-    """The output directory of a run that nothing disturbed, of more steps than an epoch has."""
+    """Run what nothing disturbs for more steps than an epoch has, and return its output directory."""
     output = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -128,7 +129,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(output: Path, whole: Path):
-    """Not a bit of the final weights, nor a logged loss, differs from those of the undisturbed run."""
+    """Compare the final weights and the logged losses bit by bit."""
     actual, expected = weights(output / "final"), weights(whole / "final")
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
@@ -140,7 +141,7 @@ def assert_same_run(output: Path, whole: Path):
 
 @pytest.fixture(autouse=True)
 def no_deepspeed_left():
-    """Transformers keeps the DeepSpeed configuration of a refused recipe for as long as pytest keeps the error."""
+    """Drop the DeepSpeed configuration that Transformers keeps as long as pytest keeps the error of a recipe."""
     yield
     unset_hf_deepspeed_config()
 
@@ -180,6 +181,7 @@ def no_deepspeed_left():
         ("optim", "galore_adamw", "optim 'galore_adamw'"),
         ("deepspeed", "absent.json", "deepspeed"),
         ("push_to_hub", "true", "set push_repo_id"),
+        ("load_in_4bit", "true", "is not used here"),
         ("push_repo_id", "a/b/c", "no repository id"),
         ("chat_template_path", "absent.jinja", "absent.jinja is not a .jinja file"),
         ("resume_from_checkpoint", "absent", "absent is no directory"),
@@ -196,7 +198,7 @@ def no_deepspeed_left():
 )
 def test_an_impossible_value_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, key, value, named):
     monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
-    monkeypatch.setattr(arguments_module, "get_available_reporting_integrations", lambda: [])
+    monkeypatch.setattr(integrations, "get_available_reporting_integrations", lambda: [])
     monkeypatch.setattr(sft_run, "make_record", lambda *_: {})
     monkeypatch.setattr(sft_run, "keep_record", lambda *_: None)
     given = ["--config", recipe("demo"), *sizes("absent/model", "absent/rows", tmp_path / "run", **{key: value})]
@@ -230,11 +232,13 @@ def test_a_key_of_the_file_is_given_once(tmp_path):
 def test_what_may_be_null_or_a_list_stays_so(tmp_path):
     config = tmp_path / "sft.yaml"
     config.write_text(
-        f"model_name_or_path: m\ndataset_name: d\noutput_dir: {tmp_path}\nuse_cpu: true\nbf16: false\nmax_length: null\n"
-        "learning_rate: 1\nlora_target_modules: q_proj\nlr_scheduler_kwargs: {num_cycles: 2}\nreport_to: [wandb]\n"
+        f"model_name_or_path: m\ndataset_name: d\noutput_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n"
+        "max_length: null\nlearning_rate: 1\nlora_target_modules: q_proj\n"
+        "lr_scheduler_kwargs: {num_cycles: 2}\nreport_to: [wandb]\n"
     )
     run, args = RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])
-    assert (args.max_length, args.learning_rate, run.lora_target_modules) == (None, 1.0, ["q_proj"])
+    # TRL takes a single name out of its list.
+    assert (args.max_length, args.learning_rate, run.lora_target_modules) == (None, 1.0, "q_proj")
     assert (args.lr_scheduler_kwargs, args.report_to) == ({"num_cycles": 2}, ["wandb"])
     config.write_text("model_name_or_path: m\ndataset_name: d\nuse_cpu: true\nbf16: false\n")
     assert RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])[1].report_to == []
@@ -254,7 +258,7 @@ def test_a_template_that_is_not_text_is_refused(tmp_path, monkeypatch):
     ids=["default", "multiplier", "absolute"],
 )
 def test_the_mixing_learns_at_the_rate_that_was_given(given, rate):
-    assert RunArguments("", "", **given).mixing_rate(1e-3) == pytest.approx(rate)
+    assert RunArguments(model_name_or_path="", dataset_name="", **given).mixing_rate(1e-3) == pytest.approx(rate)
 
 
 def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path):
@@ -275,7 +279,7 @@ def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path
 
 @pytest.fixture
 def begun(tiny, rows_file, tmp_path) -> Path:
-    """An output directory with a record and a checkpoint of it."""
+    """Make an output directory with a record and a checkpoint of it."""
     model, rows, output = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "run"
     shutil.copytree(tiny, model)
     shutil.copy(rows_file, rows)
@@ -300,7 +304,7 @@ def change_rows(directory):
 
 
 def nothing(directory):
-    """Changes nothing."""
+    """Change nothing."""
 
 
 @pytest.mark.parametrize(
@@ -376,10 +380,10 @@ def test_a_checkpoint_of_another_run_is_not_resumed_by_name(whole, tiny, rows_fi
 def test_the_code_is_known_by_its_content_outside_a_repository(monkeypatch, tmp_path):
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "train.py").write_text("1")
-    monkeypatch.setattr(run_record, "ROOT", tmp_path)
-    before = run_record._identify_code()
+    monkeypatch.setattr(sft_run, "ROOT", tmp_path)
+    before = sft_run._identify_code()
     (tmp_path / "sft" / "train.py").write_text("2")
-    assert run_record._identify_code()["sha256"] != before["sha256"]
+    assert sft_run._identify_code()["sha256"] != before["sha256"]
 
 
 def test_the_commit_is_that_of_this_checkout_alone(monkeypatch, tmp_path):
@@ -562,7 +566,7 @@ def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(whole, tiny, 
 
 
 def make_checkpoint(directory: Path, weights_file: str = "model.safetensors") -> Path:
-    """Weights of FSDP's sharded state dicts are a folder, and so is their optimiser."""
+    """Make a checkpoint; FSDP's sharded weights and their optimiser are folders."""
     directory.mkdir(parents=True)
     sharded = weights_file.endswith(".distcp")
     for name in (weights_file, "optimizer_0/__0_0.distcp" if sharded else "optimizer.pt"):
@@ -648,25 +652,18 @@ def test_the_last_complete_checkpoint_goes_only_after_the_next_is_complete(tiny,
 
 def test_the_best_checkpoint_is_kept_and_ends_as_the_final_model(tiny, rows_file, tmp_path, monkeypatch):
     losses = {0: 9.0, 2: 1.0, 4: 2.0, 6: 3.0}
-    evaluate, training_step = MixingTrainer.evaluate, MixingTrainer.training_step
-    dies = True
+    evaluate = MixingTrainer.evaluate
 
     def scripted(self, *args, **kwargs):
         return evaluate(self, *args, **kwargs) | {"eval_loss": losses[self.state.global_step]}
 
-    def interrupt_step_5(self, *args, **kwargs):
-        if dies and self.state.global_step == 4:
-            raise KeyboardInterrupt
-        return training_step(self, *args, **kwargs)
-
     monkeypatch.setattr(MixingTrainer, "evaluate", scripted)
-    monkeypatch.setattr(MixingTrainer, "training_step", interrupt_step_5)
     output = tmp_path / "run"
     arguments = command(tiny, rows_file, output, load_best_model_at_end="true", save_strategy="steps")
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_at(MixingTrainer, 5):
         train.main(arguments)
     assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
-    best, dies = weights(output / "checkpoint-2"), False
+    best = weights(output / "checkpoint-2")
     shutil.copytree(output, tmp_path / "damaged")
     train.main(arguments)
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
@@ -738,8 +735,8 @@ def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypat
 
 def test_the_clock_counts_loading_and_neither_evaluation_nor_saving(monkeypatch):
     now = iter([10, 13, 14, 100, 102, 200, 201])
-    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(now))
-    clock = callbacks.TrainingClock()
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: next(now))
+    clock = TrainingClock()
     clock.on_step_begin()  # at 10
     clock.on_step_end()
     clock.on_step_begin()  # after loading

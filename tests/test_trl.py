@@ -1,5 +1,4 @@
-"""TRL's trainers: preference, reward and reinforcement learning take a step, and SFT's packed batches keep rows
-apart."""
+"""Test that TRL's trainers take a step, and that SFT's packed batches keep rows apart."""
 
 import math
 
@@ -33,7 +32,7 @@ PREFERENCES = [
 
 @pytest.fixture(params=["global", "window", "hybrid", "every_kind"])
 def directory(request, tmp_path):
-    """A saved model: DPO loads its reference policy from the place that the policy came from."""
+    """Save a model: DPO loads its reference policy from the place that the policy came from."""
     config = small_config(eos_token_id=2, **{**GEOMETRIES, "every_kind": EVERY_KIND}[request.param])
     # Weights for which the gradient of a "diff" layer's lambda is no difference of nearly equal sums.
     random_model(config, seed=1).save_pretrained(tmp_path / "model")
@@ -55,8 +54,7 @@ def arguments(tmp_path) -> dict:
 
 
 def take_a_step(trainer) -> dict:
-    """Trains one step, in which every parameter must change, mixing and collapse with the others; returns what it
-    logged."""
+    """Train one step, in which every parameter must change, and return what it logged."""
     before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
     unchanged = {name for name, value in trainer.model.named_parameters() if torch.equal(value, before[name])}
@@ -113,8 +111,7 @@ def test_grpo_takes_a_step(directory, tmp_path):
 
 @pytest.mark.parametrize("directory", ["hybrid"], indirect=True)
 def test_trainers_load_remote_code_by_path(directory, tmp_path):
-    """Policy, reference and reward model from one checkpoint, where `trust_remote_code` in the trainer's arguments is
-    needed even for a policy that was loaded before: DPO loads the reference itself."""
+    """Load policy, reference and reward model with `trust_remote_code`: DPO loads the reference itself."""
     tiny_tokenizer().save_pretrained(directory)
     program = """
 from datasets import Dataset

@@ -1,11 +1,17 @@
-"""What the tests of fine-tuning share: a tokenizer of bytes, rows, and recipes at the size of a test."""
+"""Share a tokenizer of bytes, rows, and recipes at the size of a test among the tests of fine-tuning."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerFast
+import pytest
+from helpers import small_config
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from checkpoints import untrained
+from modeling_iha import IHAConfig
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,17 +21,53 @@ LONG_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # SmolLM2-Instruct's own template, as its published tokenizer holds it.
 SMOLLM2_STOCK_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
-    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
 def byte_tokenizer(special=untrained.SPECIAL) -> PreTrainedTokenizerFast:
-    """One token for each byte and each special token: what is one piece of text is one run of tokens."""
+    """Return a tokenizer with one token for each byte and each special token."""
     tokenizer = untrained.byte_tokenizer(special)
     tokenizer.chat_template = SMOLLM2_STOCK_TEMPLATE
     return tokenizer
+
+
+def byte_config(**fields) -> IHAConfig:
+    """Return the small config of helpers.py for `byte_tokenizer` and the rows of these tests."""
+    tokenizer = byte_tokenizer()
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    return small_config(**{**ids, "rope_parameters": LONG_ROPE, **fields})
+
+
+def preset_config(name: str = "tiny", **fields) -> IHAConfig:
+    """Return a preset for `byte_tokenizer`."""
+    tokenizer = byte_tokenizer()
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id}
+    return IHAConfig.from_preset(name, **ids, **fields)
+
+
+def saved(model: PreTrainedModel, directory: Path) -> str:
+    """Save a model with `byte_tokenizer`, and return where."""
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+@contextmanager
+def interrupted_at(trainer: type, step: int) -> Iterator[None]:
+    """Have the micro-batch of this number raise a KeyboardInterrupt in the block, and expect it."""
+    training_step, steps = trainer.training_step, count(1)
+
+    def interrupted_step(*args, **kwargs):
+        if next(steps) == step:
+            raise KeyboardInterrupt
+        return training_step(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trainer, "training_step", interrupted_step)
+        yield
 
 
 def with_template(name: str) -> PreTrainedTokenizerFast:
@@ -40,7 +82,7 @@ def write_jsonl(path: Path, rows: list) -> str:
 
 
 def training_rows(count: int) -> list[dict]:
-    """OpenThoughts-114k rows with questions and answers of different lengths, under 100 byte tokens."""
+    """Return OpenThoughts-114k rows of different lengths, under 100 byte tokens."""
     return [
         {
             "system": "Add.",
@@ -58,7 +100,7 @@ def recipe(name: str) -> str:
 
 
 def sizes(model: str, rows: str, output: Path, **overrides) -> list[str]:
-    """Overrides that take a recipe to the size of a test, and nothing else."""
+    """Return overrides that take a recipe to the size of a test, and nothing else."""
     values = {
         "model_name_or_path": model,
         "dataset_name": rows,

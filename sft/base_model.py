@@ -1,23 +1,26 @@
-"""What a run asks of its model's configuration, checked and set before any weight is read: RoPE base, positions,
-window and pseudo-heads, and the form in which "iha" layers compute."""
+"""Load what a run starts from: a configuration that is checked before weights are read, model, tokenizer, adapters."""
 
 import math
 
-from transformers import PreTrainedConfig, TrainingArguments
+import torch
+from peft import LoraConfig
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from trl import get_peft_config
 
-from common.checkpoint_io import load_config
+from common.checkpoint_io import load_config, load_model, load_tokenizer, note_slow_dtype
 from common.command_io import UserError, one_line
+from kinds import own_modules
 from modeling_iha import IHAConfig
 from modeling_iha.attention_forms import recomputes
 from modeling_iha.modeling_iha import IHARotaryEmbedding
-from sft.arguments import RunArguments
+from sft.arguments import RunArguments, chat_template
 
 
 def run_config(run: RunArguments, args: TrainingArguments, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
-    """The configuration of the run's base model, or the one given in its place, with the recipe's `rope_theta`,
-    `max_position_embeddings` and `sliding_window`; the trained checkpoint keeps it. Reads no weights.
+    """Return the configuration of the run's base model, or the one given in its place, without reading weights.
 
-    Raises `UserError` for a sequence longer than the model's positions, positions beyond the reach of its RoPE, a
+    It has the recipe's `rope_theta`, `max_position_embeddings` and `sliding_window`, and the trained checkpoint keeps
+    it. Raises `UserError` for a sequence longer than the model's positions, positions beyond the reach of its RoPE, a
     window larger than the context, another number of pseudo-heads than the recipe states, an `attention_form` that
     would be ignored, and checkpoints of activations that keep P outputs for each token.
     """
@@ -53,8 +56,8 @@ def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
     found = config.num_pseudo_heads if _has_iha_layers(config) else 1
     if run.num_pseudo_heads not in (None, found):
         raise UserError(
-            f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {run.model_name_or_path} has {found}: convert "
-            f"the base model with --num-pseudo-heads {run.num_pseudo_heads}, or correct the recipe."
+            f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {run.model_name_or_path} has {found}: "
+            f"convert the base model with --num-pseudo-heads {run.num_pseudo_heads}, or correct the recipe."
         )
 
 
@@ -63,8 +66,8 @@ def _check_lengths(config: PreTrainedConfig, run: RunArguments, args: TrainingAr
     length = getattr(args, "max_length", None) or positions  # GRPO's answers have a length, its prompts none
     if positions is not None and length > positions:
         raise UserError(
-            f"max_length={length} is beyond the model's {positions} positions: set max_position_embeddings to {length} and "
-            "rope_theta to a base for that length, or lower max_length."
+            f"max_length={length} is beyond the model's {positions} positions: set max_position_embeddings to "
+            f"{length} and rope_theta to a base for that length, or lower max_length."
         )
     # A window that the checkpoint brings may be longer than the rows of one run, one that the recipe sets may not.
     context = length if run.sliding_window is not None else positions
@@ -78,8 +81,10 @@ def _check_lengths(config: PreTrainedConfig, run: RunArguments, args: TrainingAr
 
 
 def rope_reach(config: IHAConfig) -> float:
-    """The longest wavelength of the RoPE table, in positions: two positions further apart than this share no order
-    that any of the rotations could tell."""
+    """Return the longest wavelength of the RoPE table, in positions.
+
+    No rotation can tell the order of two positions that are further apart.
+    """
     return 2 * math.pi / IHARotaryEmbedding(config).inv_freq.min().item()
 
 
@@ -118,5 +123,57 @@ def _check_selective(config: PreTrainedConfig, run: RunArguments, args: Training
     if selective and _has_iha_layers(config) and config.num_pseudo_heads > 1 and run.attention_form != "base":
         raise UserError(
             "gradient_checkpointing_kwargs: selective keeps the output of the attention core, which has "
-            f"{config.num_pseudo_heads} times the size of a token's in an 'iha' layer: remove the key, all is recomputed then."
+            f"{config.num_pseudo_heads} times the size of a token's in an 'iha' layer: remove the key, "
+            "all is recomputed then."
         )
+
+
+def prepare_model(
+    run: RunArguments, args: TrainingArguments, config: PreTrainedConfig
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model in `run.dtype` with `config` of `run_config`, and its tokenizer with the recipe's chat template.
+
+    Raises `UserError`.
+    """
+    if args.model_init_kwargs:
+        raise UserError("model_init_kwargs is not used here: set dtype and attn_implementation themselves.")
+    template = chat_template(args)
+    model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
+    if args.device.type == "cpu":
+        note_slow_dtype(torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype)
+    if run.attention_form is not None:
+        model.base_model.attention_form = run.attention_form
+    if run.attn_implementation is not None:
+        try:
+            model.set_attn_implementation(run.attn_implementation)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"attn_implementation {run.attn_implementation!r}: {one_line(error)}") from error
+    tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
+    for key in ("eos_token", "pad_token"):
+        if (token := getattr(args, key, None)) is not None and token not in tokenizer.get_vocab():
+            raise UserError(
+                f"{key} {token!r} is no token of {run.model_name_or_path}: give one that is, or remove the key."
+            )
+    if template is not None:
+        tokenizer.chat_template = template
+    return model, tokenizer
+
+
+def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
+    """Return the adapters that `run` asks for, or None.
+
+    Modules of a kind's own (`own_modules`) are trained in full beside them. Raises `UserError` for a target that the
+    model does not have.
+    """
+    config = get_peft_config(run)
+    if config is None:
+        return None
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    targets = config.target_modules or "all-linear"
+    if targets != "all-linear":
+        targets = {targets} if isinstance(targets, str) else set(targets)
+        if unknown := targets - names:
+            raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
+    config.target_modules = targets
+    config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None
+    return config
