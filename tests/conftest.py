@@ -11,6 +11,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from helpers import command, keep_base_states  # noqa: E402
 
+from modeling_iha import attention_hyper, score_matrix, tuple_attention, window_blocks  # noqa: E402
+
 
 torch.set_num_threads(1)
 
@@ -23,12 +25,24 @@ def cli(monkeypatch, capsys):
 
 @pytest.fixture
 def cpu_cores(monkeypatch):
-    """Every attention core on CPU: a stand-in for flash (yields its calls), and flex_attention in its uncompiled form,
-    which is the same mathematics without minutes of compilation. "iha" layers on SDPA keep base states only."""
+    """Run every attention core on a CPU, and yield the calls of the stand-in for flash.
+
+    FlexAttention runs uncompiled: the same mathematics without minutes of compilation. "iha" layers on SDPA keep base
+    states only.
+    """
     calls = fake_flash.install(monkeypatch)
     keep_base_states(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield calls
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Take queries in blocks of 4, so that a short input has several, the last of them short."""
+    for module in (score_matrix, tuple_attention):
+        monkeypatch.setattr(module, "BLOCK", 4)
+    monkeypatch.setattr(window_blocks, "MIN_BLOCK", 4)
+    monkeypatch.setattr(attention_hyper, "CHUNK", 4)
 
 
 @pytest.fixture(params=["virtual", "base"])
@@ -62,7 +76,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """In a module that lists its `EXPECTED_SKIPS`, a test skipped for another reason fails."""
+    """Fail a test that is skipped for a reason that the `EXPECTED_SKIPS` of its module lack."""
     report = yield
     expected = getattr(item.module, "EXPECTED_SKIPS", None)
     if expected is not None and report.skipped and isinstance(report.longrepr, tuple):

@@ -1,5 +1,4 @@
-"""FlashAttention-2's two functions as dense CPU code, so that Transformers' flash dispatch can be tested without a
-GPU.
+"""Stand in for FlashAttention-2 with dense CPU code, to test Transformers' flash dispatch without a GPU.
 
 Everything around the kernel is Transformers' own: unpadding, documents from position_ids or cu_seq_lens, the window.
 The conventions of the kernel are those of flash_attn 2.1 and later: the causal mask and the window are aligned to the
@@ -12,16 +11,16 @@ from transformers import PreTrainedModel, modeling_flash_attention_utils
 
 
 def install(monkeypatch) -> list[str]:
-    """Makes `model.set_attn_implementation("flash_attention_2")` work on CPU until the test ends.
+    """Make `model.set_attn_implementation("flash_attention_2")` work on CPU until the test ends.
 
-    Returns the names of the kernel functions that were called, in order: a test can see that the fake ran, and which.
+    Return a list that takes the name of each kernel function that is called.
     """
     calls = []
 
+    # Transformers passes only what it finds in these signatures.
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
         calls.append("flash_attn_func")
-        rows = [_attend(q[b], k[b], v[b], softmax_scale, causal, window_size) for b in range(q.shape[0])]
-        return torch.stack(rows)
+        return torch.stack([_attend(*states, softmax_scale, causal, window_size) for states in zip(q, k, v)])
 
     def flash_attn_varlen_func(
         q,
@@ -57,7 +56,7 @@ def install(monkeypatch) -> list[str]:
 
 
 def _attend(q, k, v, softmax_scale, causal, window_size):
-    """Attention of one sequence: q `[queries, H, d]`, k and v `[keys, G, d]`, output `[queries, H, d]`."""
+    """Attend within one sequence: q `[queries, H, d]`, k and v `[keys, G, d]`, output `[queries, H, d]`."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

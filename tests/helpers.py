@@ -1,11 +1,12 @@
-"""What the tests share: small models with weights that leave nothing at its neutral value, so that no part can drop
-out unnoticed; inputs for them; and comparisons, relative to the largest entry of what is compared."""
+"""Build small models and inputs for all tests, and compare relative to the largest entry.
+
+No weight is at its neutral value, so no part can drop out unnoticed.
+"""
 
 import json
 import sys
 from copy import deepcopy
 
-import pytest
 import torch
 from references import reference_attention
 from references.iha import causal_lm
@@ -15,6 +16,7 @@ from transformers.activations import ACT2FN
 from common.command_io import run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.kind_options import OPTIONS_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
@@ -85,28 +87,14 @@ GEOMETRIES = {
     "window_mha": {"layer_types": "sliding_attention", "sliding_window": 3, "attention_kinds": "mha"},
     "hybrid": {**HYBRID, "sliding_window": 4},
     "hybrid_window_of_1": {**HYBRID, "sliding_window": 1},
-    "talking_heads": {"attention_kinds": "talking_heads", **_WINDOW_AND_GLOBAL},
-    "diff": {"attention_kinds": "diff", **_WINDOW_AND_GLOBAL},
-    "dcmha": {"attention_kinds": "dcmha", **_WINDOW_AND_GLOBAL},
-    "hyper_feature": {
-        "attention_kinds": "hyper_feature",
-        "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
-        **_WINDOW_AND_GLOBAL,
-    },
-    "hyper": {
-        "attention_kinds": "hyper",
-        "attention_options": {"hyper": {"sharing": False, "strict_order": True}},
-        **_WINDOW_AND_GLOBAL,
+    **{
+        kind: {"attention_kinds": kind, "attention_options": {kind: options.example}, **_WINDOW_AND_GLOBAL}
+        for kind, options in OPTIONS_CLASSES.items()
+        if kind not in ("mha", "iha")
     },
     "hyper_linear": {
         "attention_kinds": "hyper",
         "attention_options": {"hyper": {"order": 4, "sharing": False, "linear": True}},
-    },
-    "simplicial": {
-        "attention_kinds": "simplicial",
-        "attention_options": {"simplicial": {"windows": [2, 3]}},
-        "layer_types": "sliding_attention",
-        "sliding_window": 3,
     },
 }
 # Of "iha" layers, what the mechanism suite lacks: P, windows of one token, a collapse over all heads, two kinds in one
@@ -114,12 +102,6 @@ GEOMETRIES = {
 IHA_GEOMETRIES = ["one_pseudo_head", "no_gqa", "window_of_1", "hybrid", "hybrid_window_of_1"]
 # Of the other kinds than "iha".
 OTHER_KINDS = [name for name, fields in GEOMETRIES.items() if isinstance(fields.get("attention_kinds"), str)]
-# Of kinds that change the score matrix, which flash cores and FlexAttention never build: refused there.
-SCORE_MATRIX = {
-    name
-    for name, fields in GEOMETRIES.items()
-    if issubclass(ATTENTION_CLASSES.get(str(fields.get("attention_kinds")), object), ScoreMatrixAttention)
-}
 
 
 # What a checkpoint of "iha" and "mha" layers ships.
@@ -132,7 +114,7 @@ IHA_CODE = {
 
 
 def small_config(**overrides) -> IHAConfig:
-    """Two "iha" layers, 4 heads of 8 in 2 groups, P = 2, no end-of-sequence token; with `overrides`."""
+    """Return a config of two "iha" layers, 4 heads of 8 in 2 groups and P = 2, with `overrides`."""
     fields = {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -150,8 +132,9 @@ def small_config(**overrides) -> IHAConfig:
 
 
 def random_model(config, model_class=IHAForCausalLM, dtype=torch.float32, seed=0):
-    """A model in eval mode whose every parameter is random: norms around 1, mixing, collapse and biases far from
-    neutral.
+    """Return a model in eval mode whose every parameter is random.
+
+    Norms are around 1; mixing, collapse and biases are far from neutral.
 
     Args:
         config: of any model class with Llama's parameter names.
@@ -176,24 +159,27 @@ def random_model(config, model_class=IHAForCausalLM, dtype=torch.float32, seed=0
 
 
 def random_ids(*shape, vocab_size=61, seed=1):
-    """Token ids above the special ones, `[*shape]`."""
+    """Return token ids above the special ones, `[*shape]`."""
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def set_core(model, core):
-    """Set the attention implementation. "sdpa" is the stock core on the virtual sequence; "base" is SDPA with an
-    `attention_form` that keeps base states only and decodes from them at every length."""
+    """Set the attention implementation, and for "iha" layers the `attention_form`.
+
+    "base" is SDPA that keeps base states only and decodes from them at every length; "sdpa" and all others compute on
+    the virtual sequence.
+    """
     model.set_attn_implementation("sdpa" if core == "base" else core)
     model.base_model.attention_form = "base" if core == "base" else "virtual"
 
 
 def keep_base_states(monkeypatch):
-    """From here on "iha" layers keep base states only, and decode from them however few are cached."""
+    """Let "iha" layers keep base states only, and decode from them however few are cached."""
     monkeypatch.setattr(IHAModel, "attention_form", "base")
 
 
 def learn_one_batch(model, optimizer):
-    """The loss on one batch of two rows of 9 tokens in the last of 60 steps on it."""
+    """Train 60 steps on one batch of two rows of 9 tokens, and return the last loss."""
     input_ids = random_ids(2, 9)
     for _ in range(60):
         optimizer.zero_grad()
@@ -204,7 +190,7 @@ def learn_one_batch(model, optimizer):
 
 
 def take_a_step(model) -> set[str]:
-    """Trains on one batch, and returns the names of the trainable parameters that changed."""
+    """Train on one batch, and return the names of the trainable parameters that changed."""
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = {name: parameter.detach().clone() for name, parameter in trainable.items()}
     optimizer = torch.optim.AdamW(trainable.values(), lr=0.05)
@@ -215,7 +201,7 @@ def take_a_step(model) -> set[str]:
 
 
 def reload(model, directory):
-    """The model, saved to the directory and loaded again with every weight in its place."""
+    """Save the model to the directory, and return it loaded again with every weight in its place."""
     model.save_pretrained(directory)
     loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -223,8 +209,10 @@ def reload(model, directory):
 
 
 def plant(directory, mark):
-    """Put code into a checkpoint that appends its name to the file `mark` when it runs: of a tokenizer, a processor
-    and `custom_generate`, and under the name of another kind of model in the config. Return the names of the files."""
+    """Put code into a checkpoint that appends its name to the file `mark` when it runs, and return the files' names.
+
+    It is code of a tokenizer, a processor and `custom_generate`, and of another kind of model in the config.
+    """
     auto_maps = {
         "config.json": {"AutoModelForTokenClassification": "planted_model.Planted"},
         "tokenizer_config.json": {"AutoTokenizer": [None, "planted_tokenizer.Planted"]},
@@ -247,7 +235,7 @@ def plant(directory, mark):
 
 
 def padding(real):
-    """Arguments for `real` [B, N], True where a token is none of padding: (of a model, of a reference)."""
+    """Return arguments (of a model, of a reference) for `real` [B, N], False where a token is padding."""
     position_ids = (real.cumsum(-1) - 1).clamp_min(0)
     return (
         {"attention_mask": real.long(), "position_ids": position_ids},
@@ -256,14 +244,14 @@ def padding(real):
 
 
 def packing(lengths, rows=1):
-    """Arguments for documents of these lengths packed into each row: (of a model, of a reference)."""
+    """Return arguments (of a model, of a reference) for documents of these lengths packed into each row."""
     position_ids = torch.cat([torch.arange(n) for n in lengths]).expand(rows, -1)
     document_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).expand(rows, -1)
     return {"position_ids": position_ids}, {"position_ids": position_ids, "document_ids": document_ids}
 
 
 def cumulative_lengths(lengths):
-    """What a padding-free collator gives beside position_ids for documents of these lengths in one row."""
+    """Return what a padding-free collator gives beside position_ids for documents of these lengths in one row."""
     boundaries = torch.tensor([0, *lengths]).cumsum(0).int()
     longest = max(lengths)
     return {
@@ -274,13 +262,23 @@ def cumulative_lengths(lengths):
     }
 
 
-def skip_if_refused(geometry, core):
-    if geometry in SCORE_MATRIX and ("flash" in core or "flex" in core):
-        pytest.skip(f"{geometry} changes the score matrix, which {core} never builds: refused")
+def on_cores(geometries, cores=CORES):
+    """Return (core, geometry) for all cores that differ: flash cores and FlexAttention refuse `ScoreMatrixAttention`.
+
+    "base" is a form of "iha" layers.
+    """
+
+    def differs(core, geometry):
+        if geometry not in OTHER_KINDS:
+            return True
+        kind = ATTENTION_CLASSES[GEOMETRIES[geometry]["attention_kinds"]]
+        return core in ("eager", "sdpa") or (core != "base" and not issubclass(kind, ScoreMatrixAttention))
+
+    return [(core, geometry) for geometry in geometries for core in cores if differs(core, geometry)]
 
 
 def causal_4d(attention_mask, kind):
-    """The mask [batch, 1, N, N] that a padding mask [batch, N] stands for."""
+    """Return the mask [batch, 1, N, N] that a padding mask [batch, N] stands for."""
     length = attention_mask.shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool).tril() & attention_mask.bool()[:, None, None, :]
     if kind == "bool":
@@ -292,7 +290,7 @@ def causal_4d(attention_mask, kind):
 
 
 def logits_in_chunks(model, input_ids, chunks, cache=None):
-    """Logits of the whole input when it is fed in chunks of these lengths through one cache."""
+    """Return the logits of an input that is fed in chunks of these lengths through one cache."""
     logits = []
     with torch.no_grad():
         for chunk in input_ids.split(chunks, dim=1):
@@ -308,7 +306,7 @@ def uncached_logits(model, input_ids, **inputs):
 
 
 def greedy(model, input_ids, steps: int) -> torch.Tensor:
-    """`generate`'s tokens, found without a cache."""
+    """Generate tokens without a cache."""
     for _ in range(steps):
         following = uncached_logits(model, input_ids)[:, -1:].argmax(-1)
         input_ids = torch.cat((input_ids, following), dim=1)
@@ -323,7 +321,7 @@ def loss_and_gradients(model, input_ids, **inputs):
 
 
 def logits_and_gradients(model, core, **inputs):
-    """Logits of real tokens on a core, and the gradients of every parameter for the sum of their squares."""
+    """Return the logits of real tokens on a core, and the gradients of the sum of their squares."""
     set_core(model, core)
     model.zero_grad()
     logits = model(**inputs).logits
@@ -332,13 +330,24 @@ def logits_and_gradients(model, core, **inputs):
     return [(logits * real).detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
+def largest_saved_tensor(model, input_ids):
+    """Return the size of the largest tensor that autograd keeps from a forward pass for the backward."""
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        loss = model(input_ids, use_cache=False).logits.square().mean()
+    largest = max(sizes)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    return largest
+
+
 def reference_weights(module):
-    """Float64 leaves with the values of a module's parameters, by name."""
+    """Return float64 leaves with the values of a module's parameters, by name."""
     return {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
 
 
 def attention_of_first_layer(model, **inputs):
-    """Input and output, in the autograd graph, of the first layer's attention in a forward pass of the whole model."""
+    """Return input and output of the first layer's attention, in the autograd graph of a pass of the whole model."""
     seen = {}
 
     def keep(module, args, kwargs, output):
@@ -352,8 +361,10 @@ def attention_of_first_layer(model, **inputs):
 
 
 def gradients(output, leaves):
-    """Gradients of a fixed random projection of the output with respect to the leaves, by name; zeros where it does
-    not depend on one."""
+    """Return the gradients of a fixed random projection of the output, by name of the leaf.
+
+    They are zeros where the output does not depend on a leaf.
+    """
     probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     return dict(
         zip(leaves, torch.autograd.grad(output, list(leaves.values()), probe.to(output.dtype), materialize_grads=True))
@@ -364,28 +375,32 @@ def gradients(output, leaves):
 
 
 def assert_close(actual, expected, tolerance=2e-5):
-    """Same shape, and no entry further off than the tolerance times the largest."""
+    """Compare shapes, and every entry to the tolerance times the largest."""
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def relative_error(actual, expected):
-    """Largest difference over the largest expected entry, or over 1 where all that is expected is 0: everything here
-    is of order one, but a query that sees a single key has no gradient."""
+    """Return the largest difference over the largest expected entry, or over 1 where all that is expected is 0.
+
+    Everything here is of order one, but a query that sees a single key has no gradient.
+    """
     scale = expected.abs().max().item()
     return (actual.double() - expected).abs().max().item() / (scale if scale > 1e-12 else 1.0)
 
 
 def assert_gradients_match(actual, expected, tolerance):
-    """Every gradient, by name, to a tolerance relative to its own largest entry."""
+    """Compare every gradient, by name, to a tolerance relative to its own largest entry."""
     assert actual.keys() == expected.keys()
     errors = {name: relative_error(actual[name], gradient) for name, gradient in expected.items()}
     assert all(error < tolerance for error in errors.values()), errors
 
 
 def assert_layer_matches(model, reference, tolerance, gradient_tolerance=None, real=None, **inputs):
-    """Output and gradients (input and every parameter) of the first layer's attention in a forward pass of the model
-    against `reference(hidden_states, weights)`, at all tokens or those that `real` [B, N] marks."""
+    """Compare output and gradients of the first layer's attention with `reference(hidden_states, weights)`.
+
+    The gradients are of the input and of every parameter. `real` [B, N] marks the tokens to compare, by default all.
+    """
     hidden, output = attention_of_first_layer(model, **inputs)
     attention = model.model.layers[0].self_attn
     expected_hidden = hidden.detach().double().requires_grad_()
@@ -411,8 +426,11 @@ def assert_attention_matches(
     rows=2,
     inputs=({}, {}),
 ):
-    """As `assert_layer_matches`, with the reference of the first layer's kind and `rows` of `length` tokens. `inputs`
-    of the model and of the reference are those of `padding` or `packing`."""
+    """Compare as `assert_layer_matches` does, with the reference of the first layer's kind.
+
+    The input has `rows` of `length` tokens; `inputs` of the model and of the reference are those of `padding` or
+    `packing`.
+    """
     model = random_model(config, dtype=dtype, seed=seed)
     if core is not None:
         set_core(model, core)
@@ -430,7 +448,7 @@ def assert_attention_matches(
 
 
 def reference_logits(model, input_ids, **inputs):
-    """The reference's logits for a model, and the float64 weights they depend on."""
+    """Return the reference's logits for a model, and the float64 weights they depend on."""
     weights, config = reference_weights(model), model.config
     attentions = [reference_attention(config, i) for i in range(config.num_hidden_layers)]
     activation = ACT2FN[config.hidden_act]
@@ -441,7 +459,7 @@ def reference_logits(model, input_ids, **inputs):
 
 
 def command(monkeypatch, capsys, module, *arguments):
-    """Runs a command in this process; returns its exit code, standard output and standard error."""
+    """Run a command in this process, and return its exit code, standard output and standard error."""
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
     capsys.readouterr()
     code = 0
@@ -453,7 +471,7 @@ def command(monkeypatch, capsys, module, *arguments):
 
 
 def last_line(text):
-    """The last line of standard error, which carries the error; nothing before it may be a traceback."""
+    """Return the last line of standard error, which carries the error; no traceback may stand before it."""
     assert "Traceback" not in text
     lines = text.strip().splitlines()
     assert lines and lines[-1].startswith("Error: "), text

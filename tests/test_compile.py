@@ -1,8 +1,11 @@
-"""torch.compile and torch.export take the model whole, and compile no more often than they do a Llama or Mistral of
-its shape. The graphs run without code generation, which would need a C++ compiler."""
+"""Compile and export the model whole, no more often than PyTorch compiles a Llama or Mistral of its shape.
+
+The graphs run without code generation, which would need a C++ compiler.
+"""
 
 import copy
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -45,6 +48,11 @@ GEOMETRIES = {
         "sliding_window": 4,
     },
 }
+IHA = ("global", "shared", "hybrid")
+# The kinds that change the score matrix compute alike on both.
+on_sdpa_and_eager = pytest.mark.parametrize(
+    ("geometry", "core"), [*product(GEOMETRIES, ["sdpa"]), *product([*IHA, "diff", "dcmha"], ["eager"])]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,15 +68,14 @@ def geometry_model(geometry):
 
 
 def graphs():
-    """How often Dynamo has compiled since the test began."""
+    """Return how often Dynamo has compiled since the test began."""
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("core", ["eager", "sdpa"])
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@on_sdpa_and_eager
 @torch.no_grad()
 def test_forward(geometry, core):
-    """Two graphs for all lengths: the second is for any length."""
+    """Compile two graphs for all lengths: the second is for any length."""
     model = geometry_model(geometry)
     set_core(model, core)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -79,8 +86,13 @@ def test_forward(geometry, core):
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("inputs", ["plain", "padded", "packed"])
-@pytest.mark.parametrize("geometry", [geometry for geometry in GEOMETRIES if geometry != "shared"])
+@pytest.mark.parametrize(
+    ("geometry", "inputs"),
+    [
+        *product(["global", "hybrid"], ["plain", "padded", "packed"]),
+        *product([geometry for geometry in GEOMETRIES if geometry not in IHA], ["plain", "packed"]),
+    ],
+)
 def test_backward(geometry, inputs):
     model = geometry_model(geometry)
     input_ids = random_ids(1, 8)
@@ -111,8 +123,7 @@ def test_the_size_of_a_dense_mask_is_checked(monkeypatch):
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @torch.no_grad()
 def test_decoding_from_a_static_cache(geometry):
-    """One graph for all steps; a window layer needs another for the step that fills its cache, and one for those after
-    it."""
+    """Compile one graph for all steps; a window layer needs one more while and one after its cache fills."""
     model = geometry_model(geometry)
     compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
     input_ids = random_ids(2, 14)
@@ -133,7 +144,7 @@ def test_decoding_from_a_static_cache(geometry):
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_generate_compiles_the_decoding(geometry):
-    """As `generate` does on a GPU for a static cache: equal tokens, and a second call compiles nothing."""
+    """Compile as `generate` does on a GPU for a static cache: equal tokens, and a second call compiles nothing."""
     model = geometry_model(geometry)
     input_ids = random_ids(2, 9)
     options = {"max_new_tokens": 12, "pad_token_id": 0, "do_sample": False}
@@ -162,10 +173,9 @@ class Logits(torch.nn.Module):
         return self.model(input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
-@pytest.mark.parametrize("core", ["eager", "sdpa"])
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@on_sdpa_and_eager
 def test_export(geometry, core):
-    """One program for every length, with left padding."""
+    """Export one program for every length, with left padding."""
     model = geometry_model(geometry)
     set_core(model, core)
     length = torch.export.Dim("length", min=2, max=128)
@@ -185,8 +195,7 @@ def test_export(geometry, core):
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_generated_code():
-    """Inductor's kernels give the loss and gradients of the eager model. Slow, because a compiler runs for over a
-    minute."""
+    """Compare loss and gradients of Inductor's kernels with the eager model; the compiler runs for over a minute."""
     model = geometry_model("hybrid")
     input_ids = random_ids(2, 8)
     expected_loss = model(input_ids, labels=input_ids, use_cache=False).loss

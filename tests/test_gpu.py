@@ -1,7 +1,6 @@
-"""The stock attention cores on a GPU: each against eager attention in float32, forward and gradients.
+"""Compare the stock attention cores on a GPU with eager attention in float32, forward and gradients.
 
-Skipped without one; `make test` on a CPU covers eager, sdpa, flex (forward) and a dense stand-in for the flash
-kernels.
+On a CPU `make test` covers eager, SDPA, FlexAttention (forward) and a dense stand-in for the flash kernels.
 """
 
 import pytest
@@ -53,7 +52,7 @@ BF16_ERROR = 0.03
 
 
 def build(geometry, core, dtype=torch.bfloat16):
-    """The same weights for every core: drawn on the CPU in float32, rounded to bfloat16."""
+    """Build a model with the same weights for every core: drawn on the CPU in float32, rounded to bfloat16."""
     torch.manual_seed(0)
     config = IHAConfig.from_preset(
         "tiny", **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, **GEOMETRIES[geometry]}
@@ -83,9 +82,11 @@ def test_forward_and_gradients(core, geometry):
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("core", CORES)
 def test_packed_equals_separate(core, geometry):
-    """As TRL's padding-free batches: every core finds the documents by position_ids, the flash cores by cu_seq_lens.
-    (By position_ids alone flash-attn-4 4.0.0b36 raises: Transformers hands it the longest length as a tensor, for a
-    Llama just the same.)"""
+    """Pack as TRL's padding-free batches do: documents are found by position_ids, on flash cores by cu_seq_lens.
+
+    By position_ids alone flash-attn-4 4.0.0b36 raises, also for a Llama: Transformers hands it the longest length as a
+    tensor.
+    """
     model = build(geometry, core).eval()
     lengths = (70, 1, 129)
     documents = [torch.randint(256, (1, n), generator=torch.Generator().manual_seed(n)).cuda() for n in lengths]

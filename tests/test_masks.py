@@ -1,7 +1,8 @@
-"""Padding, packing and custom masks on every core: what a row computes does not depend on what it is batched or packed
-with, and what a core would silently ignore is refused. Padding and packing of every kind are in test_mechanisms.py."""
+"""Pad, pack and mask on every core: a row does not depend on what it is batched or packed with.
 
-import fake_flash
+What a core would silently ignore is refused. Padding and packing of every kind are in test_mechanisms.py.
+"""
+
 import pytest
 import torch
 from helpers import (
@@ -9,15 +10,14 @@ from helpers import (
     GEOMETRIES,
     HYBRID,
     IHA_GEOMETRIES,
-    SCORE_MATRIX,
+    OTHER_KINDS,
     assert_close,
     causal_4d,
     cumulative_lengths,
-    keep_base_states,
+    on_cores,
     random_ids,
     random_model,
     set_core,
-    skip_if_refused,
     small_config,
 )
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
@@ -26,24 +26,18 @@ from modeling_iha import input_checks
 
 
 FLASH = "flash_attention_2"
+MASKED_CORES = ["base", "eager", "sdpa", "flex_attention"]
 LENGTHS = [5, 1, 4]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 CU_SEQ_LENS = cumulative_lengths(LENGTHS)
 ONES = torch.ones(1, 10, dtype=torch.long)
 
 
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch):
-    """The flash core is the CPU stand-in, flex_attention runs uncompiled."""
-    fake_flash.install(monkeypatch)
-    keep_base_states(monkeypatch)
-    with torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("cpu_cores")
 
 
-def geometry_model(geometry, core, **options):
-    skip_if_refused(geometry, core)
-    model = random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}), **options)
+def geometry_model(geometry, core, dtype=torch.float32, **overrides):
+    model = random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry], **overrides}), dtype=dtype)
     set_core(model, core)
     return model
 
@@ -55,14 +49,13 @@ def positions(attention_mask):
 # Padding
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
 @pytest.mark.parametrize("core", CORES)
 @torch.no_grad()
-def test_padding_changes_no_row(core, geometry, side):
+def test_padding_changes_no_row(core, geometry):
+    """Pad on the left, not at all, on both sides, and on the right."""
     model = geometry_model(geometry, core)
-    rows = [random_ids(1, n, seed=n) for n in (3, 8, 1)]
-    pads = [(8 - row.shape[1], 0) if side == "left" else (0, 8 - row.shape[1]) for row in rows]
+    rows, pads = [random_ids(1, n, seed=n) for n in (3, 8, 1, 5)], [(5, 0), (0, 0), (3, 4), (0, 3)]
     padded = torch.cat([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, pads)])
     attention_mask = (padded != 0).long()
     logits = model(padded, attention_mask=attention_mask, position_ids=positions(attention_mask)).logits
@@ -70,11 +63,10 @@ def test_padding_changes_no_row(core, geometry, side):
         assert_close(of_row[real], model(row).logits[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("geometry", ["global", "hybrid", "hybrid_window_of_1", "diff", *sorted(SCORE_MATRIX)])
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid_window_of_1", *OTHER_KINDS, "hybrid"]))
 def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
-    """Neither in logits nor in gradients (flex_attention has no CPU backward), and the other row does not notice."""
+    """See no NaN in logits and gradients (FlexAttention has no CPU backward), and the other row undisturbed."""
     model = geometry_model(geometry, core, dtype=dtype)
     input_ids = random_ids(2, 8)
     attention_mask = torch.tensor([[0] * 8, [0, 0] + [1] * 6])
@@ -98,22 +90,20 @@ def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
 # Custom masks
 
 
-@pytest.mark.parametrize("kind", ["bool", "additive"])
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("core", ["base", "eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize(("core", "geometry"), on_cores(GEOMETRIES, MASKED_CORES))
 @torch.no_grad()
-def test_custom_masks_equal_the_padding_they_express(core, geometry, kind):
-    """At once, and in chunks through a cache; window layers keep their window."""
+def test_custom_masks_equal_the_padding_they_express(core, geometry):
+    """Pass a boolean mask at once and an additive one in chunks through a cache; window layers keep their window."""
     model = geometry_model(geometry, core)
     input_ids = random_ids(2, 9)
     attention_mask = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
     position_ids, real = positions(attention_mask), attention_mask.bool()
-    mask = causal_4d(attention_mask, kind)
     expected = model(input_ids, attention_mask=attention_mask, position_ids=position_ids).logits[real]
+    mask = causal_4d(attention_mask, "bool")
     actual = model(input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits[real]
     assert_close(actual, expected)
 
-    cache, logits = None, []
+    mask, cache, logits = causal_4d(attention_mask, "additive"), None, []
     for start, end in ((0, 5), (5, 8), (8, 9)):
         output = model(
             input_ids[:, start:end],
@@ -129,7 +119,7 @@ def test_custom_masks_equal_the_padding_they_express(core, geometry, kind):
 
 @torch.no_grad()
 def test_a_custom_mask_that_separates_documents():
-    """What a padding mask can't express: two documents in a row, with positions that run on."""
+    """Separate two documents in a row, which a padding mask can't express."""
     model = geometry_model("hybrid", "sdpa")
     first, second = random_ids(1, 4), random_ids(1, 5, seed=2)
     mask = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).tril().bool()[None, None]
@@ -145,7 +135,7 @@ def test_flash_refuses_a_custom_mask():
 
 @pytest.mark.parametrize("core", ["eager", "sdpa", "flex_attention"])
 def test_flex_attention_on_a_cpu_warns(core, recwarn):
-    """Compiled, it is killed by a custom mask: the warning comes before."""
+    """Warn before a custom mask kills the compiled core."""
     model = geometry_model("global", core)
     recwarn.clear()
     with torch.no_grad():
@@ -159,21 +149,18 @@ def test_flex_attention_on_a_cpu_warns(core, recwarn):
 
 @torch.no_grad()
 def packing_error(model, rows=1, **inputs):
-    """Largest difference, over the largest logit, between documents packed into each row and each alone."""
+    """Return the largest difference, over the largest logit, between packed documents and each alone."""
     documents = random_ids(1, sum(LENGTHS)).split(LENGTHS, dim=1)
     separate = torch.cat([model(document).logits for document in documents], dim=1)
     packed = model(torch.cat(documents, dim=1).expand(rows, -1), **inputs).logits
     return ((packed - separate).abs().max() / separate.abs().max()).item()
 
 
-@pytest.mark.parametrize("positions", ["interleaved", "shared"])
 @pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
 @pytest.mark.parametrize("core", CORES)
-def test_packed_equals_separate(core, geometry, positions):
-    """With everything that a padding-free collator gives."""
-    config = small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})
-    model = random_model(config)
-    set_core(model, core)
+def test_packed_equals_separate(core, geometry):
+    """Pass everything that a padding-free collator gives; `PACKINGS` has interleaved positions."""
+    model = geometry_model(geometry, core, pseudo_positions="shared")
     assert packing_error(model, position_ids=POSITIONS, use_cache=False, **CU_SEQ_LENS) < 1e-5
 
 
@@ -182,12 +169,9 @@ PACKINGS = {
     "positions": ({"position_ids": POSITIONS, "use_cache": False}, CORES),
     "positions_in_two_rows": (
         {"position_ids": POSITIONS.expand(2, -1), "use_cache": False, "rows": 2},
-        ["base", "eager", "sdpa", "flex_attention"],
+        MASKED_CORES,
     ),
-    "positions_for_two_rows": (
-        {"position_ids": POSITIONS, "use_cache": False, "rows": 2},
-        ["base", "eager", "sdpa", "flex_attention"],
-    ),
+    "positions_for_two_rows": ({"position_ids": POSITIONS, "use_cache": False, "rows": 2}, MASKED_CORES),
     "positions_with_a_cache": ({"position_ids": POSITIONS, "use_cache": True}, [FLASH]),
     "positions_with_a_mask": ({"position_ids": POSITIONS, "attention_mask": ONES, "use_cache": False}, [FLASH]),
     "lengths": ({"use_cache": False, **CU_SEQ_LENS}, [FLASH]),
@@ -219,8 +203,10 @@ PACKINGS = {
 @pytest.mark.parametrize("case", PACKINGS)
 @pytest.mark.parametrize("core", CORES)
 def test_packing_is_kept_apart_or_refused(core, case):
-    """The documents do not see each other, or the call is refused; refused is only what Transformers' masks and
-    dispatch silently join, which a Llama shows."""
+    """Keep the documents apart, or refuse the call.
+
+    Refused is only what Transformers' masks and dispatch silently join, which a Llama shows.
+    """
     inputs, cores = PACKINGS[case]
     model = geometry_model("hybrid", core)
     llama = random_model(
@@ -239,8 +225,7 @@ def test_packing_is_kept_apart_or_refused(core, case):
 
 @pytest.mark.parametrize("core", CORES)
 def test_documents_that_begin_at_different_positions(core):
-    """A flash core takes the smallest position for the beginning of every document, and would compute none before the
-    first."""
+    """Refuse them on a flash core, which takes the smallest position for the beginning of every document."""
     model = geometry_model("hybrid", core)
     inputs = {"position_ids": POSITIONS + torch.tensor([3] * 5 + [0] * 5), "use_cache": False}
     if core == FLASH:
@@ -263,7 +248,7 @@ def test_packing_on_top_of_a_cache_is_refused(core):
 
 
 def masks_for(core, geometry, rows, length, attention_mask=None, cache=None, dtype=torch.float32, device="cpu"):
-    """The masks of a P = 2 model for `rows` sequences of `length` tokens; no layer runs."""
+    """Return the masks of a P = 2 model for `rows` sequences of `length` tokens; no layer runs."""
     model = random_model(small_config(**GEOMETRIES[geometry]))
     set_core(model, core)
     inputs_embeds = torch.empty(rows, length, 0, dtype=dtype, device=device)
@@ -274,15 +259,19 @@ def masks_for(core, geometry, rows, length, attention_mask=None, cache=None, dty
 
 @pytest.mark.parametrize("geometry", ["window", "hybrid"])
 def test_a_mask_that_would_not_fit_is_refused(geometry):
-    """At its real size: 64 GiB for a window layer of 65536 tokens and P = 2; nothing is allocated on the meta device.
-    On SDPA window layers run in blocks (test_window_blocks.py)."""
+    """Refuse 64 GiB, for a window layer of 65536 tokens and P = 2; nothing is allocated on the meta device.
+
+    On SDPA window layers run in blocks (test_window_blocks.py).
+    """
     with pytest.raises(ValueError, match="(?s)'eager' needs a mask of 64 GiB.*65536 x 2.*'flash_attention_4'.*batch"):
         masks_for("eager", geometry, 1, 65536, device="meta")
 
 
 def test_no_mask_is_refused_where_none_is_built(monkeypatch):
-    """Causal attention over the whole input on SDPA, also into a static cache or with an attention_mask that hides
-    nothing; flash cores."""
+    """Build none on flash cores, and on SDPA none for causal attention over the whole input.
+
+    The input may go into a static cache or have an attention_mask that hides nothing.
+    """
     no_mask = {("full_attention", 2): None}
     assert masks_for("sdpa", "global", 1, 65536, device="meta") == no_mask
     cache = StaticCache(config=small_config(), max_cache_len=70000)
@@ -298,8 +287,7 @@ def test_no_mask_is_refused_where_none_is_built(monkeypatch):
     [("sdpa", torch.float32, 1), ("eager", torch.float32, 4), ("eager", torch.bfloat16, 2)],
 )
 def test_the_largest_mask(core, dtype, entry, monkeypatch):
-    """A mask of exactly the limit is built, one byte less of a limit refuses it; and it has the size that was
-    counted."""
+    """Build a mask of exactly the limit, of the size that was counted, and refuse it with one byte less."""
     padding = torch.tensor([[0] + [1] * 6, [1] * 7])
     monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 2 * 14 * 14 * entry)
     mask = masks_for(core, "global", 2, 7, padding, dtype=dtype)["full_attention", 2]
@@ -311,8 +299,10 @@ def test_the_largest_mask(core, dtype, entry, monkeypatch):
 
 @torch.no_grad()
 def test_a_large_mask_is_refused_in_every_use(monkeypatch):
-    """On SDPA: windows, padding, several packed rows, a chunk on top of a cache, a custom mask; not a plain forward,
-    one packed row or "mha" layers."""
+    """Refuse windows, padding, several packed rows, a chunk on a cache and a custom mask on SDPA.
+
+    A plain forward, one packed row and "mha" layers need no such mask.
+    """
 
     def sdpa_model(**overrides):
         model = random_model(small_config(**overrides))

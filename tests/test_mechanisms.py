@@ -1,5 +1,6 @@
-"""Every attention kind, with its default and its example options, against its reference in `references/` and in every
-use. The kinds are the entries of `ATTENTION_CLASSES`: nothing here names one."""
+"""Compare every attention kind, with its default and its example options, with its reference and in every use.
+
+The kinds are the entries of `ATTENTION_CLASSES`: nothing here names one."""
 
 import mechanism_checks as checks
 import pytest
@@ -15,6 +16,11 @@ mechanisms = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 in_every_form = pytest.mark.parametrize(
     ("mechanism", "form"), [(mechanism, form) for mechanism in MECHANISMS for form in mechanism.forms()], ids=str
 )
+on_every_core = pytest.mark.parametrize(
+    ("mechanism", "core"),
+    [(mechanism, core) for mechanism in MECHANISMS for core in CORES if core != "base" or core in mechanism.forms()],
+    ids=str,
+)
 
 
 @pytest.mark.parametrize(("window", "length"), checks.LENGTHS)
@@ -23,11 +29,16 @@ def test_layer(mechanism, window, length, form):
     checks.check_layer(mechanism, window, length, form=form)
 
 
-@pytest.mark.parametrize("inputs", ["padded", "packed"])
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("core", "window", "inputs"), checks.BLOCKS, ids=str)
 @mechanisms
-def test_layer_inputs(mechanism, window, inputs):
-    checks.check_layer_inputs(mechanism, window, inputs)
+def test_layer_in_blocks(small_blocks, mechanism, core, window, inputs):
+    checks.check_blocks(mechanism, core, window, inputs)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@in_every_form
+def test_layer_in_bfloat16(mechanism, window, form):
+    checks.check_bfloat16(mechanism, window, form)
 
 
 @mechanisms
@@ -36,21 +47,24 @@ def test_layer_without_grouped_queries(mechanism):
 
 
 @pytest.mark.parametrize("inputs", checks.INPUTS)
-@pytest.mark.parametrize("core", CORES)
-@mechanisms
+@on_every_core
 def test_core(cpu_cores, mechanism, core, inputs):
     checks.check_core(mechanism, core, inputs)
 
 
-@pytest.mark.parametrize("chunks", checks.CHUNKS, ids=str)
-@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize(("window", "chunks"), checks.WINDOWS_AND_CHUNKS, ids=str)
 @in_every_form
 def test_cache(mechanism, window, chunks, form):
     checks.check_cache(mechanism, window, chunks, form)
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("window", [None, 3])
 @mechanisms
+def test_cache_in_blocks(small_blocks, mechanism, window):
+    checks.check_cache(mechanism, window, [1, 9, 1, 6])
+
+
+@on_every_core
 def test_cache_on_core(cpu_cores, mechanism, core):
     checks.check_cache_on_core(mechanism, core)
 
@@ -67,7 +81,7 @@ def test_round_trip(mechanism, tmp_path):
     checks.check_round_trip(mechanism, tmp_path)
 
 
-@mechanisms
+@pytest.mark.parametrize("mechanism", {mechanism.kind: mechanism for mechanism in MECHANISMS}.values(), ids=str)
 def test_learning(mechanism):
     checks.check_learning(mechanism)
 
@@ -96,7 +110,7 @@ for name, directory in request["directories"].items():
 
 
 def test_remote_code(tmp_path):
-    """A checkpoint of each kind gives the same logits in a process that has the checkpoint's own code only."""
+    """Compare logits with those of a process that has the checkpoint's own code only."""
     input_ids, expected, directories = random_ids(2, 5), {}, {}
     of_each_kind = {mechanism.kind: mechanism for mechanism in MECHANISMS}
     for name, mechanism in of_each_kind.items():

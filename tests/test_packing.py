@@ -1,5 +1,7 @@
-"""Packing keeps documents apart: what TRL packs and collates is learned as each document alone, for every kind of
-attention on every core that takes it; and what could not keep them apart is refused."""
+"""Keep packed documents apart: what TRL packs and collates is learned as each document alone.
+
+This holds for every kind of attention on every core that takes it; what could not keep them apart is refused.
+"""
 
 import fake_flash
 import pytest
@@ -9,11 +11,12 @@ from helpers import (
     CORES,
     FP64,
     GEOMETRIES,
+    OTHER_KINDS,
     assert_gradients_match,
+    on_cores,
     random_ids,
     random_model,
     set_core,
-    skip_if_refused,
     small_config,
 )
 from tiny_training import byte_tokenizer
@@ -22,7 +25,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig
 
 from common.command_io import UserError
-from modeling_iha import score_matrix, window_blocks
 from sft.trainer import MixingTrainer
 from sft.training_rows import check_packing
 
@@ -35,7 +37,7 @@ LLAMA = LlamaConfig(
 
 
 def document_rows() -> Dataset:
-    """Documents whose first tokens have no label, as prompts have none."""
+    """Return documents whose first tokens have no label, as prompts have none."""
     documents = random_ids(sum(LENGTHS)).split(LENGTHS)
     return Dataset.from_list(
         [
@@ -66,7 +68,7 @@ def packed_trainer(model, tmp_path, **keys) -> MixingTrainer:
 
 
 def separate_loss(model, batch) -> torch.Tensor:
-    """The loss of the documents of a packed batch, each in a forward of its own, over all labels."""
+    """Return the loss, over all labels, of the documents of a packed batch, each in a forward of its own."""
     total, count = 0.0, 0
     boundaries = batch["cu_seq_lens_q"].tolist()
     assert len(boundaries) > 3
@@ -85,18 +87,9 @@ def model_of(geometry: str, core: str):
     return model
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Queries go in blocks of 4, so that documents begin inside, at and across the ends of blocks."""
-    monkeypatch.setattr(window_blocks, "MIN_BLOCK", 4)
-    monkeypatch.setattr(score_matrix, "BLOCK", 4)
-
-
-@pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid", *OTHER_KINDS]))
 def test_a_packed_batch_is_learned_as_its_documents_alone(geometry, core, cpu_cores, small_blocks, tmp_path):
-    """Loss and gradients; on FlexAttention, which has no backward on a CPU, the loss."""
-    skip_if_refused(geometry, core)
+    """Compare loss and gradients; on FlexAttention, which has no backward on a CPU, the loss."""
     model = model_of(geometry, core)
     trainer = packed_trainer(model, tmp_path)
     check_packing(model, trainer.args)
@@ -117,7 +110,7 @@ def test_a_packed_batch_is_learned_as_its_documents_alone(geometry, core, cpu_co
 
 @pytest.mark.parametrize("core", CORES)
 def test_a_packed_llama_is_learned_as_its_documents_alone(core, cpu_cores, tmp_path):
-    """The twin that IHA is compared with trains on the same packed rows."""
+    """Train the twin that IHA is compared with on the same packed rows."""
     model = random_model(LLAMA, LlamaForCausalLM, dtype=torch.float64)
     model.set_attn_implementation("sdpa" if core == "base" else core)
     trainer = packed_trainer(model, tmp_path)

@@ -1,4 +1,4 @@
-"""Quantised loading: the linear layers shrink, mixing and collapse stay as they are, and the model still works.
+"""Load quantised models: the linear layers shrink, mixing and collapse stay as they are, and the model still works.
 
 The quantisers of Transformers replace `nn.Linear` and nothing else, so they pass over the mixing and collapse weights,
 which are a few hundred numbers a layer.
@@ -51,8 +51,8 @@ def scheme(request):
 
 @pytest.fixture(params=["global", "hybrid"])
 def directory(request, tmp_path):
-    """A saved model. bitsandbytes' 4-bit product of a single token needs layers as wide as a multiple of its block of
-    64."""
+    """Save a model."""
+    # bitsandbytes' 4-bit product of a single token needs layers as wide as a multiple of its block of 64.
     config = small_config(hidden_size=64, intermediate_size=128, **GEOMETRIES[request.param])
     random_model(config).save_pretrained(tmp_path / "model")
     return tmp_path / "model"

@@ -1,10 +1,9 @@
-"""The model against the loops of `references/`: forward and gradients, and all attention cores against each other.
-What every kind must hold is in test_mechanisms.py, what is particular to another kind in its own file.
+"""Compare "iha" layers and whole models with the loops of `references/`: forward, gradients and attention cores.
 
-Tolerances are relative to the largest entry of what is compared (`relative_error`).
+What every kind must hold is in test_mechanisms.py, what is particular to another kind in its own file.
 """
 
-from functools import cache, partial
+from functools import partial
 from itertools import product
 
 import pytest
@@ -22,8 +21,6 @@ from helpers import (
     assert_gradients_match,
     gradients,
     logits_in_chunks,
-    packing,
-    padding,
     random_ids,
     random_model,
     reference_logits,
@@ -46,7 +43,7 @@ from modeling_iha.attention_iha import mix
 
 
 def test_reference_mha_is_llama():
-    """With one pseudo-head that copies its head the reference is Llama, so its RoPE, GQA and softmax are Llama's."""
+    """Compare RoPE, GQA and softmax with Llama's: one pseudo-head that copies its head makes the reference Llama."""
     config = LlamaConfig(**LLAMA)
     model = random_model(config, LlamaForCausalLM, dtype=torch.float64)
     input_ids = random_ids(2, 9)
@@ -61,7 +58,7 @@ def test_reference_mha_is_llama():
 
 
 def test_reference_window_counts_virtual_tokens():
-    """A one-token window is P virtual keys: it ends on the query, so it reaches into the token before it."""
+    """Count a one-token window as P virtual keys: it ends on the query, so it reaches into the token before it."""
     options = AttentionOptions(1, 1, 2, torch.zeros(1, dtype=torch.float64), num_pseudo_heads=3, window=1)
     eye, ones = torch.eye(2, dtype=torch.float64), torch.ones(1, 1, 3, dtype=torch.float64)
     weights = {f"{name}_proj.weight": eye for name in ("k", "v", "o")} | {"q_proj.weight": 0 * eye}
@@ -75,66 +72,61 @@ def test_reference_window_counts_virtual_tokens():
 # The attention layer: Algorithm 1
 
 
-def in_each_form(**choices):
-    """Every combination of these choices in both forms of the fixture `form`. One pseudo-head and a collapse over all
-    heads are always computed on the virtual sequence: once is enough."""
-    names, cases = ("form", *choices), []
-    for form, *values in product(["virtual", "base"], *choices.values()):
-        fields = dict(zip(choices, values))
-        if form == "virtual" or (fields["num_pseudo_heads"] > 1 and fields["pseudo_collapse"] == "per_head"):
-            cases.append((form, *values))
-    return pytest.mark.parametrize(names, cases, indirect=["form"])
+HEADS_AND_WINDOWS = [((4, 4), None), ((4, 2), 1), ((3, 1), 7), ((4, 2), 20)]
+POSITIONS, COLLAPSES = ["interleaved", "shared"], ["per_head", "all_heads"]
 
 
-def layer_config(window=None, **overrides):
+def in_each_form(cases):
+    """Run cases of (P, collapse, ...) in both forms of the fixture `form`.
+
+    One pseudo-head and a collapse over all heads are always computed on the virtual sequence: once is enough.
+    """
+    both = [("virtual", *case) for case in cases]
+    both += [("base", *case) for case in cases if case[0] > 1 and case[1] == "per_head"]
+    return pytest.mark.parametrize(("form", "num_pseudo_heads", "collapse", "other"), both, indirect=["form"], ids=str)
+
+
+def layer_config(num_pseudo_heads, collapse, window=None, **overrides):
     window_fields = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
-    return small_config(num_hidden_layers=1, **window_fields, **overrides)
-
-
-@pytest.mark.parametrize(("heads", "window"), [((4, 4), None), ((4, 2), 1), ((3, 1), 7), ((4, 2), 20)], ids=str)
-@in_each_form(
-    num_pseudo_heads=[1, 2, 3, 4, 5],
-    pseudo_positions=["interleaved", "shared"],
-    pseudo_collapse=["per_head", "all_heads"],
-)
-def test_attention_matches_reference(form, num_pseudo_heads, pseudo_positions, pseudo_collapse, heads, window):
-    """Every pairing of heads and window at P = 2 is in the mechanism suite."""
-    num_heads, num_groups = heads
-    config = layer_config(
-        window,
-        hidden_size=8 * num_heads,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_groups,
+    return small_config(
+        num_hidden_layers=1,
         num_pseudo_heads=num_pseudo_heads,
-        pseudo_positions=pseudo_positions,
-        pseudo_collapse=pseudo_collapse,
+        pseudo_collapse=collapse,
+        **window_fields,
+        **overrides,
+    )
+
+
+@in_each_form(
+    (p, COLLAPSES[c], (POSITIONS[n], *HEADS_AND_WINDOWS[(p + 2 * c + n) % 4]))
+    for p, c, n in product(range(1, 6), range(2), range(2))
+)
+def test_attention_matches_reference(form, num_pseudo_heads, collapse, other):
+    """Cover every pair of P, collapse, positions, and heads with a window. P = 2 is in the mechanism suite, too."""
+    positions, (heads, groups), window = other
+    config = layer_config(
+        num_pseudo_heads,
+        collapse,
+        window,
+        hidden_size=8 * heads,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        pseudo_positions=positions,
     )
     assert_attention_matches(config, FP32)
 
 
-@pytest.mark.parametrize("window", [None, 1, 7])
-@in_each_form(num_pseudo_heads=[1, 2, 5], pseudo_collapse=["per_head", "all_heads"])
-def test_attention_matches_reference_in_float64(form, num_pseudo_heads, pseudo_collapse, window):
-    """Interleaved positions are rotated in float64 throughout, and theta = 16 makes the frequencies 1, 1/2, 1/4 and
-    1/8."""
-    config = layer_config(
-        window,
-        num_pseudo_heads=num_pseudo_heads,
-        pseudo_collapse=pseudo_collapse,
-        rope_parameters={"rope_type": "default", "rope_theta": 16.0},
-    )
+@in_each_form(product([1, 2, 5], COLLAPSES, [None, 7]))
+def test_attention_matches_reference_in_float64(form, num_pseudo_heads, collapse, other):
+    """Rotate interleaved positions in float64 throughout: theta = 16 makes the frequencies 1, 1/2, 1/4 and 1/8."""
+    rope = {"rope_type": "default", "rope_theta": 16.0}
+    config = layer_config(num_pseudo_heads, collapse, window=other, rope_parameters=rope)
     assert_attention_matches(config, FP64_EXACT, dtype=torch.float64)
 
 
-@in_each_form(
-    num_pseudo_heads=[1, 2, 3, 4, 5],
-    pseudo_collapse=["per_head", "all_heads"],
-    pseudo_positions=["interleaved", "shared"],
-)
-def test_attention_matches_reference_in_bfloat16(form, num_pseudo_heads, pseudo_collapse, pseudo_positions):
-    config = layer_config(
-        num_pseudo_heads=num_pseudo_heads, pseudo_positions=pseudo_positions, pseudo_collapse=pseudo_collapse
-    )
+@in_each_form((p, COLLAPSES[c], POSITIONS[(p + c) % 2]) for p, c in product([1, 3, 4, 5], range(2)))
+def test_attention_matches_reference_in_bfloat16(form, num_pseudo_heads, collapse, other):
+    config = layer_config(num_pseudo_heads, collapse, pseudo_positions=other)
     assert_attention_matches(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
 
 
@@ -146,21 +138,12 @@ def test_attention_matches_reference_in_bfloat16(form, num_pseudo_heads, pseudo_
     [
         {"use_qk_norm": True},
         {"attention_bias": True, "mlp_bias": True},
-        {"gated_mlp": False, "hidden_act": "gelu", "tie_word_embeddings": True},
+        {"gated_mlp": False, "mlp_bias": True, "hidden_act": "gelu", "tie_word_embeddings": True},
         {"head_dim": 6, "pseudo_positions": "shared", "pseudo_collapse": "all_heads"},
-        {
-            **HYBRID,
-            "sliding_window": 1,
-            "use_qk_norm": True,
-            "attention_bias": True,
-            "gated_mlp": False,
-            "mlp_bias": True,
-        },
+        {**HYBRID, "sliding_window": 1, "use_qk_norm": True, "attention_bias": True, "mlp_bias": True},
         {"attention_kinds": ["iha", "mha", "talking_heads", "diff"], "num_hidden_layers": 4},
     ],
-    ids=[
-        *("qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid_everything", "four_kinds"),
-    ],
+    ids=["qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid_everything", "four_kinds"],
 )
 def test_model_matches_reference(form, overrides):
     model = random_model(small_config(num_pseudo_heads=3, **overrides), dtype=torch.float64)
@@ -192,11 +175,17 @@ ROPE_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("positions", ["interleaved", "shared"])
-@pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])
+@pytest.mark.parametrize(
+    ("rope_type", "positions", "form"),
+    [
+        (rope_type, POSITIONS[n], ["virtual", "base"][(i + n) % 2])
+        for i, rope_type in enumerate(["default", *ROPE_INIT_FUNCTIONS])
+        for n in range(2)
+    ],
+    indirect=["form"],
+)
 def test_rope_types(form, rope_type, positions):
-    """Every RoPE type of Transformers: equal to the reference with that type's frequencies, and cached equal to
-    uncached."""
+    """Compare every RoPE type of Transformers with the reference at that type's frequencies, uncached and cached."""
     rope = {"rope_type": rope_type, "rope_theta": 100.0, **ROPE_OPTIONS[rope_type]}
     config = small_config(
         attention_kinds=["iha", "mha"], num_pseudo_heads=3, pseudo_positions=positions, rope_parameters=rope
@@ -210,39 +199,19 @@ def test_rope_types(form, rope_type, positions):
     assert relative_error(logits_in_chunks(model, input_ids, [1] * 9), expected) < FP32
 
 
-# Kinds side by side on every core
-
-
-@cache
-def two_kinds(positions, inputs):
-    """Config of global and window layers of two kinds, input ids, arguments of a forward pass, the tokens that count,
-    and the reference's logits and gradients there."""
-    config = small_config(**HYBRID, sliding_window=5, num_pseudo_heads=3, pseudo_positions=positions)
-    real = torch.ones(1 if inputs == "packed" else 2, inputs if isinstance(inputs, int) else 10, dtype=torch.bool)
-    of_model, of_reference = {}, {}
-    if inputs == "padded":
-        real[0, :3] = False
-        of_model, of_reference = padding(real)
-    if inputs == "packed":
-        of_model, of_reference = packing((7, 1, 2))
-    input_ids = random_ids(*real.shape)
-    expected, weights = reference_logits(random_model(config), input_ids, **of_reference)
-    return config, input_ids, of_model, real, expected[real].detach(), gradients(expected[real], weights)
-
-
-@pytest.mark.parametrize("inputs", [5, 6, 7, "padded", "packed"], ids=["W", "W+1", "W+2", "padded", "packed"])
-@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize(("positions", "length"), [("interleaved", 6), ("shared", 7)], ids=POSITIONS)
 @pytest.mark.parametrize("core", CORES)
-def test_cores_agree(cpu_cores, core, positions, inputs):
-    """Logits and gradients; the window of 5 tokens begins to bind at these lengths."""
-    config, input_ids, of_model, real, expected, expected_gradients = two_kinds(positions, inputs)
-    model = random_model(config)
+def test_two_kinds_on_every_core(cpu_cores, core, positions, length):
+    """Compare logits and gradients; the window of 5 tokens begins to bind at these lengths."""
+    model = random_model(small_config(**HYBRID, sliding_window=5, num_pseudo_heads=3, pseudo_positions=positions))
     set_core(model, core)
+    input_ids = random_ids(2, length)
     with torch.set_grad_enabled(core != "flex_attention"):  # it has no CPU backward
-        logits = model(input_ids, use_cache=False, **of_model).logits
-    assert relative_error(logits[real], expected) < FP32
+        logits = model(input_ids, use_cache=False).logits
+    expected, weights = reference_logits(model, input_ids)
+    assert relative_error(logits, expected) < FP32
     if logits.requires_grad:
-        assert_gradients_match(gradients(logits[real], dict(model.named_parameters())), expected_gradients, FP32)
+        assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP32)
 
 
 # What the paper claims of the layer
@@ -250,7 +219,7 @@ def test_cores_agree(cpu_cores, core, positions, inputs):
 
 @pytest.fixture
 def recording_core():
-    """Registers an attention core that keeps what it is handed: `seen` holds query, key and value of the last call."""
+    """Register an attention core that keeps the query, key and value of its last call, and yield them."""
     seen = {}
 
     def core(module, query, key, value, attention_mask, **kwargs):
@@ -263,7 +232,7 @@ def recording_core():
 
 
 def test_interleaving_is_a_view(recording_core, monkeypatch):
-    """The core is handed the memory that the mixing wrote: one virtual sequence of N * P tokens, head by head."""
+    """Hand the core the memory that the mixing wrote: one virtual sequence of N * P tokens, head by head."""
     model = random_model(small_config(num_hidden_layers=1, num_pseudo_heads=3))
     model.set_attn_implementation("recording")
     mixed = []
@@ -279,7 +248,7 @@ def test_interleaving_is_a_view(recording_core, monkeypatch):
 
 @pytest.mark.parametrize(("num_heads", "num_pseudo_heads"), [(4, 1), (4, 3), (2, 5)])
 def test_extra_parameters(num_heads, num_pseudo_heads):
-    """4 H^2 P more than multi-head attention: 3 H^2 P of mixing and H^2 P of collapse (IHA, Theorem 2)."""
+    """Count 4 H^2 P more than multi-head attention: 3 H^2 P of mixing and H^2 P of collapse (IHA, Theorem 2)."""
     sizes = {
         kind: random_model(
             small_config(
@@ -297,7 +266,7 @@ def test_extra_parameters(num_heads, num_pseudo_heads):
 
 
 def select_pseudo_head(model, selected):
-    """Sets every mixing to the identity for all pseudo-heads and every collapse to one of them."""
+    """Set every mixing to the identity for all pseudo-heads, and every collapse to one of them."""
     with torch.no_grad():
         for layer in model.model.layers:
             attention = layer.self_attn
@@ -314,10 +283,11 @@ def select_pseudo_head(model, selected):
 @pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
 @pytest.mark.parametrize("num_pseudo_heads", [2, 3, 4])
 def test_mha_is_contained(num_pseudo_heads, collapse):
-    """IHA, Theorem 2: identity mixing and a collapse that selects one pseudo-head give multi-head attention, under the
-    causal mask for the last pseudo-head only. Its query sees all P copies of every token up to its own, each with the
-    weight that the softmax gives one copy, so the P-fold sums cancel. The first pseudo-head sees one copy of its own
-    token and P of all earlier ones, so its own token is weighted P times too little.
+    """Select one pseudo-head of identity mixing: the last one gives multi-head attention (IHA, Theorem 2).
+
+    Its query sees all P copies of every token up to its own, so the P-fold sums of the softmax cancel. The first
+    pseudo-head sees one copy of its own token and P of all earlier ones, so its own token is weighted P times too
+    little.
     """
     config = small_config(num_pseudo_heads=num_pseudo_heads, pseudo_collapse=collapse, pseudo_positions="shared")
     model = random_model(config)
@@ -336,7 +306,7 @@ def test_mha_is_contained(num_pseudo_heads, collapse):
 
 
 def test_mha_layers_are_llama():
-    """A model of "mha" layers loads a Llama's state dict as it is and gives its logits."""
+    """Load a Llama's state dict as it is, and give its logits."""
     llama = random_model(LlamaConfig(**LLAMA), LlamaForCausalLM)
     model = IHAForCausalLM(IHAConfig(attention_kinds="mha", **LLAMA)).eval()
     model.load_state_dict(llama.state_dict())

@@ -1,7 +1,8 @@
-"""Transformers' own common tests, from the source distribution of the installed version, on a model that mixes
-attention kinds and geometries: the model, training, FSDP2 and tensor-parallel tests. A test that the model is expected
-to fail is overridden in `CommonTests`, with the reason; one that is skipped for a reason not in `EXPECTED_SKIPS`
-fails."""
+"""Run Transformers' common tests of models, training, FSDP2 and tensor parallelism on mixed attention kinds.
+
+They come from the source distribution of the installed version. A test that the model is expected to fail is
+overridden in `CommonTests`, with the reason. One that is skipped for a reason not in `EXPECTED_SKIPS` fails.
+"""
 
 import unittest
 from collections.abc import Callable
@@ -118,8 +119,7 @@ class CommonTests:
         self.model_tester = IHAModelTester(self)
 
     def test_attention_outputs(self):
-        """Expected differences: an "iha" layer attends, and returns weights, between virtual tokens; weights that
-        "dcmha" composed need not sum to 1."""
+        """Expect weights between virtual tokens of an "iha" layer, and weights of "dcmha" that do not sum to 1."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         config._attn_implementation = "eager"
         for model_class in self.all_model_classes:
@@ -132,7 +132,7 @@ class CommonTests:
 
 
 def leave_to_test_full(*names: str) -> Callable[[type], type]:
-    """Marks inherited tests of a suite as slow: each takes 10 s or more, and others of the suite cover its ground."""
+    """Mark inherited tests of a suite as slow: each takes 10 s or more, and others of the suite cover its ground."""
 
     def mark(suite: type) -> type:
         for name in names:
@@ -169,7 +169,7 @@ class IHASuite(
 
 @pytest.mark.slow
 class ShardedSuite(CommonTests, FSDPTesterMixin, unittest.TestCase):
-    """Two processes for each test; `make test` has its own in test_distributed.py."""
+    """Run two processes for each test; `make test` has its own in test_distributed.py."""
 
     attention_kinds = ["iha", "mha"]
 
@@ -177,7 +177,7 @@ class ShardedSuite(CommonTests, FSDPTesterMixin, unittest.TestCase):
 class TalkingHeadsAndDiffSuite(
     CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
 ):
-    """Without the distributed tests, whose plans name no module of an attention kind."""
+    """Leave out the distributed tests, whose plans name no module of an attention kind."""
 
     attention_kinds = ["talking_heads", "diff"]
 
@@ -185,17 +185,14 @@ class TalkingHeadsAndDiffSuite(
 class DynamicallyComposableSuite(
     CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
 ):
-    """Without the distributed tests, as above."""
-
     attention_kinds = ["dcmha", "dcmha"]
 
 
 class PairTests(CommonTests):
-    """Without the distributed tests: they shard nothing that one kind has and another has not."""
+    """Leave out the distributed tests: they shard nothing that one kind has and another has not."""
 
     def test_retain_grad_hidden_states_attentions(self):
-        """Expected difference: "hyper" and "simplicial" return sums of their weights of pairs, from which nothing is
-        computed."""
+        """Expect no gradient of the attentions: nothing is computed from these sums of weights of pairs."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         config._attn_implementation = "eager"
         outputs = IHAModel(config)(**inputs, output_hidden_states=True)

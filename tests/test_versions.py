@@ -1,5 +1,4 @@
-"""An unsupported Transformers is refused by name when the package is imported, before anything that it might lack
-is."""
+"""Refuse an unsupported Transformers by name, before the package imports anything that it might lack."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Dynamically Composable Multi-Head Attention, and the released DCFormer around it, written out with loops.
+"""Write out Dynamically Composable Multi-Head Attention, and the released DCFormer around it, with loops.
 
 The layer follows DCMHA's Equations 4 to 7 and the pseudo-code of its Appendix D, one query, one key and one
 composition vector at a time, for a float64 CPU tensor; the model follows the layout of the released checkpoints.
@@ -15,8 +15,9 @@ import math
 import torch
 from torch import Tensor
 
-from .iha import _linear, _rotate, _under, _visible_keys, rms_norm
-from .options import AttentionOptions, layer_options
+from .heads import projected_heads
+from .iha import linear, rms_norm, under, visible_keys
+from .options import AttentionOptions, default_inputs, layer_options, llama_inv_freq
 
 
 def attention(hidden_states, weights, config, layer_idx, **inputs):
@@ -29,11 +30,9 @@ def dcmha_attention(
     weights: dict[str, Tensor],
     options: AttentionOptions,
     num_groups: int = 1,
-    position_ids: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
+    **inputs: Tensor | None,
 ) -> Tensor:
-    """One DCMHA layer.
+    """Compute one DCMHA layer.
 
     Args:
         hidden_states: `[B, N, D]`.
@@ -41,42 +40,23 @@ def dcmha_attention(
             {pre,post}_{query,key} w1.weight `[H / M * I, D]`, w2 `[H / M, 2 R, M, I]` and gate.weight `[H, D]`, and
             {pre,post}_base.weight `[H / M, M, M]`. What the state dict lacks is left out of the composition.
         num_groups: H / M, the groups of heads that are composed.
-        options, position_ids, padding_mask, document_ids: as in `iha_attention`.
+        options, inputs: as in `iha_attention`.
 
     Returns:
         `[B, N, D]`.
     """
-    batch_size, length, _ = hidden_states.shape
-    if position_ids is None:
-        position_ids = torch.arange(length).expand(batch_size, length)
-    if padding_mask is None:
-        padding_mask = torch.ones(batch_size, length, dtype=torch.bool)
-    if document_ids is None:
-        document_ids = torch.zeros(batch_size, length, dtype=torch.long)
-    return torch.stack(
-        [
-            _one_sequence(
-                hidden_states[b], weights, options, num_groups, position_ids[b], padding_mask[b], document_ids[b]
-            )
-            for b in range(batch_size)
-        ]
-    )
+    rows = zip(hidden_states, *default_inputs(hidden_states, **inputs))
+    return torch.stack([_one_sequence(x, weights, options, num_groups, *of_row) for x, *of_row in rows])
 
 
 def _one_sequence(x, weights, options, num_groups, positions, is_real, document):
     length, heads, groups, width = x.shape[0], options.num_heads, options.num_kv_heads, options.head_dim
 
-    q = _linear(x, weights, "q_proj").reshape(length, heads, width)
-    k = _linear(x, weights, "k_proj").reshape(length, groups, width)
-    v = _linear(x, weights, "v_proj").reshape(length, groups, width)
-    if "q_norm.weight" in weights:
-        q = rms_norm(q, weights["q_norm.weight"], options.norm_eps)
-        k = rms_norm(k, weights["k_norm.weight"], options.norm_eps)
-    q = [[_rotate(q[n, h], positions[n], options) for h in range(heads)] for n in range(length)]
-    k = [[_rotate(k[n, g], positions[n], options) for g in range(groups)] for n in range(length)]
-
+    q = projected_heads(x, weights, "q", heads, options, positions)
+    k = projected_heads(x, weights, "k", groups, options, positions)
+    v = linear(x, weights, "v_proj").reshape(length, groups, width)
     token_weights = {
-        name: [_composition_weights(x[n], _under(weights, f"{name}."), num_groups) for n in range(length)]
+        name: [_composition_weights(x[n], under(weights, f"{name}."), num_groups) for n in range(length)]
         for name in ("pre_query", "pre_key", "post_query", "post_key")
     }
     outputs = []
@@ -84,10 +64,10 @@ def _one_sequence(x, weights, options, num_groups, positions, is_real, document)
         if not is_real[i]:
             outputs.append(x.new_zeros(heads * width))
             continue
-        visible = _visible_keys(i, 1, options.window, is_real, document)
+        visible = visible_keys(i, 1, options.window, is_real, document)
         scores = []  # [key] -> [H]
         for j in visible:
-            dots = torch.stack([q[i][h] @ k[j][h // (heads // groups)] / math.sqrt(width) for h in range(heads)])
+            dots = torch.stack([q[i, h] @ k[j, h // (heads // groups)] / math.sqrt(width) for h in range(heads)])
             by_token = token_weights["pre_query"][i] + token_weights["pre_key"][j]
             scores.append(_compose(dots, weights.get("pre_base.weight"), by_token, num_groups))
         softmax = torch.softmax(torch.stack(scores), dim=0)
@@ -98,12 +78,14 @@ def _one_sequence(x, weights, options, num_groups, positions, is_real, document)
             for h in range(heads):
                 output[h] = output[h] + composed[h] * v[j, h // (heads // groups)]
         outputs.append(torch.cat(output))
-    return _linear(torch.stack(outputs), weights, "o_proj")
+    return linear(torch.stack(outputs), weights, "o_proj")
 
 
 def _composition_weights(x, weights, num_groups):
-    """What one token contributes to each group of heads (Equations 5 and 6): [group] -> (pairs of rows of w_1 and w_2,
-    each `[M]`; w_g `[M]` or None); an empty list where it contributes nothing."""
+    """Return what one token contributes to each group of heads (Equations 5 and 6), an empty list if nothing.
+
+    A group has pairs of rows of w_1 and w_2, each `[M]`, and w_g, `[M]` or None.
+    """
     if not weights:
         return []
     contributions = []
@@ -123,8 +105,10 @@ def _composition_weights(x, weights, num_groups):
 
 
 def _compose(attention, base, by_token, num_groups):
-    """A' = A W_b + A w_q1 w_q2 + A * w_qg + A w_k1 w_k2 + A * w_kg (Equation 7) of one `[H]` vector, within each group
-    of heads; without W_b, a skip connection."""
+    """Compose one `[H]` vector within each group of heads (Equation 7); without W_b, with a skip connection.
+
+    A' = A W_b + A w_q1 w_q2 + A * w_qg + A w_k1 w_k2 + A * w_kg
+    """
     composed = []
     for group, a in enumerate(attention.chunk(num_groups)):
         new = a if base is None else a @ base[group]
@@ -139,19 +123,22 @@ def _compose(attention, base, by_token, num_groups):
 
 
 def group_gated_mlp(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    """The FFN of the released DCFormers on `[..., D]`: SwiGLU whose channels, in E groups of neighbours, are scaled by
-    a softmax over the groups. Takes gate_proj, up_proj, down_proj and group_gate `[E, D]`."""
-    inner = torch.nn.functional.silu(_linear(x, weights, "gate_proj")) * _linear(x, weights, "up_proj")
-    shares = torch.softmax(_linear(x, weights, "group_gate"), dim=-1)
+    """Compute the FFN of the released DCFormers on `[..., D]`.
+
+    It is SwiGLU whose channels, in E groups of neighbours, are scaled by a softmax over the groups. The weights are
+    gate_proj, up_proj, down_proj and group_gate `[E, D]`.
+    """
+    inner = torch.nn.functional.silu(linear(x, weights, "gate_proj")) * linear(x, weights, "up_proj")
+    shares = torch.softmax(linear(x, weights, "group_gate"), dim=-1)
     size = inner.shape[-1] // shares.shape[-1]
     scaled = [inner[..., c] * shares[..., c // size] for c in range(inner.shape[-1])]
-    return _linear(torch.stack(scaled, dim=-1), weights, "down_proj")
+    return linear(torch.stack(scaled, dim=-1), weights, "down_proj")
 
 
 def released_causal_lm(
     input_ids: Tensor, weights: dict[str, Tensor], config: dict, layer_windows: list[int | None]
 ) -> Tensor:
-    """Logits `[B, N, vocabulary]` of a released DCFormer.
+    """Return the logits `[B, N, vocabulary]` of a released DCFormer.
 
     Args:
         input_ids: `[B, N]`.
@@ -163,12 +150,10 @@ def released_causal_lm(
     """
     heads = config["n_head"]
     head_dim = config["dim"] // heads
-    inv_freq = torch.tensor(
-        [config["rope_base"] ** (-2 * i / head_dim) for i in range(head_dim // 2)], dtype=torch.float64
-    )
+    inv_freq = llama_inv_freq(head_dim, config["rope_base"])
     hidden = weights["tok_embeddings.weight"][input_ids]
     for i, window in enumerate(layer_windows):
-        layer = _under(weights, f"layers.{i}.")
+        layer = under(weights, f"layers.{i}.")
         attention = {"o_proj.weight": layer["attention.wo.weight"]}
         for n, name in enumerate(("q_proj", "k_proj", "v_proj")):
             attention[f"{name}.weight"] = layer["attention.wqkv.weight"][n * config["dim"] : (n + 1) * config["dim"]]

@@ -1,4 +1,4 @@
-"""Differential attention written out with loops: what the model is tested against.
+"""Write out differential attention with loops.
 
 Ye et al. 2024, Differential Transformer, equations 1 to 3, with heads laid out as in Transformers' DiffLlama:
 differential head j of H / 2 has the queries of heads j and j + H / 2, and with g = j // (H / G) the keys of groups g
@@ -15,28 +15,14 @@ in layer l = 1, 2, ... Other symbols as in `iha.py`.
 import math
 
 import torch
-from torch import Tensor
 
 from .heads import per_query
 from .iha import rms_norm
-from .options import AttentionOptions, layer_options
+from .options import layer_options
 
 
 def attention(hidden_states, weights, config, layer_idx, **inputs):
-    return diff_attention(hidden_states, weights, layer_options(config, layer_idx), layer_idx=layer_idx, **inputs)
-
-
-def diff_attention(
-    hidden_states: Tensor,
-    weights: dict[str, Tensor],
-    options: AttentionOptions,
-    position_ids: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    layer_idx: int = 0,
-) -> Tensor:
-    """One layer, `[B, N, D]`; arguments as in `iha_attention`, with lambda_{q1,k1,q2,k2} `[d]` and the layer's index l
-    - 1."""
+    options = layer_options(config, layer_idx)
     pairs, groups, width = options.num_heads // 2, options.num_kv_heads, options.head_dim
     lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
     q1, k1, q2, k2 = (weights[f"lambda_{name}"] for name in ("q1", "k1", "q2", "k2"))
@@ -53,4 +39,4 @@ def diff_attention(
             outputs.append((1 - lambda_init) * rms_norm(output, 1.0, options.norm_eps))
         return torch.cat(outputs)
 
-    return per_query(attend, hidden_states, weights, options, position_ids, padding_mask, document_ids)
+    return per_query(attend, hidden_states, weights, options, **inputs)

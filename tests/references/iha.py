@@ -1,4 +1,4 @@
-"""Interleaved Head Attention written out with loops: what the model is tested against.
+"""Write out Interleaved Head Attention with loops: the model is tested against it.
 
 This follows Algorithm 1 of the IHA paper line by line, for a float64 CPU tensor and for the reader: one loop for each
 of the heads, pseudo-heads and queries of the paper, no batching and no masks. It shares no code with the package and
@@ -13,45 +13,29 @@ import math
 import torch
 from torch import Tensor
 
-from .options import AttentionOptions, layer_options
+from .options import AttentionOptions, default_inputs, layer_options
 
 
 def iha_attention(
     hidden_states: Tensor,
     weights: dict[str, Tensor],
     options: AttentionOptions,
-    position_ids: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
+    **inputs: Tensor | None,
 ) -> Tensor:
-    """One IHA layer (IHA, Algorithm 1) with either collapse map (its step 5, or Definition 3).
+    """Compute one IHA layer (IHA, Algorithm 1) with either collapse map (its step 5, or Definition 3).
 
     Args:
         hidden_states: `[B, N, D]`.
         weights: the layer's state dict: {q,k,v,o}_proj.weight and optional .bias, {q,k}_norm.weight if there is
             QK-norm, q_mix.weight `[H, H, P]`, {k,v}_mix.weight `[G, G, P]`, collapse.weight `[H, P]` or `[H, H * P]`.
         options: geometry of the layer.
-        position_ids: `[B, N]` RoPE position of each token, default 0..N-1.
-        padding_mask: `[B, N]`, True for a real token. Padding is neither a key nor a query; its output is o_proj's
-            bias.
-        document_ids: `[B, N]`, equal for the tokens of one packed document; a query sees its own document only.
+        inputs: those of `default_inputs`.
 
     Returns:
         `[B, N, D]`.
     """
-    batch_size, length, _ = hidden_states.shape
-    if position_ids is None:
-        position_ids = torch.arange(length).expand(batch_size, length)
-    if padding_mask is None:
-        padding_mask = torch.ones(batch_size, length, dtype=torch.bool)
-    if document_ids is None:
-        document_ids = torch.zeros(batch_size, length, dtype=torch.long)
-    return torch.stack(
-        [
-            _one_sequence(hidden_states[b], weights, options, position_ids[b], padding_mask[b], document_ids[b])
-            for b in range(batch_size)
-        ]
-    )
+    rows = zip(hidden_states, *default_inputs(hidden_states, **inputs))
+    return torch.stack([_one_sequence(x, weights, options, *of_row) for x, *of_row in rows])
 
 
 def attention(hidden_states, weights, config, layer_idx, **inputs):
@@ -59,9 +43,9 @@ def attention(hidden_states, weights, config, layer_idx, **inputs):
 
 
 def mha_attention(hidden_states: Tensor, weights: dict[str, Tensor], options: AttentionOptions, **kwargs) -> Tensor:
-    """Multi-head attention: the layer with one pseudo-head per head that copies the head, collapsed by 1.
+    """Compute multi-head attention: one pseudo-head per head that copies the head, collapsed by 1.
 
-    Takes a state dict without mixing and collapse; otherwise as `iha_attention`.
+    Take a state dict without mixing and collapse; otherwise as `iha_attention`.
     """
     dtype = hidden_states.dtype
     copy = {
@@ -76,7 +60,7 @@ def mha_attention(hidden_states: Tensor, weights: dict[str, Tensor], options: At
 def causal_lm(
     input_ids: Tensor, weights: dict[str, Tensor], attentions: list, norm_eps: float = 1e-6, activation=None, **inputs
 ) -> Tensor:
-    """Logits `[B, N, vocabulary]` of a whole pre-norm decoder (Llama's).
+    """Return the logits `[B, N, vocabulary]` of a whole pre-norm decoder (Llama's).
 
     Args:
         input_ids: `[B, N]`.
@@ -85,27 +69,27 @@ def causal_lm(
         attentions: of each layer, a function of hidden states, weights and `inputs`.
         norm_eps: epsilon of the RMSNorms.
         activation: FFN activation, SiLU by default.
-        inputs: position_ids, padding_mask and document_ids, as in `iha_attention`.
+        inputs: those of `default_inputs`.
     """
     activation = activation or torch.nn.functional.silu
     hidden = weights["model.embed_tokens.weight"][input_ids]
     for i, attention_of_layer in enumerate(attentions):
-        layer = _under(weights, f"model.layers.{i}.")
+        layer = under(weights, f"model.layers.{i}.")
         normed = rms_norm(hidden, layer["input_layernorm.weight"], norm_eps)
-        hidden = hidden + attention_of_layer(normed, _under(layer, "self_attn."), **inputs)
+        hidden = hidden + attention_of_layer(normed, under(layer, "self_attn."), **inputs)
         normed = rms_norm(hidden, layer["post_attention_layernorm.weight"], norm_eps)
-        up = _linear(normed, layer, "mlp.up_proj")
+        up = linear(normed, layer, "mlp.up_proj")
         if "mlp.gate_proj.weight" in layer:
-            inner = activation(_linear(normed, layer, "mlp.gate_proj")) * up
+            inner = activation(linear(normed, layer, "mlp.gate_proj")) * up
         else:
             inner = activation(up)
-        hidden = hidden + _linear(inner, layer, "mlp.down_proj")
+        hidden = hidden + linear(inner, layer, "mlp.down_proj")
     hidden = rms_norm(hidden, weights["model.norm.weight"], norm_eps)
     return hidden @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
@@ -113,9 +97,9 @@ def _one_sequence(x, weights, options, positions, is_real, document):
     length, num_pseudo = x.shape[0], options.num_pseudo_heads
     heads, groups, width = options.num_heads, options.num_kv_heads, options.head_dim
 
-    base_q = _linear(x, weights, "q_proj").reshape(length, heads, width)
-    base_k = _linear(x, weights, "k_proj").reshape(length, groups, width)
-    base_v = _linear(x, weights, "v_proj").reshape(length, groups, width)
+    base_q = linear(x, weights, "q_proj").reshape(length, heads, width)
+    base_k = linear(x, weights, "k_proj").reshape(length, groups, width)
+    base_v = linear(x, weights, "v_proj").reshape(length, groups, width)
     if "q_norm.weight" in weights:
         base_q = rms_norm(base_q, weights["q_norm.weight"], options.norm_eps)
         base_k = rms_norm(base_k, weights["k_norm.weight"], options.norm_eps)
@@ -124,7 +108,7 @@ def _one_sequence(x, weights, options, positions, is_real, document):
     keys = [_interleave(_rotate_all(row, positions, options)) for row in _mix(base_k, weights["k_mix.weight"])]
     values = [_interleave(row) for row in _mix(base_v, weights["v_mix.weight"])]
 
-    visible = [_visible_keys(v, num_pseudo, options.window, is_real, document) for v in range(length * num_pseudo)]
+    visible = [visible_keys(v, num_pseudo, options.window, is_real, document) for v in range(length * num_pseudo)]
     outputs = []  # [head][n * P + p] -> [d]
     for h in range(heads):
         g = h // (heads // groups)
@@ -139,11 +123,11 @@ def _one_sequence(x, weights, options, positions, is_real, document):
     collapsed = [
         _collapse(outputs, weights["collapse.weight"], h, n, num_pseudo) for n in range(length) for h in range(heads)
     ]
-    return _linear(torch.stack(collapsed).reshape(length, heads * width), weights, "o_proj")
+    return linear(torch.stack(collapsed).reshape(length, heads * width), weights, "o_proj")
 
 
 def _mix(base, alpha):
-    """X~[h][p] = sum_m alpha[m, h, p] X[:, m], each `[N, d]` (IHA, Algorithm 1, step 2)."""
+    """Return X~[h][p] = sum_m alpha[m, h, p] X[:, m], each `[N, d]` (IHA, Algorithm 1, step 2)."""
     sources, heads, num_pseudo = alpha.shape
     return [
         [sum(alpha[m, h, p] * base[:, m] for m in range(sources)) for p in range(num_pseudo)] for h in range(heads)
@@ -151,38 +135,42 @@ def _mix(base, alpha):
 
 
 def _interleave(pseudo):
-    """The P sequences `[N, d]` of one head as the virtual sequence (1,1)..(1,P),(2,1)..(N,P): `[N * P, d]`."""
+    """Interleave the P sequences `[N, d]` of one head: (1,1)..(1,P),(2,1)..(N,P), `[N * P, d]`."""
     length = pseudo[0].shape[0]
     return torch.stack([pseudo[p][n] for n in range(length) for p in range(len(pseudo))])
 
 
 def _rotate_all(pseudo, positions, options):
-    """RoPE on the P sequences `[N, d]` of one head."""
+    """Rotate the P sequences `[N, d]` of one head."""
     rotated = []
     for p, x in enumerate(pseudo):
         virtual = positions * options.num_pseudo_heads + p if options.pseudo_positions == "interleaved" else positions
-        rotated.append(torch.stack([_rotate(x[n], virtual[n], options) for n in range(len(virtual))]))
+        rotated.append(
+            torch.stack([rotate(*of_token, options.inv_freq, options.rope_scaling) for of_token in zip(x, virtual)])
+        )
     return rotated
 
 
-def _rotate(vector, position, options):
-    """RoPE of one `[d]` vector in Llama's half-split convention: component i turns with component i + d/2."""
-    half = options.head_dim // 2
-    angle = position * options.inv_freq
-    cos, sin = torch.cos(angle) * options.rope_scaling, torch.sin(angle) * options.rope_scaling
-    first, second = vector[:half], vector[half:]
+def rotate(vector: Tensor, position: Tensor, inv_freq: Tensor, scaling: float = 1.0) -> Tensor:
+    """Rotate one `[d]` vector in Llama's half-split convention: component i turns with component i + d/2."""
+    angle = position * inv_freq
+    cos, sin = torch.cos(angle) * scaling, torch.sin(angle) * scaling
+    first, second = vector.chunk(2)
     return torch.cat([first * cos - second * sin, second * cos + first * sin])
 
 
-def _visible_keys(v, num_pseudo, window, is_real, document):
-    """Indices of the virtual keys that virtual query v sees: causal, in its window, real, and of its own document."""
+def visible_keys(v, num_pseudo, window, is_real, document):
+    """Return the indices of the virtual keys that virtual query v sees.
+
+    They are causal, in its window, real, and of its own document.
+    """
     n = v // num_pseudo
     first = 0 if window is None else max(0, v - window * num_pseudo + 1)
     return [u for u in range(first, v + 1) if is_real[u // num_pseudo] and document[u // num_pseudo] == document[n]]
 
 
 def _collapse(outputs, weight, h, n, num_pseudo):
-    """Head h of token n: over its own P outputs (weight `[H, P]`), or over those of all heads (`[H, H * P]`)."""
+    """Collapse head h of token n: its own P outputs (weight `[H, P]`), or those of all heads (`[H, H * P]`)."""
     sources = [h] if weight.shape[1] == num_pseudo else range(len(outputs))
     return sum(
         weight[h, i * num_pseudo + p] * outputs[source][n * num_pseudo + p]
@@ -191,10 +179,11 @@ def _collapse(outputs, weight, h, n, num_pseudo):
     )
 
 
-def _linear(x, weights, name):
+def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+    """Return x W^T + b, without b where there is none."""
     out = x @ weights[f"{name}.weight"].T
     return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
 
 
-def _under(weights, prefix):
+def under(weights, prefix):
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}

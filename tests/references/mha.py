@@ -1,4 +1,4 @@
-"""Multi-head attention: what "mha" is tested against, one pseudo-head in the loops of `iha.py`."""
+"""Compute multi-head attention with the loops of `iha.py`: it is one pseudo-head."""
 
 from .iha import mha_attention
 from .options import layer_options

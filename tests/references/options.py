@@ -1,4 +1,4 @@
-"""The geometry of a layer with ordinary heads, and how a config states it."""
+"""Read the geometry of a layer from a config, and complete the inputs of a layer."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer's weights do not say.
+    """Say what a layer's weights do not.
 
     Args:
         num_heads: H.
@@ -36,12 +36,12 @@ class AttentionOptions:
 
 
 def llama_inv_freq(head_dim: int, theta: float) -> Tensor:
-    """The `[head_dim / 2]` float64 frequencies theta^(-2i/d) of plain RoPE (RoFormer, section 3.2.2)."""
+    """Return the `[head_dim / 2]` float64 frequencies theta^(-2i/d) of plain RoPE (RoFormer, section 3.2.2)."""
     return torch.tensor([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)], dtype=torch.float64)
 
 
 def layer_options(config, layer_idx: int) -> AttentionOptions:
-    """The geometry of a layer of the config. Frequencies of a RoPE type other than the plain one are Transformers'."""
+    """Return the geometry of a layer; frequencies of a RoPE type other than the plain one are Transformers'."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         inv_freq, scaling = llama_inv_freq(config.head_dim, rope["rope_theta"]), 1.0
@@ -61,5 +61,29 @@ def layer_options(config, layer_idx: int) -> AttentionOptions:
 
 
 def layer_window(config, layer_idx: int) -> int | None:
-    """W in tokens, None for a global layer."""
+    """Return W in tokens, None for a global layer."""
     return config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+
+
+def default_inputs(
+    hidden_states: Tensor,
+    position_ids: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs of a layer beside hidden states `[B, N, D]`, by default those of one document without padding.
+
+    Args:
+        position_ids: `[B, N]` RoPE position of each token, default 0..N-1.
+        padding_mask: `[B, N]`, True for a real token. Padding is neither a key nor a query; its output is o_proj's
+            bias.
+        document_ids: `[B, N]`, equal for the tokens of one packed document; a query sees its own document only.
+    """
+    batch_size, length, _ = hidden_states.shape
+    if position_ids is None:
+        position_ids = torch.arange(length).expand(batch_size, length)
+    if padding_mask is None:
+        padding_mask = torch.ones(batch_size, length, dtype=torch.bool)
+    if document_ids is None:
+        document_ids = torch.zeros(batch_size, length, dtype=torch.long)
+    return position_ids, padding_mask, document_ids

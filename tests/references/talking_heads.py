@@ -1,33 +1,21 @@
-"""Talking-heads attention written out with loops: what the model is tested against.
+"""Write out talking-heads attention with loops.
 
 Shazeer et al. 2020, Talking-Heads Attention: heads h and g, S[h] the scores of one query, S'[g] = sum_h L[h, g] S[h]
 over the keys it sees, A[g] = softmax(S'[g]), A'[g] = sum_h W[h, g] A[h], and the output of head g is A'[g] V. The
-paper's numbers of heads for keys, logits and values are all H here. Symbols as in `iha.py`.
+paper's numbers of heads for keys, logits and values are all H here. L is score_mix.weight and W weight_mix.weight,
+`[H, H]`. Other symbols as in `iha.py`.
 """
 
 import math
 
 import torch
-from torch import Tensor
 
 from .heads import per_query
-from .options import AttentionOptions, layer_options
+from .options import layer_options
 
 
 def attention(hidden_states, weights, config, layer_idx, **inputs):
-    return talking_heads_attention(hidden_states, weights, layer_options(config, layer_idx), **inputs)
-
-
-def talking_heads_attention(
-    hidden_states: Tensor,
-    weights: dict[str, Tensor],
-    options: AttentionOptions,
-    position_ids: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
-) -> Tensor:
-    """One layer, `[B, N, D]`; arguments as in `iha_attention`, with score_mix.weight (L) and weight_mix.weight (W),
-    `[H, H]`."""
+    options = layer_options(config, layer_idx)
     heads, group = range(options.num_heads), options.num_heads // options.num_kv_heads
 
     def attend(queries, keys, values):
@@ -36,9 +24,9 @@ def talking_heads_attention(
         mixtures = _talk(softmaxes, weights["weight_mix.weight"])
         return torch.cat([mixtures[g] @ values[:, g // group] for g in heads])
 
-    return per_query(attend, hidden_states, weights, options, position_ids, padding_mask, document_ids)
+    return per_query(attend, hidden_states, weights, options, **inputs)
 
 
 def _talk(rows, share):
-    """For every head g, sum_h share[h, g] rows[h]."""
+    """Return sum_h share[h, g] rows[h] for every head g."""
     return [sum(share[h, g] * rows[h] for h in range(len(rows))) for g in range(len(rows))]

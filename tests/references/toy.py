@@ -1,5 +1,4 @@
-"""Attention whose scores each head scales by a learned temperature: what the mechanism of test_toy_mechanism.py is
-tested against."""
+"""Scale the scores of each head by a learned temperature, as the mechanism of test_toy_mechanism.py does."""
 
 import math
 
@@ -9,7 +8,7 @@ from .heads import per_query
 from .options import layer_options
 
 
-def attention(hidden_states, weights, config, layer_idx, position_ids=None, padding_mask=None, document_ids=None):
+def attention(hidden_states, weights, config, layer_idx, **inputs):
     options = layer_options(config, layer_idx)
     group = options.num_heads // options.num_kv_heads
 
@@ -20,4 +19,4 @@ def attention(hidden_states, weights, config, layer_idx, position_ids=None, padd
             heads.append(torch.softmax(scores, dim=0) @ values[:, h // group])
         return torch.cat(heads)
 
-    return per_query(attend, hidden_states, weights, options, position_ids, padding_mask, document_ids)
+    return per_query(attend, hidden_states, weights, options, **inputs)
