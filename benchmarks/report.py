@@ -54,13 +54,9 @@ def _targets() -> list[Target]:
 
 TARGETS = _targets()
 
-# Tables of earlier code, which collapsed before it multiplied the values.
-# Remove a name when its table is measured anew.
-EARLIER = ("training_memory",)
-
 _WINDOWS = (
-    "SDPA takes 1.25 times the time a pair in blocks of 128 queries that it takes in a long causal row, computes a quarter more "
-    "pairs, and mixing, rotation and collapse come on top"
+    "SDPA takes 1.25 times the time a pair in blocks of 128 queries that it takes in a long causal row, computes a "
+    "quarter more pairs, and mixing, rotation and collapse come on top"
 )
 # Why a target is missed, by its title; shown only if it is missed.
 WHY: dict[str, str] = {
@@ -119,9 +115,6 @@ def render(results: dict[str, dict], defaults: list[dict]) -> str:
         "a ratio of medians of interleaved runs in one process, and a memory is a ratio of peaks, each of a "
         "process of its own.",
         "`benchmarks/cost.py` makes the predictions.",
-        "",
-        f"{', '.join(EARLIER)}: measured before collapse-first attention was removed (docs/LOG.md, One form, and what it",
-        "costs); today's code may give other figures.",
         "",
         *default_lines(defaults),
         "",

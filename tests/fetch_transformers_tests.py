@@ -1,7 +1,7 @@
-"""Installs the common tests of the installed Transformers, from its source distribution, as the package
-`transformers_tests`.
+"""Install the common tests of the installed Transformers as the package `transformers_tests`.
 
-Run once by `make test`, in the environment that the tests run in: python tests/fetch_transformers_tests.py
+They come from its source distribution.
+`make test` runs this once, in the environment that the tests run in: python tests/fetch_transformers_tests.py
 """
 
 import subprocess

@@ -1,5 +1,4 @@
-"""Stands in for a module of Transformers' tests that its source distribution leaves out: processes on a CPU over
-gloo."""
+"""Start processes on a CPU over gloo, in place of a module that Transformers' source distribution leaves out."""
 
 import os
 
@@ -25,7 +24,7 @@ def _set_rank_device(rank: int) -> None:
 
 
 def _start_rank_processes(fn, args: tuple, nprocs: int) -> None:
-    """Runs fn(rank, *args) in `nprocs` fresh processes and raises if one of them did."""
+    """Run fn(rank, *args) in `nprocs` fresh processes and raise if one of them did."""
     mp.spawn(fn, args=args, nprocs=nprocs)
 
 

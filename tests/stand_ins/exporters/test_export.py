@@ -1,3 +1,2 @@
 class ExportTesterMixin:
-    """Stands in for a mixin of Transformers' tests that its source distribution leaves out; torch.export is tested
-    here instead."""
+    """Stand in for a mixin that Transformers' source distribution leaves out; torch.export is tested here."""

@@ -1,3 +1,2 @@
 class GenerationTesterMixin:
-    """Stands in for a mixin of Transformers' tests that its source distribution leaves out; `generate` is tested here
-    instead."""
+    """Stand in for a mixin that Transformers' source distribution leaves out; `generate` is tested here."""
