@@ -44,7 +44,7 @@ CONVERTERS = {
     "iha": (convert_iha_to_llama,),
     "diff": (convert_iha_to_diffllama,),
 }
-ALL = tuple(CONVERTERS.keys() - {"sharded"})
+ALL = tuple(kind for kind in CONVERTERS if kind != "sharded")
 
 
 @pytest.fixture(scope="module")
