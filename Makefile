@@ -3,13 +3,14 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 OLDEST := .venv-oldest/bin/python
 
-.PHONY: help demo test test-full test-oldest bench gpu checkpoints experiments lint clean
+.PHONY: help demo test test-full test-oldest mutants bench gpu checkpoints experiments lint clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
 	@echo "make test   lint and the tests (12 minutes on 2 cores)"
 	@echo "make test-full  the same with the slow tests"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (2 minutes)"
+	@echo "make mutants   change the model at random 40 times and see whether its tests fail (about an hour on one core); a second start goes on"
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=paper_decode for one)"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
@@ -60,6 +61,9 @@ test-full: lint
 test-oldest: .venv-oldest/installed
 	$(OLDEST) -m pytest -n 2 --dist loadfile --deselect tests/test_conversion.py::test_real_weights tests/test_mechanisms.py tests/test_reference.py tests/test_generation.py \
 		tests/test_conversion.py tests/test_check_remote_code.py tests/test_versions.py tests/test_serving.py
+
+mutants: .venv/test-installed
+	$(RUN) tests/mutants.py
 
 # From the cheapest to the dearest, so that what is broken shows early.
 bench: .venv/installed

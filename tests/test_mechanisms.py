@@ -5,7 +5,7 @@ The kinds are the entries of `ATTENTION_CLASSES`: nothing here names one."""
 import mechanism_checks as checks
 import pytest
 import torch
-from helpers import CORES, HALVES, random_ids, random_model, uncached_logits
+from helpers import CORES, EVERY_KIND, HALVES, random_ids, random_model, small_config, uncached_logits
 
 from common.checkpoint_io import run_in_clean_process
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
@@ -113,8 +113,9 @@ def test_remote_code(tmp_path):
     """Compare logits with those of a process that has the checkpoint's own code only."""
     input_ids, expected, directories = random_ids(2, 5), {}, {}
     of_each_kind = {mechanism.kind: mechanism for mechanism in MECHANISMS}
-    for name, mechanism in of_each_kind.items():
-        model = random_model(mechanism.hybrid_config())
+    configs = {name: mechanism.hybrid_config() for name, mechanism in of_each_kind.items()}
+    for name, config in (configs | {"all": small_config(**EVERY_KIND)}).items():
+        model = random_model(config)
         model.save_pretrained(tmp_path / name)
         directories[name], expected[name] = str(tmp_path / name), uncached_logits(model, input_ids)
     logits = run_in_clean_process(PROGRAM, {"directories": directories, "input_ids": input_ids.tolist()})

@@ -192,12 +192,12 @@ def test_missing_directories_are_made_for_a_result(monkeypatch, files, tmp_path,
         assert SLOW in capsys.readouterr().err
 
 
-def test_a_step_that_is_done_is_not_repeated_and_one_that_fails_names_what_is_missing(files, tmp_path, capfd):
+def test_a_step_that_is_done_is_not_repeated_and_one_that_fails_names_what_is_missing(tmp_path, capfd):
     rows = tmp_path / "rows.jsonl"
     run_module(rows, "sft.make_reasoning_data", rows, "--rows", "1")
     made = rows.read_bytes()
     run_module(rows, "sft.make_reasoning_data", rows, "--rows", "2")
     assert rows.read_bytes() == made
     with pytest.raises(UserError, match="absent.json was not made, see above"):
-        run_module(tmp_path / "absent.json", "sft.score_reasoning", "nowhere", files / "empty.jsonl")
+        run_module(tmp_path / "absent.json", "sft.make_reasoning_data", rows, "--rows", "1")
     assert "Error:" in capfd.readouterr().err
