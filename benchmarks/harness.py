@@ -123,27 +123,19 @@ def medians(
 
 
 def _memory(field: str) -> int:
+    """Return a figure of this process in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
-
-
-def resident_bytes() -> int:
-    """Return the bytes that this process holds, and start to measure its peak here."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmRSS")
-
-
-def peak_resident_bytes() -> int:
-    return _memory("VmHWM")
 
 
 def _extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
     torch.set_num_threads(1)
     prepare(*small)()
     function = prepare(*sizes)
-    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
+    before = _memory("VmRSS")
     function()
-    return max(0, peak_resident_bytes() - before)
+    return max(0, _memory("VmHWM") - before)
 
 
 def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
@@ -158,11 +150,10 @@ def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
         return pool.submit(_extra_bytes, prepare, sizes, small).result()
 
 
-def ratios(values: dict[str, float], base: str) -> dict[str, float]:
-    """Return each value over that of `base`, or nothing if that is zero."""
-    return {
-        f"{name} / {base}": value / values[base] for name, value in values.items() if name != base and values[base]
-    }
+def ratios(values: dict[str, float], base: str, what: str = "") -> dict[str, float]:
+    """Return each value over that of `base`, or nothing if that is zero. `what` opens the name of each ratio."""
+    others = {name: value for name, value in values.items() if name != base and values[base]}
+    return {f"{what}{name} / {base}": value / values[base] for name, value in others.items()}
 
 
 def arguments(doc: str, tokens: list[int], repeats: int = 3) -> argparse.ArgumentParser:
@@ -176,19 +167,14 @@ def arguments(doc: str, tokens: list[int], repeats: int = 3) -> argparse.Argumen
     return parser
 
 
-def report(row: dict) -> None:
-    """Print one line of progress."""
-    setting = ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, dict))
-    measured = "; ".join(f"{name} {value:.3g}" for name, value in {**row["seconds"], **row["ratios"]}.items())
-    print(f"{setting}: {measured}", flush=True)
-
-
 def reported(rows: Iterable[dict]) -> list[dict]:
-    """Return the rows as a list, and report each one as soon as it is measured."""
+    """Return the rows as a list, and print a line of progress as soon as each is measured."""
     kept = []
     for row in rows:
         kept.append(row)
-        report(row)
+        setting = ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, dict))
+        measured = "; ".join(f"{name} {value:.3g}" for name, value in {**row["seconds"], **row["ratios"]}.items())
+        print(f"{setting}: {measured}", flush=True)
     return kept
 
 

@@ -16,6 +16,7 @@ from kinds.model_cost import attention
 
 
 RATIO = "layer / bare SDPA"
+LONGEST_BACKWARD = 8192  # in virtual tokens
 
 
 def bare_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -57,14 +58,11 @@ def measure(tokens: int, pseudo_heads: int, backward: bool, repeats: int) -> dic
 def main() -> None:
     parser = arguments(__doc__, [512, 2048])
     parser.add_argument("--pseudo-heads", type=int, nargs="+", default=[4, 8], help="numbers of pseudo-heads ([4, 8])")
-    parser.add_argument(
-        "--longest-backward", type=int, default=8192, help="longest backward, in virtual tokens (8192)"
-    )
     args = parser.parse_args()
     rows = reported(
         measure(tokens, pseudo_heads, backward, args.repeats)
         for backward, tokens, pseudo_heads in product((False, True), args.tokens, args.pseudo_heads)
-        if not backward or tokens * pseudo_heads <= args.longest_backward
+        if not backward or tokens * pseudo_heads <= LONGEST_BACKWARD
     )
 
     def lines(row: dict) -> dict:

@@ -68,14 +68,12 @@ def measure(tokens: int, part: str, repeats: int) -> dict:
     }
     if part == "training":
         row["extra_bytes"] = {form: extra_bytes(prepare, (form, tokens), (form, tokens // 8)) for form in FORMS}
-        memory = ratios(row["extra_bytes"], "mha")
-        row["ratios"] |= {f"memory: {name}": ratio for name, ratio in memory.items()}
+        row["ratios"] |= ratios(row["extra_bytes"], "mha", "memory: ")
     return row
 
 
 def main() -> None:
-    parser = arguments(__doc__, [256, 1024])
-    args = parser.parse_args()
+    args = arguments(__doc__, [256, 1024]).parse_args()
     rows = reported(measure(tokens, part, args.repeats) for tokens, part in product(args.tokens, PARTS))
     panels = {
         f"{part}: time / mha": lambda row, part=part: {

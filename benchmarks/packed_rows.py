@@ -2,7 +2,7 @@
 
 It takes one document after the other: 8 heads of 64, fp32, forward and forward + backward, the mask's time included.
 
-example: python -m benchmarks.packed_rows --tokens 512 2048 --documents 16 256
+example: python -m benchmarks.packed_rows --tokens 512 2048
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ from modeling_iha.mask_inputs import document_bounds
 from modeling_iha.window_blocks import maskless_attention
 
 
+DOCUMENTS = (4, 32, 256)  # tokens of a document
 PASSES = {"forward": lambda form, states: inference(form, *states), "forward + backward": training}
 
 
@@ -52,20 +53,16 @@ def measure(tokens: int, length: int, repeats: int) -> Iterator[dict]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, [512, 2048, 8192], repeats=7)
-    parser.add_argument("--documents", type=int, nargs="+", default=[4, 32, 256], help="tokens of a document")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    args = arguments(__doc__, [512, 2048, 8192], repeats=7).parse_args()
     rows = reported(
-        row for tokens, length in product(args.tokens, args.documents) for row in measure(tokens, length, args.repeats)
+        row for tokens, length in product(args.tokens, DOCUMENTS) for row in measure(tokens, length, args.repeats)
     )
     panels = {
         f"by document / dense mask, {name}, documents of {length}": lambda row, name=name, length=length: (
             row["ratios"] if (row["pass"], row["document_tokens"]) == (name, length) else {}
         )
         for name in PASSES
-        for length in args.documents
+        for length in DOCUMENTS
     }
     write(
         args.out, "packed_rows", rows, "tokens", panels, dtype="float32", predicted_by="products of queries and keys"

@@ -7,16 +7,19 @@ example: python -m benchmarks.schedule --tokens 4096 8192
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 
-from benchmarks.harness import Attention, arguments, causal_lm, inference, medians, ratios, report, training, write
+from benchmarks.harness import Attention, arguments, causal_lm, inference, medians, ratios, reported, training, write
 from kinds.model_cost import attention, model
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
 
 
 BASE = "5 mha"
+PSEUDO_HEADS = 4
+PARTS = ("attention, forward", "attention, forward + backward", "model, forward")
 
 
 def schedules(tokens: int, pseudo_heads: int) -> dict[str, dict]:
@@ -50,14 +53,15 @@ def whole_model(fields: dict, tokens: int) -> tuple[Callable[[], None], float]:
     return inference(causal_lm(config), torch.randint(256, (1, tokens))), model(config, tokens).prefill
 
 
-def measure(tokens: int, pseudo_heads: int, part: str, repeats: int) -> dict:
+def measure(tokens: int, part: str, repeats: int) -> dict:
     runs, products = {}, {}
-    for name, fields in schedules(tokens, pseudo_heads).items():
+    for name, fields in schedules(tokens, PSEUDO_HEADS).items():
         if part == "model, forward":
             runs[name], products[name] = whole_model(fields, tokens)
         else:
             runs[name], products[name] = attention_modules(fields, tokens, part.endswith("backward"))
-    seconds = medians(runs, repeats)
+    # A backward over more than 4096 tokens takes most of a minute.
+    seconds = medians(runs, 1 if part.endswith("backward") and tokens > 4096 else repeats)
     return {
         "tokens": tokens,
         "part": part,
@@ -68,16 +72,8 @@ def measure(tokens: int, pseudo_heads: int, part: str, repeats: int) -> dict:
 
 
 def main() -> None:
-    parser = arguments(__doc__, [4096, 8192])
-    parser.add_argument("--pseudo-heads", type=int, default=4, help="number of pseudo-heads (4)")
-    args = parser.parse_args()
-    rows = []
-    for tokens in args.tokens:
-        for part in ("attention, forward", "attention, forward + backward", "model, forward"):
-            # A backward over more than 4096 tokens takes most of a minute.
-            repeats = 1 if part.endswith("backward") and tokens > 4096 else args.repeats
-            rows.append(measure(tokens, args.pseudo_heads, part, repeats))
-            report(rows[-1])
+    args = arguments(__doc__, [4096, 8192]).parse_args()
+    rows = reported(measure(tokens, part, args.repeats) for tokens, part in product(args.tokens, PARTS))
     panels = {
         "seconds": lambda row: {f"{row['part']}: {name}": value for name, value in row["seconds"].items()},
         f"4 iha + 1 mha / {BASE}, time": lambda row: {
@@ -85,7 +81,7 @@ def main() -> None:
             for suffix, key in (("", "ratios"), (", predicted", "predicted"))
         },
     }
-    setting = {"pseudo_heads": args.pseudo_heads, "window": "N / (2 P^2)", "dtype": "float32"}
+    setting = {"pseudo_heads": PSEUDO_HEADS, "window": "N / (2 P^2)", "dtype": "float32"}
     write(args.out, "schedule", rows, "tokens", panels, **setting, predicted_by="multiply-adds")
 
 

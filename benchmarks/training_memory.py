@@ -14,6 +14,7 @@ from benchmarks.harness import Attention, arguments, extra_bytes, medians, ratio
 from kinds.model_cost import attention
 
 
+PSEUDO_HEADS = 8
 # Kind, `attention_form`, and the form's name in the cost model.
 FORMS = {
     "mha": ("mha", None, "sdpa"),
@@ -22,25 +23,24 @@ FORMS = {
 }
 
 
-def prepare(form: str, tokens: int, pseudo_heads: int) -> Callable[[], None]:
+def prepare(form: str, tokens: int) -> Callable[[], None]:
     kind, attention_form, _ = FORMS[form]
-    module = Attention(attention_form, attention_kinds=kind, num_pseudo_heads=pseudo_heads)
+    module = Attention(attention_form, attention_kinds=kind, num_pseudo_heads=PSEUDO_HEADS)
     return training(module, [torch.randn(1, tokens, 512)], module.leaves())
 
 
-def measure(tokens: int, pseudo_heads: int, repeats: int) -> dict:
-    small = (tokens // 8, pseudo_heads)
-    extra = {form: extra_bytes(prepare, (form, tokens, pseudo_heads), (form, *small)) for form in FORMS}
-    seconds = medians({form: prepare(form, tokens, pseudo_heads) for form in FORMS}, repeats)
-    config = Attention(num_pseudo_heads=pseudo_heads).model.config
+def measure(tokens: int, repeats: int) -> dict:
+    extra = {form: extra_bytes(prepare, (form, tokens), (form, tokens // 8)) for form in FORMS}
+    # A run of more than 2048 tokens takes up to a minute.
+    seconds = medians({form: prepare(form, tokens) for form in FORMS}, repeats if tokens <= 2048 else 1)
+    config = Attention(num_pseudo_heads=PSEUDO_HEADS).model.config
     costs = {
         form: attention(config, kind, "full_attention", tokens, cost_form)
         for form, (kind, _, cost_form) in FORMS.items()
     }
 
     def all_ratios(memory: dict, time: dict) -> dict:
-        memory = {f"memory: {name}": ratio for name, ratio in ratios(memory, "mha").items()}
-        return {**memory, **ratios(time, "iha"), **ratios(time, "mha")}
+        return {**ratios(memory, "mha", "memory: "), **ratios(time, "iha"), **ratios(time, "mha")}
 
     kept = {form: cost.kept for form, cost in costs.items()}
     products = {form: cost.training for form, cost in costs.items()}
@@ -54,15 +54,10 @@ def measure(tokens: int, pseudo_heads: int, repeats: int) -> dict:
 
 
 def main() -> None:
-    parser = arguments(__doc__, [1024, 2048, 4096])
-    parser.add_argument("--pseudo-heads", type=int, default=8, help="number of pseudo-heads (8)")
-    args = parser.parse_args()
-    # A run of more than 2048 tokens takes up to a minute.
-    rows = reported(
-        measure(tokens, args.pseudo_heads, args.repeats if tokens <= 2048 else 1) for tokens in args.tokens
-    )
+    args = arguments(__doc__, [1024, 2048, 4096]).parse_args()
+    rows = reported(measure(tokens, args.repeats) for tokens in args.tokens)
     panels = {"seconds": lambda row: row["seconds"], "extra bytes": lambda row: row["extra_bytes"]}
-    setting = {"pseudo_heads": args.pseudo_heads, "dtype": "float32"}
+    setting = {"pseudo_heads": PSEUDO_HEADS, "dtype": "float32"}
     predicted_by = "multiply-adds; memory: values kept for the backward"
     write(args.out, "training_memory", rows, "tokens", panels, **setting, predicted_by=predicted_by)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from trl.kernels import ChunkedLogProbFunction
 
-from benchmarks.harness import PRELOADED, arguments, extra_bytes, report, write
+from benchmarks.harness import PRELOADED, arguments, extra_bytes, reported, write
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -101,28 +101,23 @@ def prepare(form: str, tokens: int) -> Callable[[], None]:
     return train
 
 
-def measure(tokens: int, forms: list[str]) -> dict:
-    predicted = {form: predict(form, tokens) for form in forms}
-    measured = {form: extra_bytes(prepare, (form, tokens), (form, 64)) for form in forms}
+def measure(tokens: int) -> dict:
+    predicted = {form: predict(form, tokens) for form in FORMS}
+    measured = {form: extra_bytes(prepare, (form, tokens), (form, 64)) for form in FORMS}
     return {
         "tokens": tokens,
         "seconds": {},
         "extra_bytes": measured,
         "predicted_bytes": predicted,
-        "ratios": {f"predicted / measured: {form}": predicted[form] / measured[form] for form in forms},
-        "predicted": {f"predicted / measured: {form}": 1.0 for form in forms},
+        "ratios": {f"predicted / measured: {form}": predicted[form] / measured[form] for form in FORMS},
+        "predicted": {f"predicted / measured: {form}": 1.0 for form in FORMS},
     }
 
 
 def main() -> None:
-    parser = arguments(__doc__, [1024, 4096])
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), metavar="FORM", help="(all)")
-    args = parser.parse_args()
+    args = arguments(__doc__, [1024, 4096]).parse_args()
     PRELOADED.append("trl.kernels")
-    rows = []
-    for tokens in args.tokens:
-        rows.append(measure(tokens, args.forms))
-        report(rows[-1])
+    rows = reported(map(measure, args.tokens))
     panels = {"bytes": lambda row: row["extra_bytes"], "predicted / measured": lambda row: row["ratios"]}
     write(args.out, "training_plan", rows, "tokens", panels, dtype="float32", predicted_by="sft/memory_plan.py")
 

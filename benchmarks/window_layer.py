@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.harness import Attention, arguments, extra_bytes, inference, medians, ratios, report, write
+from benchmarks.harness import Attention, arguments, extra_bytes, inference, medians, ratios, reported, write
 from kinds.cost import score_products
 from kinds.model_cost import attention
 from modeling_iha import masks
@@ -20,6 +20,7 @@ from modeling_iha.window_blocks import block_size
 
 LAYERS = {"layer": "blocks", "layer, dense mask": "dense mask"}
 BASE = "layer, dense mask"
+PSEUDO_HEADS, WINDOW = 4, 128
 FORMS = (*LAYERS, "bare SDPA, dense mask")
 
 
@@ -65,13 +66,12 @@ def extra(form: str, tokens: int, pseudo_heads: int, window: int) -> int:
 
 def both_ratios(time: dict[str, float], memory: dict[str, float]) -> dict[str, float]:
     """Return the ratio of each form to the layer with a dense mask."""
-    of_memory = {f"memory: {name}": ratio for name, ratio in ratios(memory, BASE).items()}
-    return {**ratios(time, BASE), **of_memory}
+    return {**ratios(time, BASE), **ratios(memory, BASE, "memory: ")}
 
 
-def measure(tokens: int, pseudo_heads: int, window: int, repeats: int) -> dict:
-    sizes = (tokens, pseudo_heads, window)
-    small = (tokens // 8, pseudo_heads, max(1, window // 8))
+def measure(tokens: int, repeats: int) -> dict:
+    sizes = (tokens, PSEUDO_HEADS, WINDOW)
+    small = (tokens // 8, PSEUDO_HEADS, WINDOW // 8)
     measured = {form: extra_bytes(prepare, (form, *sizes), (form, *small)) for form in FORMS}
     seconds = medians({form: prepare(form, *sizes) for form in FORMS}, repeats)
     return {
@@ -86,16 +86,10 @@ def measure(tokens: int, pseudo_heads: int, window: int, repeats: int) -> dict:
 
 
 def main() -> None:
-    parser = arguments(__doc__, [1024, 2048, 4096])
-    parser.add_argument("--pseudo-heads", type=int, default=4, help="number of pseudo-heads (4)")
-    parser.add_argument("--window", type=int, default=128, help="window in tokens (128)")
-    args = parser.parse_args()
-    rows = []
-    for tokens in args.tokens:
-        rows.append(measure(tokens, args.pseudo_heads, args.window, args.repeats))
-        report(rows[-1])
+    args = arguments(__doc__, [1024, 2048, 4096]).parse_args()
+    rows = reported(measure(tokens, args.repeats) for tokens in args.tokens)
     panels = {"seconds": lambda row: row["seconds"], "extra bytes": lambda row: row["extra_bytes"]}
-    setting = {"pseudo_heads": args.pseudo_heads, "window": args.window, "dtype": "float32"}
+    setting = {"pseudo_heads": PSEUDO_HEADS, "window": WINDOW, "dtype": "float32"}
     predicted_by = "multiply-adds; memory: the largest tensors"
     write(args.out, "window_layer", rows, "tokens", panels, **setting, predicted_by=predicted_by)
 

@@ -20,13 +20,9 @@ from common.command_io import check_output_file, run_cli, write_json
 from evaluation import run_code
 
 
-BENCHMARKS = ("gsm8k", "math500", "mbpp", "humaneval")
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="directory of data files (default: the Hub)")
-    parser.add_argument("--benchmarks", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
     parser.add_argument("--limit", type=int, help="only the first LIMIT rows of each")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument(
@@ -105,11 +101,9 @@ def replay(name: str, directory: Path | None, limit: int | None = None) -> dict:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     check_output_file(args.output, replace=True)
-    if {"mbpp", "humaneval"} & set(args.benchmarks):
-        run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)
-
+    run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)
     results, started = {}, time.monotonic()
-    for name in args.benchmarks:
+    for name in REPLAYS:
         results[name] = replay(name, args.data, args.limit)
         print(f"{name}: {json.dumps(results[name])}", flush=True)
     packages = ("lm_eval", "math-verify", "latex2sympy2_extended", "sympy", "antlr4-python3-runtime")

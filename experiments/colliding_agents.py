@@ -4,13 +4,13 @@ L agents of radius R stand on a ring of N cells. Agent i is penalised by 1 for e
 itself included (Section 7.1 of "A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions").
 Cells are embedded as one-hot vectors, or as sines and cosines, in N dimensions. C starts at 0 and w at ones / N;
 full-batch gradient descent lowers the mean squared error. The paper does not give its N, L, number of examples and
-step size: they are options here.
+step size: they are constants of this file.
 
 The table shows what the theorems say. The training error goes to 0 (4.4), and so does the test error for as many
 agents (4.6) and for other numbers of them (4.8). The learned layer equals the constructed one as a function, T[mu, nu]
 (Corollary 4.9), while C and w differ. Writes colliding_agents.json and .png in about half a minute.
 
-example: python -m experiments.colliding_agents --cells 20 --radius 1 --agents 12
+example: python -m experiments.colliding_agents --seeds 0 1 2
 """
 
 import argparse
@@ -18,19 +18,12 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from common.command_io import UserError, run_cli
+from common.command_io import run_cli
 from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, "colliding_agents", seeds=3)
-    parser.add_argument("--cells", type=int, default=20, help="N, of the ring")
-    parser.add_argument("--radius", type=int, default=1, help="R, of an agent")
-    parser.add_argument("--agents", type=int, default=12, help="L, in training")
-    parser.add_argument("--examples", type=int, default=1000, help="in training")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--lr", type=float, default=0.1)
-    return parser.parse_args(argv)
+    return study_parser(__doc__, "colliding_agents", seeds=3).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -41,6 +34,10 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from experiments.study import begin, run_once, write
+
+
+# N of the ring, R of an agent, and L, the examples and the gradient descent of training
+SETTING = {"cells": 20, "radius": 1, "agents": 12, "examples": 1000, "steps": 2000, "lr": 0.1}
 
 
 class LinearSelfAttention(nn.Module):
@@ -119,24 +116,25 @@ def error(
     return (layer(embedding[positions]) - rewards).square().mean().item()
 
 
-def run(name: str, seed: int, args: argparse.Namespace) -> dict:
+def run(name: str, seed: int) -> dict:
     """Train a layer on one embedding and one draw of examples; return its row of the table and what is plotted."""
+    cells, radius, agents, count, steps, rate = SETTING.values()
     generator = torch.Generator().manual_seed(seed)
-    table, embedding = interactions(args.cells, args.radius), EMBEDDINGS[name](args.cells)
-    positions, rewards = examples(args.examples, args.agents, table, generator)
-    layer = LinearSelfAttention(torch.zeros_like(embedding), torch.full_like(embedding[:, :1], 1 / args.cells))
-    optimizer, inputs, curve = torch.optim.SGD(layer.parameters(), lr=args.lr), embedding[positions], []
-    for step in range(args.steps + 1):
+    table, embedding = interactions(cells, radius), EMBEDDINGS[name](cells)
+    positions, rewards = examples(count, agents, table, generator)
+    layer = LinearSelfAttention(torch.zeros_like(embedding), torch.full_like(embedding[:, :1], 1 / cells))
+    optimizer, inputs, curve = torch.optim.SGD(layer.parameters(), lr=rate), embedding[positions], []
+    for step in range(steps + 1):
         loss = (layer(inputs) - rewards).square().mean()
-        if step % (args.steps // 50) == 0:
+        if step % (steps // 50) == 0:
             curve.append((step, loss.item()))
-            if step % (args.steps // 5) == 0:
+            if step % (steps // 5) == 0:
                 print(f"{name}, seed {seed}: step {step}, training error {loss.item():.2e}", flush=True)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-    goal = constructed(embedding, args.radius)
+    goal = constructed(embedding, radius)
     with torch.no_grad():
         learned = layer.function(embedding)
         apart = {
@@ -144,7 +142,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> dict:
             "w": (layer.value - goal.value).square().mean().item(),
             "T": (learned - goal.function(embedding)).square().mean().item(),
         }
-    lengths = sorted({2, args.agents // 2, args.agents, 2 * args.agents, 5 * args.agents})
+    lengths = sorted({2, agents // 2, agents, 2 * agents, 5 * agents})
     row = {
         "embedding": name,
         "seed": seed,
@@ -178,23 +176,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raises `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    if args.cells < 4 * args.radius + 2 or args.radius < 0:
-        raise UserError(
-            f"--cells {args.cells} --radius {args.radius}: on fewer than 4 R + 2 cells all agents are in each other's "
-            "way."
-        )
-    if args.agents < 2 or args.examples < 1 or args.steps < 50:
-        raise UserError("There must be at least 2 agents, 1 example and 50 steps.")
-
-    setting = {name: getattr(args, name) for name in ("cells", "radius", "agents", "examples", "steps", "lr")}
-    directory = args.output / "-".join(f"{name}_{value}" for name, value in setting.items())
     runs = [
-        run_once(directory / f"{name}-{seed}.json", partial(run, name, seed, args))
+        run_once(args.output / f"{name}-{seed}.json", partial(run, name, seed), SETTING)
         for name in EMBEDDINGS
         for seed in args.seeds
     ]
     rows = [result["row"] for result in runs]
-    write(args, plot(runs), **setting, seeds=args.seeds, dtype="float64", rows=rows)
+    write(args, plot(runs), **SETTING, seeds=args.seeds, dtype="float64", rows=rows)
 
 
 if __name__ == "__main__":

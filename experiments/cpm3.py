@@ -20,6 +20,7 @@ example: python -m experiments.cpm3
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 from common.command_io import run_cli
@@ -120,13 +121,14 @@ def histogram_count(x: list[int], factor: int, modulus: int) -> torch.Tensor:
     return total
 
 
+def proof_count(kind: str, x: list[int], factor: int, modulus: int) -> torch.Tensor:
+    """Return CPM-3 by the proof's layer and MLP."""
+    return count_pairs(collect(collector(kind, len(x)), x, len(x)), factor, modulus)
+
+
 CONSTRUCTIONS = {
-    "IHA, ceil(sqrt(N)) heads": lambda x, factor, modulus: count_pairs(
-        collect(collector("iha", len(x)), x, len(x)), factor, modulus
-    ),
-    "MHA, N heads": lambda x, factor, modulus: count_pairs(
-        collect(collector("mha", len(x)), x, len(x)), factor, modulus
-    ),
+    "IHA, ceil(sqrt(N)) heads": partial(proof_count, "iha"),
+    "MHA, N heads": partial(proof_count, "mha"),
     "MHA, 2 heads": histogram_count,
 }
 
@@ -145,12 +147,14 @@ def sequences(length: int, seed: int) -> list[tuple[list[int], int, int]]:
     return drawn
 
 
+def largest_difference(counts: torch.Tensor, *drawn) -> float:
+    """Return the largest difference of counts from the brute force."""
+    return (counts - torch.tensor(brute_force(*drawn))).abs().max().item()
+
+
 def construction_error(name: str, length: int, seed: int) -> float:
     """Return the largest difference from the brute force over random sequences."""
-    return max(
-        (CONSTRUCTIONS[name](*drawn) - torch.tensor(brute_force(*drawn))).abs().max().item()
-        for drawn in sequences(length, seed)
-    )
+    return max(largest_difference(CONSTRUCTIONS[name](*drawn), *drawn) for drawn in sequences(length, seed))
 
 
 def shorter_error(length: int, seed: int) -> float:
@@ -158,17 +162,11 @@ def shorter_error(length: int, seed: int) -> float:
 
     A place that no token fills counts as 0 in every pair.
     """
-    layer = collector("iha", length)
-    return max(
-        (
-            count_pairs(collect(layer, x[:-1], length), factor, modulus)
-            - torch.tensor(brute_force(x[:-1], factor, modulus))
-        )
-        .abs()
-        .max()
-        .item()
-        for x, factor, modulus in sequences(length, seed)
-    )
+    layer, errors = collector("iha", length), []
+    for (*x, _), factor, modulus in sequences(length, seed):
+        counts = count_pairs(collect(layer, x, length), factor, modulus)
+        errors.append(largest_difference(counts, x, factor, modulus))
+    return max(errors)
 
 
 def paper_example() -> dict:

@@ -45,14 +45,14 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from experiments.bare_attention import BareAttention
-from experiments.study import begin, learned_rows, seeded, train, write
+from experiments.study import begin, learned_rows, plot_bars, seeded, train, write
 
 
 AGENTS = 8
 VALUES = 4  # D, of each of 3 features
 STATES = 6  # of an agent with allies
 FILLERS, SENTENCE = 8, 8
-BATCH = 64
+BATCH, REGRESSION_ROWS = 64, 60000
 OPTIONS = {"mha": {}, "hyper_feature": {"orders": 3}, "hyper": {"order": 3, "sharing": False}}
 # The learned tasks: inputs and outputs of a token, and the width of a head; and their layers: kind and heads
 TASKS = {
@@ -166,7 +166,7 @@ def features_unexplained() -> float:
     Its output at token i is a sum over the features of i of any function of the feature and of all tokens'
     combinations.
     """
-    x, target = draw_features(60000, AGENTS)
+    x, target = draw_features(REGRESSION_ROWS, AGENTS)
     counts = combinations(x).sum(dim=1)
     return unexplained(torch.einsum("bu,bv->buv", x[:, 0], counts).flatten(1), target[:, 0, 0])
 
@@ -211,7 +211,7 @@ def synergy_errors() -> dict[int, float]:
 
 def synergy_unexplained() -> float:
     """Return what one layer of linear SA with any number of heads leaves: pairwise interactions of any form."""
-    x, gain = draw_synergy(60000, AGENTS)
+    x, gain = draw_synergy(REGRESSION_ROWS, AGENTS)
     return unexplained(torch.einsum("ba,bc->bac", x[:, 0], x.sum(dim=1)).flatten(1), gain[:, 0, 0])
 
 
@@ -293,10 +293,8 @@ def plot(rows: list[dict], features: list[dict]) -> Figure:
         parameters.loglog(*zip(*points), style, label=name)
     parameters.set(title="coupled features, constructed", xlabel="values of a feature, D", ylabel="parameters")
     parameters.legend()
-    for index, row in enumerate(rows):
-        error = row["error"]
-        low_high = [[error["mean"] - error["min"]], [error["max"] - error["mean"]]]
-        errors.bar(index, error["mean"], yerr=low_high, color=f"C{row['layer'][0] == 'H':d}")
+    colors = [f"C{row['layer'][0] == 'H':d}" for row in rows]
+    plot_bars(errors, [row["error"] for row in rows], 0, 1, color=colors)
     labels = [f"{row['task']}\n{row['layer']}" for row in rows]
     errors.set_xticks(range(len(rows)), labels, rotation=45, ha="right", fontsize="small")
     errors.set(title="learned: variance left, or probability of wrong completions", ylabel="error", yscale="log")

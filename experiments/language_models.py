@@ -9,8 +9,8 @@ equal FLOPs, those that "mha" spends in all steps (multiply-adds by benchmarks/c
 
 The default is a tiny size for a CPU, on a text that every Python carries: its language reference (pydoc_data.topics).
 `--text` takes another one, `--full` a larger size, for a GPU. The last tenth of the text is held out. Speed is in
-tokens for a second of the process's own CPU time, or of the clock on a GPU. Memory is what a training step adds to its
-process at the peak. A finished run is not repeated. Writes language_models.json and language_models.png.
+tokens for a second of the process's own CPU time, or of the clock on a GPU. A finished run is not repeated. Writes
+language_models.json and language_models.png.
 
 example: python -m experiments.language_models --text state_union.txt --seeds 0 1 2
 """
@@ -20,10 +20,9 @@ import hashlib
 import math
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
-from common.command_io import UserError, one_line, run_cli, sole_writer
+from common.command_io import UserError, one_line, run_cli
 from experiments.options import add_text_option, comparison_parser
 
 
@@ -36,11 +35,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.harness import extra_bytes
-from experiments.study import begin, compare, differences, fit, interval, plot_bars, run_once, write
+from experiments.study import begin, compare, differences, fit, interval, plot_bars, write
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -118,21 +117,6 @@ def loss_of(model: IHAForCausalLM, rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
 
-def training_step(kind: str, size: dict, device: str = "cpu") -> Callable[[], None]:
-    """Return a training step of a new model on random bytes, after one that has made the optimiser's state."""
-    model = IHAForCausalLM(config_of(kind, size)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
-    rows = torch.randint(256, (size["batch"], size["tokens"] + 1), device=device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_of(model, rows).backward()
-        optimizer.step()
-
-    step()
-    return step
-
-
 def warm_up(step: int) -> float:
     """Return the share of the learning rate at a step: all of it after WARM_UP steps."""
     return min(1.0, (step + 1) / WARM_UP)
@@ -172,26 +156,12 @@ def one_run(kind: str, seed: int, size: dict, text: torch.Tensor, device: str) -
     return train(kind, IHAForCausalLM(config_of(kind, size)).to(device), seed, size, text)
 
 
-def memory(kind: str, size: dict, device: str) -> dict:
-    """Return the bytes that a training step takes beyond weights, gradients and the optimiser's state."""
-    if device == "cpu":
-        return {"extra_bytes": extra_bytes(training_step, (kind, size), (kind, {**size, "batch": 1}))}
-    step = training_step(kind, size, device)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    return {"extra_bytes": torch.cuda.max_memory_allocated() - before}
-
-
 def loss_at(curve: list, step: float) -> float:
     """Return the held-out loss at a step, on a line between the evaluations around it."""
-    for (before, high), (after, low) in zip(curve, curve[1:]):
-        if step <= after:
-            return high + (low - high) * (step - before) / (after - before)
-    return curve[-1][1]
+    return float(np.interp(step, *zip(*curve)))
 
 
-def summary(kind: str, size: dict, runs: dict[str, list[dict]], extra: int) -> dict:
+def summary(kind: str, size: dict, runs: dict[str, list[dict]]) -> dict:
     """Return a row of the table."""
     config, base = config_of(kind, size), config_of("mha", size)
     cost, base_cost = (cost_of(each, size["tokens"], "sdpa") for each in (config, base))
@@ -207,7 +177,6 @@ def summary(kind: str, size: dict, runs: dict[str, list[dict]], extra: int) -> d
         "perplexity": math.exp(interval(losses)["mean"]),
         "loss_at_equal_flops": interval(affordable_losses),
         "tokens_per_second": round(interval([run["tokens_per_second"] for run in runs[kind]])["mean"]),
-        "extra_bytes": extra,
     }
     if "mha" in runs and kind != "mha":
         ends = [run["curve"][-1][1] for run in runs["mha"]]
@@ -248,12 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = FULL if args.full else SMALL
     text, setting = text_and_setting(args, size)
     runs = compare(args, setting, lambda kind, seed: one_run(kind, seed, size, text, args.device))
-    rows = []
-    with sole_writer(args.output):
-        for kind in args.kinds:
-            measured = partial(memory, kind, size, args.device)
-            extra = run_once(args.output / f"{kind}-memory.json", measured, setting)["extra_bytes"]
-            rows.append(summary(kind, size, runs, extra))
+    rows = [summary(kind, size, runs) for kind in args.kinds]
     write(args, plot(rows, runs), **setting, seeds=args.seeds, rows=rows)
 
 

@@ -257,16 +257,24 @@ def wilson(correct: int, rows: int) -> list[float]:
     return list(map(float, stats.binomtest(correct, rows).proportion_ci(method="wilson")))
 
 
+def means_and_errors(values: list[dict]) -> tuple[list[float], list[tuple[float, ...]]]:
+    """Return the means of a `spread` or an `interval` each, and how far its bar goes down and up, [2, values]."""
+
+    def errors(value: dict) -> tuple[float, float]:
+        if "max" in value:
+            return abs(value["mean"] - value["min"]), abs(value["max"] - value["mean"])
+        return value["half_width"] or 0, value["half_width"] or 0
+
+    return [value["mean"] for value in values], list(zip(*map(errors, values)))
+
+
 def plot_spread(axes: Axes, rows: list[dict], name: str, style: str, label: str) -> None:
     """Plot the mean of `name` by heads, with bars from the lowest to the highest seed."""
-    spreads = [row[name] for row in rows]
-    low_high = [[abs(value[end] - value["mean"]) for value in spreads] for end in ("min", "max")]
-    means = [value["mean"] for value in spreads]
-    axes.errorbar([row["heads"] for row in rows], means, yerr=low_high, fmt=style, label=label)
+    means, errors = means_and_errors([row[name] for row in rows])
+    axes.errorbar([row["heads"] for row in rows], means, yerr=errors, fmt=style, label=label)
 
 
 def plot_bars(axes: Axes, values: list[dict], index: int, count: int, **style) -> None:
-    """Plot the `index`-th of `count` bars in each group, an `interval` each."""
-    places = [place + 0.8 / count * index for place in range(len(values))]
-    spreads = [value["half_width"] or 0 for value in values]
-    axes.bar(places, [value["mean"] for value in values], 0.8 / count, yerr=spreads, **style)
+    """Plot the `index`-th of `count` bars in each group, a `spread` or an `interval` each."""
+    means, errors = means_and_errors(values)
+    axes.bar([place + 0.8 / count * index for place in range(len(values))], means, 0.8 / count, yerr=errors, **style)

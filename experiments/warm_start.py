@@ -39,7 +39,7 @@ import torch
 from matplotlib.figure import Figure
 
 from common.checkpoint_io import smollm2_gguf
-from experiments.study import begin, run_once, wilson, write
+from experiments.study import begin, plot_bars, run_once, wilson, write
 
 
 RECIPE = "sft/recipes/warm_start/sft.yaml"
@@ -131,12 +131,10 @@ def plot(runs: list[dict], rows: list[dict]) -> Figure:
     loss.set(xlabel="step", ylabel="held-out loss (nats per token)", yscale="log")
     loss.legend()
     for index, row in enumerate(rows):
-        names, low_high = [*TASKS, "accuracy"], row["accuracy_interval"]
-        places = [position + 0.8 / len(rows) * index for position in range(len(names))]
-        bars = accuracy.bar(places, [row[name] for name in names], 0.8 / len(rows), color=colors[row["variant"]])
-        error = [[row["accuracy"] - low_high[0]], [low_high[1] - row["accuracy"]]]
-        accuracy.errorbar(places[-1:], [row["accuracy"]], yerr=error, color="black")
-        bars.set_label(row["variant"])
+        low, high = row["accuracy_interval"]
+        values = [{"mean": row[task], "half_width": None} for task in TASKS]
+        values.append({"mean": row["accuracy"], "min": low, "max": high})
+        plot_bars(accuracy, values, index, len(rows), color=colors[row["variant"]], label=row["variant"])
     accuracy.set_xticks(range(len(TASKS) + 1), [*TASKS, "all"])
     accuracy.set(ylabel="accuracy", ylim=(0, 1))
     return figure

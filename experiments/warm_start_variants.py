@@ -85,7 +85,7 @@ from transformers import PreTrainedModel
 
 from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert
-from experiments.study import begin, differences, interval, run_once, save_plot, wilson, write
+from experiments.study import begin, differences, interval, plot_bars, run_once, save_plot, wilson, write
 from experiments.warm_start import RECIPE, train
 from sft.arguments import read_chat_template
 from sft.data import IGNORED_LABEL, to_row, tokenize
@@ -334,11 +334,9 @@ def plot(rows: list[dict], runs: dict[tuple[str, int], dict]) -> Figure:
         curves = [run["train"] for (name, _), run in runs.items() if name == row["variant"]]
         means = [fmean(values) for values in zip(*([value for _, value in curve] for curve in curves), strict=True)]
         loss.plot([step for step, _ in curves[0]], means, color=color, label=row["variant"], linewidth=1)
-        parts = list(row["relations"].values())
-        heights = [part["accuracy"] for part in parts]
-        limits = [[abs(part["accuracy_interval"][side] - part["accuracy"]) for part in parts] for side in (0, 1)]
-        places = [place + 0.8 / len(rows) * index for place in range(len(parts))]
-        accuracy.bar(places, heights, 0.8 / len(rows), yerr=limits, color=color, error_kw={"linewidth": 0.7})
+        shares = [(part["accuracy"], *part["accuracy_interval"]) for part in row["relations"].values()]
+        values = [dict(zip(("mean", "min", "max"), share, strict=True)) for share in shares]
+        plot_bars(accuracy, values, index, len(rows), color=color, error_kw={"linewidth": 0.7})
     loss.set(xlabel="step", ylabel="training loss (nats per token), mean over seeds", yscale="log")
     loss.legend(fontsize="small")
     accuracy.set_xticks([place + 0.4 for place in range(len(RELATIONS))], map(str, RELATIONS))

@@ -63,10 +63,6 @@ def test_gold_scores_1_and_broken_0(name, directory, rows):
     assert result["gold_right"] == result["rows"] == (rows or result["rows"]) > 1 and result["broken_right"] == 0
 
 
-def test_help_names_every_replay():
-    assert tuple(replay_gold.REPLAYS) == replay_gold.BENCHMARKS
-
-
 @pytest.mark.parametrize(
     ("gold", "reply", "right"),
     [

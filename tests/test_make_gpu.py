@@ -25,17 +25,30 @@ README = harness.RESULTS / "gpu" / "README.md"
 
 @pytest.fixture(scope="module")
 def visit(tmp_path_factory):
-    """Run the three commands of the README, each on a directory that is empty but for the archive."""
+    """Run the three commands of the README, each on a directory that is empty but for the archive.
+
+    The measurements run in this process, where they need no imports; the tests of a GPU run in a process, once.
+    """
     lines = [shlex.split(line) for line in README.read_text().splitlines() if "-m benchmarks.gpu" in line]
-    archive = tmp_path_factory.mktemp("home") / "gpu.tar.gz"
+    archive, run_until, begun = tmp_path_factory.mktemp("home") / "gpu.tar.gz", gpu.run_until, []
+
+    def here(seconds, words):
+        _, _, module, *arguments = words
+        begun.append(module)
+        if module == "pytest":
+            return run_until(seconds, words) if begun.count("pytest") == 1 else 0
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        return gpu_slices.main() or 0
+
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(gpu, "run_until", here)
         for line in lines:
             out = tmp_path_factory.mktemp("away")
             arguments = line[line.index("benchmarks.gpu") + 1 :]
             arguments[arguments.index("--archive") + 1] = str(archive)
             monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--dry", "--out", str(out)])
             gpu.main()
-    assert len(lines) == 3
+    assert len(lines) == 3 and begun.count("benchmarks.gpu_slices") == 3  # nothing is measured twice
     return SimpleNamespace(archive=archive, last=next(path for path in out.iterdir() if path.is_dir()))
 
 
@@ -104,10 +117,15 @@ def toy(monkeypatch):
     return forms, built
 
 
-def run_toy(monkeypatch, capsys, tmp_path, commit="one"):
-    """Run the slice and return exit code, output, errors and rows."""
-    arguments = ("paper_layer", "--dry", "--out", tmp_path, "--commit", commit)
-    return *command(monkeypatch, capsys, gpu_slices, *arguments), table(tmp_path, "paper_layer")["rows"]
+@pytest.fixture
+def run_toy(toy, monkeypatch, capsys, tmp_path):
+    """Return a function that runs the slice and returns exit code, output, errors and rows."""
+
+    def run_at(commit="one"):
+        arguments = ("paper_layer", "--dry", "--out", tmp_path, "--commit", commit)
+        return *command(monkeypatch, capsys, gpu_slices, *arguments), table(tmp_path, "paper_layer")["rows"]
+
+    return run_at
 
 
 def broken():
@@ -115,48 +133,48 @@ def broken():
 
 
 @pytest.mark.parametrize("when", ["built", "run"])
-def test_a_form_that_fails_is_recorded_and_tried_again_at_another_commit(toy, monkeypatch, capsys, tmp_path, when):
+def test_a_form_that_fails_is_recorded_and_tried_again_at_another_commit(toy, run_toy, when):
     forms, built = toy
     sound = forms["fast"]
     forms["fast"] = broken if when == "built" else lambda: gpu_slices.Work(broken, {})
     for _ in range(2):
-        code, out, _, rows = run_toy(monkeypatch, capsys, tmp_path)
+        code, out, _, rows = run_toy()
         assert code == 0 and [row["failed"] for row in rows] == [{"fast": "out of memory"}] * 2
         assert [list(row["seconds"]) for row in rows] == [["base"]] * 2
     assert "fast: left out" not in out
     forms["fast"] = sound
-    assert [row["failed"] for row in run_toy(monkeypatch, capsys, tmp_path)[3]] == [{"fast": "out of memory"}] * 2
-    *_, rows = run_toy(monkeypatch, capsys, tmp_path, "two")
+    assert [row["failed"] for row in run_toy()[3]] == [{"fast": "out of memory"}] * 2
+    *_, rows = run_toy("two")
     assert all(row["failed"] == {} and row["ratios"].keys() == {"base", "fast"} for row in rows)
     assert all(row["commit"] == {"base": "one", "fast": "two"} for row in rows)
     assert built == ["base"] * 2 + ["fast"] * 2
 
 
-def test_a_form_that_came_later_is_measured_alone(toy, monkeypatch, capsys, tmp_path):
+def test_a_form_that_came_later_is_measured_alone(toy, run_toy):
     forms, built = toy
     late = forms.pop("fast")
-    run_toy(monkeypatch, capsys, tmp_path)
+    run_toy()
     forms["fast"] = late
-    *_, rows = run_toy(monkeypatch, capsys, tmp_path)
+    *_, rows = run_toy()
     assert built == ["base"] * 2 + ["fast"] * 2
     assert all(row["ratios"].keys() == {"base", "fast"} for row in rows)
 
 
-def test_a_form_that_ends_the_process_is_left_out_afterwards(toy, monkeypatch, capsys, tmp_path):
+def test_a_form_that_ends_the_process_is_left_out_afterwards(toy, run_toy, tmp_path):
     forms, built = toy
     sound = forms["fast"]
     forms["fast"] = lambda: os._exit(9)
     if os.fork() == 0:
-        run_toy(monkeypatch, capsys, tmp_path)
+        run_toy()
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
     assert table(tmp_path, "paper_layer")["rows"][0]["failed"] == {"fast": gpu_slices.ENDED}
     # The second case has not met it.
     forms["fast"] = sound
-    *_, rows = run_toy(monkeypatch, capsys, tmp_path)
+    *_, rows = run_toy()
     assert [list(row["seconds"]) for row in rows] == [["base"], ["base", "fast"]]
 
 
-def test_a_form_that_was_stopped_is_tried_again(toy, monkeypatch, capsys, tmp_path):
+def test_a_form_that_was_stopped_is_tried_again(toy, run_toy):
     forms, _ = toy
     sound = forms["fast"]
 
@@ -167,16 +185,16 @@ def test_a_form_that_was_stopped_is_tried_again(toy, monkeypatch, capsys, tmp_pa
     forms["fast"] = stopped
     heard = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the module does when it is run
     try:
-        code, _, _, rows = run_toy(monkeypatch, capsys, tmp_path)
+        code, _, _, rows = run_toy()
     finally:
         signal.signal(signal.SIGTERM, heard)
     assert code == 130 and rows[0]["failed"] == {}
     forms["fast"] = sound
-    *_, rows = run_toy(monkeypatch, capsys, tmp_path)
+    *_, rows = run_toy()
     assert all(row["seconds"].keys() == {"base", "fast"} and not row["failed"] for row in rows)
 
 
-def test_an_error_that_breaks_the_gpu_ends_the_process(toy, monkeypatch, capsys, tmp_path):
+def test_an_error_that_breaks_the_gpu_ends_the_process(toy, run_toy, monkeypatch, tmp_path):
     forms, _ = toy
 
     def illegal():
@@ -187,16 +205,16 @@ def test_an_error_that_breaks_the_gpu_ends_the_process(toy, monkeypatch, capsys,
         # After the base's run, and after the form that fails.
         patches.setattr(gpu_slices, "synchronize", lambda calls=[]: calls.append(0) or len(calls) > 2 and illegal())
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            run_toy(monkeypatch, capsys, tmp_path)
+            run_toy()
     assert table(tmp_path, "paper_layer")["rows"][0]["failed"] == {"fast": "CUDA error: an illegal memory access"}
-    assert [list(row["seconds"]) for row in run_toy(monkeypatch, capsys, tmp_path)[3]] == [["base"]] * 2
+    assert [list(row["seconds"]) for row in run_toy()[3]] == [["base"]] * 2
 
 
-def test_results_of_another_version_stay_apart(toy, monkeypatch, capsys, tmp_path):
-    run_toy(monkeypatch, capsys, tmp_path)
+def test_results_of_another_version_stay_apart(run_toy, monkeypatch, tmp_path):
+    run_toy()
     before = (tmp_path / "paper_layer.json").read_text()
     monkeypatch.setattr(torch, "__version__", "another")
-    code, _, err, _ = run_toy(monkeypatch, capsys, tmp_path)
+    code, _, err, _ = run_toy()
     assert code == 1 and "and this is another: remove the file" in last_line(err)
     assert (tmp_path / "paper_layer.json").read_text() == before
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gpu_kernels
 from gpu_kernels import decode_triton, mix_heads_triton
 from modeling_iha.absorbed_decode import IHAWeights
 
@@ -22,12 +23,6 @@ needs_triton = pytest.mark.skipif(
 )
 # What a block may use at most on an A100, H100 and B200.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-
-
-def run(*arguments, **environment):
-    environment = {**os.environ, **environment}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @needs_triton
@@ -41,18 +36,20 @@ def run(*arguments, **environment):
 def test_kernels_match_their_definition(some):
     # Triton takes the interpreter or the GPU when it is imported.
     interpret = "0" if torch.cuda.is_available() else "1"
-    command = ["-m", "pytest", "-p", "no:cacheprovider", "tests/triton_checks.py", *some]
-    checks = run(*command, TRITON_INTERPRET=interpret)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/triton_checks.py", *some]
+    environment = {**os.environ, "TRITON_INTERPRET": interpret}
+    checks = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert checks.returncode == 0, checks.stdout + checks.stderr
 
 
-def test_package_without_triton():
-    code = (
-        "import sys; sys.modules['triton'] = None; import torch, gpu_kernels.decode_triton; "
-        "from gpu_kernels.mix_heads_triton import mix_heads; mix_heads(torch.zeros(1, 2, 3, 4), torch.zeros(2, 3))"
-    )
-    error = run("-c", code).stderr
-    assert "ImportError: The Triton kernels need Triton" in error, error
+def test_package_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in ("mix_heads_triton", "decode_triton"):  # imported anew; both are put back at the end
+        monkeypatch.delitem(sys.modules, f"gpu_kernels.{name}")
+        monkeypatch.setattr(gpu_kernels, name, importlib.import_module(f"gpu_kernels.{name}"))
+    assert gpu_kernels.decode_triton.triton is None
+    with pytest.raises(ImportError, match="The Triton kernels need Triton"):
+        gpu_kernels.mix_heads_triton.mix_heads(torch.zeros(1, 2, 3, 4), torch.zeros(2, 3))
 
 
 @needs_triton

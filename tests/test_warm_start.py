@@ -78,9 +78,6 @@ def test_the_rate_study_trains_each_pair_of_rates_once(commands, tmp_path):
     assert commands.count("sft.train") == 8
 
 
-@pytest.mark.parametrize(
-    ("correct", "rows", "expected"), [(0, 10, (0.0, 0.2775)), (5, 10, (0.2366, 0.7634)), (81, 263, (0.2553, 0.3662))]
-)
-def test_wilson_intervals(correct, rows, expected):
-    """The last is the example of Newcombe (1998), Statistics in Medicine 17, table I, method 3."""
-    assert wilson(correct, rows) == pytest.approx(expected, abs=5e-5)
+def test_wilson_interval():
+    """Take the example of Newcombe (1998), Statistics in Medicine 17, table I, method 3."""
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
