@@ -14,11 +14,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 VLLM = "0.31"
 KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of so many keys; 16 would do on a GPU.
 DEFAULT_BLOCK = 128  # vLLM's own on a CPU
-
-
-def block_step(num_pseudo_heads: int) -> int:
-    """Return the number whose multiples are block sizes: a block of so many keys holds whole tokens."""
-    return math.lcm(KERNEL_BLOCK, num_pseudo_heads)
+# Their frequencies are the same at every length, as the keys in a cache need.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class IHAModelConfig(VerifyAndUpdateConfig):
@@ -30,11 +27,12 @@ class IHAModelConfig(VerifyAndUpdateConfig):
 
         Pydantic would wrap a ValueError in several lines."""
         config, cache_config = vllm_config.model_config.hf_config, vllm_config.cache_config
-        parallel_config, speculative_config = vllm_config.parallel_config, vllm_config.speculative_config
+        parallel_config = vllm_config.parallel_config
         other_kinds = sorted(set(config.attention_kinds) - {"iha", "mha"})
         rope_type, quantization = config.rope_parameters["rope_type"], vllm_config.model_config.quantization
         head_sizes = CPUAttentionBackend.get_supported_head_sizes()
-        step = block_step(config.num_pseudo_heads) if "iha" in config.attention_kinds else 1
+        # A block of so many virtual tokens holds whole tokens, and as many tokens of an "mha" layer fill a page.
+        step = math.lcm(KERNEL_BLOCK, config.num_pseudo_heads) if "iha" in config.attention_kinds else 1
         if not cache_config.user_specified_block_size and step > 1:
             cache_config.block_size = step * math.ceil(DEFAULT_BLOCK / step)
             cache_config.user_specified_block_size = True  # so that the platform keeps it
@@ -53,9 +51,9 @@ class IHAModelConfig(VerifyAndUpdateConfig):
                 f"mlp_gate_groups={config.mlp_gate_groups} is not served by vLLM: use generate of Transformers.",
             ),
             (
-                rope_type in ("dynamic", "longrope"),
-                f"rope_type={rope_type!r} turns cached keys otherwise as a sequence grows, which vLLM does not: use "
-                "generate of Transformers.",
+                rope_type not in ROPE_TYPES,
+                f"rope_type={rope_type!r}; vLLM serves {', '.join(map(repr, ROPE_TYPES))}: use generate of "
+                "Transformers.",
             ),
             (
                 current_platform.is_cpu() and config.head_dim not in head_sizes,
@@ -65,7 +63,7 @@ class IHAModelConfig(VerifyAndUpdateConfig):
             (
                 parallel_config.world_size > 1 or parallel_config.decode_context_parallel_size > 1,
                 "An 'iha' layer mixes all heads, so it runs on one device: leave the tensor, pipeline and context "
-                "parallel sizes at 1; --data-parallel-size makes replicas.",
+                "parallel sizes at 1.",
             ),
             (
                 quantization is not None,
@@ -77,8 +75,13 @@ class IHAModelConfig(VerifyAndUpdateConfig):
                 "serve the merged model.",
             ),
             (
-                speculative_config is not None,
+                vllm_config.speculative_config is not None,
                 "Speculative decoding was not tested on 'iha' layers: leave out --speculative-config.",
+            ),
+            (
+                cache_config.cache_dtype != "auto",
+                f"kv_cache_dtype={cache_config.cache_dtype!r} was not tested on 'iha' layers: leave out "
+                "--kv-cache-dtype.",
             ),
             (
                 cache_config.block_size % step,

@@ -83,6 +83,7 @@ class MultiHeadAttention(nn.Module):
     """Attend as Llama does, with optional QK-norm."""
 
     num_pseudo_heads = 1
+    attention = Attention
 
     def __init__(self, vllm_config: VllmConfig, rotary_emb: RotaryEmbedding, prefix: str):
         super().__init__()
@@ -98,7 +99,7 @@ class MultiHeadAttention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.rotary_emb = rotary_emb
         window = config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
-        self.attn = self.attention_class()(
+        self.attn = self.attention(
             heads,
             self.head_dim,
             self.head_dim**-0.5,
@@ -107,9 +108,6 @@ class MultiHeadAttention(nn.Module):
             per_layer_sliding_window=window and window * self.num_pseudo_heads,
             prefix=f"{prefix}.attn",
         )
-
-    def attention_class(self):
-        return Attention
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return self.attn(query, key, value)
@@ -137,19 +135,16 @@ class InterleavedHeadAttention(MultiHeadAttention):
     def __init__(self, vllm_config: VllmConfig, rotary_emb: RotaryEmbedding, prefix: str):
         config = vllm_config.model_config.hf_config
         self.num_pseudo_heads = config.num_pseudo_heads
+        self.attention = partial(VirtualAttention, block_pool_size=config.num_pseudo_heads)
         super().__init__(vllm_config, rotary_emb, prefix)
         heads, groups, pseudo_heads = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
         self.q_mix = Weight(heads, heads, pseudo_heads)
         self.k_mix, self.v_mix = Weight(groups, groups, pseudo_heads), Weight(groups, groups, pseudo_heads)
-        self.per_head = config.pseudo_collapse == "per_head"
-        self.collapse = Weight(heads, pseudo_heads if self.per_head else heads * pseudo_heads)
+        self.collapse = Weight(heads, pseudo_heads * (1 if config.pseudo_collapse == "per_head" else heads))
         self.rotation = None
         if config.pseudo_positions == "interleaved":
             tables = rotary_tables(config, torch.arange(pseudo_heads, dtype=torch.float64))
             self.rotation = [table.to(torch.get_default_dtype()).repeat(1, 2).unsqueeze(1) for table in tables]
-
-    def attention_class(self):
-        return partial(VirtualAttention, block_pool_size=self.num_pseudo_heads)
 
     def expand(self, states: torch.Tensor, mix: Weight, rotate: bool) -> torch.Tensor:
         """Return virtual tokens [N * P, M * head_dim] of heads [N, M * head_dim]."""
@@ -164,13 +159,11 @@ class InterleavedHeadAttention(MultiHeadAttention):
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query, key = self.expand(query, self.q_mix, True), self.expand(key, self.k_mix, True)
         output = self.attn(query, key, self.expand(value, self.v_mix, False))
-        output, weight = (
-            output.view(-1, self.num_pseudo_heads, self.sizes[0] // self.head_dim, self.head_dim),
-            self.collapse.weight,
-        )
-        if self.per_head:
+        pseudo_heads, weight = self.num_pseudo_heads, self.collapse.weight
+        output = output.view(-1, pseudo_heads, weight.shape[0], self.head_dim)
+        if weight.shape[1] == pseudo_heads:  # per head
             return (output * weight.t().unsqueeze(-1)).sum(dim=1).flatten(1)
-        return torch.einsum("hgp,npgd->nhd", weight.unflatten(1, (-1, self.num_pseudo_heads)), output).flatten(1)
+        return torch.einsum("hgp,npgd->nhd", weight.unflatten(1, (-1, pseudo_heads)), output).flatten(1)
 
 
 class FeedForward(nn.Module):
@@ -213,7 +206,7 @@ class IHAForCausalLM(LlamaForCausalLM):
 
     def _init_model(self, vllm_config: VllmConfig, prefix: str, layer_type: type[nn.Module]) -> LlamaModel:
         config = vllm_config.model_config.hf_config
-        rotary = {kind: rotary_embedding(vllm_config, kind) for kind in ("mha", "iha")}
+        rotary = {kind: rotary_embedding(vllm_config, kind) for kind in set(config.attention_kinds)}
         layer_type = partial(IHADecoderLayer, rotary=rotary)
         model = LlamaModel(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
         if not config.gated_mlp:

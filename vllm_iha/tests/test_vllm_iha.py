@@ -18,6 +18,7 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from modeling_iha import IHAConfig, IHAForCausalLM
 from vllm_iha.model import VirtualAttention
@@ -70,6 +71,7 @@ CASES = {
     "biases": ({**SCHEDULE, "attention_bias": True, "mlp_bias": True}, {}),
     "two_matrix_ffn_biases": ({"gated_mlp": False, "mlp_bias": True}, {}),
     "gated_gelu": ({"hidden_act": "gelu_pytorch_tanh"}, {}),
+    "linear_rope": ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, {}),
     "llama3_rope": ({"rope_parameters": LLAMA3}, {}),
     "llama3_rope_schedule": ({**SCHEDULE, "rope_parameters": LLAMA3, "pseudo_positions": "shared"}, {}),
     "yarn_rope": ({"rope_parameters": YARN, "pseudo_positions": "shared"}, {}),
@@ -79,7 +81,7 @@ CASES = {
     "mha": ({"attention_kinds": "mha", "use_qk_norm": True}, {}),
     "mha_biases_windows": ({"attention_kinds": "mha", "attention_bias": True, **WINDOWS}, {}),
     "small_chunks": (SCHEDULE, {"max_num_batched_tokens": 16}),
-    "preemption": ({**SCHEDULE, "num_pseudo_heads": 4}, {"num_gpu_blocks_override": 24}),
+    "few_blocks": ({**SCHEDULE, "num_pseudo_heads": 4}, {"num_gpu_blocks_override": 24}),
     "no_prefix_caching": (SCHEDULE, {"enable_prefix_caching": False}),
     "larger_blocks": (SCHEDULE, {"block_size": 256}),
     "full_allocation": (SCHEDULE, {"disable_hybrid_kv_cache_manager": True}),
@@ -100,16 +102,10 @@ def random_tokens(*lengths: int, vocab_size: int = 256, seed: int = 1) -> list[l
 
 @contextmanager
 def engine(directory: Path, **options):
+    """Yield an engine of few blocks that takes prompts in chunks of 64 tokens and six requests at a time."""
     defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_batched_tokens": 64}
-    # So few blocks that those which a window left behind are soon written again.
-    defaults["num_gpu_blocks_override"] = 40
-    llm = LLM(
-        str(directory),
-        skip_tokenizer_init=True,
-        distributed_executor_backend="uni",
-        max_num_seqs=6,
-        **{**defaults, **options},
-    )
+    defaults |= {"num_gpu_blocks_override": 40, "max_num_seqs": 6, "skip_tokenizer_init": True}
+    llm = LLM(str(directory), distributed_executor_backend="uni", **{**defaults, **options})
     try:
         yield llm
     finally:
@@ -150,13 +146,13 @@ def distances(model: IHAForCausalLM, outputs: list) -> tuple[float, float]:
 
 
 def assert_equal(model: IHAForCausalLM, outputs: list, tokens: bool = True):
+    """Compare the log-probabilities, and with `tokens` what was written: in bfloat16 another token may win."""
     for output in outputs if tokens else []:
         prompt = torch.tensor([output.prompt_token_ids])
         options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         assert output.outputs[0].token_ids == expected[0, prompt.shape[1] :].tolist()
     served, ours = distances(model, outputs)
-    print(f"{served:.1e} {ours:.1e} {served / ours:.2f}")
     assert served < 2 * ours
 
 
@@ -180,28 +176,50 @@ def test_vllm_equals_generate(case, tmp_path):
     assert_equal(model, outputs, tokens=dtype == torch.float32)
 
 
-def test_a_window_one_token_short_is_caught(tmp_path, monkeypatch):
-    """A cache manager that keeps W tokens, as for "mha", drops one that the window of W * P virtual tokens reaches."""
-    spec = VirtualAttention.get_kv_cache_spec
-    monkeypatch.setattr(
-        VirtualAttention,
-        "get_kv_cache_spec",
-        lambda *args: replace(spec(*args), sliding_window=spec(*args).sliding_window - 1),
-    )
-    model = save(tmp_path, **SCHEDULE, num_pseudo_heads=4)
-    with engine(tmp_path, max_num_batched_tokens=16, num_gpu_blocks_override=24) as llm:
-        served, ours = distances(model, serve(llm, random_tokens(*LENGTHS)))
-    assert served > 100 * ours
+def after_shared_prefix(directory: Path) -> tuple[IHAForCausalLM, list]:
+    """Return a model and what vLLM writes after a prefix that it has in its cache.
 
-
-def test_a_shared_prefix_is_cached(tmp_path):
-    model = save(tmp_path, **SCHEDULE)
+    A block of a window layer holds 32 tokens. The first token after a block reaches one token into the block before
+    the last one, through the W * P virtual tokens of its window."""
+    model = save(directory, **{**SCHEDULE, "num_pseudo_heads": 4, "sliding_window": 33})
     prefix, *ends = random_tokens(260, 1, 5, 40)
-    with engine(tmp_path) as llm:
+    with engine(directory) as llm:
         # A request for log-probabilities of its prompt reads no cached prefix.
         serve(llm, [prefix], prompt_logprobs=None)
         outputs = serve(llm, [[*prefix, *end] for end in ends], prompt_logprobs=None)
-    assert all(output.num_cached_tokens >= 128 for output in outputs)
+    assert all(output.num_cached_tokens == 256 for output in outputs)
+    return model, outputs
+
+
+def test_a_shared_prefix_is_cached(tmp_path):
+    assert_equal(*after_shared_prefix(tmp_path))
+
+
+def test_a_window_one_token_short_is_caught(tmp_path, monkeypatch):
+    """The check fails where the cache manager keeps W tokens, as for an "mha" layer."""
+    get_spec = VirtualAttention.get_kv_cache_spec
+
+    def short_spec(*args):
+        spec = get_spec(*args)
+        return replace(spec, sliding_window=spec.sliding_window - 1)
+
+    monkeypatch.setattr(VirtualAttention, "get_kv_cache_spec", short_spec)
+    served, ours = distances(*after_shared_prefix(tmp_path))
+    assert served > 100 * ours
+
+
+def test_preempted_requests_go_on(tmp_path, monkeypatch):
+    """Six prompts take a block each, and a second one for their new tokens; eight blocks are free."""
+    preempted, preempt = [], Scheduler._preempt_request
+    monkeypatch.setattr(
+        Scheduler,
+        "_preempt_request",
+        lambda *args, **kwargs: preempted.append(args[1].request_id) or preempt(*args, **kwargs),
+    )
+    model = save(tmp_path, num_pseudo_heads=4)
+    with engine(tmp_path, num_gpu_blocks_override=9, max_model_len=64) as llm:
+        outputs = serve(llm, random_tokens(*[30] * 6))
+    assert preempted
     assert_equal(model, outputs)
 
 
@@ -243,13 +261,14 @@ REFUSED = {
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         "--speculative-config",
     ),
+    "kv_cache_dtype": ({}, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
     "block_size": ({"num_pseudo_heads": 3}, {"block_size": 128}, "multiple of 96"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case, tmp_path):
-    """It is refused before weights are loaded: the directory holds none."""
+    """No weights are loaded before: the directory holds none."""
     overrides, options, message = REFUSED[case]
     config = tiny_config(**overrides)
     config.architectures = ["IHAForCausalLM"]
