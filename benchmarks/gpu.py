@@ -3,10 +3,10 @@
 They are the tests, the measurements paper_layer, paper_train and paper_decode (see gpu_slices.py), and the studies
 warm_start and relation. Each is a process with its own time, and whatever its end, the next one begins.
 
-Results lie in a directory for each device, and nothing is measured twice: the same command goes on. --archive carries
-them from one machine to the next: it is unpacked first and written after each slice.
+Results lie in a directory for each device, and nothing is measured twice: the same command goes on. --out carries them
+from one machine to the next.
 
-example: python -m benchmarks.gpu tests paper_layer=300 --archive outputs/gpu.tar.gz
+example: python -m benchmarks.gpu tests paper_layer=300 --out outputs/gpu
 """
 
 import argparse
@@ -16,9 +16,7 @@ import re
 import signal
 import subprocess
 import sys
-import tarfile
 import time
-import zlib
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ from xml.etree import ElementTree
 
 from benchmarks.gpu_slices import DEVICE, device_name, environment
 from benchmarks.harness import RESULTS
-from common.command_io import ROOT, UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
+from common.command_io import ROOT, UserError, current_commit, read_json, run_cli, sole_writer, write_json
 
 
 TESTS = ["tests/test_gpu.py", "tests/triton_checks.py", "tests/test_triton.py", "-k", "not match_their_definition"]
@@ -128,21 +126,6 @@ def run_slice(name: str, seconds: int, out: Path, dry: bool, commit: str) -> boo
     return code == 0
 
 
-def unpack(archive: Path, out: Path) -> None:
-    """Read the results of earlier visits, or raise a `UserError`."""
-    try:
-        with tarfile.open(archive) as results:
-            results.extractall(out, filter="data")
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise UserError(f"{archive} cannot be unpacked ({error}): give the one that a run wrote.") from error
-
-
-def pack(archive: Path, out: Path) -> None:
-    with whole_file(archive) as temporary, tarfile.open(temporary, "w:gz") as results:
-        for path in sorted(out.glob("*/*.json")):
-            results.add(path, path.relative_to(out))
-
-
 def slice_and_seconds(text: str) -> tuple[str, int]:
     """Read an argument such as "tests=60", or raise a `UserError`."""
     name, _, seconds = text.partition("=")
@@ -159,7 +142,6 @@ def main() -> None:
     parser.add_argument("slices", nargs="*", metavar="SLICE[=SECONDS]", help=f"{', '.join(SECONDS)} (all)")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too: does every slice run?")
     parser.add_argument("--out", type=Path, help="directory of the results (benchmarks/results/gpu)")
-    parser.add_argument("--archive", type=Path, help="file that carries the results from one machine to the next")
     parser.add_argument("--commit", help="of a copy that has no git (what git says)")
     args = parser.parse_args()
     slices = dict(map(slice_and_seconds, args.slices)) or SECONDS
@@ -169,16 +151,11 @@ def main() -> None:
     device = re.sub("[^a-z0-9]+", "-", device_name().lower()).strip("-")
     commit, unfinished = args.commit or current_commit(), []
     with sole_writer(out):
-        if args.archive is not None and args.archive.exists():
-            unpack(args.archive, out)
         (out / device).mkdir(exist_ok=True)
         for name, seconds in slices.items():
             print(f"== {name}, at most {seconds} s", flush=True)
-            try:
-                unfinished += [] if run_slice(name, seconds, out / device, args.dry, commit) else [name]
-            finally:
-                if args.archive is not None:
-                    pack(args.archive, out)
+            if not run_slice(name, seconds, out / device, args.dry, commit):
+                unfinished.append(name)
     if unfinished:
         raise UserError(f"{', '.join(unfinished)} failed or ran out of time, see above: the same command goes on.")
 

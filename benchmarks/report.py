@@ -9,7 +9,7 @@ example: python -m benchmarks.report
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import default_form
@@ -19,51 +19,53 @@ from common.command_io import whole_file
 
 @dataclass(frozen=True)
 class Target:
-    """Limit the ratio `ratio` to at most `limit` in the row of {file}.json that has all of `setting`."""
+    """Limit the ratio `ratio` to at most `limit` in the row of {file}.json that has all of `setting`.
+
+    `why` says why it is missed, and is shown only if it is.
+    """
 
     title: str
     file: str
     ratio: str
     limit: float
-    setting: dict = field(default_factory=dict)
+    setting: dict
     exact: bool = False
+    why: str = ""
 
 
-def _targets() -> list[Target]:
-    targets = []
-    for part, limits in (("forward", (1.10, 0.95)), ("forward + backward", (1.20, 1.10))):
-        for tokens, limit in zip((4096, 8192), limits):
-            setting = {"tokens": tokens, "part": f"attention, {part}"}
-            title = f"schedule of attention modules, P = 4, {part}, N = {tokens}"
-            targets.append(Target(title, "schedule", "4 iha + 1 mha / 5 mha", limit, setting))
-    for virtual in (2, 4):
-        setting = {"part": "cache", "pseudo_heads": virtual}
-        targets.append(
-            Target(f"bytes cached for a token, P = {virtual}", "decode", "iha / llama", 1.0, setting, exact=True)
-        )
-    for virtual, limit in ((2, 0.55), (4, 0.45)):
-        setting = {"part": "layer", "tokens": 8192, "pseudo_heads": virtual, "dtype": "bfloat16"}
-        title = f"decoding, bfloat16, N = 8192, P = {virtual}"
-        targets.append(Target(title, "decode", "absorbed / better pseudo cache", limit, setting))
-    setting = {"tokens": 512}
-    return [
-        *targets,
-        Target("decoding, converted SmolLM2, P = 2, N = 512", "decode_model", "iha / llama", 1.3, setting),
-    ]
-
-
-TARGETS = _targets()
-
-_WINDOWS = (
+WINDOWS = (
     "SDPA takes 1.25 times the time a pair in blocks of 128 queries that it takes in a long causal row, computes a "
     "quarter more pairs, and mixing, rotation and collapse come on top"
 )
-# Why a target is missed, by its title; shown only if it is missed.
-WHY: dict[str, str] = {
-    f"schedule of attention modules, P = 4, {part}, N = {tokens}": _WINDOWS
-    for part in ("forward", "forward + backward")
-    for tokens in (4096, 8192)
-}
+
+
+def schedule_target(part: str, tokens: int, limit: float) -> Target:
+    setting = {"tokens": tokens, "part": f"attention, {part}"}
+    title = f"schedule of attention modules, P = 4, {part}, N = {tokens}"
+    return Target(title, "schedule", "4 iha + 1 mha / 5 mha", limit, setting, why=WINDOWS)
+
+
+def cache_target(virtual: int) -> Target:
+    setting = {"part": "cache", "pseudo_heads": virtual}
+    return Target(f"bytes cached for a token, P = {virtual}", "decode", "iha / llama", 1.0, setting, exact=True)
+
+
+def decode_target(virtual: int, limit: float) -> Target:
+    setting = {"part": "layer", "tokens": 8192, "pseudo_heads": virtual, "dtype": "bfloat16"}
+    title = f"decoding, bfloat16, N = 8192, P = {virtual}"
+    return Target(title, "decode", "absorbed / better pseudo cache", limit, setting)
+
+
+TARGETS = [
+    schedule_target("forward", 4096, 1.10),
+    schedule_target("forward", 8192, 0.95),
+    schedule_target("forward + backward", 4096, 1.20),
+    schedule_target("forward + backward", 8192, 1.10),
+    *map(cache_target, (2, 4)),
+    decode_target(2, 0.55),
+    decode_target(4, 0.45),
+    Target("decoding, converted SmolLM2, P = 2, N = 512", "decode_model", "iha / llama", 1.3, {"tokens": 512}),
+]
 
 
 def find(results: dict[str, dict], target: Target) -> dict:
@@ -82,7 +84,8 @@ def line(results: dict[str, dict], target: Target) -> str:
     met = measured == target.limit if target.exact else measured <= target.limit
     figures = (f"{'=' if target.exact else '≤'} {target.limit:.3g}", f"{measured:.3f}")
     model = "" if predicted is None else f"{predicted:.3f}"
-    cells = (target.title, f"`{target.ratio}`", *figures, model, "yes" if met else "**no**", WHY.get(target.title, ""))
+    verdict = ("yes", "") if met else ("**no**", target.why)
+    cells = (target.title, f"`{target.ratio}`", *figures, model, *verdict)
     return f"| {' | '.join(cells)} |"
 
 

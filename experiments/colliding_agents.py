@@ -8,7 +8,7 @@ step size: they are constants of this file.
 
 The table shows what the theorems say. The training error goes to 0 (4.4), and so does the test error for as many
 agents (4.6) and for other numbers of them (4.8). The learned layer equals the constructed one as a function, T[mu, nu]
-(Corollary 4.9), while C and w differ. Writes colliding_agents.json and .png in about half a minute.
+(Corollary 4.9), while C and w differ. This takes about half a minute.
 
 example: python -m experiments.colliding_agents --seeds 0 1 2
 """

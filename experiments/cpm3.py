@@ -10,10 +10,8 @@ counts of parameters are checked. A second construction has 2 heads of multi-hea
 depends on x_i and on how many tokens have each residue modulo M, which one head of equal weights averages, and a ReLU
 MLP multiplies integers exactly. As in the theorem, the vocabulary is of the order of N.
 
-Learned: one layer of either kind and an MLP are trained on random sequences for the counts, by number of heads.
-
-Writes cpm3.json and .png. A finished run is not repeated, so the study can be stopped and started again. It takes a
-few minutes of one core.
+Learned: one layer of either kind and an MLP are trained on random sequences for the counts, by number of heads. This
+takes a few minutes of one core.
 
 example: python -m experiments.cpm3
 """

@@ -12,8 +12,6 @@ to 22%, where the paper's R = 2 takes 2.6%. "wider" is the control: "mha" whose 
 out are what the paper's DCFormer++ has besides, local windows in every other layer and QK-norm. The models trained
 here also answer the question of head_diversity.py (Figure 5).
 
-`--full` is a size for a GPU. A finished run is not repeated. Writes dcmha_ablation.json and dcmha_ablation.png.
-
 example: python -m experiments.dcmha_ablation --kinds mha pre post --seeds 0 1
 """
 

@@ -19,8 +19,6 @@ In each task an eighth of the words are never the source of an answer in trainin
 a seed all kinds learn the same examples in the same order, and have as many parameters (a kind with more of them has a
 narrower FFN).
 
-`--full` is a size for a GPU. A finished run is not repeated. Writes dcmha_tasks.json and dcmha_tasks.png.
-
 example: python -m experiments.dcmha_tasks --kinds mha dcmha --seeds 0 1
 """
 

@@ -11,8 +11,6 @@ concatenates: here the circuits, [width, width] each, stand below one another, a
 norms and RoPE. Kinds that compose heads dynamically, such as "dcmha", are measured by their projections alone, as in
 the paper.
 
-Writes head_diversity.json and head_diversity.png to the directory --results.
-
 example: python -m experiments.head_diversity HuggingFaceTB/SmolLM2-135M-Instruct outputs/my_iha_model
 """
 

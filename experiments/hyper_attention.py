@@ -18,8 +18,7 @@ itself says nothing: the completions form a Latin square. The paper's example ha
 in mind, keep ... at bay). SA and HA with softmax are trained as one layer without an MLP. The bug is the probability
 of completions that belong to the source with another last token.
 
-The three tasks are also learned by training. Writes hyper_attention.json and .png. A finished run is not repeated, so
-the study can be stopped and started again. It takes a few minutes of one core.
+The three tasks are also learned by training, in a few minutes of one core.
 
 example: python -m experiments.hyper_attention
 """

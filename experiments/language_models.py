@@ -9,8 +9,7 @@ equal FLOPs, those that "mha" spends in all steps (multiply-adds by benchmarks/c
 
 The default is a tiny size for a CPU, on a text that every Python carries: its language reference (pydoc_data.topics).
 `--text` takes another one, `--full` a larger size, for a GPU. The last tenth of the text is held out. Speed is in
-tokens for a second of the process's own CPU time, or of the clock on a GPU. A finished run is not repeated. Writes
-language_models.json and language_models.png.
+tokens for a second of the process's own CPU time, or of the clock on a GPU.
 
 example: python -m experiments.language_models --text state_union.txt --seeds 0 1 2
 """

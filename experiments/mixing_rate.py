@@ -3,10 +3,7 @@
 The IHA conversion of SmolLM2-135M-Instruct with P = 2 is fine-tuned on the rows of experiments/warm_start.py for a few
 steps, with two rates of the backbone and four of the mixing. If the best absolute rate is the same beside both, a
 recipe should give it by itself; if the best multiple is the same, as a multiple. The grid is geometric with the ratio
-of the two backbone rates, so that multiples meet as well as absolute rates. Writes mixing_rate.json and
-mixing_rate.png to experiments/results.
-
-A finished run is not repeated, so the study can be stopped and started again; its 8 runs take about 40 minutes on one
+of the two backbone rates, so that multiples meet as well as absolute rates. The 8 runs take about 40 minutes on one
 CPU core with bfloat16 instructions.
 
 example: python -m experiments.mixing_rate

@@ -13,12 +13,14 @@ def study_parser(doc: str, study: str, seeds: int = 0, keeps_runs: bool = True) 
     """Return a parser with the options of all studies.
 
     Args:
-        doc: the description, which ends with an example.
+        doc: the description, which ends with an example; what a study writes and keeps is added here.
         study: the name of the module.
         seeds: how many there are by default; a study without any has no option for them.
         keeps_runs: gives the study a directory of finished runs, outputs/{study} by default.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    writes = f"Writes {study}.json and {study}.png." + " A finished run is not repeated." * keeps_runs
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, epilog=writes, formatter_class=formatter)
     parser.set_defaults(study=study, full=False, device="cpu")
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")

@@ -9,10 +9,7 @@ heads and pseudo-heads take as k grows.
 
 Learned: layers of both kinds, with 1 to k heads of one width and a linear readout, are trained on random X on a
 directed cycle, and tested on new X. The powers of a cycle are orthogonal: H attention matrices that do not depend on
-X, one for each head, leave at least 1 - H / k of the filter bank unexplained.
-
-Writes polynomial_filters.json and .png. A finished run is not repeated, so the study can be stopped and started again.
-It takes a few minutes of one core.
+X, one for each head, leave at least 1 - H / k of the filter bank unexplained. This takes a few minutes of one core.
 
 example: python -m experiments.polynomial_filters
 """

@@ -12,7 +12,7 @@ without weight decay, and the epoch with the lowest validation loss. A seed draw
 the same for every kind.
 
 The default is a small size for a CPU: smaller matrices, fewer heads and examples, rates of 4e-3 and 1e-3. `--full`
-is the published size. A finished run is not repeated. Writes relation_composition.json and relation_composition.png.
+is the published size.
 
 example: python -m experiments.relation_composition --full --device cuda --seeds 0 1 2 3 4
 """
@@ -48,8 +48,6 @@ from modeling_iha import IHAConfig, IHAModel
 TASKS = {"binary": (2, 6, 10, 0.325), "ternary": (3, 5, 8, 0.264)}
 # The probabilities balance the labels, as the paper's do.
 SMALL_TASKS = {"binary": (2, 4, 5, 0.4), "ternary": (3, 4, 5, 0.34)}
-
-
 FULL = {
     "tasks": TASKS,
     "heads": 8,

@@ -11,8 +11,6 @@ Strictness: on repeated tokens 1 x^T multi-head attention is linear in x. The IH
 keys [Q; -Q] and [K; -K] and the values [V; V]. Section 4.1 asks for a difference of softmax terms, for which the
 values are [V; -V] and the output is V tanh(<q, k> / sqrt(d)). Both are measured by f(2 x) - 2 f(x).
 
-Writes theorem2_inclusion.json and .png in seconds.
-
 example: python -m experiments.theorem2_inclusion
 """
 

@@ -3,10 +3,7 @@
 SmolLM2-135M-Instruct as it is ("mha") and converted to IHA ("iha_2": P = 2), which computes the same function at step
 0, are fine-tuned on the same rows in the same order for the same number of steps; seeds change the order of the rows.
 The rows are sums, greatest common divisors and words spelled backward, with their steps, from reasoning-gym; its
-verifiers score greedy answers to new questions. Writes warm_start.json and warm_start.png to experiments/results.
-
-A finished run is not repeated, so the study can be stopped and started again; 6 runs take about two hours
-on one CPU core with bfloat16 instructions.
+verifiers score greedy answers to new questions. 6 runs take about two hours on one core with bfloat16 instructions.
 
 example: python -m experiments.warm_start --seeds 0 1 2
 """

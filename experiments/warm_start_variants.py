@@ -13,9 +13,9 @@ one that the others differ from:
 - mha_x2: a control, "mha" at twice the rate: is there more in the mixing than a higher rate?
 
 A seed draws the rows of training and test, the same for all variants. An answer is right when greedy decoding gives
-these sentences and nothing else. `--full` is 20 million tokens, and has never run. A finished run is not repeated, and
-the seeds come one after another. Writes warm_start_variants.json and .png, and warm_start_mixing.png: how far each
-entry of the mixing went, and which pseudo-heads the collapse and the attention use.
+these sentences and nothing else. `--full` is 20 million tokens, and has never run. The seeds come one after another.
+Writes also warm_start_mixing.png: how far each entry of the mixing went, and which pseudo-heads the collapse and the
+attention use.
 
 example: python -m experiments.warm_start_variants --seeds 0 1 2
 """

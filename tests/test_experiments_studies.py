@@ -32,8 +32,8 @@ DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[2] / "share
 FIELDS = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY_TEXT = {"fields": FIELDS, "tokens": 8, "batch": 2, "steps": 4, "rate": 1e-2}
 TINY_TASKS = {**TINY_TEXT, "fields": {**FIELDS, "num_pseudo_heads": 2}, "tokens": 4, "test": 2}
-TINY_RELATIONS = {"tasks": {"binary": (2, 2, 3, 0.5)}, "heads": 2, "head_dim": 4, "train": 70, "test": 10}
-TINY_RELATIONS |= {"epochs": 2, "rates": [1e-2]}
+TINY_TASK = {"binary": (2, 2, 3, 0.5)}
+TINY_RELATIONS = {"tasks": TINY_TASK, "heads": 2, "head_dim": 4, "train": 70, "test": 10, "epochs": 2, "rates": [1e-2]}
 
 
 def results(directory: Path, name: str) -> dict:

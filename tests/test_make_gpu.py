@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,12 +26,12 @@ README = harness.RESULTS / "gpu" / "README.md"
 
 @pytest.fixture(scope="module")
 def visit(tmp_path_factory):
-    """Run the three commands of the README, each on a directory that is empty but for the archive.
+    """Run the three commands of the README, each on a copy of what the one before left.
 
     The measurements run in this process, where they need no imports; the tests of a GPU run in a process, once.
     """
     lines = [shlex.split(line) for line in README.read_text().splitlines() if "-m benchmarks.gpu" in line]
-    archive, run_until, begun = tmp_path_factory.mktemp("home") / "gpu.tar.gz", gpu.run_until, []
+    out, run_until, begun = tmp_path_factory.mktemp("home"), gpu.run_until, []
 
     def here(seconds, words):
         _, _, module, *arguments = words
@@ -43,13 +44,13 @@ def visit(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(gpu, "run_until", here)
         for line in lines:
-            out = tmp_path_factory.mktemp("away")
+            out = Path(shutil.copytree(out, tmp_path_factory.mktemp("away") / "out"))
             arguments = line[line.index("benchmarks.gpu") + 1 :]
-            arguments[arguments.index("--archive") + 1] = str(archive)
-            monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--dry", "--out", str(out)])
+            arguments[arguments.index("--out") + 1] = str(out)
+            monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--dry"])
             gpu.main()
     assert len(lines) == 3 and begun.count("benchmarks.gpu_slices") == 3  # nothing is measured twice
-    return SimpleNamespace(archive=archive, last=next(path for path in out.iterdir() if path.is_dir()))
+    return next(path for path in out.iterdir() if path.is_dir())
 
 
 def table(directory, name):
@@ -62,7 +63,7 @@ def run(monkeypatch, capsys, *arguments):
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_visit_measures_every_form_of_every_case(visit, name):
-    (cases, forms), result = BENCHMARKS[name], table(visit.last, name)
+    (cases, forms), result = BENCHMARKS[name], table(visit, name)
     assert {"device", "python", "torch", "triton", "transformers", "dtype"} <= result.keys() and result["dry"]
     assert result["complete"] == "COMMIT" and len(result["rows"]) == len(cases(True))
     for row in result["rows"]:
@@ -75,20 +76,18 @@ def test_a_visit_measures_every_form_of_every_case(visit, name):
 
 
 def test_the_tests_of_a_gpu_are_found(visit):
-    result = table(visit.last, "tests")
+    result = table(visit, "tests")
     assert result["tests"] == sum(result["skipped"].values()) > 10 and not result["failed"]
     assert "needs a CUDA device" in result["skipped"]
     assert all((gpu.ROOT / name).exists() for name in gpu.TESTS if name.endswith(".py"))
 
 
-def test_what_comes_home_is_one_small_file(visit, monkeypatch, capsys, tmp_path):
-    assert visit.archive.stat().st_size < 2**20
-    assert not list(visit.last.parent.glob("**/.*"))
+def test_what_comes_home_is_small_and_complete(visit, monkeypatch, capsys):
+    assert sum(path.stat().st_size for path in visit.iterdir()) < 2**20
+    assert not list(visit.parent.glob("**/.*"))
     monkeypatch.setattr(gpu, "run_until", lambda *_: pytest.fail("measured again"))
-    arguments = ("--dry", "--out", tmp_path, "--archive", visit.archive, "--commit", "COMMIT", *BENCHMARKS)
-    code, out, _ = run(monkeypatch, capsys, *arguments)
+    code, out, _ = run(monkeypatch, capsys, "--dry", "--out", visit.parent, "--commit", "COMMIT", *BENCHMARKS)
     assert code == 0 and out.count("done before") == len(BENCHMARKS)
-    assert {path.name for path in tmp_path.glob("*/*")} == {path.name for path in visit.last.iterdir()}
 
 
 def test_times_of_a_visit_fit_ten_minutes_a_command():
@@ -100,8 +99,11 @@ def test_times_of_a_visit_fit_ten_minutes_a_command():
 
 
 @pytest.fixture
-def toy(monkeypatch):
-    """Put in a benchmark of two cases that changes with its `forms`, and list which form was built when."""
+def toy(monkeypatch, capsys, tmp_path):
+    """Put in a benchmark of two cases that changes with its `forms`.
+
+    `built` lists which form was built when, and `run` runs the slice and returns its exit code, errors and rows.
+    """
     built = []
 
     def sound(name):
@@ -111,21 +113,15 @@ def toy(monkeypatch):
 
         return prepare
 
+    def run_at(commit="one"):
+        arguments = ("paper_layer", "--dry", "--out", tmp_path, "--commit", commit)
+        code, _, errors = command(monkeypatch, capsys, gpu_slices, *arguments)
+        return code, errors, table(tmp_path, "paper_layer")["rows"]
+
     forms = {name: sound(name) for name in ("base", "fast")}
     cases = [{"tokens": n, "base": "base"} for n in (1, 2)]
     monkeypatch.setitem(BENCHMARKS, "paper_layer", (lambda dry: cases, lambda row: forms))
-    return forms, built
-
-
-@pytest.fixture
-def run_toy(toy, monkeypatch, capsys, tmp_path):
-    """Return a function that runs the slice and returns exit code, output, errors and rows."""
-
-    def run_at(commit="one"):
-        arguments = ("paper_layer", "--dry", "--out", tmp_path, "--commit", commit)
-        return *command(monkeypatch, capsys, gpu_slices, *arguments), table(tmp_path, "paper_layer")["rows"]
-
-    return run_at
+    return SimpleNamespace(forms=forms, built=built, run=run_at)
 
 
 def broken():
@@ -133,94 +129,87 @@ def broken():
 
 
 @pytest.mark.parametrize("when", ["built", "run"])
-def test_a_form_that_fails_is_recorded_and_tried_again_at_another_commit(toy, run_toy, when):
-    forms, built = toy
-    sound = forms["fast"]
-    forms["fast"] = broken if when == "built" else lambda: gpu_slices.Work(broken, {})
+def test_a_form_that_fails_is_recorded_and_tried_again_at_another_commit(toy, when):
+    sound = toy.forms["fast"]
+    toy.forms["fast"] = broken if when == "built" else lambda: gpu_slices.Work(broken, {})
     for _ in range(2):
-        code, out, _, rows = run_toy()
+        code, _, rows = toy.run()
         assert code == 0 and [row["failed"] for row in rows] == [{"fast": "out of memory"}] * 2
         assert [list(row["seconds"]) for row in rows] == [["base"]] * 2
-    assert "fast: left out" not in out
-    forms["fast"] = sound
-    assert [row["failed"] for row in run_toy()[3]] == [{"fast": "out of memory"}] * 2
-    *_, rows = run_toy("two")
+    toy.forms["fast"] = sound
+    assert [row["failed"] for row in toy.run()[2]] == [{"fast": "out of memory"}] * 2
+    *_, rows = toy.run("two")
     assert all(row["failed"] == {} and row["ratios"].keys() == {"base", "fast"} for row in rows)
     assert all(row["commit"] == {"base": "one", "fast": "two"} for row in rows)
-    assert built == ["base"] * 2 + ["fast"] * 2
+    assert toy.built == ["base"] * 2 + ["fast"] * 2
 
 
-def test_a_form_that_came_later_is_measured_alone(toy, run_toy):
-    forms, built = toy
-    late = forms.pop("fast")
-    run_toy()
-    forms["fast"] = late
-    *_, rows = run_toy()
-    assert built == ["base"] * 2 + ["fast"] * 2
+def test_a_form_that_came_later_is_measured_alone(toy):
+    late = toy.forms.pop("fast")
+    toy.run()
+    toy.forms["fast"] = late
+    *_, rows = toy.run()
+    assert toy.built == ["base"] * 2 + ["fast"] * 2
     assert all(row["ratios"].keys() == {"base", "fast"} for row in rows)
 
 
-def test_a_form_that_ends_the_process_is_left_out_afterwards(toy, run_toy, tmp_path):
-    forms, built = toy
-    sound = forms["fast"]
-    forms["fast"] = lambda: os._exit(9)
+def test_a_form_that_ends_the_process_is_left_out_afterwards(toy, tmp_path):
+    sound = toy.forms["fast"]
+    toy.forms["fast"] = lambda: os._exit(9)
     if os.fork() == 0:
-        run_toy()
+        toy.run()
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
     assert table(tmp_path, "paper_layer")["rows"][0]["failed"] == {"fast": gpu_slices.ENDED}
     # The second case has not met it.
-    forms["fast"] = sound
-    *_, rows = run_toy()
+    toy.forms["fast"] = sound
+    *_, rows = toy.run()
     assert [list(row["seconds"]) for row in rows] == [["base"], ["base", "fast"]]
 
 
-def test_a_form_that_was_stopped_is_tried_again(toy, run_toy):
-    forms, _ = toy
-    sound = forms["fast"]
+def test_a_form_that_was_stopped_is_tried_again(toy):
+    sound = toy.forms["fast"]
 
     def stopped():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
-    forms["fast"] = stopped
+    toy.forms["fast"] = stopped
     heard = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the module does when it is run
     try:
-        code, _, _, rows = run_toy()
+        code, _, rows = toy.run()
     finally:
         signal.signal(signal.SIGTERM, heard)
     assert code == 130 and rows[0]["failed"] == {}
-    forms["fast"] = sound
-    *_, rows = run_toy()
+    toy.forms["fast"] = sound
+    *_, rows = toy.run()
     assert all(row["seconds"].keys() == {"base", "fast"} and not row["failed"] for row in rows)
 
 
-def test_an_error_that_breaks_the_gpu_ends_the_process(toy, run_toy, monkeypatch, tmp_path):
-    forms, _ = toy
-
+def test_an_error_that_breaks_the_gpu_ends_the_process(toy, monkeypatch, tmp_path):
     def illegal():
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    forms["fast"] = illegal
+    toy.forms["fast"] = illegal
     with monkeypatch.context() as patches:
         # After the base's run, and after the form that fails.
         patches.setattr(gpu_slices, "synchronize", lambda calls=[]: calls.append(0) or len(calls) > 2 and illegal())
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            run_toy()
+            toy.run()
     assert table(tmp_path, "paper_layer")["rows"][0]["failed"] == {"fast": "CUDA error: an illegal memory access"}
-    assert [list(row["seconds"]) for row in run_toy()[3]] == [["base"]] * 2
+    assert [list(row["seconds"]) for row in toy.run()[2]] == [["base"]] * 2
 
 
-def test_results_of_another_version_stay_apart(run_toy, monkeypatch, tmp_path):
-    run_toy()
+def test_results_of_another_version_stay_apart(toy, monkeypatch, tmp_path):
+    toy.run()
     before = (tmp_path / "paper_layer.json").read_text()
     monkeypatch.setattr(torch, "__version__", "another")
-    code, _, err, _ = run_toy()
+    code, err, _ = toy.run()
     assert code == 1 and "and this is another: remove the file" in last_line(err)
     assert (tmp_path / "paper_layer.json").read_text() == before
 
 
 def test_the_next_slice_begins_whatever_became_of_one(monkeypatch, capsys, tmp_path):
-    """Let one slice fail, and another run out of time; the archive has what each left.
+    """Let one slice fail, and another run out of time.
 
     A slice that fails is started anew while it leaves more than before.
     """
@@ -236,13 +225,11 @@ def test_the_next_slice_begins_whatever_became_of_one(monkeypatch, capsys, tmp_p
 
     monkeypatch.setattr(gpu, "run_until", run_until)
     monkeypatch.setattr(gpu, "read_json", lambda path: {})
-    arguments = ("--dry", "--out", tmp_path / "out", "--archive", tmp_path / "home" / "gpu.tar.gz", *BENCHMARKS)
-    code, out, err = run(monkeypatch, capsys, *arguments)
+    code, out, err = run(monkeypatch, capsys, "--dry", "--out", tmp_path, *BENCHMARKS)
     assert code == 1 and "paper_layer, paper_train failed or ran out of time" in last_line(err)
     assert started == ["paper_layer"] * 3 + ["paper_train", "paper_decode"] and "200 seconds are up" in out
-    gpu.unpack(tmp_path / "home" / "gpu.tar.gz", tmp_path / "unpacked")
-    unpacked = {path.name: path.read_text() for path in (tmp_path / "unpacked").glob("*/*")}
-    assert unpacked == {"paper_layer.json": "2", "paper_decode.json": "1"}
+    left = {path.name: path.read_text() for path in tmp_path.glob("*/*")}
+    assert left == {"paper_layer.json": "2", "paper_decode.json": "1"}
 
 
 def test_refusals_come_before_any_work(monkeypatch, capsys, tmp_path):
@@ -254,10 +241,6 @@ def test_refusals_come_before_any_work(monkeypatch, capsys, tmp_path):
         code, _, err = run(monkeypatch, capsys, "--out", tmp_path / "out", *arguments)
         assert code == 1 and message.replace("among paper_layer", "among tests, paper_layer") in last_line(err)
     assert not list(tmp_path.iterdir())
-    archive = tmp_path / "gpu.tar.gz"
-    archive.write_bytes(b"no archive")
-    code, _, err = run(monkeypatch, capsys, "--dry", "--out", tmp_path / "out", "--archive", archive, "tests")
-    assert code == 1 and "cannot be unpacked" in last_line(err)
 
 
 def test_a_layer_that_is_wrong_is_left_out(monkeypatch):
@@ -299,23 +282,20 @@ def test_a_token_reads_what_the_paper_schedule_saves():
 
 
 def test_outcomes_of_a_run_of_tests(tmp_path):
-    (tmp_path / "test_any.py").write_text(
-        "import pytest\n"
-        "def test_right(): pass\n"
-        "def test_wrong(): assert 1 == 2\n"
-        "def test_skipped(): pytest.skip('no such core')\n"
-        "def test_error(missing): pass\n"
-    )
-    report = tmp_path / "report.xml"
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", "test_any.py"],
-        cwd=tmp_path,
-        capture_output=True,
-    )
-    row = gpu.outcomes(report)
-    assert row["tests"] == 4 and row["passed"] == 1 and row["skipped"] == {"no such core": 1}
-    assert row["failed"].keys() == {"test_any::test_wrong", "test_any::test_error"}
-    assert "assert 1 == 2" in row["failed"]["test_any::test_wrong"]
+    cases = {
+        "right": "",
+        "wrong": '<failure message="assert 1 ==\n2"/>',
+        "skipped": '<skipped message="no such core"/>',
+        "error": '<error message="fixture missing"/>',
+    }
+    lines = [f'<testcase classname="any" name="{name}">{inner}</testcase>' for name, inner in cases.items()]
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{''.join(lines)}</testsuite></testsuites>")
+    assert gpu.outcomes(tmp_path / "report.xml") == {
+        "tests": 4,
+        "passed": 1,
+        "failed": {"any::wrong": "assert 1 == 2", "any::error": "fixture missing"},
+        "skipped": {"no such core": 1},
+    }
 
 
 def test_a_study_is_left_out_where_a_package_is_missing(monkeypatch, capsys, tmp_path):
