@@ -18,7 +18,7 @@ help:
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=paper_decode for one)"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make experiments  run the studies that need no checkpoint (about 80 minutes on one core); an interrupted run goes on"
-	@echo "make lint   ruff only"
+	@echo "make lint   ruff and mypy"
 	@echo "make clean  remove .venv, .venv-oldest, .venv-vllm and outputs"
 
 .venv/installed: setup.py constraints.txt
@@ -65,6 +65,7 @@ demo: .venv/installed
 lint: .venv/test-installed
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 
 test: lint
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"

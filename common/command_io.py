@@ -16,8 +16,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -30,7 +31,7 @@ class UserError(Exception):
     """Report a mistake that the user can fix, in one line: what was wrong, what was expected, what to do."""
 
 
-def run_cli(main: Callable[[], None]) -> None:
+def run_cli(main: Callable[[], object]) -> None:
     """Run a command's `main` and turn its errors into one line on stderr and an exit code.
 
     The code is 1 for a mistake of the user and for a refusal of the machine, such as a full disk, and 130 for Ctrl-C.
@@ -59,7 +60,7 @@ def run_cli(main: Callable[[], None]) -> None:
         sys.exit(1)
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return the message of `error` on one line, or the name of its class when it has no message."""
     return printable(" ".join(str(error).split())) or type(error).__name__
 
@@ -343,7 +344,7 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
 
 
 @contextmanager
-def open_plain_or_gzip(path: str | os.PathLike) -> Iterator[BinaryIO]:
+def open_plain_or_gzip(path: str | os.PathLike) -> Iterator[BufferedIOBase]:
     """Open a file for reading bytes, decompressed if it begins like gzip, whatever its name.
 
     Raise `UserError` for compressed data that is damaged or cut short.

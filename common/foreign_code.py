@@ -50,7 +50,7 @@ def foreign_code(directory: Path) -> list[str]:
     import, `custom_generate`, and code of other repositories. Raise `UserError`.
     """
     configs = {path.name: read_json(path) for path in sorted(directory.glob("*config.json"))}
-    kinds = configs.get(CONFIG_NAME, {}).get("attention_kinds")
+    kinds = configs.get(CONFIG_NAME, {}).get("attention_kinds", [])
     known = shipped_code(kinds if isinstance(kinds, list) else [kinds])
     elsewhere, modules = [], set()
     for name, entries in configs.items():

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -30,6 +31,8 @@ HARMLESS_FIELDS = {
 }
 # Attention cores count tokens in 32 bits.
 LARGEST_SIZE = 2**31 - 1
+Config = TypeVar("Config", bound=PreTrainedConfig)
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:
@@ -69,7 +72,7 @@ def check_iha(source: str, config: PreTrainedConfig) -> None:
         raise UserError(f"{source} is a {config.model_type!r} checkpoint; expected 'iha'.")
 
 
-def new_config(config_class: type[PreTrainedConfig], **fields) -> PreTrainedConfig:
+def new_config(config_class: type[Config], **fields) -> Config:
     """Return `config_class(**fields)`, or raise `UserError` if the class refuses the fields."""
     try:
         return config_class(**fields)
@@ -78,11 +81,11 @@ def new_config(config_class: type[PreTrainedConfig], **fields) -> PreTrainedConf
 
 
 def build(
-    model_class: type[PreTrainedModel],
+    model_class: type[Model],
     config: PreTrainedConfig,
     state: dict[str, torch.Tensor],
     source: PreTrainedModel,
-) -> PreTrainedModel:
+) -> Model:
     """Build a model that uses the tensors of `state` without a copy and generates with the settings of `source`."""
     model = fill(model_class, config, state, source.dtype)
     model.generation_config = copy.deepcopy(source.generation_config)
@@ -90,15 +93,16 @@ def build(
 
 
 def fill(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, state: dict[str, torch.Tensor], dtype: torch.dtype
-) -> PreTrainedModel:
+    model_class: type[Model], config: PreTrainedConfig, state: dict[str, torch.Tensor], dtype: torch.dtype
+) -> Model:
     """Build a model that uses the tensors of `state` without a copy.
 
     Raise a `UserError` that names a tensor if `state` does not fit `config`.
     """
-    model, info = model_class.from_pretrained(
+    loaded: Any = model_class.from_pretrained(
         None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
     )
+    model, info = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
             raise UserError(
@@ -110,8 +114,8 @@ def fill(
 
 def read_source(
     src: str, check: Callable[[PreTrainedConfig], object], dtype: str = "auto"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and the tokenizer of the checkpoint `src`.
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Return the model, of the class that its config names, and the tokenizer of the checkpoint `src`.
 
     Loading takes long, so `check` refuses by the config what can be refused without weights. Raise `UserError`.
     """
@@ -136,9 +140,7 @@ def describe(src: str, model_type: str, how: str = "", exact_length: int | None 
     )
 
 
-def write_checkpoint(
-    src: str, dst: str, make: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str | None]]
-) -> None:
+def write_checkpoint(src: str, dst: str, make: Callable[[], tuple[Any, PreTrainedTokenizerBase, str | None]]) -> None:
     """Write what `make` reads from `src` and converts into the new directory `dst`.
 
     `make` returns the model, the tokenizer and the section of the model card on the conversion. A stock model has

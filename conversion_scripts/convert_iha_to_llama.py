@@ -26,7 +26,7 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from conversion_scripts.conversion import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
 from conversion_scripts.convert_llama_to_iha import ARCHITECTURES, Architecture, layer_windows
@@ -92,7 +92,7 @@ def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
     own = {name: getattr(config, name) for name in architecture.fields if hasattr(config, name)}
     if "use_sliding_window" in architecture.fields:
         own["use_sliding_window"] = config.sliding_window is not None
-    return new_config(architecture.model_class.config_class, **fields, **own)
+    return new_config(CONFIG_MAPPING[model_type], **fields, **own)
 
 
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:

@@ -114,7 +114,7 @@ def _results(directory: Path, card: ModelCard | None) -> list[str]:
         except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
             continue  # somebody else's file
         results += [f"{entry.task_id} {entry.value}" for entry in entries]
-    for result in (card and card.data.eval_results) or []:
+    for result in card.data.get("eval_results", []) if card else []:
         value = f"{result.metric_value:.4g}" if isinstance(result.metric_value, float) else result.metric_value
         results.append(f"{result.dataset_name} {result.metric_type} {value}")
     return results

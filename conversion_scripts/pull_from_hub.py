@@ -27,7 +27,7 @@ from huggingface_hub import HfApi, constants
 
 from common.checkpoint_io import load_in_clean_process
 from hub.checks import check_checkpoint, checkpoint_files, refuse_pickles
-from hub.client import check_repo_id, download, hub_api, hub_errors, snippet
+from hub.client import check_repo_id, commit_of, download, hub_api, hub_errors, snippet
 
 
 def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool = False) -> str:
@@ -40,7 +40,7 @@ def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool
     with new_directory(directory) as temporary:
         with hub_errors(f"Fetching {repo_id}"):
             api = hub_api()
-            commit = api.repo_info(repo_id, revision=revision).sha
+            commit = commit_of(api, repo_id, revision)
             refuse_pickles(repo_id, api.list_repo_files(repo_id, revision=commit))
             print(f"Fetching {repo_id} at {commit}", flush=True)
             _copy_whole(api, repo_id, commit, temporary)
@@ -63,7 +63,8 @@ def _copy_whole(api: HfApi, repo_id: str, commit: str, directory: Path) -> None:
 
     Download files that were damaged in the cache once more. Raise `UserError`.
     """
-    cache, damaged = constants.HF_HUB_CACHE, []
+    cache = constants.HF_HUB_CACHE
+    damaged: list[str] = []
     for _ in range(2):
         for path in damaged:
             api.hf_hub_download(repo_id, path, revision=commit, cache_dir=cache, force_download=True)

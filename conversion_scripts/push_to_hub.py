@@ -43,7 +43,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from common.checkpoint_io import load_config, load_in_clean_process
 from common.foreign_code import refuse_foreign_code
 from hub.checks import EVAL_RESULTS, LOADED_NAMES, check_checkpoint, check_links, check_secrets, checkpoint_files
-from hub.client import check_repo_id, download, hub_api, hub_errors, snippet, status_of
+from hub.client import check_repo_id, commit_of, download, hub_api, hub_errors, snippet, status_of
 from model_cards.render import render_card, with_name
 from modeling_iha.package import PACKAGE
 
@@ -176,7 +176,7 @@ def _push(
     api.create_repo(repo_id, private=private or None, exist_ok=True)
     if private and not api.repo_info(repo_id).private:
         raise UserError(f"{repo_id} exists and is public: choose another, or make it private on the Hub first.")
-    head = api.repo_info(repo_id).sha
+    head = commit_of(api, repo_id)
     difference = _difference(api, stage, repo_id, head)
     tagged = tag is not None and _has_tag(api, repo_id, tag, head if difference == Difference({}, []) else None)
     url, revision = _commit(api, stage, repo_id, head, difference, create_pr)
@@ -200,7 +200,7 @@ def _push(
 def _difference(api: HfApi, stage: Path, repo_id: str, revision: str) -> Difference:
     """Return what a commit of the repository lacks of the directory `stage`, by checksums, and what is superseded."""
     found = api.verify_repo_checksums(repo_id, revision=revision, local_dir=stage)
-    changed = {mismatch["path"]: mismatch["expected"] for mismatch in found.mismatches}
+    changed: dict[str, str | None] = {mismatch["path"]: mismatch["expected"] for mismatch in found.mismatches}
     changed |= dict.fromkeys(found.extra_paths)
     new_weights = any(WEIGHTS.fullmatch(path) for path in changed)
     code = {path.name for path in PACKAGE.glob("*.py")}
@@ -232,7 +232,7 @@ def _commit(
         if status_of(error) != 412:
             raise
         print("Somebody has committed meanwhile: trying once more", flush=True)
-        head = api.repo_info(repo_id).sha
+        head = commit_of(api, repo_id)
         if _difference(api, stage, repo_id, head) != difference:
             raise UserError(
                 f"Somebody has changed the same files of {repo_id} meanwhile: see what is there now, then push again."
@@ -248,7 +248,7 @@ def _create_commit(
     deletions = [CommitOperationDelete(path, is_folder=False) for path in difference.superseded]
     return api.create_commit(
         repo_id,
-        additions + deletions,
+        [*additions, *deletions],
         parent_commit=head,
         create_pr=create_pr,
         commit_message="Upload Interleaved Head Attention model",

@@ -9,6 +9,7 @@ import errno
 import os
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import transformers
 import typer
@@ -40,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve until interrupted, or raise `UserError`."""
     if not is_serve_available():
         raise UserError("The server's libraries are not installed: pip install 'transformers[serving]'.")
-    transformers.IHAForCausalLM = IHAForCausalLM
+    setattr(transformers, "IHAForCausalLM", IHAForCausalLM)
     app = typer.Typer()
     app.command(epilog="example: python -m conversion_scripts.serve smollm2-iha --port 8000")(Serve)
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     start = command.callback
 
     def serve(**options):

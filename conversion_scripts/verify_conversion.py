@@ -85,7 +85,7 @@ def run_model(model: PreTrainedModel, tokens: torch.Tensor, max_new_tokens: int)
     Neither is longer than N tokens, so N is the length up to which a conversion was checked.
     """
     prompt = tokens[None, :-max_new_tokens]
-    generated = model.generate(
+    generated = model.generate(  # type: ignore[operator]  # its mixin is not in the class's type
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, constants, set_client_factory
 from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -52,7 +53,7 @@ def hub_errors(doing: str) -> Iterator[None]:
         raise UserError(f"{doing} failed: {_explanation(error)}") from error
 
 
-def status_of(error: BaseException | None) -> int | None:
+def status_of(error: BaseException) -> int | None:
     """Return the HTTP status behind an error of the client, or `None`."""
     return getattr(getattr(error, "response", None), "status_code", None)
 
@@ -61,16 +62,18 @@ def _explanation(error: BaseException) -> str:
     """Return what happened and what to do, from an error and what it was raised from."""
     if isinstance(error, json.JSONDecodeError):
         return f"the answer is no JSON: a login page of the network, or not the Hub? Check the connection and {AGAIN}"
-    text, status = one_line(error), status_of(error)
-    if isinstance(error, RuntimeError) and error.__cause__ is not None:  # an upload in a thread says only which file
-        return f"{text} {_explanation(error.__cause__)}"
-    if status is None and status_of(error.__cause__) is not None:  # the client takes any refusal for a lost connection
-        return _explanation(error.__cause__)
+    text, status, cause = one_line(error), status_of(error), error.__cause__
+    if isinstance(error, RuntimeError) and cause is not None:  # an upload in a thread says only which file
+        return f"{text} {_explanation(cause)}"
+    # The client takes any refusal for a lost connection.
+    if status is None and cause is not None and status_of(cause) is not None:
+        return _explanation(cause)
     if isinstance(error, ValueError) and status is None:
         return text
-    if status == 403 and error.response.request.method in ("GET", "HEAD"):
+    response: Any = getattr(error, "response", None)
+    if status == 403 and response.request.method in ("GET", "HEAD"):
         return f"{text.rstrip('.')}: use a token that may read it, and ask for access on its page where it is gated"
-    advice = ADVICE.get(status) or (AGAIN if status is None or status >= 500 else None)
+    advice = AGAIN if status is None or status >= 500 else ADVICE.get(status)
     return f"{text.rstrip('.')}: {advice}" if advice else text
 
 
@@ -80,6 +83,11 @@ def check_repo_id(repo_id: str) -> None:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise UserError(f"{repo_id!r} is no repository id: {one_line(error)}") from error
+
+
+def commit_of(api: HfApi, repo_id: str, revision: str | None = None) -> str:
+    """Return the id of the commit that a tag or branch names, by default the main branch."""
+    return api.repo_info(repo_id, revision=revision).sha  # type: ignore[return-value]  # the Hub always names it
 
 
 def download(api: HfApi, repo_id: str, revision: str, names: list[str] | None = None) -> Path:

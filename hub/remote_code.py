@@ -26,7 +26,8 @@ def check_remote_code(directory: str | Path) -> list[str]:
     __init__.py, which never ships.
     """
     directory = Path(directory).resolve()
-    problems, classes = [], {}
+    problems: list[str] = []
+    classes: set[tuple[str, ...]] = set()
     if (directory / "config.json").is_file():
         auto_map = read_json(directory / "config.json").get("auto_map", {})
         if not isinstance(auto_map, dict) or not all(isinstance(reference, str) for reference in auto_map.values()):
@@ -70,11 +71,13 @@ def check_remote_code(directory: str | Path) -> list[str]:
 
 def _check_file(path: Path, tree: ast.Module, siblings: set[str]) -> tuple[list[str], set[str]]:
     """Return the mistakes in one file, and the siblings it imports."""
-    mistakes, relative, absolute = [], {}, {}
+    mistakes: list[tuple[int, str]] = []
+    relative: dict[str, int] = {}
+    absolute: dict[str, int] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             relative["." * node.level + (node.module or "")] = node.lineno
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom) and node.module:
             absolute.setdefault(node.module.split(".")[0], node.lineno)
         elif isinstance(node, ast.Import):
             for alias in node.names:  # the walk comes to the ones inside `try` last
@@ -93,7 +96,7 @@ def _check_file(path: Path, tree: ast.Module, siblings: set[str]) -> tuple[list[
             mistakes.append((line, f"the import of {name} is not followed; begin a line with `from {name} import`"))
     for name in followed - set(relative):
         match = re.search(rf"^\s*(from|import)\s+{re.escape(name)}\s", text, flags=re.MULTILINE)
-        line = text.count("\n", 0, match.start(1)) + 1
+        line = text.count("\n", 0, match.start(1)) + 1  # type: ignore[union-attr]  # `followed` matched it
         mistakes.append((line, f"this text is taken for an import of {name}; begin the line with another word"))
 
     unguarded = set(get_imports(path)) - ALWAYS_INSTALLED

@@ -40,7 +40,7 @@ class Companion:
             options.
     """
 
-    card: str | None = None
+    card: str = ""
     paper: str | None = None
     cost: Callable[[IHAConfig, int, int | None, str], Cost] | None = None
     start: Callable[[IHAConfig, torch.Generator, str], dict[str, torch.Tensor]] | None = None

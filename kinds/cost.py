@@ -55,7 +55,7 @@ def score_products(
     pairs = visible_pairs(tokens, virtual, window)
     if form == "dense mask":
         pairs = length**2
-    elif form == "blocks":
+    elif form == "blocks" and window is not None:
         span = window * virtual
         pairs = visible_pairs(span) + (length - span) * (block_size(span) + span - 1)
     return pairs * (2 + 5 * training + 2 * (training and form == "base"))
@@ -68,7 +68,7 @@ def linear(tokens: int, inputs: int, outputs: int, bias: bool = False) -> Cost:
 
 
 def score_matrix(
-    config: IHAConfig, tokens: int, window: int | None, per_pair: float = 0, linear: float = 0, cached_more: int = 0
+    config: IHAConfig, tokens: int, window: int | None, per_pair: float = 0, linear: int = 0, cached_more: int = 0
 ) -> Cost:
     """Return the cost, between the projections, of a kind that changes the scores.
 
@@ -92,7 +92,7 @@ def pair_products(
     config: IHAConfig, tokens: int, window: int | None, windows: list[int] | None
 ) -> tuple[float, float]:
     """Return the multiply-adds of attention to pairs (j, k), of a forward pass and of one more token."""
-    first, second = windows or [window, window]
+    first, second = windows or (window, window)
     spans = [[min(n + 1, span or n + 1) for n in range(tokens)] for span in (first, second)]
     # Pairs in the wrong order are computed too, and then masked.
     pairs = [j * k for j, k in zip(*spans)]

@@ -13,7 +13,7 @@ from .cost import Cost, score_matrix
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
     """Return four compositions that change nothing; the generator draws their first projections as at any start."""
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for name in ("pre_query", "pre_key", "post_query", "post_key"):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))

@@ -62,8 +62,9 @@ def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch
     """Return the differences from the exact start.
 
     Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters."""
-    moved = {name: attention.get_parameter(name) - value for name, value in start(config, None, "none").items()}
-    value_mixing = attention.v_mix.weight.detach().double()
+    exact = start(config, torch.Generator(), "none")
+    moved = {name: attention.get_parameter(name) - value for name, value in exact.items()}
+    value_mixing = attention.get_parameter("v_mix.weight").detach().double()
     offsets = (value_mixing - identity_mixing(config.num_key_value_heads, config.num_pseudo_heads)).sum(-1)
     # A NaN is kept: it is not a rounding error.
     return moved | {"v_mix.weight": offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)}

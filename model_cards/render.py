@@ -162,7 +162,7 @@ def source_base_model(source: str) -> str | None:
 def _stated(source: str, name: str) -> str | None:
     """Return a text of the metadata of a checkpoint's card, or `None`."""
     try:
-        value = ModelCard.load(cached_file(source, "README.md"), ignore_metadata_errors=True).data.get(name)
+        value = ModelCard.load(str(cached_file(source, "README.md")), ignore_metadata_errors=True).data.get(name)
     except Exception:
         return None
     return one_printable_line(value) if isinstance(value, str) else None
@@ -191,8 +191,10 @@ def _cost(config: IHAConfig) -> str:
         return f"The cost model does not know {', '.join(map(repr, unknown))}."
     tokens = config.max_position_embeddings
     ours, mha = (cost_of_model(each, tokens) for each in (config, with_mha(config, "full_attention")))
-    titles = ("Parameters", "FLOPs of a forward", "FLOPs of a training step", "FLOPs of one more token")
-    titles += ("Values in the KV cache", "Values kept for the backward")
+    titles = [
+        *("Parameters", "FLOPs of a forward", "FLOPs of a training step", "FLOPs of one more token"),
+        *("Values in the KV cache", "Values kept for the backward"),
+    ]
     rows = [
         # Two FLOPs for each multiply-add.
         [title, *(_short(2 * cost) if "FLOPs" in title else f"{cost:,}" for cost in (a, b)), f"{a / b:.3f}"]
@@ -254,17 +256,17 @@ def with_name(card: str, name: str) -> str:
 
     Such a name is the Hub id under which the checkpoint is published. A stranger's card stays as it is.
     """
-    name, card = one_printable_line(name), ModelCard(card)
+    name, edited = one_printable_line(name), ModelCard(card)
     lines = {
         r"^name = .*$": f"name = {json.dumps(name, ensure_ascii=False)}",
         r"^name=.*$": f"name={shlex.quote(name)}",
     }
-    if all(re.search(pattern, card.text, re.MULTILINE) for pattern in lines):
+    if all(re.search(pattern, edited.text, re.MULTILINE) for pattern in lines):
         for pattern, line in {**lines, r"^# .*$": f"# {markdown(name)}"}.items():
-            card.text = re.sub(pattern, lambda _, line=line: line, card.text, count=1, flags=re.MULTILINE)
-        if card.data.eval_results:
-            card.data.model_name = name
-    return str(card)
+            edited.text = re.sub(pattern, lambda _: line, edited.text, count=1, flags=re.MULTILINE)
+        if edited.data.get("eval_results"):
+            edited.data["model_name"] = name
+    return str(edited)
 
 
 def with_results(card: str, name: str, results: dict, twin: tuple[str, dict] | None = None) -> str:
@@ -272,16 +274,17 @@ def with_results(card: str, name: str, results: dict, twin: tuple[str, dict] | N
 
     Its metadata gets the figures of `_model_index`. `twin` is the title and the results of a model to set beside.
     """
-    card = ModelCard(card)
+    edited = ModelCard(card)
     section = f"## Evaluation\n\n{_evaluation(results, twin)}\n\n"
-    card.text, replaced = re.subn(
-        r"^## Evaluation\n.*?(?=^## |\Z)", lambda _: section, card.text, count=1, flags=re.MULTILINE | re.DOTALL
+    edited.text, replaced = re.subn(
+        r"^## Evaluation\n.*?(?=^## |\Z)", lambda _: section, edited.text, count=1, flags=re.MULTILINE | re.DOTALL
     )
     if not replaced:
-        card.text = f"{card.text.rstrip()}\n\n{section}"
-    card.data.eval_results = _model_index(results) or None
-    card.data.model_name = one_printable_line(name) if card.data.eval_results else None
-    return str(card)
+        edited.text = f"{edited.text.rstrip()}\n\n{section}"
+    model_index = _model_index(results) or None
+    edited.data["eval_results"] = model_index
+    edited.data["model_name"] = one_printable_line(name) if model_index else None
+    return str(edited)
 
 
 def _evaluation(results: dict, twin: tuple[str, dict] | None) -> str:

@@ -85,8 +85,8 @@ def absorbed_attention(
             query = rotate(rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)
         # [batch, m, H * i * j, head_dim]
         absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
-        scores = [_scores(absorbed, keys.to(products)) for keys in key.split(chunk, dim=2)]
-        scores = scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)  # `cat` copies one tensor too
+        parts = [_scores(absorbed, keys.to(products)) for keys in key.split(chunk, dim=2)]
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # `cat` copies one tensor too
         scores = scores.view(batch, heads, num_pseudo_heads, num_pseudo_heads, num_keys)
 
         if attention_mask is not None:
@@ -107,8 +107,8 @@ def absorbed_attention(
         collapse = weights.collapse.to(probabilities.dtype).unsqueeze(1)
         collapsed = torch.matmul(collapse, probabilities).to(products)
         collapsed = collapsed.view(batch, 1, heads * num_pseudo_heads, num_keys)
-        parts = zip(collapsed.split(chunk, dim=-1), value.split(chunk, dim=2))
-        output = sum(torch.matmul(shares, values.to(products)) for shares, values in parts)
+        pairs = zip(collapsed.split(chunk, dim=-1), value.split(chunk, dim=2))
+        output = sum(torch.matmul(shares, values.to(products)) for shares, values in pairs)
         output = output.unflatten(2, (heads, num_pseudo_heads))  # [batch, m, H, j, head_dim]
         return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1).to(dtype)
 

@@ -20,8 +20,7 @@ class CompositionWeights(nn.Module):
     w_g = tanh(x W_g) (Equation 6). w_1 is normalised to root mean square 1 over the heads.
 
     With I = 2 M R, `w1.weight` is [groups * I, hidden_size], `w2` [groups, 2 R, M, I] and `gate.weight` [H,
-    hidden_size].
-    """
+    hidden_size]."""
 
     # The released models normalise w_1 with this epsilon, whatever the epsilon of the other norms.
     eps = 1e-6
@@ -142,13 +141,11 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         per_head = self.num_heads // states.shape[1]
         shares = [0 if module is None else per_head * module.width for module in modules]
         states, *weights = states.split([self.head_dim, *shares], dim=-1)
-        return [
-            states,
-            *(
-                None if module is None else share.unflatten(-1, (per_head, -1)).transpose(2, 3).flatten(1, 2)
-                for module, share in zip(modules, weights)
-            ),
+        weights = [
+            None if module is None else share.unflatten(-1, (per_head, -1)).transpose(2, 3).flatten(1, 2)
+            for module, share in zip(modules, weights)
         ]
+        return [states, *weights]
 
     def project(
         self,

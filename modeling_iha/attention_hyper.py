@@ -79,8 +79,7 @@ class LinearHyperAttention(TupleAttention):
 
     The scores are the weights, without a softmax, and tuples are not ordered. The sums over the tokens of a tuple are
     then separate running sums, O(N head_dim^2) in all. Under a mask (padding, packing, a chunk that continues a cache)
-    every query sums the tokens that it sees, O(N^2 head_dim^2).
-    """
+    every query sums the tokens that it sees, O(N^2 head_dim^2)."""
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         options = config.options_of("hyper")
@@ -108,12 +107,12 @@ class LinearHyperAttention(TupleAttention):
         outputs = []
         for rows in blocks:
             if running:
-                step, arguments = linear_step, (state, query[:, :, rows], keys[:, :, :, rows], values[:, :, :, rows])
+                states = (state, query[:, :, rows], keys[:, :, :, rows], values[:, :, :, rows])
+                output, state = recomputed(linear_step, len(blocks), *states)
             else:
                 offset = query_offset(length, num_keys)
-                visible = (attention_mask, document_ids, rows, slice(0, num_keys), offset, None, query.device)
-                step = masked_step
-                arguments = (state, query[:, :, rows], keys, values, block_bias(*visible) > MASKED)
-            output, state = recomputed(step, len(blocks), *arguments)
+                where = (attention_mask, document_ids, rows, slice(0, num_keys), offset, None, query.device)
+                visible = block_bias(*where) > MASKED
+                output, state = recomputed(masked_step, len(blocks), state, query[:, :, rows], keys, values, visible)
             outputs.append(output)
         return join(outputs, dim=2).transpose(1, 2), None

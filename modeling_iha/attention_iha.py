@@ -16,8 +16,7 @@ from .virtual_tokens import virtual_kwargs
 class HeadMixing(nn.Module):
     """Combine heads into pseudo-heads by learned weights, alpha of IHA, Algorithm 1, step 2.
 
-    `weight` [M, M, P] holds alpha[m, h, p], the share of head m in pseudo-head p of head h.
-    """
+    `weight` [M, M, P] holds alpha[m, h, p], the share of head m in pseudo-head p of head h."""
 
     def __init__(self, num_heads: int, num_pseudo_heads: int):
         super().__init__()
@@ -41,8 +40,7 @@ class HeadCollapse(nn.Module):
 
     `weight` is [H, P] for `"per_head"`: out[h] = sum_p R[h, p] O[h, p]. It is [H, H * P] for `"all_heads"`, which also
     sums over the heads: column h' * P + p of row h, counted from 0, is the share of pseudo-head p of head h'
-    (Definition 3).
-    """
+    (Definition 3)."""
 
     def __init__(self, num_heads: int, num_pseudo_heads: int, pseudo_collapse: str):
         super().__init__()
@@ -96,8 +94,7 @@ class InterleavedHeadAttention(MultiHeadAttention):
 
     The cache holds base keys and values at token length, as Llama's does. The virtual ones are rebuilt from it. Mixing
     acts across heads and RoPE within a head, so they commute, and R_{nP+p} = R_p R_{nP}. The cached keys are rotated
-    to nP, and the remaining rotation R_p is the same for every token.
-    """
+    to nP, and the remaining rotation R_p is the same for every token."""
 
     mixing_modules = ("q_mix", "k_mix", "v_mix", "collapse")
 
@@ -142,8 +139,8 @@ class InterleavedHeadAttention(MultiHeadAttention):
         mixing = (self.q_mix(query_states), self.k_mix(key_states), self.v_mix(value_states))
         weights = IHAWeights(*mixing, self.collapse(query_states), rotation)
         if attention_form == "absorbed":
-            where = {"window": self.sliding_window, "document_ids": document_ids, "attention_mask": attention_mask}
-            return absorbed_attention(*states, weights, self.scaling, **where), None
+            where = (self.sliding_window, document_ids, attention_mask)
+            return absorbed_attention(*states, weights, self.scaling, *where), None
         arguments = (*states, weights, attention_mask)
         kwargs = virtual_kwargs({**kwargs, "document_ids": document_ids}, self.num_pseudo_heads)
         if attention_form == "recomputed":

@@ -13,8 +13,7 @@ from .score_matrix import ScoreMatrixAttention
 class HeadTalk(nn.Module):
     """Map scores or weights linearly across heads, by the logits or the weights projection of the paper.
 
-    `weight` [H, H] holds in row h, column g the share of head h in head g after the map.
-    """
+    `weight` [H, H] holds in row h, column g the share of head h in head g after the map."""
 
     def __init__(self, num_heads: int):
         super().__init__()
@@ -33,8 +32,7 @@ class TalkingHeadsAttention(ScoreMatrixAttention):
     """Mix the scores of the heads before the softmax, and their weights after it: talking-heads attention.
 
     Scores are mixed before they are masked, so that a masked score of one head never reaches another. With
-    grouped-query attention each of the H query heads has its own scores, and all H of them mix.
-    """
+    grouped-query attention each of the H query heads has its own scores, and all H of them mix."""
 
     mixing_modules = ("score_mix", "weight_mix")
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the mask of every kind of layer, from inputs whose lengths are in tokens."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -98,12 +98,12 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
             )
         return _custom_mask(inputs, key, layer_idx)
     batch_size, length = inputs.inputs_embeds.shape[:2]
-    mask, cache, position_ids = inputs.attention_mask, inputs.past_key_values, inputs.position_ids
+    padding, cache, position_ids = inputs.attention_mask, inputs.past_key_values, inputs.position_ids
     create_mask = create_sliding_window_causal_mask if key.is_sliding else create_causal_mask
-    mask = create_mask(
-        config=VirtualView(config, sliding_window=(config.sliding_window or 0) * virtual),
+    mask: Any = create_mask(
+        config=VirtualView(config, sliding_window=(config.sliding_window or 0) * virtual),  # type: ignore[arg-type]
         inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, length * virtual, 0),
-        attention_mask=None if mask is None else mask.repeat_interleave(virtual, dim=1),
+        attention_mask=None if padding is None else padding.repeat_interleave(virtual, dim=1),
         past_key_values=None if cache is None else virtual_cache(cache, virtual),
         position_ids=None if position_ids is None else virtual_positions(position_ids, virtual),
         layer_idx=layer_idx,

@@ -102,6 +102,8 @@ class IHAMLP(LlamaMLP):
 class IHADecoderLayer(LlamaDecoderLayer):
     """Run Llama's decoder layer with this layer's kind of attention and the config's FFN."""
 
+    self_attn: MultiHeadAttention
+
     def __init__(self, config: IHAConfig, layer_idx: int):
         nn.Module.__init__(self)  # Llama's would first build the attention and FFN that are replaced here
         self.hidden_size = config.hidden_size
@@ -141,8 +143,8 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module):
         """Initialise as Llama does, and call `init_mechanism` of a mechanism's own modules."""
         super()._init_weights(module)
-        if hasattr(module, "init_mechanism"):
-            module.init_mechanism(self.config)
+        if init_mechanism := getattr(module, "init_mechanism", None):
+            init_mechanism(self.config)
 
 
 class IHAModel(IHAPreTrainedModel):
@@ -152,8 +154,7 @@ class IHAModel(IHAPreTrainedModel):
         attention_form (`str`, *optional*): how "iha" layers compute; it is not saved. `None` leaves it to
             `choose_form`. `"virtual"` is the algorithm as written at every length. `"base"` keeps base queries, keys
             and values only, as multi-head attention does: training expands them again in the backward pass, and one
-            token is decoded from them.
-    """
+            token is decoded from them."""
 
     attention_form: str | None = None
 
@@ -169,16 +170,18 @@ class IHAModel(IHAPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def create_masks(self, *inputs: torch.Tensor | Cache | None, **kwargs) -> dict[MaskKey, LayerMask]:
-        """Return the mask of every kind of layer.
-
-        `inputs` are the fields of [`MaskInputs`] after `config`. `kwargs` of the forward may declare documents."""
-        inputs = MaskInputs(self.config, *inputs, attention_form=self.attention_form)
-        core, device = self.config._attn_implementation, inputs.inputs_embeds.device.type
+    def create_masks(
+        self, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs
+    ) -> dict[MaskKey, LayerMask]:
+        """Return the mask of every kind of layer. `kwargs` of the forward may declare documents."""
+        inputs = MaskInputs(
+            self.config, inputs_embeds, attention_mask, past_key_values, position_ids, self.attention_form
+        )
+        core, device = self.config._attn_implementation, inputs_embeds.device.type
         if core == "flex_attention" and device == "cpu" and not torch.compiler.is_compiling():
             warnings.warn("FlexAttention compiled for a CPU may fail, crash or err in silence: use 'sdpa' or 'eager'.")
         check_packing(inputs, **kwargs)
-        return create_masks(inputs, [layer.mask_key for layer in self.layers])
+        return create_masks(inputs, [layer.mask_key for layer in self.layers])  # type: ignore[misc]  # all decoder layers
 
     def prepared_mask(self, key: MaskKey, mask: torch.Tensor | None, inputs_embeds: torch.Tensor) -> LayerMask:
         """Return the [`LayerMask`] that holds a mask over virtual tokens, [batch, 1, N * P, keys * P]."""
@@ -193,7 +196,7 @@ class IHAModel(IHAPreTrainedModel):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -254,7 +257,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # as in Llama
     _fsdp_plan = {"lm_head": "keep_full_weight"}
     forward = LlamaForCausalLM.forward
 
@@ -284,7 +287,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         It is `None` for a kind that caches more than Llama: the cache then waits for the first keys and values."""
         if not all(layer.self_attn.caches_like_llama for layer in self.model.layers):
             return None
-        return super()._get_static_cache_init_shape()
+        return super()._get_static_cache_init_shape()  # type: ignore[misc]  # of the mixin
 
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
@@ -306,7 +309,7 @@ class IHATaskHead:
 
     def __init__(self, config: IHAConfig):
         AutoModel.register(type(config), IHAModel, exist_ok=True)
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]  # of the head beside it
 
 
 class IHAForSequenceClassification(IHATaskHead, GenericForSequenceClassification, IHAPreTrainedModel): ...

@@ -45,12 +45,12 @@ class VirtualView:
         return getattr(self._target, name)
 
 
-def virtual_cache(cache: Cache, num_pseudo_heads: int) -> VirtualView:
+def virtual_cache(cache: Cache, num_pseudo_heads: int) -> Any:
     """Show a cache of base keys and values with lengths in virtual tokens."""
 
     def get_mask_sizes(query_length: int, layer_idx: int) -> tuple[int, int]:
-        sizes = cache.get_mask_sizes(query_length // num_pseudo_heads, layer_idx)
-        return tuple(size * num_pseudo_heads for size in sizes)
+        length, offset = cache.get_mask_sizes(query_length // num_pseudo_heads, layer_idx)
+        return length * num_pseudo_heads, offset * num_pseudo_heads
 
     def get_query_offset(layer_idx: int) -> int:
         return cache.get_query_offset(layer_idx) * num_pseudo_heads

@@ -73,8 +73,7 @@ def maskless_attention(
     lengths = document_bounds[0].diff().tolist()
     documents = zip(*(states.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for states in (query, key, value)))
     outputs = [
-        window_attention(core, module, *(states[None] for states in document), sliding_window, **kwargs)[0]
-        for document in documents
+        window_attention(core, module, q[None], k[None], v[None], sliding_window, **kwargs)[0] for q, k, v in documents
     ]
     return torch.cat(outputs, dim=1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:]), None
 
@@ -125,12 +124,12 @@ def varlen_attention(
     """Compute `maskless_attention` by one call of FlashAttention on the tokens of all rows."""
     bounds, longest = document_bounds
     batch, length = query.shape[0], query.shape[2]
-    options = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    options: dict = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     else:
         key, value = (repeat_kv(states, query.shape[1] // states.shape[1]) for states in (key, value))
     # Autocast leaves rotated queries and keys in float32, and does not reach this operator.
-    states = (states.to(value.dtype).transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    output = varlen_attn(*states, bounds, bounds, longest, longest, **options)
+    query, key, value = (states.to(value.dtype).transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    output = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
     return output.unflatten(0, (batch, length)), None
