@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -638,23 +639,34 @@ def test_of_many_runs_at_once_one_succeeds(tmp_path):
 # As users run them
 
 
-@pytest.mark.parametrize("how", ["NaN", "unread generation config"])
-def test_commands_of_their_own_process_are_quiet_but_for_one_line(how, sources, tmp_path):
-    # Imports may write lines of their own before "Reading".
-    shutil.copytree(sources / "llama", tmp_path / "source")
-    if how == "NaN":
-        set_weight("norm.weight", first_value(float("nan")))(tmp_path / "source")
-        set_config("pad_token_id", -1)(tmp_path / "source")
-    else:
-        write("generation_config.json", "{")(tmp_path / "source")
-    module = "conversion_scripts.convert_llama_to_iha"
+CONVERT_TWO = """
+import runpy, sys
+for source in ("nan", "unread"):
+    sys.argv = ["convert", source, "out", "--num-pseudo-heads", "2"]
+    try:
+        runpy.run_module("conversion_scripts.convert_llama_to_iha", run_name="__main__")
+    except SystemExit as stop:
+        print("Exit code", stop.code)
+"""
+
+
+def test_commands_of_their_own_process_are_quiet_but_for_one_line(sources, tmp_path):
+    nan, unread = (shutil.copytree(sources / "llama", tmp_path / name) for name in ("nan", "unread"))
+    set_weight("norm.weight", first_value(float("nan")))(nan)
+    set_config("pad_token_id", -1)(nan)
+    write("generation_config.json", "{")(unread)
     process = subprocess.run(
-        [sys.executable, "-m", module, "source", "out", "--num-pseudo-heads", "2"],
+        [sys.executable, "-u", "-c", CONVERT_TWO],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert_refused(process.returncode, process.stdout.partition("Reading source\n")[2], "source")
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    # Imports may write lines of their own before "Reading".
+    _, *outputs = re.split("^Reading .*\n", process.stdout, flags=re.MULTILINE)
+    assert len(outputs) == 2, process.stdout
+    for name, output in zip(("nan", "unread"), outputs):
+        error, code = output.split("Exit code ")
+        assert_refused(int(code), error, name)
+    assert {path.name for path in tmp_path.iterdir()} == {"nan", "unread"}

@@ -4,11 +4,10 @@ The last test goes a stranger's whole path, from a Llama to a fetched model that
 """
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +33,6 @@ from evaluation import run as evaluate
 from model_cards import render
 
 
-ROOT = Path(__file__).resolve().parents[1]
 CARD = """---
 license: mit
 base_model: me/base
@@ -48,12 +46,6 @@ model-index:
     - {type: accuracy, value: 0.123456}
 ---
 A model.
-"""
-# A push in a process of its own, which is killed before the load that it takes for granted would matter.
-PUSH = """
-from conversion_scripts import push_to_hub
-push_to_hub.load_in_clean_process = lambda source, **arguments: None
-push_to_hub.main()
 """
 
 
@@ -338,18 +330,15 @@ def test_from_a_llama_to_a_fetched_model(hub, tmp_path, monkeypatch, cli):
     assert code == 0 and "| gsm8k |" in (iha / "README.md").read_text(), err
 
     push = [iha, "me/new", "--tag", "v1", "--license", "apache-2.0", "--base-model", "me/llama"]
-    environment = os.environ | hub.environment(tmp_path / "home") | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PUSH, *push],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    hub.faults.append(Fault("PUT", "/lfs/", process.kill))
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == -signal.SIGKILL, out
+    with monkeypatch.context() as patch:
+        # The process is killed before the load that it takes for granted would matter.
+        patch.setattr(push_to_hub, "load_in_clean_process", lambda source, **arguments: None)
+        hub.use(patch, tmp_path / "home")
+        process = multiprocessing.get_context("fork").Process(target=cli, args=(push_to_hub, *push))
+        hub.faults.append(Fault("PUT", "/lfs/", process.kill))
+        process.start()
+        process.join(300)
+    assert process.exitcode == -signal.SIGKILL
     assert set(hub.head("me/new")) == {".gitattributes"} and hub.repositories["me/new"].references.keys() == {"main"}
     hub.faults.clear()
 

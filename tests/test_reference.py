@@ -246,6 +246,17 @@ def test_interleaving_is_a_view(recording_core, monkeypatch):
     assert all(recording_core[name].stride(-1) == 1 for name in ("query", "key", "value"))
 
 
+@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
+def test_a_new_layer_copies_its_heads_and_takes_their_mean(collapse):
+    config = small_config(num_pseudo_heads=3, pseudo_collapse=collapse, initializer_range=0.0)
+    layer = IHAForCausalLM(config).model.layers[0].self_attn
+    for mixing in (layer.q_mix.weight, layer.k_mix.weight, layer.v_mix.weight):
+        assert torch.equal(mixing, torch.eye(len(mixing))[..., None].expand(-1, -1, 3))
+    states = torch.randn(2, 5 * 3, 4, 8)
+    collapsed = attention_iha.collapse(states, layer.collapse.weight, 3)
+    torch.testing.assert_close(collapsed, states.unflatten(1, (5, 3)).mean(2))
+
+
 @pytest.mark.parametrize(("num_heads", "num_pseudo_heads"), [(4, 1), (4, 3), (2, 5)])
 def test_extra_parameters(num_heads, num_pseudo_heads):
     """Count 4 H^2 P more than multi-head attention: 3 H^2 P of mixing and H^2 P of collapse (IHA, Theorem 2)."""

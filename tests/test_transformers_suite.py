@@ -132,7 +132,7 @@ class CommonTests:
 
 
 def leave_to_test_full(*names: str) -> Callable[[type], type]:
-    """Mark inherited tests of a suite as slow: each takes 10 s or more, and others of the suite cover its ground."""
+    """Mark inherited tests of a suite as slow: they take long, and other tests cover their ground."""
 
     def mark(suite: type) -> type:
         for name in names:
@@ -146,12 +146,17 @@ def leave_to_test_full(*names: str) -> Callable[[type], type]:
     return mark
 
 
+# The suite of "iha" has them; test_mechanisms.py compares every kind on eager and SDPA, and trains it.
+ONCE = (
+    "test_bc_torch_dtype",
+    "test_training_overfit",
+    *(name for name in dir(ModelTesterMixin) if name.startswith("test_eager_matches_sdpa_inference")),
+)
 # Attention to pairs takes long for the long inputs of these.
 LONG_INPUTS = (
     "test_model_rope_scaling_from_config_0_linear",
     "test_model_rope_scaling_from_config_1_dynamic",
     "test_model_rope_scaling_from_config_2_yarn",
-    "test_training_overfit",
 )
 
 
@@ -174,6 +179,7 @@ class ShardedSuite(CommonTests, FSDPTesterMixin, unittest.TestCase):
     attention_kinds = ["iha", "mha"]
 
 
+@leave_to_test_full(*ONCE)
 class TalkingHeadsAndDiffSuite(
     CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
 ):
@@ -182,14 +188,18 @@ class TalkingHeadsAndDiffSuite(
     attention_kinds = ["talking_heads", "diff"]
 
 
-class DynamicallyComposableSuite(
+@leave_to_test_full(*ONCE)
+class DynamicallyComposableAndHyperFeatureSuite(
     CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
 ):
-    attention_kinds = ["dcmha", "dcmha"]
+    attention_kinds = ["dcmha", "hyper_feature"]
 
 
-class PairTests(CommonTests):
-    """Leave out the distributed tests: they shard nothing that one kind has and another has not."""
+@leave_to_test_full(*ONCE, *LONG_INPUTS)
+class SimplicialAndHyperSuite(
+    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
+):
+    attention_kinds = ["simplicial", "hyper"]
 
     def test_retain_grad_hidden_states_attentions(self):
         """Expect no gradient of the attentions: nothing is computed from these sums of weights of pairs."""
@@ -200,17 +210,3 @@ class PairTests(CommonTests):
             hidden_states.retain_grad()
         outputs.last_hidden_state[0, 0, 0].backward()
         self.assertTrue(all(hidden_states.grad is not None for hidden_states in outputs.hidden_states))
-
-
-@leave_to_test_full(*LONG_INPUTS)
-class HyperFeatureAndHyperSuite(
-    PairTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
-):
-    attention_kinds = ["hyper_feature", "hyper"]
-
-
-@leave_to_test_full(*LONG_INPUTS)
-class SimplicialAndHyperSuite(
-    PairTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
-):
-    attention_kinds = ["simplicial", "hyper"]
