@@ -10,8 +10,9 @@ import fake_flash  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from helpers import command, keep_base_states  # noqa: E402
+from tiny_training import ROOT, preset_config, saved, training_rows, write_jsonl  # noqa: E402
 
-from modeling_iha import attention_hyper, score_matrix, tuple_attention, window_blocks  # noqa: E402
+from modeling_iha import IHAForCausalLM, attention_hyper, score_matrix, tuple_attention, window_blocks  # noqa: E402
 
 
 torch.set_num_threads(1)
@@ -21,6 +22,25 @@ torch.set_num_threads(1)
 def cli(monkeypatch, capsys):
     """Run a command in this process, as `helpers.command` does."""
     return partial(command, monkeypatch, capsys)
+
+
+@pytest.fixture
+def in_repository_root(monkeypatch):
+    """Start where recipes name their chat templates from, as the documented command does."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory) -> str:
+    """Write 20 rows to fine-tune on."""
+    return write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", training_rows(20))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> str:
+    """Save a tiny model of two "iha" layers, and a tokenizer of bytes."""
+    torch.manual_seed(0)
+    return saved(IHAForCausalLM(preset_config()), tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
