@@ -65,6 +65,15 @@ def one_line(error: BaseException) -> str:
     return printable(" ".join(str(error).split())) or type(error).__name__
 
 
+@contextmanager
+def refusing(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn these exceptions of the block into a `UserError` that says `what` and the library's message."""
+    try:
+        yield
+    except errors as error:
+        raise UserError(f"{what}: {one_line(error)}") from error
+
+
 def printable(text: str) -> str:
     """Return `text` with its control characters escaped, because a terminal acts on those that a stranger wrote."""
     return "".join(
@@ -341,6 +350,12 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
             if not isinstance(row, dict):
                 raise UserError(f"{path}, row {number}: expected a JSON object, got {row!r:.80}.")
             yield row
+
+
+def write_jsonl(path: str | os.PathLike, rows: list[dict]) -> None:
+    """Write rows of JSON values to `path`, one to a line, whole or not at all."""
+    with whole_file(path) as temporary:
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, ge
 import yaml
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from common.command_io import UserError, one_line, read_yaml
+from common.command_io import UserError, one_line, read_yaml, refusing
 
 
 if TYPE_CHECKING:
@@ -39,63 +39,40 @@ BEST_BY = {
 }
 
 
+def option(help: str, default: Any = None, choices: tuple[str, ...] | None = None) -> Any:
+    """Declare a key of a recipe."""
+    return field(default=default, metadata={"help": help} | ({"choices": choices} if choices else {}))
+
+
 @dataclass(kw_only=True)
 class RunArguments(ScriptArguments, ModelConfig):
     """Hold TRL's arguments of scripts and models, and what a run needs beside them."""
 
-    model_name_or_path: str = field(metadata={"help": "Checkpoint directory or id on the Hub to start from."})
-    dataset_name: str = field(
-        metadata={
-            "help": "Rows: a directory of sft/prepare.py, a .jsonl, .parquet or .txt file, an id on the Hub, or a "
-            ".yaml mixture of them."
-        }
+    model_name_or_path: str = option("Checkpoint directory or id on the Hub to start from.", MISSING)
+    dataset_name: str = option(
+        "Rows: a directory of sft/prepare.py, a .jsonl, .parquet or .txt file, a .yaml mixture, an id on the Hub.",
+        MISSING,
     )
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to read of a dataset on the Hub."})
-    dataset_streaming: bool = field(
-        default=False, metadata={"help": "Read and tokenize the rows as they are used; needs max_steps."}
+    dataset_train_split: str = option("Split to read of a dataset on the Hub.", "train")
+    dataset_streaming: bool = option("Read and tokenize the rows as they are used; needs max_steps.", False)
+    dtype: str = option("Type of the trained weights.", "float32", ("float32", "bfloat16", "float16"))
+    eval_size: float = option("Rows held out for evaluation: a share below 1, or a number of rows.", 0.0)
+    sample_prompts: int = option("Held-out prompts that the model answers, greedily, at each evaluation.", 2)
+    attention_form: str | None = option(
+        'How "iha" layers compute: see IHAModel.attention_form.', choices=("virtual", "base")
     )
-    dtype: str = field(
-        default="float32",
-        metadata={"help": "Type of the trained weights.", "choices": ("float32", "bfloat16", "float16")},
+    num_pseudo_heads: int | None = option("P that the recipe is for; another P of the checkpoint is refused.")
+    max_position_embeddings: int | None = option("Positions, in tokens, that the trained checkpoint declares.")
+    rope_theta: float | None = option("RoPE base to train with, which the trained checkpoint keeps.")
+    sliding_window: int | None = option("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
+    memory_gb: float | None = option("Memory of a device in GB to plan for, instead of what this machine has.")
+    mixing_lr_multiplier: float | None = option(
+        "Learning rate of the mixing and collapse weights, in units of learning_rate: 40 by default."
     )
-    eval_size: float = field(
-        default=0.0, metadata={"help": "Rows held out for evaluation: a share below 1, or a number of rows."}
+    mixing_learning_rate: float | None = option(
+        "Learning rate of the mixing and collapse weights by itself, in place of the multiplier."
     )
-    sample_prompts: int = field(
-        default=2, metadata={"help": "Held-out prompts that the model answers, greedily, at each evaluation."}
-    )
-    attention_form: str | None = field(
-        default=None,
-        metadata={"help": 'How "iha" layers compute: see IHAModel.attention_form.', "choices": ("virtual", "base")},
-    )
-    num_pseudo_heads: int | None = field(
-        default=None, metadata={"help": "P that the recipe is for; another P of the checkpoint is refused."}
-    )
-    max_position_embeddings: int | None = field(
-        default=None, metadata={"help": "Positions, in tokens, that the trained checkpoint declares."}
-    )
-    rope_theta: float | None = field(
-        default=None, metadata={"help": "RoPE base to train with, which the trained checkpoint keeps."}
-    )
-    sliding_window: int | None = field(
-        default=None, metadata={"help": "Window of the sliding layers, in tokens, which the trained checkpoint keeps."}
-    )
-    memory_gb: float | None = field(
-        default=None, metadata={"help": "Memory of a device in GB to plan for, instead of what this machine has."}
-    )
-    mixing_lr_multiplier: float | None = field(
-        default=None,
-        metadata={
-            "help": "Learning rate of the mixing and collapse weights, in units of learning_rate: 40 by default."
-        },
-    )
-    mixing_learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Learning rate of the mixing and collapse weights by itself, in place of the multiplier."},
-    )
-    push_repo_id: str | None = field(
-        default=None, metadata={"help": "Repository on the Hub, such as me/model, to publish the final model in."}
-    )
+    push_repo_id: str | None = option("Repository on the Hub, such as me/model, to publish the final model in.")
 
     def mixing_rate(self, learning_rate: float) -> float:
         """Return the peak learning rate of the mixing and collapse weights beside the backbone's."""
@@ -134,14 +111,12 @@ class RecipeParser(TrlParser):
         Raises `UserError` for an unknown key or an impossible value.
         """
         self._given = argv
-        try:
+        if argv[-1:] == ["--config"]:
+            self.error("--config needs a YAML file")
+        with refusing("invalid configuration", ValueError, TypeError, ImportError, yaml.YAMLError):
             if "--config" in argv:
                 read_yaml(argv[argv.index("--config") + 1])  # TRL would take the last of two equal keys
             return self.parse_args_and_config(argv)
-        except IndexError:
-            self.error("--config needs a YAML file")
-        except (ValueError, TypeError, ImportError, yaml.YAMLError) as error:
-            raise UserError(f"invalid configuration: {one_line(error)}") from error
 
     def set_defaults_with_config(self, **config) -> list[str]:
         if RATES_OF_MIXING & {word.partition("=")[0].removeprefix("--") for word in self._given}:
@@ -254,10 +229,8 @@ def check_values(run: RunArguments, args: "TrainingArguments") -> None:
             f"{run.mixing_learning_rate:g} both set the rate of the mixing weights: give one of them."
         )
     if run.push_repo_id is not None:
-        try:
+        with refusing(f"push_repo_id {run.push_repo_id!r} is no repository id", HFValidationError):
             validate_repo_id(run.push_repo_id)
-        except HFValidationError as error:
-            raise UserError(f"push_repo_id {run.push_repo_id!r} is no repository id: {one_line(error)}") from error
         source = run.model_name_or_path
         if source_license(source) is None or source_base_model(source) is None:
             raise UserError(
@@ -269,46 +242,25 @@ def check_values(run: RunArguments, args: "TrainingArguments") -> None:
     # Of SFT and DPO only.
     if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
         raise UserError("activation_offloading would move activations to the CPU, on a CPU: remove the key.")
-    _check_packages(args)
-    _check_names(args)
+    _check_early(args)
     chat_template(args)
 
 
-def _check_names(args: "TrainingArguments") -> None:
-    """Refuse names that PyTorch or the evaluation do not know, and options that the schedule does not have."""
+def _check_early(args: "TrainingArguments") -> None:
+    """Refuse what the libraries refuse too, but only where it is used, hours later for the evaluation's metric."""
     import torch
-    from accelerate.utils import DynamoBackend
-    from transformers import get_scheduler
+    from transformers import Trainer, get_scheduler
+    from transformers.integrations import get_reporting_integration_callbacks
 
-    allowed = {"metric_for_best_model": BEST_BY[type(args).__name__]}
-    if args.torch_compile_backend is not None:
-        names = (name.lower() for name in DynamoBackend.__members__)
-        allowed["torch_compile_backend"] = [name for name in names if name in torch._dynamo.list_backends(())]
-    if args.torch_compile_mode is not None:
-        allowed["torch_compile_mode"] = list(torch._inductor.list_mode_options())
-    for key, names in allowed.items():
-        value = getattr(args, key)
-        if value is not None and value.removeprefix("eval_") not in names:
-            raise UserError(f"{key} is {value!r}: expected one of {', '.join(names)}.")
-    try:
+    metric, known = args.metric_for_best_model, BEST_BY[type(args).__name__]
+    if metric is not None and metric.removeprefix("eval_") not in known:
+        raise UserError(f"metric_for_best_model is {metric!r}: expected one of {', '.join(known)}.")
+    with refusing(f"lr_scheduler_kwargs {args.lr_scheduler_kwargs}", TypeError, ValueError):
         optimizer = torch.optim.SGD([torch.zeros(1)])
         get_scheduler(args.lr_scheduler_type, optimizer, 1, 2, args.lr_scheduler_kwargs)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"lr_scheduler_kwargs {args.lr_scheduler_kwargs}: {one_line(error)}") from error
-
-
-def _check_packages(args: "TrainingArguments") -> None:
-    """Refuse a tracker or an optimiser that is unknown or not installed."""
-    from transformers import Trainer, integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    for name in args.report_to:
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise UserError(
-                f"report_to {name!r} is unknown: expected none, all or {', '.join(INTEGRATION_TO_CALLBACK)}."
-            )
-        if name not in integrations.get_available_reporting_integrations():
-            raise UserError(f"report_to {name!r} needs its package: pip install {name}, or set report_to to none.")
+    with refusing(f"report_to {', '.join(args.report_to)}", ImportError, RuntimeError, ValueError):
+        for callback in get_reporting_integration_callbacks(args.report_to):
+            callback()
     try:
         Trainer.get_optimizer_cls_and_kwargs(args)
     except (ImportError, ValueError, TypeError) as error:
@@ -327,7 +279,5 @@ def read_chat_template(path: str) -> str:
     template = Path(path)
     if template.suffix != ".jinja" or not template.is_file():
         raise UserError(f"chat_template_path: {template} is not a .jinja file.")
-    try:
+    with refusing(f"chat_template_path: {template} is not UTF-8 text", UnicodeDecodeError):
         return template.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"chat_template_path: {template} is not UTF-8 text: {one_line(error)}") from error

@@ -144,16 +144,8 @@ def prepare_model(
     if run.attention_form is not None:
         model.base_model.attention_form = run.attention_form
     if run.attn_implementation is not None:
-        try:
-            model.set_attn_implementation(run.attn_implementation)
-        except (ValueError, ImportError) as error:
-            raise UserError(f"attn_implementation {run.attn_implementation!r}: {one_line(error)}") from error
+        model.set_attn_implementation(run.attn_implementation)
     tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
-    for key in ("eos_token", "pad_token"):
-        if (token := getattr(args, key, None)) is not None and token not in tokenizer.get_vocab():
-            raise UserError(
-                f"{key} {token!r} is no token of {run.model_name_or_path}: give one that is, or remove the key."
-            )
     if template is not None:
         tokenizer.chat_template = template
     return model, tokenizer

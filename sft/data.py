@@ -4,9 +4,8 @@ TRL ignores OpenThoughts' `system` column and does not rename its roles. It sile
 away. So both steps are done here, where a bad row can be named.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +13,11 @@ import numpy as np
 import yaml
 from datasets import Dataset, Features, IterableDataset, List, Value, interleave_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from pyarrow.parquet import ParquetFile
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-from common.command_io import UserError, file_sha256, one_line, open_plain_or_gzip, read_jsonl, read_yaml
+from common.command_io import UserError, file_sha256, one_line, open_plain_or_gzip, read_jsonl, read_yaml, refusing
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -34,23 +34,12 @@ TOKEN_COLUMNS = {
     "num_tokens": Value("int64"),
     "first_label": Value("int64"),
 }
-SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 Rows = Dataset | IterableDataset
+# What converts a row, given with what names it in errors, to the columns kept.
+Convert = Callable[[dict, str], dict]
 
 
 # One row
-
-
-def row_kind(row: dict, where: str) -> str:
-    """Return `"messages"` for a row of turns and `"text"` for one of plain text, and refuse a row of neither."""
-    if any(row.get(name) is not None for name in TURN_KEYS):
-        return "messages"
-    if row.get("text") is not None:
-        return "text"
-    raise UserError(
-        f"{where}: column 'conversations' (or 'messages', or 'text') is missing; the row has {sorted(row)}. "
-        "Expected OpenThoughts rows, rows with 'messages', or plain text in 'text'."
-    )
 
 
 def to_messages(row: dict, where: str) -> list[dict[str, str]]:
@@ -64,7 +53,7 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
     if not columns:
         raise UserError(
             f"{where}: column 'conversations' (or 'messages') is missing; the row has {sorted(row)}. "
-            "Expected OpenThoughts rows or rows with 'messages'."
+            "Expected OpenThoughts rows or rows with 'messages'; sft/train.py also takes plain text in 'text'."
         )
     if len(columns) > 1:
         raise UserError(f"{where}: columns 'messages' and 'conversations' both hold turns; remove one of them.")
@@ -93,6 +82,12 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
     return messages
 
 
+def row_kind(row: dict) -> str:
+    """Return `"text"` for a row of plain text, else `"messages"`."""
+    has_turns = any(row.get(name) is not None for name in TURN_KEYS)
+    return "text" if row.get("text") is not None and not has_turns else "messages"
+
+
 def to_row(row: dict, where: str, kind: str) -> dict:
     """Convert a row of any schema to its one column `kind` (see `KINDS`), or name row and column in an error."""
     if kind == "messages":
@@ -117,6 +112,20 @@ def _text(value: object, place: str, may_be_empty: bool = False) -> str:
 # All rows of a source
 
 
+def _read_parquet(file: Path) -> Iterator[dict]:
+    for batch in ParquetFile(file).iter_batches():
+        yield from batch.to_pylist()
+
+
+def _read_text(file: Path) -> Iterator[dict]:
+    with open_plain_or_gzip(file) as content, refusing(f"{file}: not UTF-8 text", UnicodeDecodeError):
+        yield {"text": content.read().decode()}
+
+
+# What the name of a file ends with, without .gz -> what yields its rows; all but Parquet may be compressed.
+READERS = {".jsonl": read_jsonl, ".json": read_jsonl, ".parquet": _read_parquet, ".txt": _read_text}
+
+
 def local_files(name: str) -> list[Path]:
     """Return the files of a local source, sorted by name, or none for the id of a dataset on the Hub.
 
@@ -124,15 +133,13 @@ def local_files(name: str) -> list[Path]:
     """
     path = Path(name)
     if not path.exists():
-        if _suffix(path) in SUFFIXES:
-            raise UserError(
-                f"{name}: no such file; expected {', '.join(SUFFIXES)}, or the id of a dataset on the Hub."
-            )
+        if _suffix(path) in READERS:
+            raise UserError(f"{name}: no such file; expected {', '.join(READERS)}, or the id of a dataset on the Hub.")
         return []
     path = path.resolve()
     files = sorted(file for file in path.iterdir() if not file.name.startswith(".")) if path.is_dir() else [path]
-    if not files or len({_suffix(file) for file in files}) > 1 or _suffix(files[0]) not in SUFFIXES:
-        raise UserError(f"{name}: expected a file or a folder of files of one type among {', '.join(SUFFIXES)}.")
+    if not files or len({_suffix(file) for file in files}) > 1 or _suffix(files[0]) not in READERS:
+        raise UserError(f"{name}: expected a file or a folder of files of one type among {', '.join(READERS)}.")
     if special := [file for file in files if not file.is_file()]:
         raise UserError(
             f"{special[0]} is no regular file; rows are read more than once, so write them into one first."
@@ -153,33 +160,31 @@ def _suffix(path: Path) -> str:
 
 
 def _read_rows(files: list[Path]) -> Iterator[tuple[dict, str]]:
-    """Yield the rows of JSON-lines files and, one a file, of text files, each with what names it in errors."""
+    """Yield the rows of files, each with what names it in errors."""
     for file in files:
-        if _suffix(file) == ".txt":
-            with open_plain_or_gzip(file) as content:
-                try:
-                    yield {"text": content.read().decode()}, str(file)
-                except UnicodeDecodeError as error:
-                    raise UserError(f"{file}: not UTF-8 text ({error}).") from None
-        else:
-            for number, row in enumerate(read_jsonl(file), 1):
-                yield row, f"{file}, row {number}"
+        for number, row in enumerate(READERS[_suffix(file)](file), 1):
+            yield row, f"{file}, row {number}"
 
 
-def _converted(files: list[Path], hashes: list[str], convert: Callable[[dict, str], dict]) -> Iterator[dict]:
+def _converted(files: list[Path], hashes: list[str], convert: Convert) -> Iterator[dict]:
     # `hashes` is not read: it makes the cached conversion of a file that has changed invalid.
     for row, where in _read_rows(files):
         yield convert(row, where)
+
+
+def messages_or_text(first: dict) -> tuple[Convert, Features]:
+    """Return how to convert the rows of a source to the kind of its first row, and what they hold then."""
+    kind = row_kind(first)
+    return partial(to_row, kind=kind), Features({kind: KINDS[kind]})
 
 
 def load_rows(
     name: str,
     split: str = "train",
     streaming: bool = False,
-    convert: Callable[[dict, str, str], dict] = to_row,
-    columns: tuple[str, ...] = (),
+    schema: Callable[[dict], tuple[Convert, Features]] = messages_or_text,
 ) -> Rows:
-    """Load rows of the one column `messages` or `text`, whichever the first row of a source has.
+    """Load and convert the rows of a source.
 
     Args:
         name: a .jsonl, .parquet or .txt file (one document), the first and last also compressed by gzip, a folder of
@@ -187,31 +192,23 @@ def load_rows(
         split: of a dataset on the Hub.
         streaming: read the rows as they are used. Else they are converted once into a memory-mapped cache, so a source
             may be larger than memory.
-        convert: from a row, what names it in errors, and the kind, to the columns kept: `to_row`, or more columns.
-        columns: the names of further columns that `convert` makes, of text.
+        schema: from the first row, what converts a row and the features of the converted rows.
 
     Raises `UserError` for a missing or empty source and for a bad row.
     """
     files = local_files(name)
-    hashes = ["" if streaming else file_sha256(file) for file in files]  # a stream is not cached
     try:
-        if files and _suffix(files[0]) != ".parquet":
-            first, where = next(_read_rows(files), (None, name))
-            source = None
+        if files:
+            first, _ = next(_read_rows(files), (None, name))
         else:
-            # The name of a configuration is part of the name of its cache.
-            content = hashlib.sha256("".join(hashes).encode()).hexdigest()
-            parquet = {"path": "parquet", "name": content, "data_files": list(map(str, files)), "split": "train"}
-            arguments = parquet if files else {"path": name}
-            source = load_dataset(**{"split": split, **arguments}, streaming=streaming)
-            first, where = next(iter(source), None), f"{name}, row 1"
+            source = load_dataset(name, split=split, streaming=streaming)
+            first = next(iter(source), None)
         if first is None:
             raise UserError(f"{name}: it holds no rows.")
-        kind = row_kind(first, where)
-        convert = partial(convert, kind=kind)
-        features = Features({kind: KINDS[kind], **dict.fromkeys(columns, Value("string"))})
-        if source is None:
+        convert, features = schema(first)
+        if files:
             make = IterableDataset.from_generator if streaming else Dataset.from_generator
+            hashes = ["" if streaming else file_sha256(file) for file in files]  # a stream is not cached
             arguments = {"files": files, "hashes": hashes, "convert": convert}
             return make(_converted, features=features, gen_kwargs=arguments)
         progress = {} if streaming else {"desc": "Converting rows"}
@@ -234,16 +231,10 @@ def load_rows(
 # Tokens
 
 
-@contextmanager
-def rendering(what: str) -> Iterator[None]:
-    """Raise `UserError` for whatever a chat template fails with in the block.
-
-    A template is a program: it divides by zero, loops and fails in other ways than Jinja's own.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise UserError(f"{what}: the chat template does not take it: {one_line(error)}") from None
+def rendering(what: str) -> AbstractContextManager[None]:
+    """Raise `UserError` for whatever a chat template fails with in the block."""
+    # A template is a program: it divides by zero, loops and fails in other ways than Jinja's own.
+    return refusing(f"{what}: the chat template does not take it", Exception)
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> None:
@@ -359,10 +350,8 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
     file = Path(dataset_name)
     if file.suffix not in (".yaml", ".yml"):
         return [(dataset_name, 1.0)]
-    try:
+    with refusing(f"dataset_name: {dataset_name} cannot be read", OSError, ValueError, yaml.YAMLError):
         entries = read_yaml(file)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"dataset_name: {dataset_name} cannot be read: {one_line(error)}") from error
     expected = "expected a list of {path: NAME, share: NUMBER}"
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{dataset_name}: {expected}.")

@@ -2,34 +2,23 @@
 
 import os
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
-from accelerate import Accelerator, ParallelismConfig, init_empty_weights
+from accelerate import ParallelismConfig, init_empty_weights
 from accelerate.utils import DistributedType
 from peft import PeftModel, get_peft_model
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from common.checkpoint_io import load_config
-from common.command_io import UserError, one_line
+from common.command_io import UserError, refusing
 from sft.arguments import RunArguments
 
 
 # Kinds whose core sees all heads of the whole sequence at once, as Ulysses gives them.
 SHARED_SEQUENCE_KINDS = {"iha", "mha"}
 CONFIGS = "sft/accelerate_configs"
-# File or directory in which a checkpoint of the Trainer keeps the optimiser -> how the run was sharded that wrote it.
-OPTIMIZER_STATES = {
-    "optimizer.pt": "one process or DDP",
-    "optimizer.bin": "FSDP with FULL_STATE_DICT",
-    "optimizer_0": "FSDP with SHARDED_STATE_DICT",
-    "latest": "DeepSpeed",
-}
 
 
 # Before a model is loaded --------------------------------------------------------------------------------------------
@@ -67,10 +56,8 @@ def requested_parallelism(args: TrainingArguments) -> ParallelismConfig:
         return args.parallelism_config
     if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return ParallelismConfig(tp_size=1, cp_size=1, sp_size=1)
-    try:
+    with refusing("parallelism_config", ValueError):
         return ParallelismConfig()
-    except ValueError as error:
-        raise UserError(f"parallelism_config: {one_line(error)}") from error
 
 
 def _flag(name: str) -> bool:
@@ -97,7 +84,6 @@ def _check_sharding(args: TrainingArguments) -> None:
     resolved = args.distributed_state.distributed_type
     on_cpu = resolved in (DistributedType.NO, DistributedType.MULTI_CPU)
     if args.deepspeed or _flag("ACCELERATE_USE_DEEPSPEED"):
-        _check_deepspeed("DeepSpeed")
         if on_cpu:
             raise UserError(
                 f"DeepSpeed would silently train unsharded on the CPU ({resolved}): use {CONFIGS}/ddp.yaml."
@@ -113,19 +99,13 @@ def _check_sharding(args: TrainingArguments) -> None:
             raise UserError(f"FSDP version {version}: expected 'fsdp_version: 2', as in {CONFIGS}/fsdp2.yaml.")
 
 
-def _check_deepspeed(what: str) -> None:
-    if find_spec("deepspeed") is None:
-        raise UserError(f"{what} needs the package deepspeed: pip install deepspeed")
-
-
 def _check_shared_sequence(run: RunArguments, args: TrainingArguments, parallelism: ParallelismConfig) -> None:
     size = parallelism.sp_size
     what = f"sequence parallelism (parallelism_config_sp_size: {size})"
     if not (args.fsdp or args.deepspeed or _flag("ACCELERATE_USE_FSDP") or _flag("ACCELERATE_USE_DEEPSPEED")):
         raise UserError(f"{what} needs FSDP2 or DeepSpeed: see {CONFIGS}/fsdp2_ulysses.yaml.")
-    _check_deepspeed(what)
-    if args.world_size % size:
-        raise UserError(f"{what} does not divide the {args.world_size} processes.")
+    if find_spec("deepspeed") is None:
+        raise UserError(f"{what} needs the package deepspeed: pip install deepspeed")
     if not parallelism.sp_handler.sp_seq_length_is_variable:
         raise UserError(f"{what}: set parallelism_config_sp_seq_length_is_variable to true; batches differ in length.")
     config = load_config(run.model_name_or_path)
@@ -175,48 +155,13 @@ class DistributedTrainer(Trainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         if self.sequence_pieces > 1:
             keep_heads_apart(self.accelerator.parallelism_config.sp_handler.sp_attn_implementation)
-        check_wrapped(self.accelerator, self.model_wrapped)
         return prepared
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        check_resumable(self.accelerator, Path(resume_from_checkpoint))
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.is_fsdp_enabled:
             export(self, output_dir or self.args.output_dir)
         else:
             super().save_model(output_dir, _internal_call)
-
-
-def check_wrapped(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Raise `UserError` when `model` is not wrapped as `accelerator` says: training would go on, unsharded."""
-    kind = accelerator.distributed_type
-    if kind == DistributedType.FSDP:
-        wrapped = isinstance(model, FSDPModule) and all(isinstance(value, DTensor) for value in model.parameters())
-    elif kind == DistributedType.DEEPSPEED:
-        wrapped = type(model).__name__ == "DeepSpeedEngine"
-    else:
-        wrapped = accelerator.num_processes == 1 or isinstance(model, DistributedDataParallel)
-    if not wrapped:
-        raise UserError(
-            f"the launch asks for {kind.value}, and the model is a plain {type(model).__name__}: not trained."
-        )
-
-
-def check_resumable(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Raise `UserError` when the run that wrote `checkpoint` was sharded in another way than this one."""
-    if accelerator.distributed_type == DistributedType.FSDP:
-        kind = accelerator.state.fsdp_plugin.state_dict_type.name
-        expected = {"FULL_STATE_DICT": "optimizer.bin", "SHARDED_STATE_DICT": "optimizer_0"}[kind]
-    else:
-        expected = "optimizer.pt"
-    found = [name for name in OPTIMIZER_STATES if (checkpoint / name).exists()]
-    if found and expected not in found:
-        raise UserError(
-            f"{checkpoint} was written under {OPTIMIZER_STATES[found[0]]}, and this run is under "
-            f"{OPTIMIZER_STATES[expected]}: launch it with the accelerate config that it began with."
-        )
 
 
 class SharedSequenceCollator:

@@ -1,13 +1,12 @@
 """Make preference pairs from rows of make_reasoning_data.py: the row's own answer against a wrong one."""
 
 import argparse
-import json
 import random
 import string
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
+from common.command_io import UserError, check_output_file, read_json, run_cli, write_jsonl
 
 
 EXAMPLE = """examples:
@@ -40,7 +39,7 @@ if __name__ == "__main__":
 
 from sft.data import to_messages
 from sft.make_reasoning_data import extract_solution
-from sft.score_reasoning import check_rows, is_right
+from sft.score_reasoning import check_rows, is_right, read_rows
 
 
 def with_slip(answer: str, row: dict, where: str, source: random.Random) -> str:
@@ -88,9 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the file the command line asks for, whole or not at all. Raises `UserError`."""
     args = parse_arguments(argv)
     check_output_file(args.out)
-    rows = list(read_jsonl(args.rows))
-    if not rows:
-        raise UserError(f"{args.rows}: no rows.")
+    rows = read_rows(args.rows)
     replies = None
     if args.replies is not None:
         replies = read_json(args.replies).get("replies")
@@ -101,8 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pairs = make_pairs(rows, replies, args.seed)
     if not pairs:
         raise UserError(f"{args.replies}: every reply is right or empty, so there is nothing to prefer.")
-    with whole_file(args.out) as path:
-        path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    write_jsonl(args.out, pairs)
     print(f"{len(pairs)} pairs from {len(rows)} rows: {args.out}")
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.command_io import UserError, check_output_file, one_line, read_jsonl, run_cli, whole_file
+from common.command_io import UserError, check_output_file, read_jsonl, refusing, run_cli, write_jsonl
 
 
 EXAMPLE = """example:
@@ -115,22 +115,16 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
     """Make `rows` rows with different questions, none of them in `excluded`.
 
     Each row holds `system`, `conversations` (OpenThoughts-114k), and `generator` and `entry`, which the verifier
-    needs. Raises `UserError` for an unknown generator or option, for a seed or an option that the generator cannot
-    draw with, for a generator whose entries do not survive JSON or whose verifier rejects its own answer, and when
-    there are fewer different questions.
+    needs. Raises `UserError` for options that the generator cannot draw with, for a generator whose verifier rejects
+    its own answer, and when there are fewer different questions.
     """
-    try:
-        dataset = reasoning_gym.create_dataset(
-            generator, seed=seed * SEED_STRIDE, size=rows * DRAWS_PER_ROW, **options
-        )
-        dataset[0]
+    draws = rows * DRAWS_PER_ROW
     # Generators do not check all of their options, and fail in as many ways as there are generators.
-    except Exception as error:
-        raise UserError(
-            f"generator {generator!r} with seed {seed} and options {options}: {one_line(error)}"
-        ) from error
+    with refusing(f"generator {generator!r} with seed {seed} and options {options}", Exception):
+        dataset = reasoning_gym.create_dataset(generator, seed=seed * SEED_STRIDE, size=draws, **options)
+        dataset[0]
     seen, made = set(excluded), []
-    for index in range(rows * DRAWS_PER_ROW):
+    for index in range(draws):
         if len(made) == rows:
             return made
         entry = json.loads(json.dumps(dataset[index], default=str))
@@ -173,8 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_output_file(args.out)
     excluded = questions(args.exclude) if args.exclude else set()
     rows = make_rows(args.rows, args.seed, args.generator, dict(args.options), excluded)
-    with whole_file(args.out) as path:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_jsonl(args.out, rows)
     print(f"{len(rows)} rows of {args.generator}: {args.out}")
 
 

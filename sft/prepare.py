@@ -1,4 +1,4 @@
-"""Prepare rows for training once: convert, filter, deduplicate and tokenize them, and report their lengths."""
+"""Prepare rows for training once: convert, filter, deduplicate and tokenize them."""
 
 import argparse
 import hashlib
@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from common.command_io import UserError, file_sha256, new_directory, one_line, read_json, run_cli
+from common.command_io import UserError, file_sha256, new_directory, one_line, read_json, run_cli, write_json
 
 
 EXAMPLE = """
-OUT_DIR is what sft/train.py takes as dataset_name. It holds the rows, manifest.json (what they were made from and what
-was dropped), lengths.json and lengths.png. Rows are stored whole: a run cuts or packs them at its own max_length. A
-command that was stopped continues from the last finished step when it is given again; the steps are kept in the cache
-of the datasets library.
+OUT_DIR is what sft/train.py takes as dataset_name. It holds the rows and manifest.json, which says what they were made
+from and what was dropped. Rows are stored whole: a run cuts or packs them at its own max_length. A command that was
+stopped continues from the last finished step when it is given again; the steps are kept in the cache of the datasets
+library.
 
 example:
   python -m sft.prepare open-thoughts/OpenThoughts3-1.2M data/openthoughts3 --tokenizer checkpoints/qwen2.5-7b-iha \\
-      --chat-template sft/chat_templates/chatml.jinja --max-length 16384 --where domain=math domain=code --packing bfd
+      --chat-template sft/chat_templates/chatml.jinja --max-length 16384 --where domain=math domain=code
 """
 
 
@@ -52,7 +52,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="tokens at which the run will cut, for the report; rows without a token to learn within them are dropped",
     )
-    add("--packing", choices=("bfd", "bfd_split"), help="report what this packing makes of the rows")
     add(
         "--where",
         type=_pair,
@@ -78,20 +77,21 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import numpy as np
-from datasets import Dataset, load_from_disk
-from matplotlib.figure import Figure
+from datasets import Dataset, Features, Value, load_from_disk
 from transformers import PreTrainedTokenizerBase
-from trl import pack_dataset
 
 from common.checkpoint_io import load_tokenizer
 from sft.arguments import read_chat_template
 from sft.data import (
+    KINDS,
+    Convert,
     check_split,
     column,
     cut_summary,
     kind_of,
     load_rows,
     local_files,
+    row_kind,
     to_row,
     tokenize,
 )
@@ -99,14 +99,13 @@ from sft.data import (
 
 MANIFEST, ROWS = "manifest.json", "rows"
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99, 100)
-BINS = 50
 
 
 # What was prepared
 
 
 def is_prepared(name: str) -> bool:
-    """Whether `name` is a directory that this command made."""
+    """Return whether `name` is a directory that this command made."""
     return (Path(name) / MANIFEST).is_file()
 
 
@@ -191,10 +190,14 @@ def _keep(rows: Dataset, why_dropped: Callable[[dict], str | None], columns: lis
 def prepare(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Counter]:
     """Return the tokenized rows of `args.source` that are kept, and how many were dropped for which reason."""
     wanted = {name: {value for other, value in args.where if other == name} for name, _ in args.where}
-    convert = partial(_convert, columns=tuple(wanted), drops_bad_rows=args.drop_bad_rows)
     columns = [*(f"where {name}" for name in wanted), "problem", "digest"]
-    rows = load_rows(args.source, args.split, convert=convert, columns=tuple(columns))
 
+    def schema(first: dict) -> tuple[Convert, Features]:
+        kind = row_kind(first)
+        convert = partial(_convert, kind=kind, columns=tuple(wanted), drops_bad_rows=args.drop_bad_rows)
+        return convert, Features({kind: KINDS[kind], **dict.fromkeys(columns, Value("string"))})
+
+    rows = load_rows(args.source, args.split, schema=schema)
     dropped, seen = Counter(), set()
 
     def why_dropped(row: dict) -> str | None:
@@ -233,78 +236,25 @@ def _listed(counts: Counter) -> str:
     return ", ".join(f"{count:,} ({reason})" for reason, count in sorted(counts.items())) or "none"
 
 
-def lengths(rows: Dataset, max_length: int | None, packing: str | None) -> dict:
-    """Return the distribution of the rows' lengths, what `max_length` cuts, and what packing makes of them."""
-    num_tokens = column(rows, "num_tokens")
-    counts, edges = np.histogram(num_tokens, bins=BINS)
-    report = {
-        "rows": len(num_tokens),
-        "tokens": int(num_tokens.sum()),
-        "percentiles": {str(p): int(np.percentile(num_tokens, p, method="inverted_cdf")) for p in PERCENTILES},
-        "histogram": {"edges": edges.tolist(), "rows": counts.tolist()},
-    }
-    if max_length is not None:
-        lost = int(np.maximum(num_tokens - max_length, 0).sum())
-        report["max_length"] = {
-            "tokens": max_length,
-            "rows_cut": int((num_tokens > max_length).sum()),
-            "tokens_cut": lost,
-        }
-    if packing is not None:
-        packed = pack_dataset(rows.select_columns(["input_ids"]), max_length, packing)
-        kept = report["tokens"] - (report["max_length"]["tokens_cut"] if packing == "bfd" else 0)
-        report["packing"] = {
-            "strategy": packing,
-            "sequences": len(packed),
-            "share_filled": round(kept / (len(packed) * max_length), 4),
-        }
-    return report
-
-
-def content_hash(rows: Dataset) -> str:
-    """Return the SHA-256 of the tokens, labels and lengths of the rows, in their order."""
-    sha = hashlib.sha256()
-    for table in rows.select_columns(["input_ids", "labels", "num_tokens"]).with_format("arrow").iter(1000):
-        for name in ("input_ids", "labels"):
-            sha.update(table.column(name).combine_chunks().flatten().to_numpy().tobytes())
-        sha.update(table.column("num_tokens").to_numpy().tobytes())
-    return sha.hexdigest()
-
-
-def save(
-    rows: Dataset, dropped: Counter, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, directory: Path
+def make_manifest(
+    rows: Dataset, dropped: Counter, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
 ) -> dict:
-    """Write rows, manifest and length report into `directory`, and return the report.
+    """Return what the rows were made from and for, and what was dropped.
 
-    None holds a path or a time: the same input gives the same bytes.
+    It holds no path and no time: the same input gives the same manifest.
     """
-    rows.save_to_disk(str(directory / ROWS))
-    report = lengths(rows, args.max_length, args.packing)
-    files = local_files(args.source)
-    kind = kind_of(rows)
+    files, kind = local_files(args.source), kind_of(rows)
     options = ("where", "min_tokens", "max_tokens", "max_length", "drop_bad_rows")
-    manifest = {
+    return {
         **fingerprints(tokenizer, kind, kind == "messages" and not args.learn_all),
         "source": Path(args.source).name if files else args.source,
         "split": None if files else args.split,
         "files": {file.name: file_sha256(file) for file in files},
         "options": {name: getattr(args, name) for name in options},
-        "rows": report["rows"],
-        "tokens": report["tokens"],
+        "rows": len(rows),
+        "tokens": int(column(rows, "num_tokens").sum()),
         "dropped": dropped,
-        "content": content_hash(rows),
     }
-    for name, content in ((MANIFEST, manifest), ("lengths.json", report)):
-        (directory / name).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    figure = Figure()
-    axes = figure.subplots()
-    axes.stairs(report["histogram"]["rows"], report["histogram"]["edges"], fill=True)
-    if args.max_length is not None:
-        axes.axvline(args.max_length, color="black", label=f"max_length {args.max_length}")
-        axes.legend()
-    axes.set(xlabel="tokens", ylabel="rows", yscale="log")
-    figure.savefig(directory / "lengths.png", dpi=120)
-    return report
 
 
 # The command
@@ -316,9 +266,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("max_length", "min_tokens", "max_tokens", "num_proc"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
-    if args.packing and args.max_length is None:
-        raise UserError("--packing needs --max-length, the length of a packed sequence.")
-
     with new_directory(args.out) as directory:
         local_files(args.source)
         check_split(args.source, args.split)
@@ -326,15 +273,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.chat_template is not None:
             tokenizer.chat_template = read_chat_template(args.chat_template)
         rows, dropped = prepare(args, tokenizer)
-        report = save(rows, dropped, args, tokenizer, directory)
-    print(f"Dropped: {_listed(dropped)}.\n{report['rows']:,} rows of {report['tokens']:,} tokens: {args.out}")
-    print("Percentiles of the length: " + ", ".join(f"{p}%: {n:,}" for p, n in report["percentiles"].items()) + ".")
+        rows.save_to_disk(str(directory / ROWS))
+        manifest = make_manifest(rows, dropped, args, tokenizer)
+        write_json(directory / MANIFEST, manifest)
+    num_tokens = column(rows, "num_tokens")
+    print(f"Dropped: {_listed(dropped)}.\n{manifest['rows']:,} rows of {manifest['tokens']:,} tokens: {args.out}")
+    percentiles = np.percentile(num_tokens, PERCENTILES, method="inverted_cdf")
+    print("Percentiles of the length: " + ", ".join(f"{p}%: {n:,}" for p, n in zip(PERCENTILES, percentiles)) + ".")
     if args.max_length is not None:
-        print(cut_summary(column(rows, "num_tokens"), args.max_length))
-    if packed := report.get("packing"):
-        print(
-            f"Packing {packed['strategy']}: {packed['sequences']:,} sequences, filled to {packed['share_filled']:.1%}."
-        )
+        print(cut_summary(num_tokens, args.max_length))
 
 
 if __name__ == "__main__":

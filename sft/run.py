@@ -25,8 +25,8 @@ from common.command_io import (
     current_commit,
     file_sha256,
     new_directory,
-    one_line,
     read_json,
+    refusing,
     sole_writer,
     whole_file,
     write_json,
@@ -114,7 +114,9 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
     if is_main and checkpoint is not None:
         check_record(record, checkpoint.parent)
 
-    trainer = build(run, args)
+    # TRL, Transformers and PEFT refuse keys that do not go together when they get them.
+    with refusing("the recipe cannot be trained", ImportError, ValueError):
+        trainer = build(run, args)
     if checkpoint is not None:
         trainer.accelerator.print(f"Resuming from {checkpoint}.")
         args.eval_on_start = False  # the history of the checkpoint begins with that evaluation
@@ -122,7 +124,8 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     except NotFiniteError as error:
         if is_main:
-            note_stop(record, str(error), args.output_dir)
+            # For whoever starts it again.
+            write_json(Path(args.output_dir) / RECORD, record | {"stopped": str(error)})
         good = newest_complete_checkpoint(args.output_dir)
         last = f"The last good checkpoint is {good}" if good else "There is no checkpoint"
         raise UserError(
@@ -186,7 +189,7 @@ def keep_record(record: dict[str, dict], output_dir: str | Path) -> None:
         if stopped := kept.get("stopped"):
             print(f"This run stopped before at {stopped}", flush=True)
     else:
-        _write(record, directory)
+        write_json(directory / RECORD, record)
 
 
 def check_record(record: dict[str, dict], directory: Path) -> dict[str, dict]:
@@ -218,15 +221,6 @@ def check_record(record: dict[str, dict], directory: Path) -> dict[str, dict]:
     return kept
 
 
-def note_stop(record: dict[str, dict], reason: str, output_dir: str | Path) -> None:
-    """Add to the record kept in `output_dir` why the run stopped, for whoever starts it again."""
-    _write(record | {"stopped": reason}, Path(output_dir))
-
-
-def _write(record: dict[str, dict], directory: Path) -> None:
-    write_json(directory / RECORD, record)
-
-
 def _short(value: object) -> str:
     # Of a hash, enough to tell two apart.
     return value[:12] if isinstance(value, str) and len(value) >= 40 else repr(value)
@@ -254,10 +248,8 @@ def _identify_data(name: str) -> dict[str, str | None]:
     if path.is_dir():
         return {"sha256": hash_files(file for file in path.rglob("*") if file.is_file())}
     local_files(name)  # refuses the name of a file that is not there
-    try:
+    with refusing(f"cannot load dataset {name!r}", DatasetNotFoundError, ValueError, ConnectionError):
         return {"revision": load_dataset_builder(name).hash}
-    except (DatasetNotFoundError, ValueError, ConnectionError) as error:
-        raise UserError(f"cannot load dataset {name!r}: {one_line(error)}") from None
 
 
 def _identify_code() -> dict[str, str]:

@@ -124,6 +124,14 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
     return replies
 
 
+def read_rows(path: str | Path, limit: int | None = None) -> list[dict]:
+    """Return the first `limit` rows of a file, or all, and refuse an empty one."""
+    rows = list(islice(read_jsonl(path), limit))
+    if not rows:
+        raise UserError(f"{path}: no rows.")
+    return rows
+
+
 def check_rows(rows: list[dict]) -> list[list[dict]]:
     """Return the chat prompts of rows of make_reasoning_data.py.
 
@@ -173,9 +181,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             raise UserError(f"--{name.replace('_', '-')} {count}: expected at least 1.")
     if args.json is not None:
         check_output_file(args.json)
-    rows = list(islice(read_jsonl(args.data), args.limit))
-    if not rows:
-        raise UserError(f"{args.data}: no rows to score.")
+    rows = read_rows(args.data, args.limit)
     check_rows(rows)
     model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
     if model.device.type == "cpu":

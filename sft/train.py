@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 from trl import SFTConfig
 
-from sft.base_model import lora_config, prepare_model, run_config
+from sft.base_model import prepare_model, run_config
 from sft.memory_plan import check_memory
 from sft.run import run_recipe
 from sft.trainer import MixingTrainer, SampleReplies
@@ -42,15 +42,7 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
     model, tokenizer = prepare_model(run, args, config)
     check_packing(model, args)
     train_rows, eval_rows = training_rows(run, args, tokenizer)
-    trainer = MixingTrainer(
-        model=model,
-        args=args,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        processing_class=tokenizer,
-        peft_config=lora_config(run, model),
-        mixing_learning_rate=run.mixing_rate(args.learning_rate),
-    )
+    trainer = MixingTrainer.of_recipe(run, args, model, tokenizer, (train_rows, eval_rows))
     if run.dataset_streaming:
         # A resume skips the batches that were seen; a stream that ends would end the skipping with its first pass.
         trainer.train_dataset = trainer.train_dataset.repeat(None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from common.command_io import UserError, one_line, read_jsonl, run_cli
+from common.command_io import UserError, run_cli
 from sft.arguments import RunArguments, answer_help
 
 
@@ -28,13 +28,12 @@ if __name__ == "__main__":
     run_cli(lambda: answer_help(USAGE))  # before the imports below, which take seconds
 
 from accelerate import PartialState
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetNotFoundError
+from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
-from sft.base_model import lora_config, prepare_model, run_config
-from sft.data import check_split, rendering, to_messages
+from sft.base_model import prepare_model, run_config
+from sft.data import KINDS, check_split, load_rows, rendering, to_messages
 from sft.run import run_recipe
 from sft.trainer import RecipeTrainer
 from sft.training_rows import split_rows
@@ -78,38 +77,19 @@ def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
 
 
 def load_pairs(name: str, split: str) -> Dataset:
-    """Load the columns of `to_pair` from a local .jsonl file or a split of a dataset on the Hub.
-
-    Raises `UserError` for a missing or empty source and for a bad row.
-    """
-    if name.endswith((".jsonl", ".json")) or Path(name).exists():
-        if not Path(name).is_file():
-            raise UserError(f"{name}: no such file; expected a JSON-lines file or the id of a dataset on the Hub.")
-        check_split(name, split)
-        rows = read_jsonl(name)
-    else:
-        try:
-            rows = load_dataset(name, split=split)
-        except (DatasetNotFoundError, ValueError, ConnectionError) as error:
-            raise UserError(f"cannot load dataset {name!r}, split {split!r}: {one_line(error)}") from None
-    pairs = [to_pair(row, f"{name}, row {number}") for number, row in enumerate(rows, 1)]
-    if not pairs:
-        raise UserError(f"{name} holds no rows.")
-    return Dataset.from_list(pairs)
+    """Load the columns of `to_pair` from any source of `load_rows`."""
+    check_split(name, split)
+    return load_rows(name, split, schema=lambda _: (to_pair, Features(dict.fromkeys(COLUMNS, KINDS["messages"]))))
 
 
 def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOConfig) -> None:
     """Print how many pairs `max_length` cuts.
 
-    Raises `UserError` for a tokenizer without a chat template, and for a pair whose answers do not differ in what is
-    left: TRL drops some of them silently and learns nothing from the others.
+    Raises `UserError` for a pair whose answers do not differ in what is left: TRL drops some of them silently and
+    learns nothing from the others.
     """
-    if tokenizer.chat_template is None:
-        raise UserError("the tokenizer has no chat template: fine-tune the model with sft/train.py first.")
     if args.max_length is None:
         return
-    if args.max_length < 1:
-        raise UserError(f"max_length {args.max_length}: expected at least 1, or none for no limit.")
     kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     cut = 0
     for number, pair in enumerate(pairs, 1):
@@ -135,16 +115,7 @@ def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
     pairs = load_pairs(run.dataset_name, run.dataset_train_split)
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     check_lengths(pairs, tokenizer, args)
-    train_pairs, eval_pairs = split_rows(pairs, run, args)
-    return MixingDPOTrainer(
-        model=model,
-        args=args,
-        train_dataset=train_pairs,
-        eval_dataset=eval_pairs,
-        processing_class=tokenizer,
-        peft_config=lora_config(run, model),
-        mixing_learning_rate=run.mixing_rate(args.learning_rate),
-    )
+    return MixingDPOTrainer.of_recipe(run, args, model, tokenizer, split_rows(pairs, run, args))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

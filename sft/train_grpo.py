@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from common.command_io import UserError, read_jsonl, run_cli
+from common.command_io import UserError, run_cli
 from sft.arguments import RunArguments, answer_help
 
 
@@ -35,9 +35,9 @@ if __name__ == "__main__":
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from sft.base_model import lora_config, prepare_model, run_config
+from sft.base_model import prepare_model, run_config
 from sft.run import run_recipe
-from sft.score_reasoning import check_positions, check_rows, is_right
+from sft.score_reasoning import check_positions, check_rows, is_right, read_rows
 from sft.trainer import RecipeTrainer
 from sft.training_rows import split_rows
 
@@ -73,11 +73,7 @@ def load_prompts(path: str) -> Dataset:
     Entries stay JSON: as columns, the rows of two generators would get each other's keys. Raises `UserError` for a
     missing or empty file and for a bad row (see `check_rows`).
     """
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such file; expected rows made by sft/make_reasoning_data.py.")
-    rows = list(read_jsonl(path))
-    if not rows:
-        raise UserError(f"{path} holds no rows.")
+    rows = read_rows(path)
     return Dataset.from_list(
         [
             {"prompt": prompt, "generator": row["generator"], "entry": json.dumps(row["entry"])}
@@ -99,20 +95,9 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
         raise UserError(f"reward_weights {args.reward_weights}: expected two, of right answers and of the format.")
     rows = load_prompts(run.dataset_name)
     model, tokenizer = prepare_model(run, args, run_config(run, args))
-    if tokenizer.chat_template is None:
-        raise UserError("the tokenizer has no chat template: fine-tune the model with sft/train.py first.")
     check_positions(model, tokenizer, list(rows["prompt"]), args.max_completion_length)
-    train_rows, eval_rows = split_rows(rows, run, args)
-    return MixingGRPOTrainer(
-        model=model,
-        reward_funcs=[correctness, solution_format],
-        args=args,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        processing_class=tokenizer,
-        peft_config=lora_config(run, model),
-        mixing_learning_rate=run.mixing_rate(args.learning_rate),
-    )
+    rewards = [correctness, solution_format]
+    return MixingGRPOTrainer.of_recipe(run, args, model, tokenizer, split_rows(rows, run, args), reward_funcs=rewards)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

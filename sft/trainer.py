@@ -8,8 +8,8 @@ import math
 import resource
 import shutil
 import time
-from fnmatch import filter as filter_names
 from pathlib import Path
+from typing import Self
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -17,21 +17,25 @@ from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProgressCallback, TrainerCallback, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 
 from common.checkpoint_io import check_finite
 from common.command_io import UserError, file_sha256, one_line, read_json, write_json
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from sft.arguments import RunArguments
+from sft.base_model import lora_config
 from sft.data import IGNORED_LABEL
-from sft.distributed import OPTIMIZER_STATES, DistributedTrainer
+from sft.distributed import DistributedTrainer
 
 
 # The modules that mix heads or collapse pseudo-heads, with entries of order 1.
 MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
 # The file of a Trainer checkpoint that holds the size and SHA-256 of all others.
 CHECKSUMS = "checksums.json"
+# Where a Trainer checkpoint keeps the optimiser: in one process or DDP, under FSDP with whole or with sharded state
+# dicts, and under DeepSpeed.
+OPTIMIZER_STATES = {"optimizer.pt", "optimizer.bin", "optimizer_0", "latest"}
 SAMPLE_TOKENS = 64
 # How the libraries below a checkpoint word what the system refused to write.
 _WRITE_ERRORS = ("(os error ", "PytorchStreamWriter", "unexpected pos")
@@ -72,23 +76,13 @@ def file_fault(checkpoint: Path) -> str | None:
     return None
 
 
-def checkpoint_fault(checkpoint: Path, processes: int = 1) -> str | None:
-    """Return why a run of so many `processes` cannot continue from a Trainer checkpoint, or None when it can."""
+def checkpoint_fault(checkpoint: Path) -> str | None:
+    """Return why a run cannot continue from a Trainer checkpoint, or None when it can."""
     if fault := file_fault(checkpoint):
         return fault
-    names = {name.partition("/")[0] for name in read_json(checkpoint / CHECKSUMS)}
-    in_deepspeed = ["global_step*"]  # one folder for weights, optimiser and schedule
-    random_states = [f"rng_state_{rank}.pth" for rank in range(processes)] if processes > 1 else ["rng_state.pth"]
-    for alternatives in (
-        [TRAINER_STATE_NAME],
-        ["*.safetensors", "pytorch_model_fsdp*", *in_deepspeed],
-        [*OPTIMIZER_STATES],
-        ["scheduler.pt", *in_deepspeed],
-        *([name] for name in random_states),
-    ):
-        if not any(filter_names(names, pattern) for pattern in alternatives):
-            return f"{alternatives[0]} is missing"
-    return None
+    written = {name.partition("/")[0] for name in read_json(checkpoint / CHECKSUMS)}
+    # Without its state Transformers would silently begin with a new optimiser.
+    return None if written & OPTIMIZER_STATES else "optimizer.pt is missing"
 
 
 def newest_complete_checkpoint(output_dir: str | Path) -> Path | None:
@@ -100,7 +94,7 @@ def newest_complete_checkpoint(output_dir: str | Path) -> Path | None:
     by_step = {int(number): path for number, path in numbered if number.isdigit()}
     state = PartialState()
     for step in sorted(by_step, reverse=True):
-        fault = checkpoint_fault(by_step[step], state.num_processes)
+        fault = checkpoint_fault(by_step[step])
         if fault is None:
             return by_step[step]
         state.print(f"Passing over {by_step[step]}: {fault}.", flush=True)
@@ -120,7 +114,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
             f"resume_from_checkpoint: {checkpoint} is no directory. Without that key a run continues from the newest "
             "complete checkpoint of its output_dir."
         )
-    if fault := checkpoint_fault(checkpoint, args.world_size):
+    if fault := checkpoint_fault(checkpoint):
         whole = newest_complete_checkpoint(checkpoint.parent)
         older = f"Continue from {whole}, which is whole" if whole else "No checkpoint beside it is whole"
         raise UserError(f"resume_from_checkpoint: {checkpoint} cannot be continued from: {fault}. {older}.")
@@ -153,6 +147,20 @@ class RecipeTrainer(DistributedTrainer):
         self._logged_tokens = self._logged_seconds = 0
         self._losses: torch.Tensor | int = 0  # of a step's micro-batches, summed
         self._start = [weight.detach().clone() for weight in self._mixing_weights()]
+
+    @classmethod
+    def of_recipe(cls, run: RunArguments, args: TrainingArguments, model, tokenizer, rows, **others) -> Self:
+        """Build the trainer of a recipe; `rows` are those to train on, and those to evaluate on or None."""
+        return cls(
+            model=model,
+            args=args,
+            train_dataset=rows[0],
+            eval_dataset=rows[1],
+            processing_class=tokenizer,
+            peft_config=lora_config(run, model),
+            mixing_learning_rate=run.mixing_rate(args.learning_rate),
+            **others,
+        )
 
     def _mixing_weights(self, model: torch.nn.Module | None = None) -> list[torch.nn.Parameter]:
         parameters = (self.model if model is None else model).named_parameters()

@@ -1,7 +1,6 @@
 """Make the rows that a run trains and evaluates on from its recipe: prepared, whole, streamed or packed."""
 
 import math
-from collections.abc import Callable
 from itertools import islice
 
 import numpy as np
@@ -11,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig
 
-from common.command_io import UserError, one_line
+from common.command_io import UserError, refusing
 from sft.arguments import RunArguments
 from sft.data import (
     Rows,
@@ -19,7 +18,6 @@ from sft.data import (
     check_split,
     column,
     cut_summary,
-    kind_of,
     load_rows,
     local_files,
     mix,
@@ -37,20 +35,22 @@ UNUSED_KEYS = {
     "dataset_text_field": "text",
     "truncation_mode": "keep_start",
 }
-# TRL packs `bfd` (best fit decreasing) and `bfd_split` without padding: `position_ids` restart at every document, and
-# from them come the masks of eager, SDPA and FlexAttention and the lengths of FlashAttention. `wrapped` packing has
-# nothing that tells documents apart.
-STRATEGIES = ("bfd", "bfd_split", "wrapped")
 # Besides the flash cores.
 ISOLATING_CORES = ("eager", "sdpa", "flex_attention")
 
 
 def check_rows(run: RunArguments, args: SFTConfig) -> None:
-    """Refuse, before anything is loaded, keys that exclude each other or that nothing reads, and an absent source."""
+    """Refuse, before anything is loaded, keys that exclude each other or do nothing, and an absent source."""
     for key, default in UNUSED_KEYS.items():
         if getattr(args, key) not in (default, None):
             raise UserError(f"{key} is not used here: rows are tokenized whole and cut on the right. Remove the key.")
-    check_packing_keys(args)
+    if args.eval_packing and not args.packing:
+        raise UserError(
+            "eval_packing without packing: TRL would join the held-out rows and not tell them apart; set both or "
+            "neither."
+        )
+    if args.packing and args.packing_strategy == "wrapped":
+        raise UserError("packing_strategy 'wrapped' lets documents attend to one another: use 'bfd' or 'bfd_split'.")
     parts = sources(run.dataset_name)
     if len(parts) == 1:
         check_split(run.dataset_name, run.dataset_train_split)
@@ -82,8 +82,6 @@ def training_rows(
     say, max_length = PartialState().print, cut_length(args)
     with args.main_process_first():
         parts = [_load(name, run, args, tokenizer) for name in names]
-        for kind in {kind_of(part) for part in parts}:
-            check_strategy(args, kind, say)
         rows = mix(parts, shares, max_length, args.seed)
     if isinstance(rows, IterableDataset):
         limit = math.inf if max_length is None else max_length
@@ -127,10 +125,8 @@ def split_rows(rows: Rows, run: RunArguments, args: SFTConfig) -> tuple[Rows, Da
             raise UserError(f"eval_size={size} leaves no row of the {len(first)} that the stream holds.")
         return rows.skip(size), Dataset.from_list(first[:size], features=rows.features)
     size = run.eval_size if run.eval_size < 1 else int(run.eval_size)
-    try:
+    with refusing(f"eval_size={run.eval_size:g} does not fit {len(rows)} rows", ValueError):
         parts = rows.train_test_split(test_size=size, seed=args.seed)
-    except ValueError as error:
-        raise UserError(f"eval_size={run.eval_size:g} does not fit {len(rows)} rows: {one_line(error)}") from error
     return parts["train"], parts["test"]
 
 
@@ -155,33 +151,9 @@ def epoch_summary(trainer: MixingTrainer, rows: Rows) -> str:
     )
 
 
-# Packing: only what keeps documents apart
-
-
-def check_packing_keys(args: SFTConfig) -> None:
-    """Refuse keys of packing that TRL refuses with a traceback after it has tokenized all rows."""
-    if args.packing_strategy not in STRATEGIES:
-        raise UserError(f"packing_strategy {args.packing_strategy!r}: expected one of {', '.join(STRATEGIES)}.")
-    if args.eval_packing and not args.packing:
-        raise UserError(
-            "eval_packing without packing: TRL would join the held-out rows and not tell them apart; set both or "
-            "neither."
-        )
-    if args.packing and args.max_length is None:
-        raise UserError("packing needs max_length, the length of a packed sequence.")
-    if args.padding_free and not args.packing and args.max_length is not None:
-        raise UserError("padding_free without packing leaves rows uncut: set packing to true, or max_length to null.")
-
-
-def check_strategy(args: SFTConfig, kind: str, say: Callable[[str], None]) -> None:
-    """Refuse "wrapped" packing of rows of the kind "messages", and say of "text" that it joins documents."""
-    if not args.packing or args.packing_strategy != "wrapped":
-        return
-    if kind == "messages":
-        raise UserError(
-            "packing_strategy 'wrapped' cuts conversations anywhere and lets them attend to one another: use 'bfd'."
-        )
-    say("packing_strategy is 'wrapped': documents in one sequence attend to one another.")
+# Packing: only what keeps documents apart. TRL packs `bfd` (best fit decreasing) and `bfd_split` without padding:
+# `position_ids` restart at every document, and from them come the masks of eager, SDPA and FlexAttention and the
+# lengths of FlashAttention. `wrapped` packing has nothing that tells documents apart.
 
 
 def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:

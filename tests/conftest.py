@@ -1,5 +1,6 @@
 import os
 from functools import partial
+from pathlib import Path
 
 
 # The test models are tiny: more threads than one cost more than they give, most of all with several processes at a
@@ -11,7 +12,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from helpers import command, keep_base_states  # noqa: E402
 
-from modeling_iha import attention_hyper, score_matrix, tuple_attention, window_blocks  # noqa: E402
+from modeling_iha import IHAForCausalLM, attention_hyper, score_matrix, tuple_attention, window_blocks  # noqa: E402
 
 
 torch.set_num_threads(1)
@@ -21,6 +22,32 @@ torch.set_num_threads(1)
 def cli(monkeypatch, capsys):
     """Run a command in this process, as `helpers.command` does."""
     return partial(command, monkeypatch, capsys)
+
+
+# The tests of `make gpu` need not wait for what tiny_training.py imports.
+
+
+@pytest.fixture
+def in_repository_root(monkeypatch):
+    """Start where recipes name their chat templates from, as the documented command does."""
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory) -> str:
+    """Write 20 rows to fine-tune on."""
+    from tiny_training import training_rows, write_jsonl
+
+    return write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", training_rows(20))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> str:
+    """Save a tiny model of two "iha" layers, and a tokenizer of bytes."""
+    from tiny_training import preset_config, saved
+
+    torch.manual_seed(0)
+    return saved(IHAForCausalLM(preset_config()), tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

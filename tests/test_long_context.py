@@ -61,14 +61,11 @@ def test_what_the_recipe_does_not_name_stays(tmp_path):
     [
         ("iha", {"max_length": 513}, "max_length=513 is beyond the model's 512 positions"),
         ("llama", {"max_length": 4096}, "max_length=4096 is beyond the model's 2048 positions"),
-        ("iha", {"max_length": 600, "max_position_embeddings": 599}, "beyond the model's 599 positions"),
         ("iha", {"num_pseudo_heads": 4}, "states num_pseudo_heads=4 and .* has 2"),
         ("mha", {"num_pseudo_heads": 2}, "states num_pseudo_heads=2 and .* has 1"),
         ("iha", {"sliding_window": 129}, "sliding_window=129 is larger than the context of 128"),
         ("iha", {"sliding_window": 0}, "does not fit .*: sliding_window=0"),
         ("mha", {"sliding_window": 8}, "does not fit .*: sliding_window=8 would have no effect"),
-        ("iha", {"rope_theta": "nan"}, "does not fit .*rope_theta=nan"),
-        ("iha", {"max_position_embeddings": 0}, "does not fit .*: max_position_embeddings=0"),
         ("llama", {"sliding_window": 8}, "a 'llama' model has no such field"),
         ("mha", {"attention_form": "base"}, "would be ignored: .* has no 'iha' layer"),
         ("iha", {"attention_form": "base", "attn_implementation": "eager"}, "attn_implementation is 'eager'"),
@@ -188,7 +185,7 @@ def peak_memory():
 
 
 @pytest.mark.slow
-def test_a_forward_and_backward_at_the_real_length_take_less_than_12_gb():
+def test_a_forward_and_backward_at_64k_tokens_take_less_than_2_gb():
     """Train the paper's schedule with P = 2 and W = N / (2 P^2), with `attention_form` "base" and checkpointing."""
     tokens = 65536
     config = IHAConfig.from_preset(
@@ -214,4 +211,4 @@ def test_a_forward_and_backward_at_the_real_length_take_less_than_12_gb():
         f"peak {peak_memory() / 1e9:.2f} GB in the process"
     )
     assert loss.isfinite() and all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    assert peak_memory() < 12e9
+    assert peak_memory() < 2e9

