@@ -129,7 +129,7 @@ def main() -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "throughput.json").write_text(json.dumps({**setting, "tokens_a_second": table}, indent=1) + "\n")
-    figure = Figure(figsize=(6, 4.5))
+    figure = Figure(figsize=(6, 4.5), layout="tight")
     axes = figure.subplots()
     for name, measured in table.items():
         axes.loglog(measured.keys(), measured.values(), marker="o", label=name)
