@@ -26,7 +26,7 @@ os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="2"
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64], help="requests at a time")
-    parser.add_argument("--tokens", type=int, nargs=2, default=[32, 160], help="shortest and longest prompt (32 160)")
+    parser.add_argument("--tokens", type=int, nargs=2, default=[32, 128], help="shortest and longest prompt (32 128)")
     parser.add_argument("--new-tokens", type=int, default=24, help="tokens to write for each request (24)")
     parser.add_argument("--num-pseudo-heads", type=int, default=2, metavar="P", help="pseudo-heads (2)")
     parser.add_argument("--window", type=int, default=64, help="window of the schedule (64)")
@@ -111,7 +111,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         source, converted = Path(directory, "llama"), Path(directory, "iha")
         load_model(smollm2_gguf(), torch.float32).save_pretrained(source)
-        command = [sys.executable, "-m", "conversion_scripts.convert_llama_to_iha", source, converted]
+        command = [sys.executable, "-m", "conversion_scripts.convert_llama_to_iha", smollm2_gguf(), converted]
         schedule = ["--schedule", "hybrid", "--window", args.window, "--num-pseudo-heads", args.num_pseudo_heads]
         subprocess.run([str(word) for word in (*command, *schedule)], check=True)
         table = {"vLLM, source Llama": vllm_rates(source, batches), "vLLM": vllm_rates(converted, batches)}
@@ -129,7 +129,7 @@ def main() -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "throughput.json").write_text(json.dumps({**setting, "tokens_a_second": table}, indent=1) + "\n")
-    figure = Figure(figsize=(6, 4.5))
+    figure = Figure(figsize=(6, 4.5), layout="tight")
     axes = figure.subplots()
     for name, measured in table.items():
         axes.loglog(measured.keys(), measured.values(), marker="o", label=name)
