@@ -486,6 +486,18 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
+def test_prepared_rows_are_the_rows_of_the_source(rows_file, tiny, tmp_path):
+    """Compare tokens and labels, some of them cut: everything after them is the same code."""
+    prepared(rows_file, tmp_path / "out", tiny)
+    tokenizer = with_template("smollm2.jinja")
+    raw, ready = (
+        rows_of_run(*run_of(source, tmp_path, max_length=50), tokenizer)[0] for source in (rows_file, tmp_path / "out")
+    )
+    assert len(raw) == 20
+    for name in raw.column_names:
+        assert raw[name][:] == ready[name][:], name
+
+
 def test_prepared_rows_are_for_one_tokenizer_template_and_loss(rows_file, tiny, tmp_path):
     prepared(rows_file, tmp_path / "out", tiny)
     same, extended = with_template("smollm2.jinja"), with_template("smollm2.jinja")
