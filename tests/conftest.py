@@ -83,16 +83,10 @@ def form(request, monkeypatch):
 # The files that take longest, in this order: begun first, none of them keeps one process busy while the other is idle
 # at the end.
 LONGEST = (
-    *(
-        "test_transformers_suite",
-        "test_compile",
-        "test_conversion",
-        "test_mechanisms",
-        "test_distributed",
-        "test_push",
-    ),
-    *("test_sft", "test_hub", "test_training_run", "test_reference", "test_sft_data", "test_peft", "test_make_gpu"),
-    *("test_pull_and_list", "test_benchmarks", "test_preference", "test_recipes", "test_faults", "test_evaluation"),
+    *("test_conversion", "test_compile", "test_mechanisms", "test_distributed", "test_transformers_suite"),
+    *("test_pull_and_list", "test_sft", "test_training_run", "test_push", "test_reference", "test_sft_data"),
+    *("test_peft", "test_make_gpu", "test_hub", "test_benchmarks", "test_preference", "test_recipes"),
+    *("test_model_cards", "test_readme", "test_serving", "test_faults", "test_evaluation"),
 )
 
 

@@ -103,38 +103,34 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "mutants.json")
     arguments = parser.parse_args()
 
-    mutants = {}
-    for path in sorted((ROOT / "modeling_iha").glob("*.py")):
-        mutants |= mutants_of(path)
-    names = sorted(mutants)
-    random.Random(arguments.seed).shuffle(names)
     killers = json.loads(arguments.output.read_text())["killers"] if arguments.output.exists() else {}
-
     os.environ["OMP_NUM_THREADS"] = "1"
     # A file that is changed twice in a second would be taken from the bytecode of the first change.
     sys.dont_write_bytecode = True
-    import peft  # noqa: F401
+    import peft  # noqa: F401  # and with it PyTorch and Transformers, once for all forks
 
     with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory) / "copy"
+        copy, mutants = Path(directory) / "copy", {}
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs", "__pycache__"))
+        for path in sorted((copy / "modeling_iha").glob("*.py")):
+            mutants |= mutants_of(path)
+        names = sorted(mutants)
+        random.Random(arguments.seed).shuffle(names)
+        names = names[: arguments.count]
         if not killers and (failed := killer(copy, arguments.timeout)):
             sys.exit(f"Error: the tests fail without any change: {failed}")
-        for name in names[: arguments.count]:
-            start = time.monotonic()
-            if name not in killers:
-                path = mutants[name][0]
-                changed = copy / "modeling_iha" / path.name
-                changed.write_text(text_of(*mutants[name]), encoding="utf-8")
-                killers[name] = killer(copy, arguments.timeout)
-                shutil.copy(path, changed)
-                survivors = [name for name in killers if killers[name] is None]
-                arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                arguments.output.write_text(json.dumps({"survivors": survivors, "killers": killers}, indent=1) + "\n")
+        for name in (name for name in names if name not in killers):
+            start, (path, number) = time.monotonic(), mutants[name]
+            original = path.read_text(encoding="utf-8")
+            path.write_text(text_of(path, number), encoding="utf-8")
+            killers[name] = killer(copy, arguments.timeout)
+            path.write_text(original, encoding="utf-8")
+            survivors = [name for name in killers if killers[name] is None]
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps({"survivors": survivors, "killers": killers}, indent=1) + "\n")
             verdict = "survives" if killers[name] is None else "killed  "
             print(f"{verdict} {time.monotonic() - start:4.0f} s  {name}", flush=True)
-    survivors = [name for name in names[: arguments.count] if killers[name] is None]
-    print(f"{len(survivors)} of {arguments.count} mutants survive")
+    print(f"{sum(killers[name] is None for name in names)} of {len(names)} mutants survive")
 
 
 if __name__ == "__main__":
