@@ -139,8 +139,8 @@ class InterleavedHeadAttention(MultiHeadAttention):
         mixing = (self.q_mix(query_states), self.k_mix(key_states), self.v_mix(value_states))
         weights = IHAWeights(*mixing, self.collapse(query_states), rotation)
         if attention_form == "absorbed":
-            where = (self.sliding_window, document_ids, attention_mask)
-            return absorbed_attention(*states, weights, self.scaling, *where), None
+            masks = {"document_ids": document_ids, "attention_mask": attention_mask}
+            return absorbed_attention(*states, weights, self.scaling, window=self.sliding_window, **masks), None
         arguments = (*states, weights, attention_mask)
         kwargs = virtual_kwargs({**kwargs, "document_ids": document_ids}, self.num_pseudo_heads)
         if attention_form == "recomputed":
