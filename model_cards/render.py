@@ -238,8 +238,8 @@ def _limits(config: IHAConfig) -> str:
         "What the table under Evaluation does not show has not been measured: safety, bias and truth of the text "
         "among it. A model made from another one has that model's limits too.",
         'Attention runs on `"sdpa"` and `"eager"`; which mechanisms take FlashAttention and FlexAttention is in '
-        'docs/SUPPORT.md of the code. vLLM serves "iha" and "mha" layers with the plugin of the code (vllm_iha); SGLang '
-        "and llama.cpp do not run it.",
+        'docs/SUPPORT.md of the code. vLLM serves "iha" and "mha" layers with the plugin of the code (vllm_iha); '
+        "SGLang and llama.cpp do not run it.",
     ]
     if ("iha", "full_attention") in zip(config.attention_kinds, config.layer_types):
         limits.append(
