@@ -263,7 +263,7 @@ def _locked(path: Path, dst: Path) -> Iterator[None]:
 def attention_kinds() -> list[str]:
     """Return the names of all attention kinds, read from file names because options must not wait for PyTorch."""
     files = (path.stem.removeprefix("attention_") for path in ROOT.glob("modeling_iha/attention_*.py"))
-    return sorted(set(files) - {"forms", "kinds"})
+    return sorted(set(files) - {"kinds"})
 
 
 def write_json(path: str | os.PathLike, content: dict) -> None:

@@ -10,7 +10,7 @@ keys are equal.
 import torch
 
 from modeling_iha import IHAConfig
-from modeling_iha.attention_forms import recomputes
+from modeling_iha.forms import recomputes
 
 from . import Companion
 from .cost import Cost, score_products

@@ -9,7 +9,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
-from .attention_forms import choose_form
+from .forms import choose_form
 from .input_checks import check_mask_size
 from .mask_inputs import MaskInputs, MaskKey
 from .virtual_tokens import VirtualView, virtual_cache, virtual_positions

@@ -26,10 +26,10 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_forms import choose_form
 from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
+from .forms import choose_form
 from .input_checks import check_packing
 from .mask_inputs import MaskInputs, MaskKey
 from .masks import LayerMask, create_masks

@@ -11,7 +11,7 @@ from common.checkpoint_io import load_config, load_model, load_tokenizer, note_s
 from common.command_io import UserError, one_line
 from kinds import own_modules
 from modeling_iha import IHAConfig
-from modeling_iha.attention_forms import recomputes
+from modeling_iha.forms import recomputes
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from sft.arguments import RunArguments, chat_template
 

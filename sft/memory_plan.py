@@ -37,7 +37,7 @@ from configuration_iha import PRESETS
 from kinds import companion_of
 from kinds.model_cost import attention, ffn, norm
 from modeling_iha import IHAConfig
-from modeling_iha.attention_forms import recomputes
+from modeling_iha.forms import recomputes
 from modeling_iha.window_blocks import beats_a_mask, block_size
 from sft.base_model import lora_config, run_config
 

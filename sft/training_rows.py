@@ -29,7 +29,7 @@ from sft.trainer import MixingTrainer
 
 
 # Keys of TRL that act on rows which it tokenizes itself, and their defaults: here they would silently do nothing.
-UNUSED_KEYS = {
+REFUSED_COLUMNS = {
     "completion_only_loss": None,
     "dataset_kwargs": {},
     "dataset_text_field": "text",
@@ -41,7 +41,7 @@ ISOLATING_CORES = ("eager", "sdpa", "flex_attention")
 
 def check_rows(run: RunArguments, args: SFTConfig) -> None:
     """Refuse, before anything is loaded, keys that exclude each other or do nothing, and an absent source."""
-    for key, default in UNUSED_KEYS.items():
+    for key, default in REFUSED_COLUMNS.items():
         if getattr(args, key) not in (default, None):
             raise UserError(f"{key} is not used here: rows are tokenized whole and cut on the right. Remove the key.")
     if args.eval_packing and not args.packing:
