@@ -8,9 +8,7 @@ example: python -m vllm_iha.throughput --requests 1 4
 """
 
 import argparse
-import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -40,11 +38,12 @@ if __name__ == "__main__":
     args = parse_arguments()  # before the imports below, which take seconds
 
 import torch
-import transformers
 import vllm
 from matplotlib.figure import Figure
 
+from benchmarks.harness import environment, save_plot
 from common.checkpoint_io import load_model, smollm2_gguf
+from common.command_io import write_json
 from modeling_iha import IHAForCausalLM
 
 
@@ -116,26 +115,22 @@ def main() -> None:
         subprocess.run([str(word) for word in (*command, *schedule)], check=True)
         table = {"vLLM, source Llama": vllm_rates(source, batches), "vLLM": vllm_rates(converted, batches)}
         table |= generate_rates(IHAForCausalLM.from_pretrained(converted, dtype=torch.float32), batches)
-    processor = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     setting = {
-        "command": " ".join(["python -m vllm_iha.throughput", *sys.argv[1:]]),
-        "machine": f"{processor}, {os.cpu_count()} cores",
-        "threads": torch.get_num_threads(),
-        "versions": {library.__name__: library.__version__ for library in (torch, transformers, vllm)},
+        **environment(" ".join(["vllm_iha.throughput", *sys.argv[1:]])),
+        "vllm": vllm.__version__,
         "prompt_tokens": args.tokens,
         "new_tokens": args.new_tokens,
         "num_pseudo_heads": args.num_pseudo_heads,
         "window": args.window,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "throughput.json").write_text(json.dumps({**setting, "tokens_a_second": table}, indent=1) + "\n")
-    figure = Figure(figsize=(6, 4.5), layout="tight")
+    write_json(args.out / "throughput.json", {**setting, "tokens_a_second": table})
+    figure = Figure(figsize=(6, 4.5))
     axes = figure.subplots()
     for name, measured in table.items():
         axes.loglog(measured.keys(), measured.values(), marker="o", label=name)
     axes.set(xlabel="requests at a time", ylabel="new tokens a second", title=setting["machine"])
     axes.legend(fontsize="small")
-    figure.savefig(args.out / "throughput.png", dpi=100)
+    save_plot(figure, args.out / "throughput.png")
     for name, measured in table.items():
         print(
             f"| {name} |", " | ".join(f"{measured[count]:.1f}" if count in measured else "–" for count in batches), "|"
