@@ -134,7 +134,8 @@ def load_config_dict(source: str | os.PathLike) -> dict:
 
 def _config_fault(entries: dict) -> str | None:
     """Return what is wrong with entries that Transformers trips over without naming them, or None."""
-    for key, default in (("auto_map", {}), ("quantization_config", None)):
+    defaults: dict[str, dict | None] = {"auto_map": {}, "quantization_config": None}
+    for key, default in defaults.items():
         if (value := entries.get(key, default)) is not default and not isinstance(value, dict):
             return f"{key} is {value!r}; expected an object"
     # Lists with an entry for each layer are made as soon as a config is read.

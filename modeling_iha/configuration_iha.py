@@ -125,17 +125,10 @@ class IHAConfig(LlamaConfig):
         "layers.*.mlp.down_proj": "rowwise",
     }
 
-    if TYPE_CHECKING:  # as `__post_init__` leaves them
-        attention_kinds: list[str]
-        layer_types: list[str]
-        num_pseudo_heads: int
-        num_key_value_heads: int
-        head_dim: int
-    else:
-        # A checkpoint may ship without "iha", and Transformers builds a config of nothing but defaults now and then.
-        attention_kinds: str | list[str] = "iha" if "iha" in OPTIONS_CLASSES else next(iter(OPTIONS_CLASSES))
-        layer_types: str | list[str] | None = None
-        num_pseudo_heads: int | None = None
+    # A checkpoint may ship without "iha", and Transformers builds a config of nothing but defaults now and then.
+    attention_kinds: str | list[str] = "iha" if "iha" in OPTIONS_CLASSES else next(iter(OPTIONS_CLASSES))
+    layer_types: str | list[str] | None = None
+    num_pseudo_heads: int | None = None
     sliding_window: int | None = None
     pseudo_positions: str = "interleaved"
     pseudo_collapse: str = "per_head"

@@ -84,7 +84,7 @@ def save_pretrained(config: IHAConfig, save_directory: str | os.PathLike, *args,
 
     A stranger reads that code before trusting it. Saving a model calls this after copying the code."""
     LlamaConfig.save_pretrained(config, save_directory, *args, **kwargs)
-    directory, shipped = Path(save_directory), shipped_code(config.attention_kinds)
+    directory, shipped = Path(save_directory), shipped_code(list(config.attention_kinds))
     if directory.samefile(PACKAGE):
         return
     for name in {path.name for path in PACKAGE.glob("*.py")} - PACKAGE_ONLY:
