@@ -74,8 +74,8 @@ test-full: lint
 	$(RUN) -m pytest -n 2 --dist loadfile
 
 test-oldest: .venv-oldest/installed
-	$(OLDEST) -m pytest -n 2 --dist loadfile --deselect tests/test_conversion.py::test_real_weights tests/test_mechanisms.py tests/test_reference.py tests/test_generation.py \
-		tests/test_conversion.py tests/test_check_remote_code.py tests/test_versions.py tests/test_serving.py
+	$(OLDEST) -m pytest -n 2 --dist loadfile --deselect tests/conversion/test_conversion.py::test_real_weights tests/modeling/test_mechanisms.py tests/modeling/test_reference.py tests/modeling/test_generation.py \
+		tests/conversion/test_conversion.py tests/hub/test_check_remote_code.py tests/modeling/test_versions.py tests/conversion/test_serving.py
 
 test-vllm: .venv-vllm/installed
 	$(VLLM) -m pytest vllm_iha/tests

@@ -27,7 +27,8 @@ from benchmarks.harness import RESULTS
 from common.command_io import ROOT, UserError, current_commit, read_json, run_cli, sole_writer, write_json
 
 
-TESTS = ["tests/test_gpu.py", "tests/triton_checks.py", "tests/test_triton.py", "-k", "not match_their_definition"]
+TESTS = [f"tests/gpu/{name}.py" for name in ("test_gpu", "triton_checks", "test_triton")]
+TESTS += ["-k", "not match_their_definition"]
 # Module and arguments of a study, and the packages beyond the benchmarks' that it needs.
 STUDIES: dict[str, tuple[list[str], list[str]]] = {
     "warm_start": (

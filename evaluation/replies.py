@@ -1,6 +1,6 @@
 r"""Read a chat model's reply: its final answer as math_verify reads it, and its program.
 
-tests/replies.jsonl holds replies with a reader's verdict. In doubt a reply has no answer.
+tests/evaluation/replies.jsonl holds replies with a reader's verdict. In doubt a reply has no answer.
 """
 
 import builtins

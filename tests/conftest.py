@@ -1,6 +1,5 @@
 import os
 from functools import partial
-from pathlib import Path
 
 
 # The test models are tiny: more threads than one cost more than they give, most of all with several processes at a
@@ -12,6 +11,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from helpers import command, keep_base_states  # noqa: E402
 
+from common.command_io import ROOT  # noqa: E402
 from modeling_iha import IHAForCausalLM, attention_hyper, score_matrix, tuple_attention, window_blocks  # noqa: E402
 
 
@@ -30,7 +30,7 @@ def cli(monkeypatch, capsys):
 @pytest.fixture
 def in_repository_root(monkeypatch):
     """Start where recipes name their chat templates from, as the documented command does."""
-    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from common.command_io import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
+
 # The first failure ends the run of a mutant, so the files that find most in a second come first.
 TESTS = (
     *("config", "choose_form", "window_blocks", "dcmha", "hyper_feature", "diff", "talking_heads"),
@@ -76,7 +77,7 @@ def run_tests(copy: Path, log: Path) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(copy)
-    tests = [f"tests/test_{name}.py" for name in TESTS]
+    tests = [f"tests/modeling/test_{name}.py" for name in TESTS]
     os._exit(pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:warnings", *tests]))
 
 

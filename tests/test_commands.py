@@ -10,12 +10,12 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from common.command_io import ROOT
 
-ROOT = Path(__file__).parents[1]
+
 # Started by path, Python looks beside the script only. This line adds its checkout.
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
@@ -98,7 +98,7 @@ def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
     assert process.returncode == 0, process.stderr
 
 
-@pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(ROOT.glob("tests/**/*.py")), ids=lambda path: path.stem)
 def test_no_test_module_is_imported(path):
     # An imported test would run twice.
     assert not re.findall(r"^\s*(?:from|import) test_\w+", path.read_text(encoding="utf-8"), re.MULTILINE)

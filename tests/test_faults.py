@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, save_tiny_source, shards, tiny_tokenizer
 
-from common.command_io import UserError, new_directory, run_cli, whole_file
+from common.command_io import ROOT, UserError, new_directory, run_cli, whole_file
 from conversion_scripts import (
     check_remote_code,
     convert_dcformer_to_iha,
@@ -35,7 +35,6 @@ from conversion_scripts.convert_diffllama_to_iha import convert as convert_diffl
 from conversion_scripts.convert_llama_to_iha import convert
 
 
-ROOT = Path(__file__).resolve().parents[1]
 # Kind of the source checkpoint -> the command that converts it.
 CONVERTERS = {
     "llama": (convert_llama_to_iha, "--num-pseudo-heads", 2),

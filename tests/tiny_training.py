@@ -11,10 +11,10 @@ from helpers import small_config
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from checkpoints import untrained
+from common.command_io import ROOT
 from modeling_iha import IHAConfig
 
 
-ROOT = Path(__file__).resolve().parents[1]
 TEMPLATES = ROOT / "sft" / "chat_templates"
 # A base whose longest wavelength is beyond the rows of these tests, for the small models of helpers.py.
 LONG_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}

@@ -2,16 +2,15 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from helpers import last_line
 
+from common.command_io import ROOT
 from conversion_scripts import check_remote_code
 from modeling_iha.configuration_iha import AUTO_MAP
 
 
-ROOT = Path(__file__).resolve().parents[1]
 GOOD = {
     "configuration_toy.py": "import math\n\nclass ToyConfig:\n    pass\n",
     "modeling_toy.py": '''\

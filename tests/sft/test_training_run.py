@@ -26,7 +26,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.scripts import sft as trl_sft
 
 from common import command_io
-from common.command_io import UserError, run_cli, sole_writer
+from common.command_io import ROOT, UserError, run_cli, sole_writer
 from hub.checks import checkpoint_files
 from modeling_iha import IHAForCausalLM
 from sft import run as sft_run
@@ -45,7 +45,6 @@ from sft.trainer import (
 )
 
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS = 6
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")

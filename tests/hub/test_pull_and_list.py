@@ -218,7 +218,7 @@ def test_a_config_that_leads_elsewhere_is_foreign(key, value, named, saved, tmp_
 
 
 def test_the_other_commands_run_no_code_of_a_checkpoint(saved, tmp_path, cli):
-    """Load weights into this package's classes. tests/test_serving.py has a server with such a checkpoint."""
+    """Load weights into this package's classes. test_serving.py has a server with such a checkpoint."""
     directory, mark = shutil.copytree(saved, tmp_path / "planted"), tmp_path / "mark"
     plant(directory, mark)
     smoke = ("--suite", "smoke", "--tasks", "gsm8k", "--samples", 1, "--max-new-tokens", 4)

@@ -28,7 +28,7 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 # The full data files are no part of the repository.
-DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[3] / "shared" / "data"))
 FIELDS = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY_TEXT = {"fields": FIELDS, "tokens": 8, "batch": 2, "steps": 4, "rate": 1e-2}
 TINY_TASKS = {**TINY_TEXT, "fields": {**FIELDS, "num_pseudo_heads": 2}, "tokens": 4, "test": 2}

@@ -41,7 +41,7 @@ from modeling_iha import cpu_precision
 
 
 # The full data files are no part of the repository.
-DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_data = pytest.mark.skipif(
     not (DATA / "gsm8k").is_dir(), reason="no data files: set EVALUATION_DATA to a directory as in data_manifest.json"
 )

@@ -187,7 +187,7 @@ def test_no_dense_mask_for_a_long_input():
 
 
 def varlen_stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
-    """Compute what `varlen_attn` of torch 2.11 does; tests/test_gpu.py compares the real one."""
+    """Compute what `varlen_attn` of torch 2.11 does; tests/gpu/test_gpu.py compares the real one."""
     assert query.dtype == key.dtype == value.dtype and query.shape[1:] == key.shape[1:] == value.shape[1:]
     assert cu_seq_q.dtype == torch.int32 and cu_seq_q is cu_seq_k and max_q == max_k == cu_seq_q.diff().max()
     left, right = window_size

@@ -7,17 +7,16 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch
 
 import gpu_kernels
+from common.command_io import ROOT
 from gpu_kernels import decode_triton, mix_heads_triton
 from modeling_iha.absorbed_decode import IHAWeights
 
 
-ROOT = Path(__file__).parents[1]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the triton package is not installed"
 )
@@ -36,7 +35,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 def test_kernels_match_their_definition(some):
     # Triton takes the interpreter or the GPU when it is imported.
     interpret = "0" if torch.cuda.is_available() else "1"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/triton_checks.py", *some]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/triton_checks.py", *some]
     environment = {**os.environ, "TRITON_INTERPRET": interpret}
     checks = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert checks.returncode == 0, checks.stdout + checks.stderr

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tiny_training import byte_tokenizer, preset_config, recipe, saved, sizes, training_rows, write_jsonl
 
 from common.checkpoint_io import load_in_clean_process
-from common.command_io import UserError
+from common.command_io import ROOT, UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import train
 from sft.arguments import RunArguments
@@ -30,7 +30,6 @@ from sft.distributed import SharedSequenceCollator, check_launch
 
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
-ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "sft" / "accelerate_configs"
 RUN = RunArguments(model_name_or_path="model", dataset_name="rows")
 GEOMETRIES = {
@@ -82,7 +81,7 @@ def arguments(place: Path, model: str, name: str, batch: int, **overrides) -> li
 def run_launch(place: Path, config: str, plans: list[dict], **options) -> None:
     file = place / f"{config}.json"
     file.write_text(json.dumps(plans), encoding="utf-8")
-    launch(config, str(ROOT / "tests" / "distributed_driver.py"), str(file), **options)
+    launch(config, str(ROOT / "tests" / "sft" / "distributed_driver.py"), str(file), **options)
 
 
 def in_one_process(place: Path, model: str, name: str, **overrides) -> dict:

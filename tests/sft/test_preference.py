@@ -20,7 +20,7 @@ from sft.arguments import RecipeParser
 from sft.score_reasoning import is_right
 
 
-RECIPES = Path(__file__).resolve().parents[1] / "sft" / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "sft" / "recipes"
 REAL_CORRECTNESS = train_grpo.correctness
 COMMANDS = {"dpo": train_dpo, "grpo": train_grpo}
 TRAINERS = {"dpo": train_dpo.MixingDPOTrainer, "grpo": train_grpo.MixingGRPOTrainer}

@@ -11,6 +11,7 @@ from helpers import small_config
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import kinds
+from common.command_io import ROOT
 from conversion_scripts.convert_llama_to_iha import ATTENTION_KINDS
 from model_cards.render import render_card
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
@@ -19,7 +20,6 @@ from modeling_iha.package import shipped_code
 from sft.trainer import MIXING_MODULES
 
 
-ROOT = Path(__file__).parents[1]
 # Converters whose subject is one kind.
 CONVERTERS = {
     "diff": {"convert_diffllama_to_iha.py", "convert_iha_to_diffllama.py"},

@@ -1,7 +1,7 @@
-"""What one launch of test_distributed.py runs in each of its processes.
+"""Run in each process what one launch of test_distributed.py asks for.
 
-python tests/distributed_driver.py PLANS, a JSON list of the plans of `train_run` and `tensor_parallel_step`. FSDP runs
-on the CPU here, where accelerate alone would train under DDP in silence.
+python tests/sft/distributed_driver.py PLANS, a JSON list of the plans of `train_run` and `tensor_parallel_step`.
+FSDP runs on the CPU here, where accelerate alone would train under DDP in silence.
 """
 
 import json
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 import fake_flash  # noqa: E402
 import pytest  # noqa: E402

@@ -16,13 +16,13 @@ from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_js
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.checkpoint_io import run_in_clean_process
+from common.command_io import ROOT
 from conversion_scripts import convert_llama_to_iha, push_to_hub
 from modeling_iha import IHAForCausalLM
 from modeling_iha.configuration_iha import AUTO_MAP
 from sft import train
 
 
-ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "1+1?"
 
 # What somebody does who has Transformers and a repository's name, in an empty cache: the config and the tokenizer by

@@ -15,10 +15,10 @@ from helpers import HYBRID, plant, random_model, small_config
 from tiny_sources import tiny_tokenizer
 from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
 
+from common.command_io import ROOT
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
 
-ROOT = Path(__file__).resolve().parents[1]
 CHAT = [{"role": "user", "content": "the people of the state"}]
 NEW_TOKENS = 8
 
