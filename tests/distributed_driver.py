@@ -1,4 +1,4 @@
-"""What one launch of test_distributed.py runs in each of its processes.
+"""Run what one launch of test_distributed.py has in each of its processes.
 
 python tests/distributed_driver.py PLANS, a JSON list of the plans of `train_run` and `tensor_parallel_step`. FSDP runs
 on the CPU here, where accelerate alone would train under DDP in silence.

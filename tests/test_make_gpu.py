@@ -377,6 +377,6 @@ def test_nothing_that_a_command_started_outlasts_it(tmp_path):
 
 @pytest.mark.slow
 def test_studies_are_found(monkeypatch, capsys, tmp_path):
-    """A process for each, which imports TRL."""
+    """Start a process for each, which imports TRL."""
     code, out, errors = run(monkeypatch, capsys, "--dry", "--out", tmp_path, "warm_start", "relation")
     assert code == 0 and out.count("$ python -m experiments.") == 2, errors
