@@ -3,10 +3,10 @@
 They are the tests, the measurements paper_layer, paper_train and paper_decode (see gpu_slices.py), and the studies
 warm_start and relation. Each is a process with its own time, and whatever its end, the next one begins.
 
-Results lie in a directory for each device, and nothing is measured twice: the same command goes on. --out carries them
-from one machine to the next.
+Results lie in a directory for each device, and nothing is measured twice: the same command goes on. --archive carries
+them from one machine to the next in one file. It is unpacked first and written after each slice.
 
-example: python -m benchmarks.gpu tests paper_layer=300 --out outputs/gpu
+example: python -m benchmarks.gpu tests paper_layer=300 --archive outputs/gpu.tar.gz
 """
 
 import argparse
@@ -16,15 +16,29 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from contextlib import suppress
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from xml.etree import ElementTree
 
 from benchmarks.gpu_slices import DEVICE, device_name, environment
 from benchmarks.harness import RESULTS
-from common.command_io import ROOT, UserError, current_commit, read_json, run_cli, sole_writer, write_json
+from common.command_io import (
+    ROOT,
+    UserError,
+    check_output_file,
+    current_commit,
+    open_plain_or_gzip,
+    read_json,
+    refusing,
+    run_cli,
+    sole_writer,
+    whole_file,
+    write_json,
+)
 
 
 TESTS = [f"tests/gpu/{name}.py" for name in ("test_gpu", "triton_checks", "test_triton")]
@@ -127,6 +141,22 @@ def run_slice(name: str, seconds: int, out: Path, dry: bool, commit: str) -> boo
     return code == 0
 
 
+def unpack(archive: Path, out: Path) -> None:
+    """Read the results of earlier visits, or raise a `UserError`."""
+    with open_plain_or_gzip(archive) as file:
+        content = BytesIO(file.read())  # whole, so that a damaged archive leaves nothing in the directory
+    with refusing(f"{archive} cannot be unpacked, give one that a run wrote", tarfile.TarError):
+        with tarfile.open(fileobj=content, mode="r:") as results:
+            results.extractall(out, filter="data")
+
+
+def pack(archive: Path, out: Path) -> None:
+    """Write the results of all devices to one file."""
+    with whole_file(archive) as temporary, tarfile.open(temporary, "w:gz") as results:
+        for path in sorted(out.glob("*/*.json")):
+            results.add(path, path.relative_to(out))
+
+
 def slice_and_seconds(text: str) -> tuple[str, int]:
     """Read an argument such as "tests=60", or raise a `UserError`."""
     name, _, seconds = text.partition("=")
@@ -143,6 +173,7 @@ def main() -> None:
     parser.add_argument("slices", nargs="*", metavar="SLICE[=SECONDS]", help=f"{', '.join(SECONDS)} (all)")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too: does every slice run?")
     parser.add_argument("--out", type=Path, help="directory of the results (benchmarks/results/gpu)")
+    parser.add_argument("--archive", type=Path, help="file that carries the results from one machine to the next")
     parser.add_argument("--commit", help="of a copy that has no git (what git says)")
     args = parser.parse_args()
     slices = dict(map(slice_and_seconds, args.slices)) or SECONDS
@@ -151,12 +182,20 @@ def main() -> None:
     out = (args.out or (ROOT / "outputs" / "gpu_dry" if args.dry else RESULTS / "gpu")).resolve()
     device = re.sub("[^a-z0-9]+", "-", device_name().lower()).strip("-")
     commit, unfinished = args.commit or current_commit(), []
+    if args.archive is not None:
+        check_output_file(args.archive, replace=True)
     with sole_writer(out):
+        if args.archive is not None and args.archive.exists():
+            unpack(args.archive, out)
         (out / device).mkdir(exist_ok=True)
         for name, seconds in slices.items():
             print(f"== {name}, at most {seconds} s", flush=True)
-            if not run_slice(name, seconds, out / device, args.dry, commit):
-                unfinished.append(name)
+            try:
+                if not run_slice(name, seconds, out / device, args.dry, commit):
+                    unfinished.append(name)
+            finally:
+                if args.archive is not None:
+                    pack(args.archive, out)
     if unfinished:
         raise UserError(f"{', '.join(unfinished)} failed or ran out of time, see above: the same command goes on.")
 

@@ -377,7 +377,7 @@ def plot(rows: list[dict], runs: dict[str, list[dict]]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the study and write its results. Raises `UserError`."""
+    """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
     size = FULL if args.full else SMALL

@@ -69,7 +69,7 @@ class LayerShape(NamedTuple):
 
 
 def layer_shapes(config: PreTrainedConfig, layers: list[int]) -> list[LayerShape]:
-    """Return the shapes of `layers` of a model. Raises `UserError`."""
+    """Return the shapes of `layers` of a model. Raise `UserError`."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise UserError(f"A {config.model_type!r} model has no attention heads to look at: expected one like Llama.")
@@ -161,7 +161,7 @@ class Recorded(NamedTuple):
 
 @torch.no_grad()
 def record(source: str, ids: list[int], layers: list[int]) -> Recorded:
-    """Run the checkpoint on the tokens. Raises `UserError`."""
+    """Run the checkpoint on the tokens. Raise `UserError`."""
     print(f"Reading {source}", flush=True)
     model = load_model(source, torch.float32)
     model.set_attn_implementation("eager")
@@ -240,7 +240,7 @@ def page(tokens: list[str], kinds: dict[int, str], shapes: list[LayerShape], mod
 
 
 def encode(source: str, config: PreTrainedConfig, prompt: str) -> tuple[list[int], list[str]]:
-    """Return ids and labels of the prompt's tokens. Raises `UserError`."""
+    """Return ids and labels of the prompt's tokens. Raise `UserError`."""
     tokenizer = load_tokenizer(source, config.vocab_size)
     ids = tokenizer(prompt)["input_ids"]
     if not ids:
@@ -249,7 +249,7 @@ def encode(source: str, config: PreTrainedConfig, prompt: str) -> tuple[list[int
 
 
 def chosen_layers(layers: list[int] | None, count: int) -> list[int]:
-    """Return the layers to show, in order. Raises `UserError`."""
+    """Return the layers to show, in order. Raise `UserError`."""
     layers = sorted(set(range(count) if layers is None else layers))
     if not 0 <= layers[0] <= layers[-1] < count:
         raise UserError(f"--layers {' '.join(map(str, layers))}: expected numbers from 0 to {count - 1}.")
@@ -266,7 +266,7 @@ def check_comparable(source: str, config: PreTrainedConfig, layers: list[int], p
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Look at the checkpoints and write the page. Raises `UserError`."""
+    """Look at the checkpoints and write the page. Raise `UserError`."""
     args = parse_arguments(argv)
     if args.output.suffix != ".html":
         raise UserError(f"--output {args.output}: expected the name of a .html file.")

@@ -100,7 +100,7 @@ def captured(gram: torch.Tensor) -> torch.Tensor:
 def curves_of(model: PreTrainedModel, source: str) -> dict[str, torch.Tensor]:
     """Return the mean over the layers of what the components capture, [width] for each circuit.
 
-    Raises `UserError`, in which the model is called `source`.
+    Raise `UserError`, in which the model is called `source`.
     """
     config, layers = model.config, getattr(model.base_model, "layers", [])
     if not layers or not hasattr(getattr(layers[0], "self_attn", None), "q_proj"):
@@ -144,7 +144,7 @@ def plot(curves: dict[str, dict[str, torch.Tensor]]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure the models and write the results. Raises `UserError`."""
+    """Measure the models and write the results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args, threads=None)
     curves = {}

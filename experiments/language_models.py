@@ -61,7 +61,7 @@ WARM_UP, EVALUATIONS, HELD_OUT_ROWS = 50, 12, 128
 
 
 def read_text(path: Path | None) -> torch.Tensor:
-    """Return the bytes of a file, or of Python's language reference, as int64. Raises `UserError`."""
+    """Return the bytes of a file, or of Python's language reference, as int64. Raise `UserError`."""
     if path is None:
         topics = pydoc_data.topics.topics
         content = "\n\n".join(topics[name] for name in sorted(topics)).encode()
@@ -74,7 +74,7 @@ def read_text(path: Path | None) -> torch.Tensor:
 
 
 def text_and_setting(args: argparse.Namespace, size: dict) -> tuple[torch.Tensor, dict]:
-    """Return the text of --text, and all that a run depends on besides its config and seed. Raises `UserError`."""
+    """Return the text of --text, and all that a run depends on besides its config and seed. Raise `UserError`."""
     text = read_text(args.text)
     if len(text) < (shortest := 20 * size["tokens"]):
         raise UserError(
@@ -210,7 +210,7 @@ def plot(rows: list[dict], runs: dict[str, list[dict]]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the study and write its results. Raises `UserError`."""
+    """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
     size = FULL if args.full else SMALL

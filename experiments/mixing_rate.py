@@ -70,7 +70,7 @@ def plot(rows: list[dict]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the study and write its results. Raises `UserError`."""
+    """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args, threads=None)
     make_rows(args.output)

@@ -27,7 +27,7 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
     """Check and complete the options of a study, and go to the root of the checkout.
 
-    A study on a CPU takes that many threads, or with `None` PyTorch's own number. Raises `UserError`.
+    A study on a CPU takes that many threads, or with `None` PyTorch's own number. Raise `UserError`.
     """
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; use --device cpu.")
@@ -48,7 +48,7 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
 def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = None) -> dict:
     """Return what `compute()` returned: a run whose result is in `path` is not repeated.
 
-    The result depends on the name of `path` and on `setting`. Raises `UserError` for a file of another setting.
+    The result depends on the name of `path` and on `setting`. Raise `UserError` for a file of another setting.
     """
     if not path.exists():
         write_json(path, {"setting": setting, **compute()})

@@ -58,7 +58,7 @@ def attention(kind: str, seed: int, **overrides) -> BareAttention:
 
 
 def select(layer: BareAttention, pseudo_head: int) -> BareAttention:
-    """`layer` with the proof's weights: all pseudo-heads are copies of their head, and the collapse picks one."""
+    """Give `layer` the proof's weights: all pseudo-heads are copies of their head, and the collapse picks one."""
     module, virtual = layer.layer, layer.layer.num_pseudo_heads
     with torch.no_grad():
         for mixing in (module.q_mix, module.k_mix, module.v_mix):

@@ -379,7 +379,7 @@ def write_results(args: argparse.Namespace, runs: dict[tuple[str, int], dict], *
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the study and write its results. Raises `UserError`."""
+    """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     size = FULL if args.full else SMALL
     args.kinds = args.kinds or size["variants"]

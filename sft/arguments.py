@@ -108,7 +108,7 @@ class RecipeParser(TrlParser):
     def parse(self, argv: Sequence[str]) -> "tuple[RunArguments, TrainingArguments]":
         """Parse `--config FILE [--key value ...]`.
 
-        Raises `UserError` for an unknown key or an impossible value.
+        Raise `UserError` for an unknown key or an impossible value.
         """
         self._given = argv
         if argv[-1:] == ["--config"]:
@@ -205,7 +205,7 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
 def check_values(run: RunArguments, args: "TrainingArguments") -> None:
     """Refuse what no run can have, before anything is loaded.
 
-    Raises `UserError` for values out of range, keys that exclude each other or that nothing reads, packages that are
+    Raise `UserError` for values out of range, keys that exclude each other or that nothing reads, packages that are
     not installed, and a chat template that cannot be read.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id

@@ -20,7 +20,7 @@ def run_config(run: RunArguments, args: TrainingArguments, config: PreTrainedCon
     """Return the configuration of the run's base model, or the one given in its place, without reading weights.
 
     It has the recipe's `rope_theta`, `max_position_embeddings` and `sliding_window`, and the trained checkpoint keeps
-    it. Raises `UserError` for a sequence longer than the model's positions, positions beyond the reach of its RoPE, a
+    it. Raise `UserError` for a sequence longer than the model's positions, positions beyond the reach of its RoPE, a
     window larger than the context, another number of pseudo-heads than the recipe states, an `attention_form` that
     would be ignored, and checkpoints of activations that keep P outputs for each token.
     """
@@ -133,7 +133,7 @@ def prepare_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model in `run.dtype` with `config` of `run_config`, and its tokenizer with the recipe's chat template.
 
-    Raises `UserError`.
+    Raise `UserError`.
     """
     if args.model_init_kwargs:
         raise UserError("model_init_kwargs is not used here: set dtype and attn_implementation themselves.")
@@ -154,7 +154,7 @@ def prepare_model(
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     """Return the adapters that `run` asks for, or None.
 
-    Modules of a kind's own (`own_modules`) are trained in full beside them. Raises `UserError` for a target that the
+    Modules of a kind's own (`own_modules`) are trained in full beside them. Raise `UserError` for a target that the
     model does not have.
     """
     config = get_peft_config(run)

@@ -47,7 +47,7 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
 
     Understands OpenThoughts-114k (`system` and `conversations` of {from: user|assistant, value}), OpenThoughts3-1.2M
     (`conversations` of {from: human|gpt, value}) and rows that already hold `messages`. `where` names the row in
-    errors. Raises `UserError` naming the row and the column.
+    errors. Raise `UserError` naming the row and the column.
     """
     columns = [name for name in TURN_KEYS if row.get(name) is not None]
     if not columns:
@@ -194,7 +194,7 @@ def load_rows(
             may be larger than memory.
         schema: from the first row, what converts a row and the features of the converted rows.
 
-    Raises `UserError` for a missing or empty source and for a bad row.
+    Raise `UserError` for a missing or empty source and for a bad row.
     """
     files = local_files(name)
     try:
@@ -264,7 +264,7 @@ def tokenize(
     the template's generation blocks are -100, so the loss covers the assistant's text and its end-of-turn token.
     Plain text is learned whole, with an end-of-sequence token.
 
-    Raises `UserError` for a template that `check_chat_template` refuses or that fails on a row or renders nothing, and
+    Raise `UserError` for a template that `check_chat_template` refuses or that fails on a row or renders nothing, and
     for plain text with `assistant_only` or without an end-of-sequence token.
     """
     if kind_of(rows) == "messages":
@@ -294,7 +294,7 @@ def tokenize(
 def _encode_messages(
     row: dict, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
 ) -> tuple[list[int], list[int]]:
-    """Token ids, and 1 for each of them that is learned."""
+    """Return token ids, and 1 for each of them that is learned."""
     encoded = tokenizer.apply_chat_template(
         row["messages"], return_dict=True, return_assistant_tokens_mask=assistant_only
     )
@@ -345,7 +345,7 @@ def check_labels(rows: Dataset, max_length: int | None) -> None:
 def sources(dataset_name: str) -> list[tuple[str, float]]:
     """Return the name of each dataset and its share of the tokens: those that a .yaml file lists, or this one alone.
 
-    The file holds a list of `{path: NAME, share: NUMBER}`. Raises `UserError`; shares must add up to 1.
+    The file holds a list of `{path: NAME, share: NUMBER}`. Raise `UserError`; shares must add up to 1.
     """
     file = Path(dataset_name)
     if file.suffix not in (".yaml", ".yml"):

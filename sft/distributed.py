@@ -1,4 +1,4 @@
-"""More than one device: which launches are refused, the sequence shared among devices, checkpoints made whole."""
+"""Train on more than one device: refuse launches, share the sequence among devices, make checkpoints whole."""
 
 import os
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ CONFIGS = "sft/accelerate_configs"
 
 
 def check_launch(run: RunArguments, args: TrainingArguments) -> None:
-    """Refuse, before a model is loaded, a launch that would train something else than it says. Raises `UserError`.
+    """Refuse, before a model is loaded, a launch that would train something else than it says. Raise `UserError`.
 
     What a launcher asks for stands in environment variables, and what came of it in `args.distributed_state`: where
     the two differ, accelerate says nothing and trains without sharding, or in one process.
@@ -50,7 +50,7 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
 def requested_parallelism(args: TrainingArguments) -> ParallelismConfig:
     """Return the sizes of tensor, context and sequence parallelism that the recipe or the launcher asks for.
 
-    Raises `UserError` for sizes that exclude each other.
+    Raise `UserError` for sizes that exclude each other.
     """
     if args.parallelism_config is not None:
         return args.parallelism_config

@@ -45,7 +45,7 @@ from sft.score_reasoning import check_rows, is_right, read_rows
 def with_slip(answer: str, row: dict, where: str, source: random.Random) -> str:
     """Return the worked answer with one digit or letter of its solution replaced, so that it is wrong.
 
-    Its steps stay. Raises `UserError` when the verifier rejects no such replacement.
+    Its steps stay. Raise `UserError` when the verifier rejects no such replacement.
     """
     solution = extract_solution(answer)
     steps, marker, end = answer.rpartition("<|begin_of_solution|>")
@@ -68,7 +68,7 @@ def make_pairs(rows: list[dict], replies: list[str] | None, seed: int) -> list[d
     """Make rows of `prompt`, `chosen` and `rejected`, each a list of {role, content}, in the order of `rows`.
 
     The rejected answer is the reply of the same place where that is wrong: a right or an empty reply gives no pair.
-    Without `replies` it is the row's own answer `with_slip`. Raises `UserError` for a bad row (see `check_rows`).
+    Without `replies` it is the row's own answer `with_slip`. Raise `UserError` for a bad row (see `check_rows`).
     """
     source = random.Random(seed)
     pairs = []
@@ -84,7 +84,7 @@ def make_pairs(rows: list[dict], replies: list[str] | None, seed: int) -> list[d
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the file the command line asks for, whole or not at all. Raises `UserError`."""
+    """Write the file the command line asks for, whole or not at all. Raise `UserError`."""
     args = parse_arguments(argv)
     check_output_file(args.out)
     rows = read_rows(args.rows)

@@ -115,7 +115,7 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
     """Make `rows` rows with different questions, none of them in `excluded`.
 
     Each row holds `system`, `conversations` (OpenThoughts-114k), and `generator` and `entry`, which the verifier
-    needs. Raises `UserError` for options that the generator cannot draw with, for a generator whose verifier rejects
+    needs. Raise `UserError` for options that the generator cannot draw with, for a generator whose verifier rejects
     its own answer, and when there are fewer different questions.
     """
     draws = rows * DRAWS_PER_ROW
@@ -157,7 +157,7 @@ def questions(path: Path) -> set[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the file the command line asks for, whole or not at all. Raises `UserError`."""
+    """Write the file the command line asks for, whole or not at all. Raise `UserError`."""
     args = parse_arguments(argv)
     if args.rows < 1:
         raise UserError(f"--rows {args.rows}: expected at least 1.")

@@ -134,7 +134,7 @@ def _hash(text: str) -> str:
 def load_prepared(directory: str, tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> Dataset:
     """Return the tokenized rows of a prepared directory.
 
-    Raises `UserError` when they were made for another tokenizer, chat template or loss, or are not whole.
+    Raise `UserError` when they were made for another tokenizer, chat template or loss, or are not whole.
     """
     manifest = read_json(Path(directory) / MANIFEST)
     made_for = fingerprints(tokenizer, manifest.get("kind"), assistant_only)
@@ -261,7 +261,7 @@ def make_manifest(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the directory the command line asks for, whole or not at all. Raises `UserError`."""
+    """Write the directory the command line asks for, whole or not at all. Raise `UserError`."""
     args = parse_arguments(argv)
     for name in ("max_length", "min_tokens", "max_tokens", "num_proc"):
         if (value := getattr(args, name)) is not None and value < 1:

@@ -90,7 +90,7 @@ def run_recipe(
 ) -> None:
     """Run the recipe of `argv`, or of the command line, to `output_dir`/final, and resume what was begun.
 
-    `build` makes the trainer of the recipe. Raises `UserError`.
+    `build` makes the trainer of the recipe. Raise `UserError`.
     """
     run, args = RecipeParser(config_class, usage).parse(sys.argv[1:] if argv is None else argv)
     check_values(run, args)
@@ -155,7 +155,7 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
 def make_record(run: RunArguments, args: TrainingArguments) -> dict[str, dict]:
     """Return what the run is made of, as sections of JSON values.
 
-    Raises `UserError` for a model or data that are not there.
+    Raise `UserError` for a model or data that are not there.
     """
     template = chat_template(args)
     # Of a token, `to_dict` hides the value.
@@ -178,7 +178,7 @@ def keep_record(record: dict[str, dict], output_dir: str | Path) -> None:
     """Write `record` to `output_dir`/run.json, unless the checkpoints there belong to such a run already.
 
     A record without checkpoints is replaced, since nothing was learned yet. Prints what stopped the earlier run, and
-    which libraries have changed. Raises `UserError` for checkpoints of another run or without a record.
+    which libraries have changed. Raise `UserError` for checkpoints of another run or without a record.
     """
     directory = Path(output_dir)
     if any(directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
@@ -195,7 +195,7 @@ def keep_record(record: dict[str, dict], output_dir: str | Path) -> None:
 def check_record(record: dict[str, dict], directory: Path) -> dict[str, dict]:
     """Return the record kept in `directory`.
 
-    Raises `UserError` when there is none, or `record` differs from it in what decides on what is learned.
+    Raise `UserError` when there is none, or `record` differs from it in what decides on what is learned.
     """
     if not (directory / RECORD).exists():
         raise UserError(
@@ -306,7 +306,7 @@ def save_final(
 ) -> None:
     """Write the trained `model` (see `whole_model`) with its code, tokenizer and card as `directory`.
 
-    The card is filled from `record` and from what `trainer` logged; the curves in its output_dir come along. Raises
+    The card is filled from `record` and from what `trainer` logged; the curves in its output_dir come along. Raise
     `UserError` for a weight that is not a number.
     """
     trainer.check_weights()

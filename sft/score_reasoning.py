@@ -94,7 +94,7 @@ def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int
 def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: int, max_new_tokens: int) -> list[str]:
     """Return the model's greedy replies to chat prompts, in batches padded on the left.
 
-    Raises `UserError` for a tokenizer without a chat template or a token to pad with, and see `check_positions`.
+    Raise `UserError` for a tokenizer without a chat template or a token to pad with, and see `check_positions`.
     """
     if tokenizer.chat_template is None:
         raise UserError("The tokenizer has no chat template: score a chat model, or add one (see sft/chat_templates).")
@@ -135,7 +135,7 @@ def read_rows(path: str | Path, limit: int | None = None) -> list[dict]:
 def check_rows(rows: list[dict]) -> list[list[dict]]:
     """Return the chat prompts of rows of make_reasoning_data.py.
 
-    Raises `UserError` for a row of another format, and where the verifier rejects the row's own answer or accepts
+    Raise `UserError` for a row of another format, and where the verifier rejects the row's own answer or accepts
     nonsense.
     """
     prompts = []
@@ -164,7 +164,7 @@ def check_rows(rows: list[dict]) -> list[list[dict]]:
 def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_tokens: int = 96) -> dict:
     """Return the accuracy of a model on rows of make_reasoning_data.py: {"accuracy", "correct", "rows", "replies"}.
 
-    A reply counts when it `is_right`. Raises `UserError` for a bad row (see `check_rows`) and for a tokenizer and
+    A reply counts when it `is_right`. Raise `UserError` for a bad row (see `check_rows`) and for a tokenizer and
     prompts that `generate_replies` refuses.
     """
     prompts = check_rows(rows)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a causal language model with TRL's SFTTrainer: see `--help` and sft/recipes/README.md."""
+"""Fine-tune a causal language model on answers with TRL's SFTTrainer: see `--help` and sft/recipes/README.md."""
 
 import sys
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a recipe of supervised fine-tuning. Raises `UserError`."""
+    """Run a recipe of supervised fine-tuning. Raise `UserError`."""
     run_recipe(SFTConfig, USAGE, build_trainer, argv)
 
 

@@ -49,7 +49,7 @@ class MixingDPOTrainer(RecipeTrainer, DPOTrainer):
 def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
     """Return `prompt`, `chosen` and `rejected` of a row, each a list of {"role", "content"}.
 
-    The prompt ends with the user, the answers are the assistant's and differ. `where` names the row in errors. Raises
+    The prompt ends with the user, the answers are the assistant's and differ. `where` names the row in errors. Raise
     `UserError` naming the row and the column.
     """
     for column in COLUMNS:
@@ -85,7 +85,7 @@ def load_pairs(name: str, split: str) -> Dataset:
 def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOConfig) -> None:
     """Print how many pairs `max_length` cuts.
 
-    Raises `UserError` for a pair whose answers do not differ in what is left: TRL drops some of them silently and
+    Raise `UserError` for a pair whose answers do not differ in what is left: TRL drops some of them silently and
     learns nothing from the others.
     """
     if args.max_length is None:
@@ -119,7 +119,7 @@ def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a recipe of preference optimisation. Raises `UserError`."""
+    """Run a recipe of preference optimisation. Raise `UserError`."""
     run_recipe(DPOConfig, USAGE, build_trainer, argv)
 
 

@@ -70,7 +70,7 @@ def solution_format(completions: list[list[dict]], **_) -> list[float]:
 def load_prompts(path: str) -> Dataset:
     """Load `prompt`, `generator` and `entry` from a file of make_reasoning_data.py.
 
-    Entries stay JSON: as columns, the rows of two generators would get each other's keys. Raises `UserError` for a
+    Entries stay JSON: as columns, the rows of two generators would get each other's keys. Raise `UserError` for a
     missing or empty file and for a bad row (see `check_rows`).
     """
     rows = read_rows(path)
@@ -101,7 +101,7 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a recipe of reinforcement learning. Raises `UserError`."""
+    """Run a recipe of reinforcement learning. Raise `UserError`."""
     run_recipe(GRPOConfig, USAGE, build_trainer, argv)
 
 

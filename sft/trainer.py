@@ -104,7 +104,7 @@ def newest_complete_checkpoint(output_dir: str | Path) -> Path | None:
 def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
     """Return the checkpoint that the recipe names, or else the newest complete one of `output_dir`, or None.
 
-    Raises `UserError` for a named one that cannot be continued from.
+    Raise `UserError` for a named one that cannot be continued from.
     """
     if args.resume_from_checkpoint in (None, True):
         return newest_complete_checkpoint(args.output_dir)
@@ -135,8 +135,8 @@ class RecipeTrainer(DistributedTrainer):
     the start of the run over their mean size there; `tokens_per_second` of training, for all processes; and
     `peak_memory_gib` of this process, on its GPU where it has one.
 
-    Raises `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimiser's step.
-    Raises `UserError` before such weights are saved, and for a checkpoint that cannot be written.
+    Raise `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimiser's step.
+    Raise `UserError` before such weights are saved, and for a checkpoint that cannot be written.
     """
 
     def __init__(self, *args, mixing_learning_rate: float, **kwargs) -> None:

@@ -1,4 +1,4 @@
-"""Installs a headless Chromium for the tests of the attention explorer, from the npm package @sparticuz/chromium.
+"""Install a headless Chromium for the tests of the attention explorer, from the npm package @sparticuz/chromium.
 
 Run once by `make test`, in the environment that the tests run in: python tests/fetch_chromium.py
 Elsewhere than on Linux x86-64, and where the package cannot be fetched, it says so and those tests are skipped.

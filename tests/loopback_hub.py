@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub on the loopback interface, in memory.
+"""Stand in for the Hugging Face Hub on the loopback interface, in memory.
 
 It is not the Hub: it answers the calls that the real `huggingface_hub` client makes to create a model repository, push
 to it and load from it, over real HTTP, with revisions as commits and large files through LFS, as the client's code

@@ -8,7 +8,6 @@ goes on from there. Each run of the tests is a fork of this process, which has i
 
 import argparse
 import ast
-import json
 import multiprocessing
 import os
 import random
@@ -104,7 +103,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "mutants.json")
     arguments = parser.parse_args()
 
-    killers = json.loads(arguments.output.read_text())["killers"] if arguments.output.exists() else {}
     os.environ["OMP_NUM_THREADS"] = "1"
     # A file that is changed twice in a second would be taken from the bytecode of the first change.
     sys.dont_write_bytecode = True
@@ -113,6 +111,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         copy, mutants = Path(directory) / "copy", {}
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs", "__pycache__"))
+        # The copy's, because the forks that test the copy keep what is imported here.
+        sys.path.insert(0, str(copy))
+        from common.command_io import read_json, write_json
+
+        killers = read_json(arguments.output)["killers"] if arguments.output.exists() else {}
         for path in sorted((copy / "modeling_iha").glob("*.py")):
             mutants |= mutants_of(path)
         names = sorted(mutants)
@@ -127,8 +130,7 @@ def main() -> None:
             killers[name] = killer(copy, arguments.timeout)
             path.write_text(original, encoding="utf-8")
             survivors = [name for name in killers if killers[name] is None]
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps({"survivors": survivors, "killers": killers}, indent=1) + "\n")
+            write_json(arguments.output, {"survivors": survivors, "killers": killers})
             verdict = "survives" if killers[name] is None else "killed  "
             print(f"{verdict} {time.monotonic() - start:4.0f} s  {name}", flush=True)
     print(f"{sum(killers[name] is None for name in names)} of {len(names)} mutants survive")

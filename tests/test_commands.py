@@ -1,4 +1,4 @@
-"""Every command starts as a module from the checkout and has an example in its help.
+"""Start every command as a module from the checkout, and find an example in its help.
 
 Launchers also start some by path. Imports between rooms go downwards. Tests share modules of helpers only.
 """

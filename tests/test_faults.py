@@ -1,4 +1,4 @@
-"""Every fault of a command's input is one line on standard error, found before anything is written.
+"""Find every fault of a command's input before anything is written, and name it in one line on standard error.
 
 Faults are damaged and foreign checkpoints, impossible arguments, bad destinations, other runs, and signals.
 """

@@ -1,4 +1,4 @@
-"""What the documents tell a new user to type runs and prints what they show; what they link to or name is there."""
+"""Run what the documents tell a new user to type, and find what they show, link to and name."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every architecture that converts, with a tokenizer, made on the spot."""
+"""Make a tiny random checkpoint, with a tokenizer, of every architecture that converts."""
 
 import json
 from collections import Counter

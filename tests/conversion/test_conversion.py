@@ -1,4 +1,4 @@
-"""Pretrained checkpoints become IHA checkpoints, and go back, without changing what they compute."""
+"""Convert pretrained checkpoints to IHA checkpoints, and back, without changing what they compute."""
 
 import copy
 import importlib.util
@@ -73,7 +73,7 @@ def test_converted_model_computes_what_its_source_does(name, arguments):
 
 
 def test_nothing_is_dead_after_a_conversion_to_dcmha():
-    """The second projections and the gates get gradients at once, the first projections after a step."""
+    """Expect gradients of the second projections and the gates at once, and of the first projections after a step."""
     model = convert(tiny_source(), **DCMHA)
     expected = logits(model)
     own = {name: p for name, p in model.named_parameters() if "pre_" in name or "post_" in name}
@@ -87,7 +87,7 @@ def test_nothing_is_dead_after_a_conversion_to_dcmha():
 @pytest.mark.parametrize("arguments", [P3, TALKING_HEADS, DCMHA], ids=str)
 @pytest.mark.parametrize("name", SOURCES)
 def test_bfloat16_conversion_adds_no_rounding(name, arguments):
-    """Mixing, offsets included, is exact in bfloat16: both models upcast to float32 agree as float32 models do."""
+    """Compare both models, upcast to float32, as float32 models: mixing, offsets included, is exact in bfloat16."""
     source = tiny_source(name, torch.bfloat16)
     model = convert(source, **arguments)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -1,4 +1,4 @@
-"""Released DCFormer checkpoints convert with equal logits.
+"""Convert released DCFormer checkpoints with equal logits.
 
 They are compared with the loops of `references/dcmha.py`, which follow the released format, and, where
 DCFORMER_OFFICIAL_CODE names its folder, with the official code (pytorch/dcformer of Caiyun-AI/DCFormer).

@@ -1,4 +1,4 @@
-"""DiffLlama checkpoints become IHA checkpoints of "diff" layers and go back, and compute the same."""
+"""Convert DiffLlama checkpoints to IHA checkpoints of "diff" layers, and back: both compute the same."""
 
 import copy
 

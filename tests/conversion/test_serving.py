@@ -1,4 +1,4 @@
-"""A server answers OpenAI's client and `transformers chat`, pipelines work, and what cannot serve is refused."""
+"""Serve OpenAI's client and `transformers chat`, run pipelines, and refuse what cannot serve."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Mistakes in the commands without a test file of their own: one line, before any work, and nothing half-written."""
+"""Refuse mistakes in the commands without a test file of their own: in one line, before any work."""
 
 import errno
 import json

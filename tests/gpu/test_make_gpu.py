@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,12 +25,12 @@ README = harness.RESULTS / "gpu" / "README.md"
 
 @pytest.fixture(scope="module")
 def visit(tmp_path_factory):
-    """Run the three commands of the README, each on a copy of what the one before left.
+    """Run the three commands of the README, each on a directory that is empty but for the archive.
 
     The measurements run in this process, where they need no imports; the tests of a GPU run in a process, once.
     """
     lines = [shlex.split(line) for line in README.read_text().splitlines() if "-m benchmarks.gpu" in line]
-    out, run_until, begun = tmp_path_factory.mktemp("home"), gpu.run_until, []
+    archive, run_until, begun = tmp_path_factory.mktemp("home") / "gpu.tar.gz", gpu.run_until, []
 
     def here(seconds, words):
         _, _, module, *arguments = words
@@ -44,13 +43,13 @@ def visit(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(gpu, "run_until", here)
         for line in lines:
-            out = Path(shutil.copytree(out, tmp_path_factory.mktemp("away") / "out"))
+            out = tmp_path_factory.mktemp("away")
             arguments = line[line.index("benchmarks.gpu") + 1 :]
-            arguments[arguments.index("--out") + 1] = str(out)
-            monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--dry"])
+            arguments[arguments.index("--archive") + 1] = str(archive)
+            monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--dry", "--out", str(out)])
             gpu.main()
     assert len(lines) == 3 and begun.count("benchmarks.gpu_slices") == 3  # nothing is measured twice
-    return next(path for path in out.iterdir() if path.is_dir())
+    return SimpleNamespace(archive=archive, last=next(path for path in out.iterdir() if path.is_dir()))
 
 
 def table(directory, name):
@@ -63,7 +62,7 @@ def run(monkeypatch, capsys, *arguments):
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_visit_measures_every_form_of_every_case(visit, name):
-    (cases, forms), result = BENCHMARKS[name], table(visit, name)
+    (cases, forms), result = BENCHMARKS[name], table(visit.last, name)
     assert {"device", "python", "torch", "triton", "transformers", "dtype"} <= result.keys() and result["dry"]
     assert result["complete"] == "COMMIT" and len(result["rows"]) == len(cases(True))
     for row in result["rows"]:
@@ -76,18 +75,20 @@ def test_a_visit_measures_every_form_of_every_case(visit, name):
 
 
 def test_the_tests_of_a_gpu_are_found(visit):
-    result = table(visit, "tests")
+    result = table(visit.last, "tests")
     assert result["tests"] == sum(result["skipped"].values()) > 10 and not result["failed"]
     assert "needs a CUDA device" in result["skipped"]
     assert all((gpu.ROOT / name).exists() for name in gpu.TESTS if name.endswith(".py"))
 
 
-def test_what_comes_home_is_small_and_complete(visit, monkeypatch, capsys):
-    assert sum(path.stat().st_size for path in visit.iterdir()) < 2**20
-    assert not list(visit.parent.glob("**/.*"))
+def test_what_comes_home_is_one_small_file(visit, monkeypatch, capsys, tmp_path):
+    assert visit.archive.stat().st_size < 2**20
+    assert not list(visit.last.parent.glob("**/.*"))
     monkeypatch.setattr(gpu, "run_until", lambda *_: pytest.fail("measured again"))
-    code, out, _ = run(monkeypatch, capsys, "--dry", "--out", visit.parent, "--commit", "COMMIT", *BENCHMARKS)
+    arguments = ("--dry", "--out", tmp_path, "--archive", visit.archive, "--commit", "COMMIT", *BENCHMARKS)
+    code, out, _ = run(monkeypatch, capsys, *arguments)
     assert code == 0 and out.count("done before") == len(BENCHMARKS)
+    assert {path.name for path in tmp_path.glob("*/*")} == {path.name for path in visit.last.iterdir()}
 
 
 def test_times_of_a_visit_fit_ten_minutes_a_command():
@@ -211,7 +212,7 @@ def test_results_of_another_version_stay_apart(toy, monkeypatch, tmp_path):
 def test_the_next_slice_begins_whatever_became_of_one(monkeypatch, capsys, tmp_path):
     """Let one slice fail, and another run out of time.
 
-    A slice that fails is started anew while it leaves more than before.
+    A slice that fails is started anew while it leaves more than before. The archive has what each left.
     """
     started = []
 
@@ -225,11 +226,14 @@ def test_the_next_slice_begins_whatever_became_of_one(monkeypatch, capsys, tmp_p
 
     monkeypatch.setattr(gpu, "run_until", run_until)
     monkeypatch.setattr(gpu, "read_json", lambda path: {})
-    code, out, err = run(monkeypatch, capsys, "--dry", "--out", tmp_path, *BENCHMARKS)
+    archive = tmp_path / "home" / "gpu.tar.gz"
+    arguments = ("--dry", "--out", tmp_path / "out", "--archive", archive, *BENCHMARKS)
+    code, out, err = run(monkeypatch, capsys, *arguments)
     assert code == 1 and "paper_layer, paper_train failed or ran out of time" in last_line(err)
     assert started == ["paper_layer"] * 3 + ["paper_train", "paper_decode"] and "200 seconds are up" in out
-    left = {path.name: path.read_text() for path in tmp_path.glob("*/*")}
-    assert left == {"paper_layer.json": "2", "paper_decode.json": "1"}
+    gpu.unpack(archive, tmp_path / "unpacked")
+    unpacked = {path.name: path.read_text() for path in (tmp_path / "unpacked").glob("*/*")}
+    assert unpacked == {"paper_layer.json": "2", "paper_decode.json": "1"}
 
 
 def test_refusals_come_before_any_work(monkeypatch, capsys, tmp_path):
@@ -240,7 +244,21 @@ def test_refusals_come_before_any_work(monkeypatch, capsys, tmp_path):
     ):
         code, _, err = run(monkeypatch, capsys, "--out", tmp_path / "out", *arguments)
         assert code == 1 and message.replace("among paper_layer", "among tests, paper_layer") in last_line(err)
+    code, _, err = run(monkeypatch, capsys, "--dry", "--out", tmp_path / "out", "--archive", tmp_path)
+    assert code == 1 and "is a directory" in last_line(err)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault, message", [("cut short", "cannot be decompressed"), ("text", "cannot be unpacked")])
+def test_a_damaged_archive_is_refused_and_leaves_nothing(monkeypatch, capsys, tmp_path, fault, message):
+    (tmp_path / "gpu").mkdir()
+    for name in ("first", "second"):
+        (tmp_path / "gpu" / f"{name}.json").write_bytes(os.urandom(9999))
+    archive, out = tmp_path / "gpu.tar.gz", tmp_path / "out"
+    gpu.pack(archive, tmp_path)
+    archive.write_bytes(archive.read_bytes()[:15_000] if fault == "cut short" else b"no archive")
+    code, _, err = run(monkeypatch, capsys, "--dry", "--out", out, "--archive", archive, "tests")
+    assert code == 1 and message in last_line(err) and not out.exists()
 
 
 def test_a_layer_that_is_wrong_is_left_out(monkeypatch):
@@ -359,6 +377,6 @@ def test_nothing_that_a_command_started_outlasts_it(tmp_path):
 
 @pytest.mark.slow
 def test_studies_are_found(monkeypatch, capsys, tmp_path):
-    """A process for each, which imports TRL."""
+    """Start a process for each, which imports TRL."""
     code, out, errors = run(monkeypatch, capsys, "--dry", "--out", tmp_path, "warm_start", "relation")
     assert code == 0 and out.count("$ python -m experiments.") == 2, errors

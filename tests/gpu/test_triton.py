@@ -1,4 +1,4 @@
-"""The Triton kernels: triton_checks.py on a GPU or in Triton's interpreter, and compilation for a GPU without one."""
+"""Run triton_checks.py on a GPU or in Triton's interpreter, and compile the Triton kernels without a GPU."""
 
 import importlib.util
 import os
@@ -114,7 +114,7 @@ class Compiler:
     ],
 )
 def test_kernels_compile_for_a_gpu(dtype, capability, heads, groups, pseudo, head_dim, monkeypatch, tmp_path):
-    """Every kernel, as it is launched, through Triton's compiler and ptxas: on tensor cores, with hardly a spill."""
+    """Compile every kernel, as it is launched, by Triton and ptxas: on tensor cores, with hardly a spill."""
     import triton
 
     def meta(*sizes, dtype=torch.float32):

@@ -26,7 +26,7 @@ HALVES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16
 
 @pytest.fixture(autouse=True, scope="module")
 def range_in_the_interpreter():
-    """Triton 3.6 keeps scalars as arrays of one entry, from which NumPy 2.4 makes no bound of a `range`."""
+    """Let a `range` end at a scalar of Triton 3.6, an array of one entry, from which NumPy 2.4 makes no integer."""
     if not triton.knobs.runtime.interpret:
         yield
         return
@@ -43,7 +43,7 @@ def range_in_the_interpreter():
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Several blocks of rows, several steps of a sum, several programs for a gradient and for a cache."""
+    """Take several blocks of rows, several steps of a sum, and several programs for a gradient and for a cache."""
     monkeypatch.setattr(mix_heads_triton, "MAX_ROWS", 16)
     monkeypatch.setattr(mix_heads_triton, "MAX_COLUMNS", 16)
     monkeypatch.setattr(decode_triton, "KEYS", 16)
@@ -85,7 +85,7 @@ def assert_same(actual, expected, dtype, what):
     [(1, 1, 1, 4, 1), (9, 3, 7, 16, 3), (8, 4, 3, 40, 2), (4, 4, 5, 6, None), (3, 18, 4, 8, None), (40, 20, 2, 64, 2)],
 )
 def test_mix_heads(rows, columns, length, head_dim, pseudo, tiles, dtype, request):
-    """Output and gradients, of contiguous and of transposed states."""
+    """Compare output and gradients of contiguous and of transposed states."""
     if tiles == "small":
         request.getfixturevalue("small_tiles")
     states = draw(2, columns, length, head_dim, seed=1).transpose(1, 2)
@@ -106,7 +106,7 @@ def test_mix_heads(rows, columns, length, head_dim, pseudo, tiles, dtype, reques
 @pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
 def test_model(collapse, positions, monkeypatch):
-    """A model that expands and collapses by the kernels: logits and every gradient."""
+    """Compare logits and every gradient of a model that expands and collapses by the kernels."""
     model = random_model(small_config(num_pseudo_heads=3, pseudo_positions=positions, pseudo_collapse=collapse))
     input_ids, results = random_ids(2, 9).to(DEVICE), []
     model.to(DEVICE)

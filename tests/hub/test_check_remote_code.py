@@ -1,4 +1,4 @@
-"""Each mistake that Transformers' loader of remote code passes over is found, and what is right is left alone."""
+"""Find each mistake that Transformers' loader of remote code passes over, and leave alone what is right."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A Llama on the Hub becomes a fine-tuned IHA model on the Hub, and loads from there.
+"""Fetch a Llama from the Hub, convert it, fine-tune it, publish it on the Hub, and load it from there.
 
 The real client and the commands of this repository speak to a stand-in for the Hub (`loopback_hub.py`).
 """
@@ -149,7 +149,7 @@ def test_a_conversion_from_the_hub_says_where_it_is_from(trained):
 
 
 def test_what_a_push_stores(hub, first, trained):
-    """Weights are LFS objects, only changed files are uploaded, and each once."""
+    """Store weights as LFS objects, and upload only changed files, each once."""
     repository = hub.repositories["me/iha"]
     files, newer = repository.commits[first], hub.head("me/iha")
     assert {name for name in files if name.endswith(".py")} == IHA_CODE

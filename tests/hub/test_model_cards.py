@@ -1,4 +1,4 @@
-"""Model cards hold what they should, no name breaks them, and their example runs as it stands.
+"""Test that model cards hold what they should, that no name breaks them, and that their example runs as it stands.
 
 A checkpoint of model_cards/ is made again.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint fetched from the stand-in for the Hub is whole or not there, and checkpoints are listed as they are.
+"""Fetch checkpoints from the stand-in for the Hub, whole or not at all, and list checkpoints as they are.
 
 The last test goes a stranger's whole path, from a Llama to a fetched model that generates.
 """

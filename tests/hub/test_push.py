@@ -1,4 +1,4 @@
-"""What is published, what is refused, and what a repository holds whatever goes wrong.
+"""Test what is published, what is refused, and what a repository holds whatever goes wrong.
 
 The real client speaks, in this process, to a stand-in for the Hub.
 """

@@ -65,7 +65,7 @@ def dcmha_config(window=None, options=None, **overrides):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_option_matches_reference(options):
-    """With a window, QK norm and one group of keys; the cache holds the key-wise weights beside keys and values."""
+    """Compare with a window, QK norm and one group of keys; the cache holds the key-wise weights, too."""
     config = dcmha_config(3, OPTIONS[options], num_hidden_layers=1, num_key_value_heads=1, use_qk_norm=True)
     assert_attention_matches(config, FP64, dtype=torch.float64)
     model, input_ids = random_model(config, dtype=torch.float64), random_ids(2, 11)
@@ -75,7 +75,7 @@ def test_every_option_matches_reference(options):
 
 @pytest.mark.parametrize(("options", "extra"), [({}, 2 * (2 * 2 + 1)), ({"stages": "pre", "sides": "query"}, 0)])
 def test_width_of_the_cache(options, extra):
-    """Keys and values are wider by (H / G) (2 R + 1) numbers in each."""
+    """Widen keys and values by (H / G) (2 R + 1) numbers each."""
     layer = random_model(dcmha_config(options=options))(random_ids(2, 5)).past_key_values.layers[0]
     assert layer.keys.shape == layer.values.shape == (2, 2, 5, 8 + extra)
 

@@ -124,7 +124,7 @@ def test_linear_form_in_use(mechanism, tmp_path):
 @pytest.mark.parametrize("max_scores", [2**24, 1])
 @pytest.mark.parametrize("case", ["linear", "linear_order_4"])
 def test_linear_form_under_a_mask_equals_running_sums(small_blocks, case, max_scores, monkeypatch):
-    """A mask that says no more than causal changes neither outputs nor gradients: every query sums what it sees."""
+    """Compare outputs and gradients with and without a mask that says no more than causal."""
     monkeypatch.setattr(tuple_attention, "MAX_SCORES", max_scores)
     model = random_model(hyper_config(**LINEAR[case]))
     input_ids, mask = random_ids(2, 7), torch.ones(7, 7, dtype=torch.bool).tril().expand(2, 1, 7, 7)
@@ -177,7 +177,7 @@ def scores_of(model, length):
 
 @pytest.mark.parametrize("kind", ["hyper", "simplicial"])
 def test_windows_bound_the_scores(kind):
-    """Scores grow as O(N w1 w2), not O(N^3): a block reaches w - 1 keys further back than it is long."""
+    """Expect scores of O(N w1 w2), not O(N^3): a block reaches w - 1 keys further back than it is long."""
     model = random_model(hyper_config(8, kind=kind, windows=[2, 8]))
     shorter, longer = (scores_of(model, blocks * BLOCK) for blocks in (5, 10))
     block = 4 * BLOCK * (BLOCK + 1) * (BLOCK + 7)  # heads, queries, columns of j and of k
@@ -186,14 +186,14 @@ def test_windows_bound_the_scores(kind):
 
 
 def test_no_scores_are_kept_for_the_backward():
-    """A single block keeps its scores; several do not even keep those of one query, [1, 4, 1, N, N]."""
+    """Keep the scores of a single block only; several blocks do not even keep those of one query, [1, 4, 1, N, N]."""
     model = random_model(hyper_config(num_hidden_layers=1))
     assert largest_saved_tensor(model, random_ids(1, BLOCK)) >= 4 * BLOCK**3
     assert largest_saved_tensor(model, random_ids(1, 2 * BLOCK)) < 4 * (2 * BLOCK) ** 2
 
 
 def test_a_long_linear_input_costs_no_more_per_token(monkeypatch):
-    """The largest tensor is that of the running sums of one chunk, whatever the length."""
+    """Expect the running sums of one chunk to be the largest tensor, whatever the length."""
     model = random_model(hyper_config(linear=True))
     sizes, cumsum = [], torch.Tensor.cumsum
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: (sizes.append(x.numel()), cumsum(x, dim))[1])
@@ -208,7 +208,7 @@ def test_a_long_linear_input_costs_no_more_per_token(monkeypatch):
 
 
 def test_a_first_token_without_pairs_gives_zero():
-    """Under strict order the layer passes on its input there."""
+    """Pass on the layer's input there under strict order."""
     for strict in (True, False):
         model = random_model(hyper_config(strict_order=strict))
         _, output = attention_of_first_layer(model, input_ids=random_ids(2, 5))

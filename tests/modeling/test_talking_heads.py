@@ -10,7 +10,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
 @pytest.mark.parametrize("heads", [4, 2], ids="G{}".format)
 def test_a_new_layer_is_multi_head_attention(core, heads):
-    """Both maps, of H x H, start at the identity: a Llama's weights give a Llama's logits and gradients."""
+    """Start both maps, of H x H, at the identity: a Llama's weights give a Llama's logits and gradients."""
     fields = {**LLAMA, "num_key_value_heads": heads}
     llama = random_model(LlamaConfig(**fields), LlamaForCausalLM)
     model = IHAForCausalLM(IHAConfig(attention_kinds="talking_heads", **fields)).eval()

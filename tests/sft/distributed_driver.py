@@ -1,4 +1,4 @@
-"""Run in each process what one launch of test_distributed.py asks for.
+"""Run what one launch of test_distributed.py has in each of its processes.
 
 python tests/sft/distributed_driver.py PLANS, a JSON list of the plans of `train_run` and `tensor_parallel_step`.
 FSDP runs on the CPU here, where accelerate alone would train under DDP in silence.

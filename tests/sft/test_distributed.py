@@ -1,4 +1,4 @@
-"""Training on more than one device, with two gloo processes on a CPU: it computes what one process does.
+"""Train on more than one device, with two gloo processes on a CPU: they compute what one process does.
 
 Two processes sum in another order: losses agree to 1e-5 of their value, gradients to 1e-5 of each weight's largest,
 and weights after four steps of Adam to 1e-6.

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -363,10 +365,9 @@ def test_a_run_stops_before_it_learns_what_is_not_a_number(
     assert not (output / "final").exists() and not (output / "checkpoint-6").exists()
     assert all(value.isfinite().all() for value in weights(output / "checkpoint-4").values())
 
-    if what == "loss":
-        train.main(command(tiny, rows_file, output))
-        assert f"stopped before at step 5: the {what} is" in capsys.readouterr().out
-        assert_same_run(output, whole)
+    train.main(command(tiny, rows_file, output))
+    assert f"stopped before at step 5: the {what} is" in capsys.readouterr().out
+    assert_same_run(output, whole)
 
 
 def test_weights_that_are_not_numbers_are_not_saved(tiny, rows_file, tmp_path, monkeypatch):
@@ -387,7 +388,7 @@ def test_weights_that_are_not_numbers_are_not_saved(tiny, rows_file, tmp_path, m
 
 
 @pytest.mark.parametrize("how", ["error", "limit"])
-def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(how, tiny, rows_file, tmp_path, monkeypatch):
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(how, whole, tiny, rows_file, tmp_path, monkeypatch):
     save = torch.save
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -409,37 +410,63 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(how, tiny, rows_f
     assert "\n" not in str(refused.value) and "Make room" in str(refused.value)
     assert newest_complete_checkpoint(output) == output / "checkpoint-2"
     assert not (output / "checkpoint-4").exists()
+    train.main(command(tiny, rows_file, output))
+    assert_same_run(output, whole)
 
 
 # Going on
 
 
-def test_a_stopped_run_goes_on_to_the_weights_of_an_undisturbed_one(
-    whole, tiny, rows_file, tmp_path, monkeypatch, capsys
-):
-    output, save = tmp_path / "run", torch.save
-    arguments = command(tiny, rows_file, output)
+def train_until_killed(when: str, arguments: list[str], log: Path):
+    """Train in a process that kills itself in step 4, or in the middle of the optimiser's file of its checkpoint."""
+    save, training_step = torch.save, MixingTrainer.training_step
+
+    def step_or_die(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return training_step(self, *args, **kwargs)
 
     def save_half(content, path):
-        save(content, path)
-        if str(path).endswith("checkpoint-4/optimizer.pt"):
-            os.truncate(path, os.path.getsize(path) // 2)
-            raise KeyboardInterrupt
+        if not str(path).endswith("checkpoint-4/optimizer.pt"):
+            return save(content, path)
+        buffer = io.BytesIO()
+        save(content, buffer)
+        Path(path).write_bytes(buffer.getvalue()[: buffer.tell() // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    with interrupted_at(MixingTrainer, 4):
+    if when == "in a step":
+        MixingTrainer.training_step = step_or_die
+    else:
+        torch.save = save_half
+    torch.set_num_threads(1)  # as conftest.py does
+    with log.open("w", buffering=1) as file, redirect_stdout(file):
         train.main(arguments)
+
+
+def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(whole, tiny, rows_file, tmp_path, capsys):
+    output, log = tmp_path / "run", tmp_path / "log"
+    arguments = command(tiny, rows_file, output)
+    forkserver = multiprocessing.get_context("forkserver")  # autograd cannot go on in a fork of this process
+    forkserver.set_forkserver_preload(["sft.train"])
+
+    def train_and_die(when: str) -> str:
+        process = forkserver.Process(target=train_until_killed, args=(when, arguments, log))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        return log.read_text()
+
+    assert "Resuming" not in train_and_die("in a step")
     # What makes a checkpoint whole, left there by a run before: it must not make the half of this one whole.
     stale = output / "checkpoint-4" / CHECKSUMS
     stale.parent.mkdir()
     stale.write_text("{}")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(torch, "save", save_half)
-        train.main(arguments)
+    assert f"Resuming from {output / 'checkpoint-2'}." in train_and_die("in a save")
     assert (output / "checkpoint-4" / "optimizer.pt").exists()
     train.main(arguments)
     out = capsys.readouterr().out
     assert f"Passing over {output / 'checkpoint-4'}: checksums.json is missing, which is written last." in out
-    assert out.count(f"Resuming from {output / 'checkpoint-2'}.") == 2
+    assert f"Resuming from {output / 'checkpoint-2'}." in out
     assert_same_run(output, whole)
 
 

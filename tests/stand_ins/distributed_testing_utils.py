@@ -41,7 +41,7 @@ def _run_rank(rank: int, fn, args: tuple, world_size: int, port: int) -> None:
 
 
 def run_distributed(world_size: int):
-    """`run_distributed(n)(fn)(*args)` runs fn(rank, *args) in n processes that form a process group."""
+    """Run fn(rank, *args) in n processes that form a process group, by `run_distributed(n)(fn)(*args)`."""
 
     def bind(fn):
         def run(*args):

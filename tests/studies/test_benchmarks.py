@@ -109,7 +109,7 @@ def test_report_wants_every_file(monkeypatch, capsys, tmp_path):
 
 
 def test_medians(monkeypatch):
-    """Interleaved, the first round left out; a single run is its own median."""
+    """Interleave the runs and leave out the first round; a single run is its own median."""
     clock, order = [0.0], []
     durations = {"a": iter([100, 1, 3, 2, 7]), "b": iter([100, 10, 10, 40, 8])}
     monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
@@ -153,7 +153,6 @@ def test_decode_compares_its_forms(monkeypatch):
 
 
 def test_forms_of_a_window_layer(monkeypatch):
-    """Each form computes in the way that it is named for."""
     masks, sdpa = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(*args, attn_mask=None, **kwargs):
@@ -173,7 +172,7 @@ def test_forms_of_a_window_layer(monkeypatch):
 
 
 def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):
-    """Results of one CPU are renewed row by row; a default that loses fails the command, and the report shows all."""
+    """Renew the results of one CPU row by row, fail where the default loses, and show all in the report."""
     cases = [("forward", 64, 2, None), ("training", 200, 2, 16), ("decoding", 200, 2, None)]
     monkeypatch.setattr(default_form, "CASES", cases)
     monkeypatch.setattr(default_form, "IDLE_LIMIT", 1e9)
@@ -199,7 +198,7 @@ def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):
 
 
 def test_what_the_default_is_compared_with(monkeypatch):
-    """SDPA under a dense mask in the dtype of the states, and not what the default makes of them."""
+    """Compare with SDPA under a dense mask in the dtype of the states, not with what the default makes of them."""
     calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(query, *args, attn_mask=None, **kwargs):

@@ -120,7 +120,7 @@ def test_relation_composition_compares_on_equal_seeds_and_goes_on_where_it_stopp
 
 
 def test_training_stops_when_the_validation_loss_no_longer_falls(monkeypatch):
-    """And the test accuracy is that of the best epoch, not of the last."""
+    """Expect the test accuracy of the best epoch, not of the last."""
     validation = [(loss, 0.0) for loss in (0.5, 0.4, 0.6, 0.3, 0.9, 0.9, 0.9)]
     scores = iter([pair for epoch, loss in enumerate(validation, 1) for pair in (loss, (0.0, epoch / 100))])
     monkeypatch.setattr(relation_composition, "score", lambda *args: next(scores))
@@ -132,7 +132,7 @@ def test_training_stops_when_the_validation_loss_no_longer_falls(monkeypatch):
 
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
 def test_language_models_have_equal_parameters(kind):
-    """To half a channel of the FFN, and the cost model counts them as PyTorch does."""
+    """Allow half a channel of the FFN, and count as PyTorch does."""
     size = language_models.SMALL
     config = language_models.config_of(kind, size)
     count = sum(parameter.numel() for parameter in IHAForCausalLM(config).parameters())
@@ -169,7 +169,7 @@ def test_the_loss_between_two_evaluations():
 
 
 def test_the_held_out_text_is_never_trained_on(monkeypatch):
-    """Bytes of the last tenth are ones, all others zeros."""
+    """Make the bytes of the last tenth ones, all others zeros."""
     text = torch.zeros(400, dtype=torch.long)
     text[360:] = 1
     seen = {True: set(), False: set()}
@@ -185,7 +185,7 @@ def test_the_held_out_text_is_never_trained_on(monkeypatch):
 
 
 def test_evaluations_do_not_count_as_training_time(monkeypatch):
-    """A step takes a second here, and a batch of an evaluation a hundred."""
+    """Let a step take a second, and a batch of an evaluation a hundred."""
     now, loss_of = [0], language_models.loss_of
 
     def slow(model, rows):
@@ -199,7 +199,7 @@ def test_evaluations_do_not_count_as_training_time(monkeypatch):
 
 
 def test_intervals_over_seeds():
-    """Student's t for the mean of 1, 2, 3, 4, 5: 3 ± 2.776 * sqrt(2.5 / 5)."""
+    """Expect Student's t for the mean of 1, 2, 3, 4, 5: 3 ± 2.776 * sqrt(2.5 / 5)."""
     assert study.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == {"mean": 3.0, "half_width": pytest.approx(1.96324, abs=1e-4)}
     assert study.interval([7.0]) == {"mean": 7.0, "half_width": None}
 
@@ -212,7 +212,7 @@ def test_a_gpu_is_asked_for_where_there_is_none(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("geometry", ["mha", "iha", "iha, all heads"])
 def test_head_diversity_is_that_of_every_circuit_written_out(geometry):
-    """Each circuit as a matrix [width, width], for all pairs of pseudo-heads."""
+    """Write each circuit as a matrix [width, width], for all pairs of pseudo-heads."""
     collapse = "all_heads" if "all" in geometry else "per_head"
     groups = 2 if geometry == "iha" else 4
     config = small_config(
@@ -300,7 +300,7 @@ def test_models_without_circuits_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", dcmha_ablation.CONFIGURATIONS)
 def test_a_configuration_has_its_components_and_no_others(name):
-    """By the names and shapes of the parameters; the FFN of the control alone has another width."""
+    """Compare names and shapes of the parameters; the FFN of the control alone has another width."""
     size = language_models.SMALL
     model = IHAForCausalLM(dcmha_ablation.config_of(name, size))
     found = {key: tuple(value.shape) for key, value in model.model.layers[0].named_parameters()}
@@ -349,7 +349,7 @@ def test_the_ablation_compares_on_equal_seeds_and_goes_on_where_it_stopped(run_s
 
 
 def test_all_configurations_start_from_the_same_weights(monkeypatch):
-    """And the heads are measured after training."""
+    """Measure the heads after training, too."""
     models = {}
 
     def train(name, model, *args):
@@ -421,7 +421,7 @@ def test_the_tasks_are_the_released_ones_in_their_order():
 @pytest.mark.parametrize("new", [False, True], ids=["seen", "new"])
 @pytest.mark.parametrize("index", range(len(TASKS)))
 def test_an_example_has_one_right_answer(index, new):
-    """Found by reading the text."""
+    """Find it by reading the text."""
     task, generator = TASKS[index], random.Random(index)
     answers = ANSWERS[task.transformation]
     for _ in range(20):
@@ -453,7 +453,7 @@ def test_new_examples_combine_a_task_with_words_of_other_tasks():
 
 
 def test_a_line_is_the_sum_of_its_words():
-    """Whatever the other examples of the batch."""
+    """Expect the same whatever the other examples of the batch are."""
     torch.manual_seed(0)
     size = {**TINY_TASKS, "fields": {**TINY_TASKS["fields"], "vocab_size": len(TOKENS) + 1}}
     model = IHAForCausalLM(language_models.config_of("dcmha", size)).eval()
@@ -507,7 +507,7 @@ def test_the_tasks_compare_on_equal_seeds_and_go_on_where_they_stopped(run_study
 
 
 def test_a_model_that_knows_the_answers_is_right(monkeypatch):
-    """Shares are those of each task."""
+    """Expect the share of right answers in each task."""
     tests = [
         dcmha_tasks.encode([dcmha_tasks.draw(index, False, random.Random(index)) for _ in range(4)], "cpu")
         for index in (3, 58)

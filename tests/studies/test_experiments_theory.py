@@ -145,7 +145,7 @@ def test_unexplained_is_none_of_a_linear_target_and_all_of_noise():
 
 
 def test_linear_self_attention_is_the_definition():
-    """(X C X^T) X W_V by loops: what j is worth to i, times the value of j."""
+    """Compute (X C X^T) X W_V by loops: what j is worth to i, times the value of j."""
     generator = torch.Generator().manual_seed(0)
     x, c, w = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 3), (3, 3), (3, 2)))
     expected = torch.stack([sum((x[i] @ c @ x[j]) * (x[j] @ w) for j in range(5)) for i in range(5)])
@@ -173,7 +173,7 @@ def test_agents_rewards_are_exact_for_any_number_of_them(name, cells):
 
 
 def test_colliding_agents_in_small(tmp_path, monkeypatch, capsys):
-    """What is learned is the constructed function, in other parameters."""
+    """Expect the constructed function in other parameters."""
     setting = {**colliding_agents.SETTING, "cells": 7, "agents": 6, "examples": 300, "steps": 600}
     monkeypatch.setattr(colliding_agents, "SETTING", setting)
     options = ("--seeds", "0", "--output", tmp_path / "runs", "--results", tmp_path)

@@ -1,4 +1,4 @@
-"""The attention explorer: what its page holds is what the model computes, and the page works in a browser.
+"""Test that the attention explorer's page holds what the model computes, and works in a browser.
 
 The browser is the Chromium that fetch_chromium.py installs, or one that the variable CHROMIUM names.
 """
@@ -106,7 +106,7 @@ def test_the_page_holds_what_the_model_computes(name, checkpoints, tmp_path):
 
 
 def test_attentions_in_tokens():
-    """Whole and cached, as clients read them: each token has a row that sums to 1; others stay."""
+    """Read whole and cached attentions as clients do: each token has a row that sums to 1; others stay."""
     model = random_model(small_config(**HYBRID, sliding_window=3, num_pseudo_heads=3))
     model.set_attn_implementation("eager")
     ids, cache = random_ids(2, 7), DynamicCache(config=model.config)
@@ -149,7 +149,7 @@ def test_other_architectures_are_refused(config, tmp_path, monkeypatch, capsys):
 
 
 def test_distances_from_the_starts(checkpoints, tmp_path):
-    """A new model is near the identity and has the mean for its collapse; another is anywhere."""
+    """Find a new model near the identity with the mean for its collapse, and another anywhere."""
     [fresh, _] = explored(checkpoints, tmp_path, "fresh", PROMPT)[0]["checkpoints"][0]["layers"]
     assert fresh["moved"]["collapse from mean"] == 0 and fresh["moved"]["collapse from last pseudo-head"] > 0.5
     assert all(0 < fresh["moved"][f"{name} from identity"] < 0.1 for name in ("q_mix", "k_mix", "v_mix"))
@@ -176,7 +176,7 @@ def test_comparison_and_chosen_layers(checkpoints, tmp_path):
 @pytest.mark.parametrize("checkpoints_shown", [1, 2])
 @pytest.mark.parametrize("pseudo_heads", [None, 4])
 def test_the_longest_prompt_fits_however_the_weights_compress(pseudo_heads, checkpoints_shown):
-    """30 layers of SmolLM2's heads with weights that are noise: the page stays under 10 MB, and uses most of it."""
+    """Show 30 layers of SmolLM2's heads with weights that are noise: the page takes most of 10 MB, and no more."""
     collapse = None if pseudo_heads is None else "per_head"
     shapes = [LayerShape(9, 3, pseudo_heads, collapse)] * 30
     tokens = token_limit(shapes * checkpoints_shown)
@@ -235,7 +235,7 @@ def browser():
 
 
 class Opened:
-    """A page in the browser."""
+    """Hold a page in the browser."""
 
     def __init__(self, browser, path):
         self.problems, self.requests = [], []
@@ -257,7 +257,7 @@ class Opened:
         return [self.tab.input_value(f"#{name}") for name in names]
 
     def click_cell(self, chart, x, y):
-        """Clicks the middle of a cell of a heat map."""
+        """Click the middle of a cell of a heat map."""
         place = self.tab.evaluate(
             """([id, x, y]) => {
               const chart = document.getElementById(id), {xaxis, yaxis, _size} = chart._fullLayout;
@@ -272,14 +272,14 @@ class Opened:
 
 
 def strongest(weights, query=None):
-    """(query token, key token, weight) of the largest entry of [N, N]; of one query token, or all after the first."""
+    """Return (query token, key token, weight) of the largest entry of [N, N], of one query or all but the first."""
     rows = weights[1:] if query is None else weights[query : query + 1]
     row, column = divmod(rows.abs().argmax().item(), weights.shape[1])
     return row + (1 if query is None else query), column, rows[row, column].item()
 
 
 def test_in_a_browser(browser, checkpoints, tmp_path):
-    """Two checkpoints: every choice shows what the models compute, by mouse and by keyboard, without any network."""
+    """Show what two models compute at every choice, by mouse and by keyboard, without any network."""
     explored(checkpoints, tmp_path, "per_head", PROMPT, "--compare", "tuned")
     opened = Opened(browser, tmp_path / "page.html")
     tab = opened.tab
@@ -354,7 +354,7 @@ def test_in_a_browser(browser, checkpoints, tmp_path):
 
 
 def test_every_control_and_chart_has_a_name(browser, checkpoints, tmp_path):
-    """What a screen reader finds: labelled fields, charts with a text that leads to a table, tables with captions."""
+    """Find what a screen reader reads: labels of fields, texts of charts that lead to tables, captions of tables."""
     explored(checkpoints, tmp_path, "every_kind", PROMPT)
     opened = Opened(browser, tmp_path / "page.html")
     tab, kinds = opened.tab, CONFIGS["every_kind"].attention_kinds

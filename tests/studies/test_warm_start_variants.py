@@ -52,7 +52,7 @@ def test_a_question_that_is_taken_is_not_drawn_again():
 
 
 def rows_of_tokens(rows: list[tuple[list[int], list[int]]]) -> Dataset:
-    """Token columns of (prompt, answer) pairs."""
+    """Return the token columns of (prompt, answer) pairs."""
     return Dataset.from_list(
         [
             {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer, "num_tokens": len(prompt + answer)}
@@ -62,7 +62,7 @@ def rows_of_tokens(rows: list[tuple[list[int], list[int]]]) -> Dataset:
 
 
 def test_an_answer_is_right_when_greedy_decoding_gives_it():
-    """In rows of different lengths, so that most are padded."""
+    """Take rows of different lengths, so that most are padded."""
     model, rows, expected = random_model(small_config()), [], []
     with torch.autocast("cpu", torch.bfloat16):
         for length in (3, 7, 5):
@@ -106,7 +106,7 @@ def source(tmp_path, monkeypatch) -> LlamaForCausalLM:
 
 
 def test_starts(source, tmp_path):
-    """All but "noise" compute what the source does; only "balanced" and "noise" have different pseudo-heads."""
+    """Compute what the source does, "noise" excepted; only "balanced" and "noise" have different pseudo-heads."""
     ids, models = random_ids(1, 9), {}
     for start in ("balanced", "zero", "noise"):
         models[start] = load_model(study.base_model(study.Variant(3, start), tmp_path))
@@ -205,7 +205,7 @@ def test_mha_alone_has_no_heat_maps(trained, tmp_path):
 
 
 def test_the_recipe_trains_only_the_mixing_where_the_backbone_is_frozen(source, tmp_path, monkeypatch):
-    """The real training, in this process."""
+    """Train in earnest, in this process."""
 
     def run(result, module, *arguments):
         assert not result.exists()

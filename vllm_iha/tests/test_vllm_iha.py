@@ -196,7 +196,7 @@ def test_a_shared_prefix_is_cached(tmp_path):
 
 
 def test_a_window_one_token_short_is_caught(tmp_path, monkeypatch):
-    """The check fails where the cache manager keeps W tokens, as for an "mha" layer."""
+    """Let the cache manager keep W tokens, as for an "mha" layer: the check fails."""
     get_spec = VirtualAttention.get_kv_cache_spec
 
     def short_spec(*args):
@@ -209,7 +209,7 @@ def test_a_window_one_token_short_is_caught(tmp_path, monkeypatch):
 
 
 def test_preempted_requests_go_on(tmp_path, monkeypatch):
-    """Six prompts take a block each, and a second one for their new tokens; eight blocks are free."""
+    """Run six prompts on eight free blocks: each takes one block, and a second one for its new tokens."""
     preempted, preempt = [], Scheduler._preempt_request
     monkeypatch.setattr(
         Scheduler,
@@ -268,7 +268,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case, tmp_path):
-    """No weights are loaded before: the directory holds none."""
+    """Refuse before weights are loaded: the directory holds none."""
     overrides, options, message = REFUSED[case]
     config = tiny_config(**overrides)
     config.architectures = ["IHAForCausalLM"]
