@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
@@ -385,6 +386,12 @@ def test_a_model_that_was_not_wrapped_is_refused():
         with pytest.raises(UserError, match="plain Linear"):
             check_wrapped(Namespace(distributed_type=kind, num_processes=2), model)
     check_wrapped(Namespace(distributed_type=ONE, num_processes=1), model)
+
+
+def test_a_run_that_would_train_apart_is_refused(monkeypatch, workplace):
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(UserError, match="plain IHAForCausalLM"):
+        train.main(arguments(workplace, "plain", "apart", 2))
 
 
 @pytest.mark.parametrize(

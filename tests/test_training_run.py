@@ -535,6 +535,14 @@ def test_a_checkpoint_that_was_saved_without_its_optimiser_is_passed_over(tmp_pa
     assert checkpoint_fault(checkpoint) == "optimizer.pt is missing"
 
 
+def test_a_checkpoint_of_another_launch_is_refused(begun):
+    (checkpoint,) = (begun / "run").glob("checkpoint-*")
+    (checkpoint / "optimizer.bin").touch()
+    write_checksums(checkpoint)
+    with pytest.raises(UserError, match="written under FSDP with FULL_STATE_DICT, and this run is under one process"):
+        train.main(command(begun / "model", begun / "rows.jsonl", begun / "run"))
+
+
 def test_the_last_complete_checkpoint_goes_only_after_the_next_is_complete(tiny, rows_file, tmp_path, monkeypatch):
     def die(checkpoint):
         if checkpoint.name == "checkpoint-4":
