@@ -170,7 +170,8 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
             *("max_length", "per_device_train_batch_size", "per_device_eval_batch_size"),
             *("gradient_accumulation_steps", "lora_r", "lora_alpha", "dataset_num_proc"),
             *("num_pseudo_heads", "max_position_embeddings", "sliding_window", "save_total_limit"),
-            *("max_completion_length", "num_iterations"),
+            *("max_completion_length", "num_iterations", "steps_per_generation"),
+            "pad_to_multiple_of",
         ),
     ),
     (
@@ -187,7 +188,7 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
         "a finite number above 0",
         (
             *("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon", "rope_theta"),
-            *("memory_gb", "temperature"),
+            *("memory_gb", "temperature", "repetition_penalty"),
         ),
     ),
     (lambda value: value < 1 or value % 1 == 0, "a share below 1, or a whole number of rows", ("eval_size",)),
@@ -249,12 +250,24 @@ def check_values(run: RunArguments, args: "TrainingArguments") -> None:
 def _check_early(args: "TrainingArguments") -> None:
     """Refuse what the libraries refuse too, but only where it is used, hours later for the evaluation's metric."""
     import torch
+    from accelerate.utils import DynamoBackend
     from transformers import Trainer, get_scheduler
     from transformers.integrations import get_reporting_integration_callbacks
+    from transformers.utils import is_liger_kernel_available
 
-    metric, known = args.metric_for_best_model, BEST_BY[type(args).__name__]
-    if metric is not None and metric.removeprefix("eval_") not in known:
-        raise UserError(f"metric_for_best_model is {metric!r}: expected one of {', '.join(known)}.")
+    known = {"metric_for_best_model": BEST_BY[type(args).__name__]}
+    if args.torch_compile:
+        usable = torch.compiler.list_backends(())
+        known["torch_compile_backend"] = [name for each in DynamoBackend if (name := each.value.lower()) in usable]
+        known["torch_compile_mode"] = list(torch._inductor.list_mode_options())
+    for key, names in known.items():
+        value = getattr(args, key)
+        if value is not None and value.removeprefix("eval_") not in names:
+            raise UserError(f"{key} is {value!r}: expected one of {', '.join(names)}.")
+    if args.save_strategy == "best" and args.metric_for_best_model is None:
+        raise UserError("save_strategy 'best' needs metric_for_best_model: set it, or save by steps.")
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise UserError("use_liger_kernel needs the package liger-kernel: pip install liger-kernel")
     with refusing(f"lr_scheduler_kwargs {args.lr_scheduler_kwargs}", TypeError, ValueError):
         optimizer = torch.optim.SGD([torch.zeros(1)])
         get_scheduler(args.lr_scheduler_type, optimizer, 1, 2, args.lr_scheduler_kwargs)

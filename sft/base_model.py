@@ -146,16 +146,22 @@ def prepare_model(
     if run.attn_implementation is not None:
         model.set_attn_implementation(run.attn_implementation)
     tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
+    for key in ("eos_token", "pad_token"):
+        if (token := getattr(args, key, None)) is not None and token not in tokenizer.get_vocab():
+            raise UserError(
+                f"{key} {token!r} is no token of {run.model_name_or_path}: give one that is, or remove the key."
+            )
     if template is not None:
         tokenizer.chat_template = template
+    lora_config(run, model)  # refuses before rows are tokenized
     return model, tokenizer
 
 
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     """Return the adapters that `run` asks for, or None.
 
-    Modules of a kind's own (`own_modules`) are trained in full beside them. Raise `UserError` for a target that the
-    model does not have.
+    Modules of a kind's own (`own_modules`) are trained in full beside them. Raises `UserError` for a target that the
+    model does not have, or that would not be trained.
     """
     config = get_peft_config(run)
     if config is None:
@@ -166,6 +172,8 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
         targets = {targets} if isinstance(targets, str) else set(targets)
         if unknown := targets - names:
             raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
+        if "lm_head" in targets:
+            raise UserError("lora_target_modules: TRL's loss would pass over an adapter of lm_head: remove the name.")
     config.target_modules = targets
     config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None
     return config

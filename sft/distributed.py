@@ -2,11 +2,15 @@
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
-from accelerate import ParallelismConfig, init_empty_weights
+from accelerate import Accelerator, ParallelismConfig, init_empty_weights
 from accelerate.utils import DistributedType
 from peft import PeftModel, get_peft_model
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
@@ -19,6 +23,13 @@ from sft.arguments import RunArguments
 # Kinds whose core sees all heads of the whole sequence at once, as Ulysses gives them.
 SHARED_SEQUENCE_KINDS = {"iha", "mha"}
 CONFIGS = "sft/accelerate_configs"
+# Where a Trainer checkpoint keeps the optimiser -> how the run was launched that wrote it.
+OPTIMIZER_STATES = {
+    "optimizer.pt": "one process or DDP",
+    "optimizer.bin": "FSDP with FULL_STATE_DICT",
+    "optimizer_0": "FSDP with SHARDED_STATE_DICT",
+    "latest": "DeepSpeed",
+}
 
 
 # Before a model is loaded --------------------------------------------------------------------------------------------
@@ -65,6 +76,11 @@ def _flag(name: str) -> bool:
 
 
 def _check_processes(args: TrainingArguments) -> None:
+    if args.n_gpu > 1:
+        raise UserError(
+            f"one process sees {args.n_gpu} GPUs, and TRL trains on one GPU a process: start it by accelerate launch, "
+            "or set CUDA_VISIBLE_DEVICES to one GPU."
+        )
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started != args.world_size:
         raise UserError(
@@ -106,6 +122,8 @@ def _check_shared_sequence(run: RunArguments, args: TrainingArguments, paralleli
         raise UserError(f"{what} needs FSDP2 or DeepSpeed: see {CONFIGS}/fsdp2_ulysses.yaml.")
     if find_spec("deepspeed") is None:
         raise UserError(f"{what} needs the package deepspeed: pip install deepspeed")
+    if args.world_size % size:
+        raise UserError(f"{what} does not divide the {args.world_size} processes.")
     if not parallelism.sp_handler.sp_seq_length_is_variable:
         raise UserError(f"{what}: set parallelism_config_sp_seq_length_is_variable to true; batches differ in length.")
     config = load_config(run.model_name_or_path)
@@ -155,6 +173,7 @@ class DistributedTrainer(Trainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         if self.sequence_pieces > 1:
             keep_heads_apart(self.accelerator.parallelism_config.sp_handler.sp_attn_implementation)
+        check_wrapped(self.accelerator, self.model_wrapped)
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -162,6 +181,36 @@ class DistributedTrainer(Trainer):
             export(self, output_dir or self.args.output_dir)
         else:
             super().save_model(output_dir, _internal_call)
+
+
+def check_wrapped(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Raise `UserError` when `model` is not wrapped as `accelerator` says: it would train unsharded, or apart."""
+    kind = accelerator.distributed_type
+    if kind == DistributedType.FSDP:
+        wrapped = isinstance(model, FSDPModule) and all(isinstance(value, DTensor) for value in model.parameters())
+    elif kind == DistributedType.DEEPSPEED:
+        wrapped = type(model).__name__ == "DeepSpeedEngine"
+    else:
+        wrapped = accelerator.num_processes == 1 or isinstance(model, DistributedDataParallel)
+    if not wrapped:
+        raise UserError(
+            f"the launch asks for {kind.value}, and the model is a plain {type(model).__name__}: not trained."
+        )
+
+
+def check_resumable(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Raise `UserError` when `checkpoint` was written by a run that was sharded in another way."""
+    expected = {DistributedType.FSDP: "optimizer.bin", DistributedType.DEEPSPEED: "latest"}.get(
+        accelerator.distributed_type, "optimizer.pt"
+    )
+    if expected == "optimizer.bin" and accelerator.state.fsdp_plugin.state_dict_type.name == "SHARDED_STATE_DICT":
+        expected = "optimizer_0"
+    if not (checkpoint / expected).exists():
+        found = next(name for name in OPTIMIZER_STATES if (checkpoint / name).exists())
+        raise UserError(
+            f"{checkpoint} was written under {OPTIMIZER_STATES[found]}, and this run is under "
+            f"{OPTIMIZER_STATES[expected]}: launch it with the accelerate config that it began with."
+        )
 
 
 class SharedSequenceCollator:

@@ -25,6 +25,7 @@ from common.command_io import (
     current_commit,
     file_sha256,
     new_directory,
+    one_line,
     read_json,
     refusing,
     sole_writer,
@@ -35,7 +36,7 @@ from conversion_scripts.push_to_hub import publish
 from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
 from sft.arguments import UNUSED_KEYS, RecipeParser, RunArguments, chat_template, check_values
 from sft.data import local_files, sources
-from sft.distributed import check_launch, whole_model
+from sft.distributed import check_launch, check_resumable, whole_model
 from sft.trainer import NotFiniteError, RecipeTrainer, checkpoint_to_resume, newest_complete_checkpoint
 
 
@@ -118,6 +119,7 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
     with refusing("the recipe cannot be trained", ImportError, ValueError):
         trainer = build(run, args)
     if checkpoint is not None:
+        check_resumable(trainer.accelerator, checkpoint)
         trainer.accelerator.print(f"Resuming from {checkpoint}.")
         args.eval_on_start = False  # the history of the checkpoint begins with that evaluation
     try:
@@ -132,6 +134,11 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
             f"Training stopped at {error} {last}. Lower the rates, or look for what is odd in the data, and start in "
             "another output_dir."
         ) from error
+    except (ImportError, ValueError) as error:
+        if trainer.state.global_step:
+            raise
+        # Some values they look at in the first step only.
+        raise UserError(f"the recipe cannot be trained: {one_line(error)}") from error
 
     model = whole_model(trainer)
     if is_main:

@@ -84,11 +84,15 @@ def load_prompts(path: str) -> Dataset:
 
 def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
     """Load the model and rows of a recipe and build its trainer."""
-    if args.use_vllm or args.use_transformers_continuous_batching:
+    answers = "Remove the key: answers come from the model's own generate, with a cache and in batches."
+    if args.use_vllm:
+        raise UserError(f"use_vllm is not supported: it was not tried with the plugin of vllm_iha. {answers}")
+    if args.use_transformers_continuous_batching:
         raise UserError(
-            "use_vllm and use_transformers_continuous_batching are not supported: neither knows interleaved layers. "
-            "Remove them; answers come from the model's own generate, with a cache and in batches."
+            f"use_transformers_continuous_batching is not supported: it does not know interleaved layers. {answers}"
         )
+    if args.max_completion_length is None:
+        raise UserError("max_completion_length is null: expected the tokens at which an answer ends.")
     if args.reward_weights is None:
         args.reward_weights = [1.0, FORMAT_WEIGHT]
     elif len(args.reward_weights) != 2:

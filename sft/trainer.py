@@ -26,16 +26,13 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from sft.arguments import RunArguments
 from sft.base_model import lora_config
 from sft.data import IGNORED_LABEL
-from sft.distributed import DistributedTrainer
+from sft.distributed import OPTIMIZER_STATES, DistributedTrainer
 
 
 # The modules that mix heads or collapse pseudo-heads, with entries of order 1.
 MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
 # The file of a Trainer checkpoint that holds the size and SHA-256 of all others.
 CHECKSUMS = "checksums.json"
-# Where a Trainer checkpoint keeps the optimiser: in one process or DDP, under FSDP with whole or with sharded state
-# dicts, and under DeepSpeed.
-OPTIMIZER_STATES = {"optimizer.pt", "optimizer.bin", "optimizer_0", "latest"}
 SAMPLE_TOKENS = 64
 # How the libraries below a checkpoint word what the system refused to write.
 _WRITE_ERRORS = ("(os error ", "PytorchStreamWriter", "unexpected pos")
@@ -82,7 +79,7 @@ def checkpoint_fault(checkpoint: Path) -> str | None:
         return fault
     written = {name.partition("/")[0] for name in read_json(checkpoint / CHECKSUMS)}
     # Without its state Transformers would silently begin with a new optimiser.
-    return None if written & OPTIMIZER_STATES else "optimizer.pt is missing"
+    return None if written & OPTIMIZER_STATES.keys() else "optimizer.pt is missing"
 
 
 def newest_complete_checkpoint(output_dir: str | Path) -> Path | None:

@@ -51,6 +51,10 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
         )
     if args.packing and args.packing_strategy == "wrapped":
         raise UserError("packing_strategy 'wrapped' lets documents attend to one another: use 'bfd' or 'bfd_split'.")
+    if args.packing and args.max_length is None:
+        raise UserError("packing needs max_length, the length of a packed sequence.")
+    if args.padding_free and not args.packing and args.max_length is not None:
+        raise UserError("padding_free without packing leaves rows uncut: set packing to true, or max_length to null.")
     parts = sources(run.dataset_name)
     if len(parts) == 1:
         check_split(run.dataset_name, run.dataset_train_split)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
@@ -26,7 +27,7 @@ from common.command_io import ROOT, UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import train
 from sft.arguments import RunArguments
-from sft.distributed import SharedSequenceCollator, check_launch
+from sft.distributed import SharedSequenceCollator, check_launch, check_resumable, check_wrapped
 
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
@@ -152,6 +153,12 @@ def test_fsdp2_trains_like_one_process(sharded):
     assert record["sharded"] == set(record["gradients"])
 
 
+def test_mixing_weights_keep_their_group_under_fsdp2(sharded):
+    *others, (names, rate, decay) = torch.load(sharded / "full.pt", weights_only=True)["groups"]
+    assert (sorted(names), rate, decay) == (MIXING, pytest.approx(40e-4), 0.0)
+    assert not set(MIXING) & {name for group, *_ in others for name in group}
+
+
 def test_an_interrupted_run_with_sharded_state_dicts_resumes(sharded):
     assert (sharded / "shards" / "checkpoint-4" / "pytorch_model_fsdp_0").is_dir()
     record = assert_same_run(sharded, "shards", in_one_process(sharded, "tied", "shards", batch=4))
@@ -247,6 +254,7 @@ def as_launched(patch, environment: dict[str, str], state: DistributedType, proc
         patch.setenv(name, value)
     return Namespace(
         world_size=processes,
+        n_gpu=1,
         distributed_state=Namespace(distributed_type=state),
         parallelism_config=None,
         fsdp=None,
@@ -326,6 +334,7 @@ def test_a_plain_start_is_accepted_on_a_cluster_that_names_its_main_machine(monk
             True,
             ["does not divide", "4 attention heads"],
         ),
+        (["--parallelism_config_sp_size", "3"], {}, "flash_attention_2", True, ["does not divide", "8 processes"]),
     ],
 )
 def test_sharing_the_sequence_is_refused_where_it_would_lose_something(
@@ -350,11 +359,61 @@ def test_deepspeed_is_refused_where_it_would_not_shard(monkeypatch):
         check_launch(RUN, as_launched(monkeypatch, environment, CPU, 2))
 
 
+def test_deepspeed_is_refused_where_it_is_not_installed(monkeypatch, workplace):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match="'deepspeed>=.*' distribution was not found"):
+        train.main(arguments(workplace, "absent", "refused", 2))
+
+
+def test_one_process_for_several_gpus_is_refused(monkeypatch):
+    args = as_launched(monkeypatch, {}, ONE, 1)
+    args.n_gpu = 2
+    with pytest.raises(UserError, match="one process sees 2 GPUs"):
+        check_launch(RUN, args)
+
+
 def test_the_command_refuses_a_launch_before_it_looks_at_the_model(monkeypatch, workplace):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     options = arguments(workplace, "absent", "refused", 2)
     with pytest.raises(UserError, match="FSDP would silently train unsharded"):
         train.main(options)
+
+
+def test_a_model_that_was_not_wrapped_is_refused():
+    model = torch.nn.Linear(2, 2)
+    for kind in (GPU, DistributedType.FSDP, DistributedType.DEEPSPEED):
+        with pytest.raises(UserError, match="plain Linear"):
+            check_wrapped(Namespace(distributed_type=kind, num_processes=2), model)
+    check_wrapped(Namespace(distributed_type=ONE, num_processes=1), model)
+
+
+def test_a_run_that_would_train_apart_is_refused(monkeypatch, workplace):
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(UserError, match="plain IHAForCausalLM"):
+        train.main(arguments(workplace, "plain", "apart", 2))
+
+
+@pytest.mark.parametrize(
+    "kind, state_dicts, written, named",
+    [
+        (ONE, None, "optimizer.bin", "under FSDP with FULL_STATE_DICT, and this run is under one process or DDP"),
+        (GPU, None, "optimizer_0", "under FSDP with SHARDED_STATE_DICT, and this run is under one process or DDP"),
+        (DistributedType.FSDP, "SHARDED_STATE_DICT", "optimizer.bin", "run is under FSDP with SHARDED_STATE_DICT"),
+        (DistributedType.FSDP, "FULL_STATE_DICT", "optimizer_0", "run is under FSDP with FULL_STATE_DICT"),
+        (DistributedType.DEEPSPEED, None, "optimizer.pt", "run is under DeepSpeed"),
+        (DistributedType.FSDP, "FULL_STATE_DICT", "optimizer.bin", None),
+        (DistributedType.FSDP, "SHARDED_STATE_DICT", "optimizer_0", None),
+        (DistributedType.DEEPSPEED, None, "latest", None),
+    ],
+)
+def test_a_checkpoint_of_another_launch_is_refused(kind, state_dicts, written, named, tmp_path):
+    plugin = Namespace(state_dict_type=Namespace(name=state_dicts))
+    accelerator = Namespace(distributed_type=kind, state=Namespace(fsdp_plugin=plugin))
+    (tmp_path / written).touch()
+    if named is None:
+        return check_resumable(accelerator, tmp_path)
+    with pytest.raises(UserError, match=named):
+        check_resumable(accelerator, tmp_path)
 
 
 def test_batches_that_are_cut_along_the_sequence_hold_nothing_else():

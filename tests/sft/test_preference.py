@@ -360,9 +360,12 @@ def test_pairs_come_from_the_hub_as_well(monkeypatch):
     ("name", "key", "value", "expected"),
     [
         ("dpo", "beta", 0, "above 0"),
+        *((name, "beta", value, "0 or more") for name in COMMANDS for value in (-1, "nan")),
         ("dpo", "label_smoothing", 2, "below 0.5"),
         ("dpo", "dataset_train_split", "test", "no split"),
-        ("grpo", "temperature", 0, "above 0"),
+        *(("grpo", key, 0, "above 0") for key in ("temperature", "repetition_penalty")),
+        *(("grpo", key, 0, "at least 1") for key in ("max_completion_length", "steps_per_generation")),
+        ("grpo", "max_completion_length", "null", "expected the tokens"),
     ],
 )
 def test_an_impossible_value_is_refused_before_the_model_is_loaded(
@@ -407,7 +410,9 @@ def test_a_row_without_a_fair_verifier_is_refused_before_the_model_is_loaded(
 @pytest.mark.parametrize(
     "overrides, named",
     [
-        ({"use_vllm": "true"}, "use_vllm"),
+        ({"use_vllm": "true"}, "use_vllm is not supported: it was not tried"),
+        ({"use_transformers_continuous_batching": "true"}, "use_transformers_continuous_batching is not supported"),
+        ({"loss_type": "absent"}, "the recipe cannot be trained: Unknown loss type: absent"),
         ({"num_generations": 3}, "number of generations"),
         ({"max_completion_length": 1000}, "1024 positions"),
         ({"reward_weights": 1}, "reward_weights"),

@@ -146,19 +146,32 @@ def test_a_configuration_mistake_is_refused_by_name(tmp_path, yaml_text, argumen
         ({"eval_size": 20}, "eval_size=20"),
         ({"eval_size": 0}, "set eval_size"),
         ({"max_length": 10}, "max_length=10"),
-        ({"attn_implementation": "absent"}, "absent"),
-        ({"pad_token": "absent"}, r"`pad_token` \('absent'\) is not found in the vocabulary"),
-        ({"eos_token": "absent"}, r"`eos_token` \('absent'\) is not found in the vocabulary"),
-        ({"packing": "true", "max_length": "null"}, "max_length"),
-        ({"padding_free": "true"}, "cannot be trained: When `padding_free=True` without packing"),
-        ({"torch_compile_backend": "absent"}, "'ABSENT' is not a valid DynamoBackend"),
-        ({"model_init_kwargs": '{"dtype": "float16"}'}, "model_init_kwargs"),
+        ({"router_aux_loss_coef": 0.1}, "cannot be trained: `router_aux_loss_coef` is set to 0.1"),
     ],
 )
 def test_an_impossible_run_is_refused_before_it_starts(tiny, rows_file, tmp_path, overrides, named):
     with pytest.raises(UserError, match=named):
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
     assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, named",
+    [
+        ({"attn_implementation": "absent"}, "absent"),
+        ({"pad_token": "absent"}, "pad_token 'absent' is no token of"),
+        ({"eos_token": "absent"}, "eos_token 'absent' is no token of"),
+        ({"model_init_kwargs": '{"dtype": "float16"}'}, "model_init_kwargs"),
+        ({"use_peft": "true", "lora_target_modules": "absent"}, "no module named absent"),
+        ({"use_peft": "true", "lora_target_modules": "lm_head"}, "an adapter of lm_head"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_before_rows_are_tokenized(
+    tiny, rows_file, tmp_path, monkeypatch, overrides, named
+):
+    monkeypatch.setattr(train, "training_rows", lambda *_: pytest.fail("the rows were read"))
+    with pytest.raises(UserError, match=named):
+        train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
 
 
 @pytest.mark.parametrize(

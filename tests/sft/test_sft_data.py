@@ -317,6 +317,8 @@ def test_a_damaged_file_is_refused(name, content, named, streaming, tmp_path):
         ({"completion_only_loss": True}, "completion_only_loss is not used"),
         ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "dataset_kwargs is not used"),
         ({"dataset_text_field": "body"}, "dataset_text_field is not used"),
+        ({"packing": True, "max_length": None}, "packing needs max_length"),
+        ({"padding_free": True}, "padding_free without packing"),
         ({"eval_packing": True}, "eval_packing without packing"),
         ({"packing": True, "packing_strategy": "wrapped"}, "'wrapped' lets documents attend to one another"),
     ],

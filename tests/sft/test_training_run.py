@@ -107,7 +107,21 @@ def no_deepspeed_left():
         ("max_length", 0, "at least 1"),
         ("mixing_lr_multiplier", -1, "finite number, 0 or more"),
         ("mixing_learning_rate", "inf", "finite number, 0 or more"),
+        *((key, "inf", "finite number, 0 or more") for key in ("weight_decay", "max_grad_norm")),
+        ("neftune_noise_alpha", "nan", "finite number, 0 or more"),
+        ("eval_size", "nan", "finite number"),
+        *(
+            (key, 0, "at least 1")
+            for key in (
+                *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+                *("save_total_limit", "lora_r", "sliding_window", "pad_to_multiple_of"),
+            )
+        ),
+        *((key, "nan", "above 0") for key in ("memory_gb", "rope_theta", "num_train_epochs")),
+        *((key, 1, "below 1") for key in ("adam_beta1", "adam_beta2", "label_smoothing_factor")),
+        ("seed", -1, "from 0 to 4294967295"),
         ("learning_rate", "nan", "finite number, 0 or more"),
+        ("learning_rate", "inf", "finite number, 0 or more"),
         ("eval_size", 1.5, "a share below 1, or a whole number"),
         ("save_steps", 0, "above 0"),
         ("max_steps", 0, "-1 to train for num_train_epochs"),
@@ -128,6 +142,10 @@ def no_deepspeed_left():
         ("metric_for_best_model", "absent", "expected one of loss, mean_token_accuracy."),
         ("activation_offloading", "true", "on a CPU"),
         ("lr_scheduler_kwargs", '{"a": 1}', "unexpected keyword argument 'a'"),
+        ("torch_compile_backend", "absent", "expected one of eager, aot_eager, inductor"),
+        ("torch_compile_mode", "absent", "expected one of default, "),
+        ("save_strategy", "best", "needs metric_for_best_model"),
+        ("use_liger_kernel", "true", "pip install liger-kernel"),
     ],
 )
 def test_an_impossible_value_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, key, value, named):
@@ -162,6 +180,15 @@ def test_a_template_that_is_not_text_is_refused(tmp_path, monkeypatch):
     template.write_bytes("é".encode("latin-1"))
     with pytest.raises(UserError, match="latin.jinja is not UTF-8"):
         train.main(command("absent/model", "absent/rows", tmp_path / "run", chat_template_path=template))
+
+
+@pytest.mark.parametrize(
+    "given, rate",
+    [({}, 0.04), ({"mixing_lr_multiplier": 3.0}, 0.003), ({"mixing_learning_rate": 0.02}, 0.02)],
+    ids=["default", "multiplier", "absolute"],
+)
+def test_the_mixing_learns_at_the_rate_that_was_given(given, rate):
+    assert RunArguments(model_name_or_path="", dataset_name="", **given).mixing_rate(1e-3) == pytest.approx(rate)
 
 
 def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path):
@@ -532,6 +559,14 @@ def test_a_checkpoint_that_was_saved_without_its_optimiser_is_passed_over(tmp_pa
     (checkpoint / "optimizer.pt").unlink()
     write_checksums(checkpoint)
     assert checkpoint_fault(checkpoint) == "optimizer.pt is missing"
+
+
+def test_a_checkpoint_of_another_launch_is_refused(begun):
+    (checkpoint,) = (begun / "run").glob("checkpoint-*")
+    (checkpoint / "optimizer.bin").touch()
+    write_checksums(checkpoint)
+    with pytest.raises(UserError, match="written under FSDP with FULL_STATE_DICT, and this run is under one process"):
+        train.main(command(begun / "model", begun / "rows.jsonl", begun / "run"))
 
 
 def test_the_last_complete_checkpoint_goes_only_after_the_next_is_complete(tiny, rows_file, tmp_path, monkeypatch):
