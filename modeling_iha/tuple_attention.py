@@ -20,7 +20,7 @@ from .score_matrix import (
 
 
 # A block has at most this many queries and scores. The scores, 64 MiB of float32, exist for one block at a time.
-BLOCK = 32
+PAIR_BLOCK = 32
 MAX_SCORES = 2**24
 
 
@@ -125,9 +125,9 @@ class PairAttention(TupleAttention):
         keys, values = self.split_keys(key_states), self.split_keys(value_states)
         (batch, heads, length, head_dim), num_keys = query_states.shape, key_states.shape[2]
         offset = query_offset(length, num_keys)
-        reach = [num_keys if window is None else min(num_keys, window + BLOCK) for window in self.windows]
+        reach = [num_keys if window is None else min(num_keys, window + PAIR_BLOCK) for window in self.windows]
         scores = batch * heads * reach[0] * max(reach[1], head_dim)
-        blocks = query_blocks(query_states, block_size(BLOCK, scores))
+        blocks = query_blocks(query_states, block_size(PAIR_BLOCK, scores))
 
         outputs, weights = [], []
         for rows in blocks:

@@ -66,8 +66,8 @@ def cpu_cores(monkeypatch):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Take queries in blocks of 4, so that a short input has several, the last of them short."""
-    for module in (score_matrix, tuple_attention):
-        monkeypatch.setattr(module, "BLOCK", 4)
+    monkeypatch.setattr(score_matrix, "BLOCK", 4)
+    monkeypatch.setattr(tuple_attention, "PAIR_BLOCK", 4)
     monkeypatch.setattr(window_blocks, "MIN_BLOCK", 4)
     monkeypatch.setattr(attention_hyper, "CHUNK", 4)
 

@@ -28,7 +28,7 @@ from helpers import (
 
 from modeling_iha import IHAConfig, IHAForCausalLM, attention_hyper, tuple_attention
 from modeling_iha.attention_hyper import linear_step
-from modeling_iha.tuple_attention import BLOCK
+from modeling_iha.tuple_attention import PAIR_BLOCK
 
 
 OPTIONS = ("order", "sharing", "strict_order", "linear", "windows")
@@ -179,8 +179,8 @@ def scores_of(model, length):
 def test_windows_bound_the_scores(kind):
     """Expect scores of O(N w1 w2), not O(N^3): a block reaches w - 1 keys further back than it is long."""
     model = random_model(hyper_config(8, kind=kind, windows=[2, 8]))
-    shorter, longer = (scores_of(model, blocks * BLOCK) for blocks in (5, 10))
-    block = 4 * BLOCK * (BLOCK + 1) * (BLOCK + 7)  # heads, queries, columns of j and of k
+    shorter, longer = (scores_of(model, blocks * PAIR_BLOCK) for blocks in (5, 10))
+    block = 4 * PAIR_BLOCK * (PAIR_BLOCK + 1) * (PAIR_BLOCK + 7)  # heads, queries, columns of j and of k
     assert max(shorter) == max(longer) == block
     assert sum(longer) - sum(shorter) == 5 * block
 
@@ -188,8 +188,8 @@ def test_windows_bound_the_scores(kind):
 def test_no_scores_are_kept_for_the_backward():
     """Keep the scores of a single block only; several blocks do not even keep those of one query, [1, 4, 1, N, N]."""
     model = random_model(hyper_config(num_hidden_layers=1))
-    assert largest_saved_tensor(model, random_ids(1, BLOCK)) >= 4 * BLOCK**3
-    assert largest_saved_tensor(model, random_ids(1, 2 * BLOCK)) < 4 * (2 * BLOCK) ** 2
+    assert largest_saved_tensor(model, random_ids(1, PAIR_BLOCK)) >= 4 * PAIR_BLOCK**3
+    assert largest_saved_tensor(model, random_ids(1, 2 * PAIR_BLOCK)) < 4 * (2 * PAIR_BLOCK) ** 2
 
 
 def test_a_long_linear_input_costs_no_more_per_token(monkeypatch):
