@@ -153,7 +153,6 @@ def prepare_model(
             )
     if template is not None:
         tokenizer.chat_template = template
-    lora_config(run, model)  # refuses before rows are tokenized
     return model, tokenizer
 
 
