@@ -6,6 +6,7 @@ installed package, not the code in the checkpoint.
 """
 
 import errno
+import ipaddress
 import os
 import socket
 from collections.abc import Sequence
@@ -23,11 +24,20 @@ from modeling_iha import IHAForCausalLM
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise `UserError` for an address that the server cannot use, because loading the model first takes long."""
+    """Raise `UserError` for an address that the server cannot use, because loading the model first takes long.
+
+    Other machines may not reach it: it asks for no key, loads any model by name, and bounds neither requests nor
+    their number. vLLM's server does this better than a layer around Transformers' server could.
+    """
     if not 0 <= port < 2**16:
         raise UserError(f"--port {port}: expected a number from 0 to {2**16 - 1}.")
     try:
         for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            if not ipaddress.ip_address(str(address[0])).is_loopback:
+                raise UserError(
+                    f"--host {host}: other machines could use this server without a key. Leave --host at localhost, "
+                    "and serve others with vLLM and --api-key (vllm_iha/README.md), or behind a proxy of your own."
+                )
             socket.create_server(address, family=family).close()
     except OSError as error:
         # Of the addresses of a name, the server ignores those that this machine lacks.

@@ -131,6 +131,8 @@ MISTAKES = [
     (serve, ["IN/absent", "--host", "127.0.0.1", "--port", "TAKEN"], "--port [0-9]+: Address already in use"),
     (serve, ["IN/absent", "--port", "70000"], "--port 70000: expected"),
     (serve, ["IN/absent", "--host", "no such host"], "--host no such host --port 8000: "),
+    (serve, ["IN/absent", "--host", "0.0.0.0"], "without a key.* vLLM and --api-key"),
+    (serve, ["IN/absent", "--host", "::"], "without a key"),
 ]
 
 
