@@ -26,7 +26,11 @@ if __name__ == "__main__":
     parse_arguments()  # before the imports below, which take seconds
 
 import logging
+import sys
 from pathlib import Path
+
+
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # openvino would report its use without asking
 
 import torch
 from transformers import AutoTokenizer, DynamicCache, exporters
