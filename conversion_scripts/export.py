@@ -8,7 +8,7 @@ import argparse
 import importlib.util
 from typing import NamedTuple
 
-from common.command_io import UserError, new_directory, refusing, run_cli
+from common.command_io import UserError, new_directory, run_cli
 
 
 class Format(NamedTuple):
@@ -165,9 +165,9 @@ def write_readme(directory: Path, args: argparse.Namespace, config: IHAConfig, r
     """Write what the export is, how to run it, and how it compared with the model."""
     packages = ("transformers", "torch", *FORMATS[args.format].packages)
     text = README.format(
-        name=Path(args.out).name,
+        name=Path(args.out).absolute().name,
         layers=", ".join(f'"{kind}"' for kind in dict.fromkeys(config.attention_kinds)),
-        model=Path(args.model).name if Path(args.model).exists() else args.model,
+        model=Path(args.model).absolute().name if Path(args.model).exists() else args.model,
         format=args.format,
         packages=" ".join(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in packages),
         prompt=shlex.quote(args.prompt),
@@ -190,8 +190,7 @@ def main() -> None:
     with new_directory(args.out) as directory:
         print(f"Reading {args.model}", flush=True)
         model = load_model(args.model, torch.float32)
-        with refusing(f"{args.model} cannot be exported to {args.format}", RuntimeError, ValueError):
-            exported = export(model, args.format)
+        exported = export(model, args.format)
         exported.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         shutil.copy(run_exported.__file__, directory)

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 
 sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # openvino would report its use without asking
@@ -46,7 +47,7 @@ def load(directory):
     logging.getLogger("torch._export.serde").setLevel(logging.ERROR)
     # OpenVINO computes in bfloat16 where the CPU can, whatever precision the file names.
     is_openvino = (Path(directory) / "openvino_decode.xml").exists()
-    options = {"config": {"INFERENCE_PRECISION_HINT": "f32"}} if is_openvino else {}
+    options: dict[str, Any] = {"config": {"INFERENCE_PRECISION_HINT": "f32"}} if is_openvino else {}
     return exporters.ExportedModel.from_pretrained(directory, device="cpu", trust_remote_code=True, **options)
 
 
