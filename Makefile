@@ -33,7 +33,7 @@ help:
 # What only the tests need stays out of the demo's environment: some of it is large, and some of it noisy.
 .venv/test-installed: .venv/installed tests/fetch_transformers_tests.py tests/fetch_chromium.py
 	@echo "Installing what the tests need (about two minutes)"
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev]"
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev,export]"
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target .venv/deepspeed \
 		deepspeed hjson msgpack ninja py-cpuinfo
 	$(RUN) tests/fetch_transformers_tests.py

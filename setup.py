@@ -19,6 +19,8 @@ setup(
         ],
         # What `python -m evaluation.run` needs beside "scripts".
         "evaluation": ["lm_eval", "markdown-it-py", "math-verify[antlr4-13-2]", "nltk", "wonderwords"],
+        # What `python -m conversion_scripts.export` needs for `--format onnx` and `--format openvino`.
+        "export": ["onnx", "onnxruntime", "onnxscript", "openvino"],
         # Attention cores for a GPU: FlashAttention 4 for Hopper and Blackwell, in wheels; FlashAttention 2 for Ampere
         # and later, which compiles for hours (`pip install --no-build-isolation`).
         "flash": ["flash-attn-4[cu13]>=4.0.0b36; platform_system == 'Linux'"],

@@ -1,0 +1,169 @@
+"""An export decodes what the model does, in every format that exports its kind, and is kept only if it does."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers import last_line, random_ids, random_model, small_config
+from tiny_sources import VOCAB_SIZE, tiny_source, tiny_tokenizer
+from transformers import exporters
+
+from conversion_scripts import export, run_exported
+from conversion_scripts.verify_conversion import break_one_parameter
+from modeling_iha.kind_options import OPTIONS_CLASSES
+
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(exporters, "ExportedModel"), reason="this version of Transformers has no exporters that save"
+)
+# A window, so that the mask decides what a layer sees of the cache.
+WINDOW = {"layer_types": "sliding_attention", "sliding_window": 3, "num_hidden_layers": 1}
+LAYERS = {
+    "iha": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
+    "iha, all heads": {**WINDOW, "pseudo_positions": "shared", "pseudo_collapse": "all_heads"},
+    **{
+        kind: {**WINDOW, "attention_kinds": kind, "attention_options": {kind: options.example}}
+        for kind, options in OPTIONS_CLASSES.items()
+        if kind != "iha"
+    },
+    "hyper, linear": {
+        "num_hidden_layers": 1,
+        "attention_kinds": "hyper",
+        "attention_options": {"hyper": {"order": 4, "sharing": False, "linear": True}},
+    },
+}
+PROMPT = "the people of the world"
+
+
+def prompts(*lengths):
+    return [random_ids(length, seed=length).tolist() for length in lengths]
+
+
+def needs(export_format):
+    """Skip where the packages of a format are not installed."""
+    missing = [name for name in export.FORMATS[export_format].packages if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: pip install -e '.[export]'")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Save a model of one window layer of kind "iha", and return it with its directory."""
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    model = random_model(small_config(**WINDOW, vocab_size=VOCAB_SIZE))
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return model, directory
+
+
+@pytest.fixture(scope="module")
+def program(checkpoint):
+    """Export the model of `checkpoint` as a program of `torch.export`, which needs no other package."""
+    return export.export(checkpoint[0], "dynamo")
+
+
+@pytest.mark.parametrize("export_format", export.FORMATS)
+def test_an_export_decodes_what_the_model_does(checkpoint, export_format, cli, tmp_path):
+    needs(export_format)
+    model, directory = checkpoint
+    out = tmp_path / "exported"
+    code, printed, error = cli(export, directory, out, "--format", export_format, "--try", PROMPT)
+    assert code == 0, error
+    assert "32 of 32 greedy tokens are the model's" in printed
+    readme = (out / "README.md").read_text(encoding="utf-8")
+    assert f"run_exported.py . '{PROMPT}'" in readme and str(tmp_path) not in readme
+    assert not [path.name for path in tmp_path.iterdir() if path != out]
+
+    exported = run_exported.load(out)
+    assert export_format != "openvino" or "openvino.tools.ovc.telemetry_stub" in sys.modules
+    # One row and three, shorter and longer than the prompts that were traced.
+    for lengths in [(9, 5), (1,), (20, 3, 11), (30,)]:
+        assert export.verify(model, exported, prompts(*lengths), 12).passed
+    break_one_parameter(model)
+    assert not export.verify(model, exported, prompts(9, 5), 12).passed
+    break_one_parameter(model)  # the sign is back
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("export_format", export.FORMATS)
+@pytest.mark.parametrize("layers", LAYERS)
+def test_every_kind_exports(layers, export_format, tmp_path):
+    needs(export_format)
+    model = random_model(small_config(**LAYERS[layers]))
+    export.export(model, export_format).save_pretrained(tmp_path)
+    exported = run_exported.load(tmp_path)
+    for lengths in [(9, 5), (1,), (20, 3, 11), (30,)]:
+        assert export.verify(model, exported, prompts(*lengths), 12).passed
+
+
+def test_a_fresh_process_runs_an_export(checkpoint, program, tmp_path):
+    """Run the copy of the loop that the export holds, without this repository, up to each row's end."""
+    model, _ = checkpoint
+    program.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "run.py").write_text(Path(run_exported.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    texts = [PROMPT, "the"]
+    process = subprocess.run(
+        [sys.executable, "-I", tmp_path / "run.py", tmp_path, *texts, "--max-new-tokens", "20"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert process.returncode == 0, process.stderr
+    assert "Traceback" not in process.stderr
+    tokenizer = tiny_tokenizer()
+    expected = []
+    for text in texts:
+        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        row = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs.input_ids.shape[1] :].tolist()
+        row = row[: row.index(2)] if 2 in row else row
+        expected.append(f"{text}{tokenizer.decode(row)}")
+    assert process.stdout.splitlines() == expected
+
+
+def test_an_export_that_differs_is_not_kept(checkpoint, program, cli, monkeypatch, tmp_path):
+    def export_another(model, export_format):
+        break_one_parameter(model)
+        return program
+
+    monkeypatch.setattr(export, "export", export_another)
+    code, _, error = cli(export, checkpoint[1], tmp_path / "new" / "out", "--format", "dynamo", "--try", PROMPT)
+    assert code == 1 and "does not compute what" in last_line(error)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def llama(tmp_path):
+    tiny_source().save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def test_what_cannot_be_exported_is_refused_before_any_work(checkpoint, llama, cli, monkeypatch, tmp_path):
+    _, directory = checkpoint
+    monkeypatch.setattr(export, "load_model", None)  # nothing reads weights
+
+    def refusal(model, *arguments, out="out"):
+        code, _, error = cli(export, model, tmp_path / out, *arguments)
+        assert code == 1 and not (tmp_path / "out").exists()
+        return last_line(error)
+
+    assert "expected 'iha'" in refusal(llama, "--format", "dynamo")
+    assert "is neither a directory" in refusal(tmp_path / "absent", "--format", "dynamo")
+    assert "has no tokens" in refusal(directory, "--format", "dynamo", "--try", " ")
+    assert "llama" in refusal(directory, "--format", "dynamo", out="llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert re.search(
+            r"--format onnx needs onnx, onnxscript, onnxruntime: .*\[export\]", refusal(directory, "--format", "onnx")
+        )
+        assert "needs openvino" in refusal(directory, "--format", "openvino")
+    monkeypatch.setattr(export, "exporters", SimpleNamespace())
+    assert re.search(
+        r"transformers [\d.]+ has no exporters .* expected 5\.23", refusal(directory, "--format", "dynamo")
+    )
