@@ -22,6 +22,10 @@ from .cpu_precision import in_product_dtype
 from .window_blocks import maskless_attention
 
 
+# The attention functions of vLLM and SGLang, which replace a layer's keys and values by those of their own cache.
+SERVER_CORES = ("vllm", "vllm_mla", "sglang")
+
+
 class MultiHeadAttention(LlamaAttention):
     """Attend as Llama does, in steps that the other kinds share.
 
@@ -42,6 +46,17 @@ class MultiHeadAttention(LlamaAttention):
         if config.use_qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.check_core()
+
+    def check_core(self):
+        """Raise a ValueError for a core that would compute something else than this layer."""
+        core, kind = self.config._attn_implementation, self.config.attention_kinds[self.layer_idx]
+        if core in SERVER_CORES and (kind != "mha" or self.sliding_window is not None):
+            raise ValueError(
+                f"attn_implementation={core!r} knows full-attention layers of kind 'mha' only, and layer "
+                f"{self.layer_idx} is a {self.layer_type} layer of kind {kind!r}: serve it by vLLM with the plugin "
+                "vllm_iha, or by `transformers serve`."
+            )
 
     @classmethod
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> MultiHeadAttention:
@@ -125,6 +140,7 @@ class MultiHeadAttention(LlamaAttention):
         """Run as Llama's attention does, with `position_embeddings` from `IHARotaryEmbedding.tables`.
 
         Where attention builds no mask, `document_ids` and `document_bounds` replace it (see `LayerMask`)."""
+        self.check_core()
         states = self.project(hidden_states, position_embeddings, past_key_values)
         # Products with one query are fast in every dtype, and cached keys then need no copy.
         one_query = hidden_states.shape[1] * self.num_pseudo_heads == 1 or kwargs.get("attention_form") == "absorbed"

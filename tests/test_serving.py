@@ -11,9 +11,10 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from helpers import HYBRID, plant, random_model, small_config
+from helpers import HYBRID, plant, random_ids, random_model, small_config
 from tiny_sources import tiny_tokenizer
-from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
+from transformers import AutoModel, ContinuousBatchingConfig, GenerationConfig, pipeline
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
@@ -157,3 +158,55 @@ def test_continuous_batching_of_plain_attention():
 def test_servers_with_their_own_attention_are_told_no(model_class):
     # vLLM and SGLang ask this before they fall back on a Transformers model.
     assert not model_class.is_backend_compatible()
+
+
+@pytest.fixture
+def server_core(request, monkeypatch):
+    """Register an attention function under the name by which a server does."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, request.param, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    return request.param
+
+
+SERVERS = pytest.mark.parametrize("server_core", ["vllm", "vllm_mla", "sglang"], indirect=True)
+
+
+def build_as_a_server(config, core):
+    """Build the decoder on the meta device: vLLM writes the core into the config, and SGLang passes an argument."""
+    arguments = {"attn_implementation": core} if core == "sglang" else {}
+    if core != "sglang":
+        config._attn_implementation = core
+    with torch.device("meta"):
+        return AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=True, **arguments)
+
+
+@SERVERS
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"attention_kinds": ["mha", "iha"]},
+        {"attention_kinds": ["mha", "iha"], "num_pseudo_heads": 1},
+        {"attention_kinds": ["mha", "talking_heads"]},
+        {"attention_kinds": ["mha", "diff"]},
+        {"attention_kinds": "mha", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
+    ],
+    ids=["iha", "one_pseudo_head", "talking_heads", "diff", "window_mha"],
+)
+def test_a_servers_own_attention_is_refused(server_core, overrides):
+    config = small_config(**overrides)
+    refused = pytest.raises(ValueError, match=f"attn_implementation='{server_core}' knows .* layer 1 is a .*: serve")
+    with refused:
+        build_as_a_server(config, server_core)
+    # A server may also set it on a model that is built.
+    model = random_model(small_config(**overrides))
+    model.set_attn_implementation(server_core)
+    with refused:
+        model(random_ids(1, 5))
+
+
+@SERVERS
+def test_a_servers_own_attention_runs_plain_layers(server_core):
+    config = small_config(attention_kinds="mha")
+    assert build_as_a_server(config, server_core).device.type == "meta"
+    model = random_model(config)
+    model.set_attn_implementation(server_core)
+    assert model(random_ids(1, 5)).logits.isfinite().all()
