@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import HYBRID, plant, random_ids, random_model, small_config
 from tiny_sources import tiny_tokenizer
-from transformers import AutoModel, ContinuousBatchingConfig, GenerationConfig, pipeline
+from transformers import AutoModel, pipeline
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
@@ -122,36 +122,6 @@ def test_text_generation_pipeline(checkpoint, reply):
     prompts = ["the people", "the people of the state of the union"]
     together = generate(prompts, max_new_tokens=4, do_sample=False, batch_size=2)
     assert together == [generate([prompt], max_new_tokens=4, do_sample=False)[0] for prompt in prompts]
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        {"num_pseudo_heads": 1},
-        {**HYBRID, "sliding_window": 4},
-        {"attention_kinds": "mha", "layer_types": "sliding_attention", "sliding_window": 4},
-        {"attention_kinds": "talking_heads"},
-        {"attention_kinds": "diff"},
-    ],
-    ids=["iha", "one_pseudo_head", "hybrid", "window_mha", "talking_heads", "diff"],
-)
-def test_continuous_batching_is_refused(overrides):
-    model = random_model(small_config(**overrides))
-    with pytest.raises(NotImplementedError, match="Continuous batching .* Use generate"):
-        model.generate_batch([[5, 6, 7], [8, 9]], max_new_tokens=4)
-
-
-def test_continuous_batching_of_plain_attention():
-    model = random_model(small_config(attention_kinds="mha"))
-    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    prompts = [[5, 6, 7, 8, 9], [10, 11]]
-    # By default the cache takes most of the memory there is.
-    batching = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    outputs = model.generate_batch(prompts, config, batching, warmup=False).values()
-    for prompt, output in zip(prompts, outputs, strict=True):
-        alone = model.generate(torch.tensor([prompt]), config)[0, len(prompt) :]
-        assert output.generated_tokens == alone.tolist()
 
 
 @pytest.mark.parametrize("model_class", [IHAModel, IHAForCausalLM, IHAForSequenceClassification])
