@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
@@ -42,11 +44,10 @@ def checkpoint(model, tmp_path_factory):
     assert not (path.parent / "mark").exists()
 
 
-@pytest.fixture(scope="module")
-def reply(model):
-    """Return the model's own answer to `CHAT`, and the number of tokens of the prompt."""
+def answer(model, chat):
+    """Return the model's own answer to a chat, and the number of tokens of the prompt."""
     inputs = tiny_tokenizer().apply_chat_template(
-        CHAT, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     length = inputs["input_ids"].shape[1]
     tokens = model.generate(inputs["input_ids"], max_new_tokens=NEW_TOKENS, do_sample=False)[0, length:]
@@ -54,9 +55,13 @@ def reply(model):
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory):
+def reply(model):
+    return answer(model, CHAT)
+
+
+@contextmanager
+def serving(checkpoint, home, *options):
     """Yield the address of a server on the loopback interface."""
-    home = tmp_path_factory.mktemp("server")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,7 +69,7 @@ def server(checkpoint, tmp_path_factory):
     with open(home / "log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "conversion_scripts.serve", checkpoint, "--host", "127.0.0.1"]
-            + ["--port", str(port), "--device", "cpu"],
+            + ["--port", str(port), "--device", "cpu", *options],
             cwd=ROOT,
             env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
             stdout=log,
@@ -86,6 +91,12 @@ def server(checkpoint, tmp_path_factory):
         process.wait(timeout=30)
 
 
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    with serving(checkpoint, tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
 def test_openai_client(server, checkpoint, reply):
     """Ask for a whole and a streamed answer, decoded greedily."""
     text, length = reply
@@ -98,6 +109,26 @@ def test_openai_client(server, checkpoint, reply):
     pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**request, stream=True)]
     pieces = [piece for piece in pieces if piece]
     assert "".join(pieces) == text and len(pieces) > NEW_TOKENS // 2
+
+
+def test_continuous_batching_answers_clients_together(checkpoint, model, tmp_path):
+    """Ask three questions of different lengths at once, one of them as a stream."""
+    chats = [[{"role": "user", "content": text}] for text in ("the", "the people of the state", "of the union " * 5)]
+    # By default the pages take most of the memory there is.
+    pages = ["--cb-block-size", "4", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "16"]
+    with serving(checkpoint, tmp_path, "--continuous-batching", *pages) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+
+        def ask(chat):
+            request = {"model": checkpoint, "messages": chat, "max_tokens": NEW_TOKENS, "temperature": 0}
+            if chat is not chats[1]:
+                return client.chat.completions.create(**request).choices[0].message.content
+            pieces = [part.choices[0].delta.content for part in client.chat.completions.create(**request, stream=True)]
+            return "".join(filter(None, pieces))
+
+        with ThreadPoolExecutor() as clients:
+            answers = list(clients.map(ask, chats))
+    assert answers == [answer(model, chat)[0] for chat in chats]
 
 
 def test_transformers_chat(server, checkpoint, reply, tmp_path):
