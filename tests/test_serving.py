@@ -18,6 +18,8 @@ from tiny_sources import tiny_tokenizer
 from transformers import AutoModel, pipeline
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from common.command_io import UserError
+from conversion_scripts import serve
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
 
@@ -129,6 +131,17 @@ def test_continuous_batching_answers_clients_together(checkpoint, model, tmp_pat
         with ThreadPoolExecutor() as clients:
             answers = list(clients.map(ask, chats))
     assert answers == [answer(model, chat)[0] for chat in chats]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error"),
+    [("dcmha", [], "layers of kind 'dcmha' cache more"), ("iha", ["--cb-use-cuda-graph"], "leave use_cuda_graph")],
+)
+def test_what_continuous_batching_cannot_serve_is_refused_at_the_start(kind, options, error, tmp_path, monkeypatch):
+    monkeypatch.setattr("uvicorn.Server", None)  # a server would run for ever
+    random_model(small_config(attention_kinds=kind)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"The server cannot start with .*{error}"):
+        serve.main([str(tmp_path), "--port", "0", "--continuous-batching", *options])
 
 
 def test_transformers_chat(server, checkpoint, reply, tmp_path):
