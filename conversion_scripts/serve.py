@@ -12,15 +12,17 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import transformers
 import typer
+from transformers import ContinuousBatchingConfig
 from transformers.cli.serve import Serve
 from transformers.utils.import_utils import is_serve_available
 
 from common.checkpoint_io import load_config_dict
 from common.command_io import UserError, one_line, run_cli
 from common.foreign_code import note_foreign_code
-from modeling_iha import IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 def check_address(host: str, port: int) -> None:
@@ -47,6 +49,13 @@ def check_address(host: str, port: int) -> None:
             ) from error
 
 
+def check_continuous_batching(path: str, use_cuda_graph: bool | None) -> None:
+    """Raise the error of `init_continuous_batching`, which the server would meet at the first request."""
+    with torch.device("meta"):
+        model = IHAForCausalLM(IHAConfig.from_pretrained(path))
+    model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=use_cuda_graph))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until interrupted, or raise `UserError`."""
     if not is_serve_available():
@@ -61,8 +70,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_address(options["host"], options["port"])
         try:
             if not options["trust_remote_code"] and os.path.isdir(options["force_model"] or ""):
-                load_config_dict(options["force_model"])
+                config = load_config_dict(options["force_model"])
                 note_foreign_code(options["force_model"])
+                if options["continuous_batching"] and config.get("model_type") == IHAConfig.model_type:
+                    check_continuous_batching(options["force_model"], options["cb_use_cuda_graph"])
             start(**options)
         # The model is loaded before the server starts; the type of the error depends on the library that reads it.
         except Exception as error:

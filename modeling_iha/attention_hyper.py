@@ -94,7 +94,6 @@ class LinearHyperAttention(TupleAttention):
         document_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        self.check_core()
         query, keys, values = query_states * self.scaling, self.split_keys(key_states), self.split_keys(value_states)
         (batch, heads, stack, num_keys, head_dim), length = keys.shape, query.shape[2]
         # Only an input without cached keys and without a mask is one running sum: see `query_offset`.

@@ -19,7 +19,13 @@ from transformers.models.llama.modeling_llama import (
 
 from .configuration_iha import IHAConfig
 from .cpu_precision import in_product_dtype
+from .mask_inputs import MaskKey
+from .paged_requests import PagedRequests
 from .window_blocks import maskless_attention
+
+
+# The attention functions of vLLM and SGLang, which replace a layer's keys and values by those of their own cache.
+SERVER_CORES = ("vllm", "vllm_mla", "sglang")
 
 
 class MultiHeadAttention(LlamaAttention):
@@ -42,6 +48,17 @@ class MultiHeadAttention(LlamaAttention):
         if config.use_qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.check_core()
+
+    def check_core(self):
+        """Raise a ValueError for a core that would compute something else than this layer."""
+        core, kind = self.config._attn_implementation, self.config.attention_kinds[self.layer_idx]
+        if core in SERVER_CORES and (kind != "mha" or self.sliding_window is not None):
+            raise ValueError(
+                f"attn_implementation={core!r} knows full-attention layers of kind 'mha' only, and layer "
+                f"{self.layer_idx} is a {self.layer_type} layer of kind {kind!r}: serve it by vLLM with the plugin "
+                "vllm_iha, or by `transformers serve`."
+            )
 
     @classmethod
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> MultiHeadAttention:
@@ -62,7 +79,7 @@ class MultiHeadAttention(LlamaAttention):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        past_key_values: Cache | None,
+        past_key_values: Cache | PagedRequests | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated queries [batch, H, N, head_dim] of the new tokens, and keys and values of all tokens.
 
@@ -114,21 +131,28 @@ class MultiHeadAttention(LlamaAttention):
             **kwargs,
         )
 
+    def attend_in_product_dtype(self, query_states: torch.Tensor, *args, **kwargs):
+        """Call `attend` with states in the dtype whose products are fast."""
+        # Products with one query are fast in every dtype, and cached keys then need no copy.
+        one_query = query_states.shape[2] * self.num_pseudo_heads == 1 or kwargs.get("attention_form") == "absorbed"
+        return (self.attend if one_query else in_product_dtype(self.attend))(query_states, *args, **kwargs)
+
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        past_key_values: Cache | PagedRequests | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run as Llama's attention does, with `position_embeddings` from `IHARotaryEmbedding.tables`.
 
         Where attention builds no mask, `document_ids` and `document_bounds` replace it (see `LayerMask`)."""
+        self.check_core()
         states = self.project(hidden_states, position_embeddings, past_key_values)
-        # Products with one query are fast in every dtype, and cached keys then need no copy.
-        one_query = hidden_states.shape[1] * self.num_pseudo_heads == 1 or kwargs.get("attention_form") == "absorbed"
-        attend = self.attend if one_query else in_product_dtype(self.attend)
+        attend: Callable = self.attend_in_product_dtype
+        if isinstance(past_key_values, PagedRequests):
+            attend = partial(past_key_values.attend, attend, MaskKey(self.layer_type, self.num_pseudo_heads))
         attn_output, attn_weights = attend(
             *states,
             attention_mask,

@@ -3,12 +3,13 @@
 """Define Llama with an attention mechanism chosen per layer, by default Interleaved Head Attention (IHA)."""
 
 import warnings
+from collections import defaultdict
 
 import torch
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, ContinuousBatchingConfig
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -33,6 +34,7 @@ from .forms import choose_form
 from .input_checks import check_packing
 from .mask_inputs import MaskInputs, MaskKey
 from .masks import LayerMask, create_masks
+from .paged_requests import PagedRequests, keep_page_edge, requests_config
 
 
 class IHARotaryEmbedding(LlamaRotaryEmbedding):
@@ -220,7 +222,10 @@ class IHAModel(IHAPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
-        if isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
+        if "cache" in kwargs:  # continuous batching
+            past_key_values = PagedRequests(self, inputs_embeds, position_ids, **kwargs)  # type: ignore[assignment]
+            masks: dict = defaultdict(LayerMask)  # each batch of requests has its own
+        elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
             masks = {key: self.prepared_mask(key, mask, inputs_embeds) for key, mask in attention_mask.items()}
         else:
             masks = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
@@ -268,18 +273,31 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def init_continuous_batching(self, *args, **kwargs):
-        """Start continuous batching, or raise a NotImplementedError unless all layers are full "mha" layers.
+    def init_continuous_batching(
+        self,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints=None,
+    ):
+        """Start continuous batching as [`GenerationMixin`] does, on the core that the model has.
 
-        [`GenerationMixin`] fills its paged cache inside the attention core. There an "iha" layer has keys of virtual
-        tokens, and a layer of differential attention calls its core twice."""
-        if set(self.config.attention_kinds) != {"mha"} or "sliding_attention" in self.config.layer_types:
+        Raise a NotImplementedError for a kind that caches more than Llama, and a ValueError for CUDA graphs and
+        compilation."""
+        others = [layer.self_attn for layer in self.model.layers if not layer.self_attn.caches_like_llama]
+        if others:
+            kinds = sorted({repr(self.config.attention_kinds[attention.layer_idx]) for attention in others})
             raise NotImplementedError(
-                "Continuous batching (generate_batch, transformers serve --continuous-batching) fills a paged cache "
-                "inside the attention core, which only full-attention layers of kind 'mha' allow. Use generate, which "
+                "Continuous batching (generate_batch, transformers serve --continuous-batching) keeps one key and one "
+                f"value per token and head, and layers of kind {' and '.join(kinds)} cache more. Use generate, which "
                 "takes batches too."
             )
-        return super().init_continuous_batching(*args, **kwargs)
+        deprecated = getattr(generation_config or self.generation_config, "continuous_batching_config", None)
+        config = requests_config(continuous_batching_config or deprecated or ContinuousBatchingConfig())
+        core = self.config._attn_implementation
+        manager = super().init_continuous_batching(generation_config, config, workload_hints)
+        self.set_attn_implementation(core.removeprefix("paged|"))  # a paged core would fill the pages itself
+        keep_page_edge(manager)
+        return manager
 
     def _get_static_cache_init_shape(self):
         """Return the shape in which [`GenerationMixin`] allocates static caches before a chunked prefill.

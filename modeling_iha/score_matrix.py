@@ -13,7 +13,6 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
-from .configuration_iha import IHAConfig
 
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
@@ -106,12 +105,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
     Masks are those of SDPA or the eager core. A flash core or FlexAttention never builds the scores and is refused.
     """
 
-    def __init__(self, config: IHAConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.check_core()
-
     def check_core(self):
-        """Raise a ValueError for a core that never builds the scores."""
+        super().check_core()
         core = self.config._attn_implementation
         if core is not None and ("flash" in core or "flex" in core):
             raise ValueError(
@@ -167,7 +162,6 @@ class ScoreMatrixAttention(MultiHeadAttention):
         sliding_window: int | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self.check_core()
         length, num_keys = query_states.shape[2], key_states.shape[2]
         offset = query_offset(length, num_keys)
         # A mask holds the window. No mask is made where the window reaches every key.

@@ -121,7 +121,6 @@ class PairAttention(TupleAttention):
         document_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self.check_core()
         keys, values = self.split_keys(key_states), self.split_keys(value_states)
         (batch, heads, length, head_dim), num_keys = query_states.shape, key_states.shape[2]
         offset = query_offset(length, num_keys)

@@ -6,16 +6,20 @@ import subprocess
 import sys
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
 import pytest
 import torch
-from helpers import HYBRID, plant, random_model, small_config
+from helpers import HYBRID, plant, random_ids, random_model, small_config
 from tiny_sources import tiny_tokenizer
-from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
+from transformers import AutoModel, pipeline
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from common.command_io import ROOT
+from common.command_io import UserError
+from conversion_scripts import serve
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
 
@@ -41,11 +45,10 @@ def checkpoint(model, tmp_path_factory):
     assert not (path.parent / "mark").exists()
 
 
-@pytest.fixture(scope="module")
-def reply(model):
-    """Return the model's own answer to `CHAT`, and the number of tokens of the prompt."""
+def answer(model, chat):
+    """Return the model's own answer to a chat, and the number of tokens of the prompt."""
     inputs = tiny_tokenizer().apply_chat_template(
-        CHAT, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     length = inputs["input_ids"].shape[1]
     tokens = model.generate(inputs["input_ids"], max_new_tokens=NEW_TOKENS, do_sample=False)[0, length:]
@@ -53,9 +56,13 @@ def reply(model):
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory):
+def reply(model):
+    return answer(model, CHAT)
+
+
+@contextmanager
+def serving(checkpoint, home, *options):
     """Yield the address of a server on the loopback interface."""
-    home = tmp_path_factory.mktemp("server")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -63,7 +70,7 @@ def server(checkpoint, tmp_path_factory):
     with open(home / "log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "conversion_scripts.serve", checkpoint, "--host", "127.0.0.1"]
-            + ["--port", str(port), "--device", "cpu"],
+            + ["--port", str(port), "--device", "cpu", *options],
             cwd=ROOT,
             env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
             stdout=log,
@@ -85,6 +92,12 @@ def server(checkpoint, tmp_path_factory):
         process.wait(timeout=30)
 
 
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    with serving(checkpoint, tmp_path_factory.mktemp("server")) as url:
+        yield url
+
+
 def test_openai_client(server, checkpoint, reply):
     """Ask for a whole and a streamed answer, decoded greedily."""
     text, length = reply
@@ -97,6 +110,37 @@ def test_openai_client(server, checkpoint, reply):
     pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**request, stream=True)]
     pieces = [piece for piece in pieces if piece]
     assert "".join(pieces) == text and len(pieces) > NEW_TOKENS // 2
+
+
+def test_continuous_batching_answers_clients_together(checkpoint, model, tmp_path):
+    """Ask three questions of different lengths at once, one of them as a stream."""
+    chats = [[{"role": "user", "content": text}] for text in ("the", "the people of the state", "of the union " * 5)]
+    # By default the pages take most of the memory there is.
+    pages = ["--cb-block-size", "4", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "16"]
+    with serving(checkpoint, tmp_path, "--continuous-batching", *pages) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+
+        def ask(chat):
+            request = {"model": checkpoint, "messages": chat, "max_tokens": NEW_TOKENS, "temperature": 0}
+            if chat is not chats[1]:
+                return client.chat.completions.create(**request).choices[0].message.content
+            pieces = [part.choices[0].delta.content for part in client.chat.completions.create(**request, stream=True)]
+            return "".join(filter(None, pieces))
+
+        with ThreadPoolExecutor() as clients:
+            answers = list(clients.map(ask, chats))
+    assert answers == [answer(model, chat)[0] for chat in chats]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error"),
+    [("dcmha", [], "layers of kind 'dcmha' cache more"), ("iha", ["--cb-use-cuda-graph"], "leave use_cuda_graph")],
+)
+def test_what_continuous_batching_cannot_serve_is_refused_at_the_start(kind, options, error, tmp_path, monkeypatch):
+    monkeypatch.setattr("uvicorn.Server", None)  # a server would run for ever
+    random_model(small_config(attention_kinds=kind)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"The server cannot start with .*{error}"):
+        serve.main([str(tmp_path), "--port", "0", "--continuous-batching", *options])
 
 
 def test_transformers_chat(server, checkpoint, reply, tmp_path):
@@ -123,37 +167,59 @@ def test_text_generation_pipeline(checkpoint, reply):
     assert together == [generate([prompt], max_new_tokens=4, do_sample=False)[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        {"num_pseudo_heads": 1},
-        {**HYBRID, "sliding_window": 4},
-        {"attention_kinds": "mha", "layer_types": "sliding_attention", "sliding_window": 4},
-        {"attention_kinds": "talking_heads"},
-        {"attention_kinds": "diff"},
-    ],
-    ids=["iha", "one_pseudo_head", "hybrid", "window_mha", "talking_heads", "diff"],
-)
-def test_continuous_batching_is_refused(overrides):
-    model = random_model(small_config(**overrides))
-    with pytest.raises(NotImplementedError, match="Continuous batching .* Use generate"):
-        model.generate_batch([[5, 6, 7], [8, 9]], max_new_tokens=4)
-
-
-def test_continuous_batching_of_plain_attention():
-    model = random_model(small_config(attention_kinds="mha"))
-    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    prompts = [[5, 6, 7, 8, 9], [10, 11]]
-    # By default the cache takes most of the memory there is.
-    batching = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    outputs = model.generate_batch(prompts, config, batching, warmup=False).values()
-    for prompt, output in zip(prompts, outputs, strict=True):
-        alone = model.generate(torch.tensor([prompt]), config)[0, len(prompt) :]
-        assert output.generated_tokens == alone.tolist()
-
-
 @pytest.mark.parametrize("model_class", [IHAModel, IHAForCausalLM, IHAForSequenceClassification])
 def test_servers_with_their_own_attention_are_told_no(model_class):
     # vLLM and SGLang ask this before they fall back on a Transformers model.
     assert not model_class.is_backend_compatible()
+
+
+@pytest.fixture
+def server_core(request, monkeypatch):
+    """Register an attention function under the name by which a server does."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, request.param, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    return request.param
+
+
+SERVERS = pytest.mark.parametrize("server_core", ["vllm", "vllm_mla", "sglang"], indirect=True)
+
+
+def build_as_a_server(config, core):
+    """Build the decoder on the meta device: vLLM writes the core into the config, and SGLang passes an argument."""
+    arguments = {"attn_implementation": core} if core == "sglang" else {}
+    if core != "sglang":
+        config._attn_implementation = core
+    with torch.device("meta"):
+        return AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=True, **arguments)
+
+
+@SERVERS
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"attention_kinds": ["mha", "iha"]},
+        {"attention_kinds": ["mha", "iha"], "num_pseudo_heads": 1},
+        {"attention_kinds": ["mha", "talking_heads"]},
+        {"attention_kinds": ["mha", "diff"]},
+        {"attention_kinds": "mha", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
+    ],
+    ids=["iha", "one_pseudo_head", "talking_heads", "diff", "window_mha"],
+)
+def test_a_servers_own_attention_is_refused(server_core, overrides):
+    config = small_config(**overrides)
+    refused = pytest.raises(ValueError, match=f"attn_implementation='{server_core}' knows .* layer 1 is a .*: serve")
+    with refused:
+        build_as_a_server(config, server_core)
+    # A server may also set it on a model that is built.
+    model = random_model(small_config(**overrides))
+    model.set_attn_implementation(server_core)
+    with refused:
+        model(random_ids(1, 5))
+
+
+@SERVERS
+def test_a_servers_own_attention_runs_plain_layers(server_core):
+    config = small_config(attention_kinds="mha")
+    assert build_as_a_server(config, server_core).device.type == "meta"
+    model = random_model(config)
+    model.set_attn_implementation(server_core)
+    assert model(random_ids(1, 5)).logits.isfinite().all()

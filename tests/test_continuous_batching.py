@@ -1,0 +1,178 @@
+"""Continuous batching gives every request the tokens and log-probabilities that `generate` gives it alone."""
+
+import logging
+from dataclasses import fields
+
+import pytest
+import torch
+from helpers import BF16_OUTPUT, FP32, GEOMETRIES, random_ids, random_model, set_core, small_config
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+from modeling_iha import modeling_iha
+
+
+# Of one token, around a page of 4 tokens and the windows of 3 and 4, longer than a batch of 16 tokens; two are equal.
+PROMPTS = [random_ids(length, seed=seed).tolist() for seed, length in enumerate((1, 2, 5, 30, 13, 4, 4))]
+NEW_TOKENS = 7
+
+# Transformers 5.17 calls a page a block.
+PAGE = "page_size" if "page_size" in {field.name for field in fields(ContinuousBatchingConfig)} else "block_size"
+
+SUPPORTED = [name for name in GEOMETRIES if not name.startswith(("hyper", "simplicial", "dcmha"))] + ["hyper_feature"]
+MORE = {
+    "shared_positions": {"pseudo_positions": "shared", "num_pseudo_heads": 3, "pseudo_collapse": "all_heads"},
+    "schedule": {
+        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+        "attention_kinds": ["iha"] * 4 + ["mha"],
+        "num_hidden_layers": 5,
+        "sliding_window": 4,
+        "num_pseudo_heads": 3,
+        "use_qk_norm": True,
+        "gated_mlp": False,
+    },
+    "mha": {"attention_kinds": "mha"},
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    """Keep the log of requests that fail on purpose out of the output."""
+    caplog.set_level(logging.CRITICAL, logger="ContinuousBatchingLogger")
+
+
+def options(**overrides):
+    """Return the config of greedy decoding, without a token that ends it."""
+    fields = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    return GenerationConfig(**fields | overrides)
+
+
+def batching(**overrides):
+    """Return a config of pages of 4 tokens and batches of 16 tokens, so that long prompts come in chunks."""
+    return ContinuousBatchingConfig(
+        **{PAGE: 4, "num_blocks": 64, "max_batch_tokens": 16, "return_logprobs": True, **overrides}
+    )
+
+
+def alone(model, prompt, new_tokens=NEW_TOKENS):
+    """Return the new tokens of a prompt by `generate`, and their log-probabilities."""
+    config = options(max_new_tokens=new_tokens, return_dict_in_generate=True, output_logits=True)
+    output = model.generate(torch.tensor([prompt]), config)
+    logits = torch.stack(output.logits, dim=1)[0].float()
+    return output.sequences[0, len(prompt) :].tolist(), logits.log_softmax(-1).amax(-1)
+
+
+def check(model, prompts, outputs, tolerance=FP32):
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.error is None, output.error
+        tokens, logprobs = alone(model, prompt, len(output.generated_tokens))
+        assert output.generated_tokens == tokens
+        torch.testing.assert_close(torch.tensor(output.logprobs), logprobs, atol=tolerance, rtol=tolerance)
+
+
+CASES = [*((name, "sdpa") for name in [*SUPPORTED, *MORE]), ("hybrid", "base"), ("global", "base")]
+CASES += [(name, "eager") for name in ("schedule", "hybrid", "diff", "talking_heads")]
+
+
+def built(name, **arguments):
+    return random_model(small_config(**{**GEOMETRIES, **MORE}[name]), **arguments)
+
+
+@pytest.mark.parametrize(("name", "core"), CASES)
+def test_requests_are_answered_as_if_each_were_alone(name, core):
+    model = built(name)
+    set_core(model, core)
+    stated = model.config.to_dict()
+    outputs = model.generate_batch(PROMPTS, options(), batching(), warmup=False)
+    assert {len(output.generated_tokens) for output in outputs.values()} == {NEW_TOKENS}
+    assert model.config.to_dict() == stated and model.config._attn_implementation == core.replace("base", "sdpa")
+    check(model, PROMPTS, outputs.values())
+
+
+def test_a_model_in_bfloat16():
+    """Compare the log-probability of the first token: later ones follow tokens that rounding may change."""
+    model = built("schedule", dtype=torch.bfloat16)
+    outputs = model.generate_batch(PROMPTS, options(), batching(), warmup=False)
+    for prompt, output in zip(PROMPTS, outputs.values(), strict=True):
+        assert len(output.generated_tokens) == NEW_TOKENS
+        assert abs(output.logprobs[0] - alone(model, prompt, 1)[1][0]) < 2 * BF16_OUTPUT
+
+
+def test_a_kept_manager_takes_a_second_call():
+    model = built("hybrid")
+    arguments = {"warmup": False, "persistent_manager": True}
+    for prompts in (PROMPTS, PROMPTS[::-1][:2], PROMPTS[:1]):
+        outputs = model.generate_batch(prompts, options(), batching(), **arguments)
+        check(model, prompts, outputs.values())
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_requests_come_and_go():
+    """Submit a request for each one that ends; one of 20 tokens runs beside all, and one is cancelled."""
+    model = built("schedule")
+    lengths = dict(zip(map(str, range(len(PROMPTS))), (1, 5, 2, 20, 3, 1, 4)))
+    waiting = list(zip(lengths.items(), PROMPTS))
+    with model.continuous_batching_context_manager(
+        options(), continuous_batching_config=batching(), warmup=False
+    ) as manager:
+
+        def submit():
+            (name, new_tokens), prompt = waiting.pop()
+            manager.add_request(prompt, request_id=name, max_new_tokens=new_tokens)
+
+        manager.add_request(PROMPTS[0], request_id="cancelled", max_new_tokens=10_000)
+        submit(), submit(), submit(), submit()
+        outputs = {}
+        while len(outputs) < len(PROMPTS):
+            output = manager.get_result(timeout=30)
+            outputs[output.request_id] = output
+            if waiting:
+                submit()
+        manager.cancel_request("cancelled")
+    check(model, PROMPTS, [outputs[name] for name in lengths])
+    assert [len(outputs[name].generated_tokens) for name in lengths] == list(lengths.values())
+
+
+def test_shared_prefixes_and_forks(monkeypatch):
+    """Decode two sequences for each prompt; the second prompt finds pages of the first."""
+    found, search = [], PagedAttentionCache.search_prefix_match
+    monkeypatch.setattr(
+        PagedAttentionCache, "search_prefix_match", lambda *args: found.append(search(*args)) or found[-1]
+    )
+    model = built("global")
+    prompts = [PROMPTS[3], PROMPTS[3][:21] + PROMPTS[4]]
+    sampled = options(do_sample=True, top_k=1, num_return_sequences=2)
+    outputs = model.generate_batch(prompts, sampled, batching(), warmup=False).values()
+    assert max(found) >= 4
+    # Of a fork, Transformers 5.17 returns one output.
+    assert [output.prompt_ids for output in outputs] in (prompts, [prompt for prompt in prompts for _ in range(2)])
+    for output in outputs:
+        assert output.generated_tokens == alone(model, output.prompt_ids)[0]
+
+
+def test_requests_that_do_not_fit_wait_their_turn():
+    model = built("hybrid")
+    outputs = model.generate_batch(PROMPTS, options(), batching(num_blocks=14), warmup=False)
+    check(model, PROMPTS, outputs.values())
+
+
+@pytest.mark.parametrize("name", ["window", "window_mha", "hybrid"])
+def test_pages_that_keep_one_token_less_are_noticed(name, monkeypatch):
+    """Leave the pages of windows as Transformers lays them out: each request longer than the window fails."""
+    monkeypatch.setattr(modeling_iha, "keep_page_edge", lambda manager: None)
+    outputs = built(name).generate_batch(PROMPTS[3:4], options(), batching(), warmup=False)
+    assert "version of Transformers lays pages out in another way. Use generate" in next(iter(outputs.values())).error
+
+
+@pytest.mark.parametrize("name", ["hyper", "hyper_linear", "simplicial", "dcmha"])
+def test_kinds_that_cache_more_are_refused(name):
+    model = built(name)
+    kind = model.config.attention_kinds[0]
+    with pytest.raises(NotImplementedError, match=f"Continuous batching .* of kind '{kind}' cache more. Use generate"):
+        model.generate_batch(PROMPTS, options(), batching(), warmup=False)
+
+
+@pytest.mark.parametrize("compiled", [{"use_cuda_graph": True}, {"default_compile_level": 1}])
+def test_fixed_shapes_are_refused(compiled):
+    with pytest.raises(ValueError, match="runs without CUDA graphs and compilation: leave use_cuda_graph"):
+        built("global").generate_batch(PROMPTS, options(), batching(**compiled), warmup=False)
