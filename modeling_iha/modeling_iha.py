@@ -160,6 +160,11 @@ class IHAModel(IHAPreTrainedModel):
 
     attention_form: str | None = None
 
+    @property
+    def is_llama(self) -> bool:
+        """Return whether all layers are full-attention "mha" layers, which Transformers' paged cores compute."""
+        return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
+
     def __init__(self, config: IHAConfig):
         super().__init__(config)
         self.padding_idx = config.pad_token_id
@@ -222,7 +227,7 @@ class IHAModel(IHAPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
-        if "cache" in kwargs:  # continuous batching
+        if "cache" in kwargs and not self.is_llama:  # continuous batching
             past_key_values = PagedRequests(self, inputs_embeds, position_ids, **kwargs)  # type: ignore[assignment]
             masks: dict = defaultdict(LayerMask)  # each batch of requests has its own
         elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
@@ -282,7 +287,9 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         """Start continuous batching as [`GenerationMixin`] does, on the core that the model has.
 
         Raise a NotImplementedError for a kind that caches more than Llama, and a ValueError for CUDA graphs and
-        compilation."""
+        compilation, which full-attention "mha" layers alone allow."""
+        if self.model.is_llama:
+            return super().init_continuous_batching(generation_config, continuous_batching_config, workload_hints)
         others = [layer.self_attn for layer in self.model.layers if not layer.self_attn.caches_like_llama]
         if others:
             kinds = sorted({repr(self.config.attention_kinds[attention.layer_idx]) for attention in others})

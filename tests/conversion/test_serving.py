@@ -18,7 +18,7 @@ from tiny_sources import tiny_tokenizer
 from transformers import AutoModel, pipeline
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from common.command_io import UserError
+from common.command_io import ROOT, UserError
 from conversion_scripts import serve
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
