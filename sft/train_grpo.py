@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from common.command_io import UserError, run_cli
+from common.command_io import UserError, refusing, run_cli
 from sft.arguments import RunArguments, answer_help
 
 
@@ -84,12 +84,13 @@ def load_prompts(path: str) -> Dataset:
 
 def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
     """Load the model and rows of a recipe and build its trainer."""
-    answers = "Remove the key: answers come from the model's own generate, with a cache and in batches."
+    instead = "Remove the key: answers then come from the model's own generate, with a cache and in batches."
     if args.use_vllm:
-        raise UserError(f"use_vllm is not supported: it was not tried with the plugin of vllm_iha. {answers}")
-    if args.use_transformers_continuous_batching:
+        raise UserError(f"use_vllm is not supported: it was not tried with the plugin of vllm_iha. {instead}")
+    if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
         raise UserError(
-            f"use_transformers_continuous_batching is not supported: it does not know interleaved layers. {answers}"
+            "use_transformers_continuous_batching with bf16 or fp16: TRL would round the weights that are trained to "
+            f"half precision for the answers, and keep them so. Train in float32. {instead}"
         )
     if args.max_completion_length is None:
         raise UserError("max_completion_length is null: expected the tokens at which an answer ends.")
@@ -99,6 +100,9 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
         raise UserError(f"reward_weights {args.reward_weights}: expected two, of right answers and of the format.")
     rows = load_prompts(run.dataset_name)
     model, tokenizer = prepare_model(run, args, run_config(run, args))
+    if args.use_transformers_continuous_batching:
+        with refusing("use_transformers_continuous_batching", NotImplementedError):
+            model.init_continuous_batching()
     check_positions(model, tokenizer, list(rows["prompt"]), args.max_completion_length)
     rewards = [correctness, solution_format]
     return MixingGRPOTrainer.of_recipe(run, args, model, tokenizer, split_rows(rows, run, args), reward_funcs=rewards)

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from datasets.exceptions import DatasetNotFoundError
 from helpers import GEOMETRIES, random_model
-from tiny_training import byte_config, byte_tokenizer, interrupted_at, saved, sizes, write_jsonl
+from tiny_training import byte_config, byte_tokenizer, interrupted_at, preset_config, saved, sizes, write_jsonl
 from trl import DPOConfig, GRPOConfig
 
 from common.command_io import UserError
@@ -138,6 +138,27 @@ def test_an_interrupted_run_resumes_to_the_same_weights(name, runs, tiny, rows_f
         IHAForCausalLM.from_pretrained(output / "final").state_dict() for output in (runs[name], tmp_path)
     )
     assert all(torch.equal(value, resumed[key]) for key, value in whole.items())
+
+
+def test_replies_of_continuous_batching_are_those_of_generate(tiny, rows_file, tmp_path):
+    replies = {}
+    for batching in ("false", "true"):
+        trainer = build(
+            "grpo", tiny, rows_file, tmp_path / batching, top_k=1, eval_size=0, eval_strategy="no",
+            max_steps=2, save_strategy="no", learning_rate=1e-3, use_transformers_continuous_batching=batching,
+            transformers_continuous_batching_config='{"num_blocks": 16, "max_batch_tokens": 64}',
+        )  # fmt: skip
+        prompts = [trainer.processing_class.encode(text) for text in ("1", "12 + 34 =", "a longer prompt")]
+        before = trainer._generate_single_turn(prompts, None, {}, 1)[0]
+        trainer.train()
+        replies[batching] = before, trainer._generate_single_turn(prompts, None, {}, 1)[0]
+    assert replies["true"] == replies["false"] and replies["true"][0] != replies["true"][1]
+
+
+def test_kinds_that_continuous_batching_does_not_take_are_refused_before_training(rows_file, tmp_path):
+    model = saved(IHAForCausalLM(preset_config(attention_kinds="dcmha")), tmp_path / "dcmha")
+    with pytest.raises(UserError, match="use_transformers_continuous_batching: .* kind 'dcmha' cache more"):
+        build("grpo", model, rows_file, tmp_path / "run", use_transformers_continuous_batching="true")
 
 
 def test_the_reference_of_adapters_has_the_mixing_of_the_start(tiny, pairs_file, tmp_path):
@@ -411,7 +432,7 @@ def test_a_row_without_a_fair_verifier_is_refused_before_the_model_is_loaded(
     "overrides, named",
     [
         ({"use_vllm": "true"}, "use_vllm is not supported: it was not tried"),
-        ({"use_transformers_continuous_batching": "true"}, "use_transformers_continuous_batching is not supported"),
+        ({"use_transformers_continuous_batching": "true", "bf16": "true"}, "TRL would round the weights"),
         ({"loss_type": "absent"}, "the recipe cannot be trained: Unknown loss type: absent"),
         ({"num_generations": 3}, "number of generations"),
         ({"max_completion_length": 1000}, "1024 positions"),
