@@ -107,14 +107,12 @@ class MultiHeadAttention(LlamaAttention):
         attention_mask: torch.Tensor | None,
         document_ids: torch.Tensor | None = None,
         document_bounds: tuple[torch.Tensor, int] | None = None,
-        attention_form: str | None = None,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute causal attention on the core of `config._attn_implementation`.
 
         Return the output [batch, queries, H, head_dim] and, where the core gives them, the weights [batch, H, queries,
-        keys]. `kwargs` hold `sliding_window`. Only kind "iha" reads `attention_form` and `rotation`."""
+        keys]. `kwargs` go to the core: `sliding_window`, and what only other kinds and cores read."""
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
