@@ -28,8 +28,8 @@ if __name__ == "__main__":
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_windows
 from conversion_scripts.conversion import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
-from conversion_scripts.convert_llama_to_iha import ARCHITECTURES, Architecture, layer_windows
 from kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -60,18 +60,17 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
 
 
 def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]:
-    """Return the first row of `ARCHITECTURES` that can compute what `model` does, and its config.
+    """Return the first row of `ARCHITECTURES` without a fold that can compute what `model` does, and its config.
 
     Raise `UserError` if there is none.
     """
     config = model.config
-    if config.gated_mlp and config.mlp_gate_groups is None:
-        for model_type, architecture in ARCHITECTURES.items():
+    targets = {name: row for name, row in ARCHITECTURES.items() if row.fold is None}
+    if config.mlp_gate_groups is None:
+        for model_type, architecture in targets.items():
             target = _target_config(config, model_type)
-            fixed = {"attention_bias": architecture.attention_bias, "mlp_bias": architecture.mlp_bias}
             if (
-                architecture.use_qk_norm == config.use_qk_norm
-                and all(value is None or value == getattr(config, name) for name, value in fixed.items())
+                all(getattr(config, name) == value for name, value in architecture.settings(config).items())
                 and layer_windows(target) == layer_windows(config)
                 and not any(
                     tensor.any() for name, tensor in model.state_dict().items() if name.endswith(architecture.lacks)
@@ -79,7 +78,7 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
             ):
                 return architecture, target
     raise UserError(
-        f"None of {', '.join(ARCHITECTURES)} has this combination: gated_mlp={config.gated_mlp}, "
+        f"None of {', '.join(targets)} has this combination: gated_mlp={config.gated_mlp}, "
         f"mlp_gate_groups={config.mlp_gate_groups}, use_qk_norm={config.use_qk_norm}, "
         f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, "
         f"layer_types={sorted(set(config.layer_types))}."
@@ -87,10 +86,10 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
 
 
 def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
-    architecture = ARCHITECTURES[model_type]
+    known = ARCHITECTURES[model_type].known_fields
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "head_dim")}
-    own = {name: getattr(config, name) for name in architecture.fields if hasattr(config, name)}
-    if "use_sliding_window" in architecture.fields:
+    own = {name: getattr(config, name) for name in known if hasattr(config, name)}
+    if "use_sliding_window" in known:
         own["use_sliding_window"] = config.sliding_window is not None
     return new_config(CONFIG_MAPPING[model_type], **fields, **own)
 
