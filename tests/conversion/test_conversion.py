@@ -599,6 +599,22 @@ def test_missing_source(source, message, tmp_path, monkeypatch, cli):
     assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_a_source_without_a_tokenizer_converts_there_and_back(name, tmp_path, cli):
+    """Convert a source from whose config alone Transformers builds no tokenizer, and one from which it builds one."""
+    source = tiny_source(name)
+    source.save_pretrained(tmp_path / "source")
+    for module, *arguments in (
+        (convert_llama_to_iha, tmp_path / "source", tmp_path / "iha", "--num-pseudo-heads", 2),
+        (convert_iha_to_llama, tmp_path / "iha", tmp_path / "back"),
+    ):
+        code, _, err = cli(module, *arguments)
+        assert code == 0 and "holds no tokenizer" in err, err
+        assert not list(arguments[1].glob("tokenizer*"))
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert_equal_logits(logits(back), logits(source))
+
+
 def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, cli):
     """Limit the size of files, so that the system refuses to write as it does when a disk is full."""
     save_tiny_source(tmp_path / "source")
