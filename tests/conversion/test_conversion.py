@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import IHA_CODE, last_line
+from helpers import IHA_CODE, last_line, random_model, small_config
 from tiny_sources import (
     CHAT_TEMPLATE,
     FOLDED_SOURCES,
@@ -38,6 +38,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
     Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
 )
 
 from common.checkpoint_io import load_in_clean_process
@@ -344,6 +345,33 @@ def test_collapse_over_all_heads_goes_back():
         layer.self_attn.collapse.weight.data = last_pseudo_head(4, 3, "all_heads")
     assert_equal_logits(logits(wide), logits(model))
     assert torch.equal(logits(convert_back(wide)), logits(convert_back(model)))
+
+
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
+def test_head_mixing_without_virtual_tokens_is_a_llama(collapse, positions):
+    """Fold a random mixing of heads, P = 1, into the projections."""
+    fields = {"pseudo_collapse": collapse, "pseudo_positions": positions, "head_dim": 12, "attention_bias": True}
+    model = random_model(small_config(num_pseudo_heads=1, num_key_value_heads=2, **fields))
+    llama = convert_back(model)
+    assert type(llama) is LlamaForCausalLM
+    assert_equal_logits(logits(llama), logits(model))
+    assert continuation(llama) == continuation(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_mix.weight.neg_()
+    assert (logits(llama) - logits(model)).abs().max() > 1e-2
+
+
+def test_a_qk_norm_keeps_the_mixing_of_queries_and_keys_from_being_folded():
+    model = random_model(small_config(num_pseudo_heads=1, use_qk_norm=True))
+    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.q_mix\.weight has moved"):
+        convert_back(model)
+    for layer in model.model.layers:
+        for mixing in (layer.self_attn.q_mix, layer.self_attn.k_mix):
+            mixing.weight.data = torch.eye(len(mixing.weight))[..., None]
+    qwen = convert_back(model)
+    assert type(qwen) is Qwen3ForCausalLM
+    assert_equal_logits(logits(qwen), logits(model))
 
 
 @pytest.mark.parametrize("step, moved", [(2**-6, "0.016"), (float("nan"), "nan")])
