@@ -21,6 +21,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     SeedOssForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 from common.command_io import UserError
@@ -137,6 +138,9 @@ ARCHITECTURES = {
     "qwen3": Architecture(
         Qwen3ForCausalLM, attention_bias=("attention_bias",), use_qk_norm=True, fields=_QWEN_WINDOWS
     ),
+    "smollm3": Architecture(
+        SmolLM3ForCausalLM, **_LLAMA_BIASES, fields=(*_QWEN_WINDOWS, "no_rope_layers", "no_rope_layer_interval")
+    ),
     "arcee": Architecture(ArceeForCausalLM, **_LLAMA_BIASES, gated_mlp=False),
     "seed_oss": Architecture(
         SeedOssForCausalLM,
@@ -205,6 +209,12 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
                 f"layer_types holds {layer_type!r}; this conversion knows {', '.join(map(repr, windows))}."
             )
     return [windows[layer_type] for layer_type in config.layer_types]
+
+
+def rope_layers(config: PreTrainedConfig) -> list[int]:
+    """Return 1 for each layer with RoPE and 0 for each without."""
+    layers = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
+    return [int(layer != 0) for layer in layers[: config.num_hidden_layers]]
 
 
 def fold(weights: Weights, config: IHAConfig, source: PreTrainedConfig) -> Weights:

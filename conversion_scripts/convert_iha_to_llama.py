@@ -29,7 +29,7 @@ if __name__ == "__main__":
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_windows
+from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
 from conversion_scripts.conversion import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
 from kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -105,6 +105,7 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
             if (
                 all(getattr(config, name) == value for name, value in architecture.settings(config).items())
                 and layer_windows(target) == layer_windows(config)
+                and rope_layers(target) == rope_layers(config)
                 and not any(
                     tensor.any() for name, tensor in model.state_dict().items() if name.endswith(architecture.lacks)
                 )
@@ -114,7 +115,7 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
         f"None of {', '.join(targets)} has this combination: gated_mlp={config.gated_mlp}, "
         f"mlp_gate_groups={config.mlp_gate_groups}, use_qk_norm={config.use_qk_norm}, "
         f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, "
-        f"layer_types={sorted(set(config.layer_types))}."
+        f"layer_types={sorted(set(config.layer_types))}, no_rope_layers={config.no_rope_layers}."
     )
 
 

@@ -15,8 +15,8 @@ VALUE_OFFSETS = ("balanced", "none")
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Convert a qwen2, llama, mistral, ministral, qwen3, arcee, seed_oss, granite, phi3, ernie4_5 or "
-        "helium checkpoint to another attention without changing what it computes.",
+        description="Convert a qwen2, llama, mistral, ministral, qwen3, smollm3, arcee, seed_oss, granite, phi3, "
+        "ernie4_5 or helium checkpoint to another attention without changing what it computes.",
         epilog="example: python -m conversion_scripts.convert_llama_to_iha HuggingFaceTB/SmolLM2-135M-Instruct "
         "smollm2-iha --num-pseudo-heads 2",
     )
@@ -64,7 +64,7 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion_scripts.architectures import check_source, fold, layer_windows
+from conversion_scripts.architectures import check_source, fold, layer_windows, rope_layers
 from conversion_scripts.conversion import (
     LARGEST_SIZE,
     SHARED_FIELDS,
@@ -129,6 +129,7 @@ def iha_config(
         attention_kinds=[kinds[i % len(kinds)] for i in range(source.num_hidden_layers)],
         layer_types=["full_attention" if window is None else "sliding_attention" for window in windows],
         sliding_window=next((window for window in windows if window is not None), None),
+        no_rope_layers=rope_layers(source),
         num_pseudo_heads=num_pseudo_heads,
         pseudo_positions="shared",
     )

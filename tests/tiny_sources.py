@@ -35,6 +35,8 @@ from transformers import (
     Qwen3ForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from conversion_scripts.verify_conversion import DEFAULT_TEXT
@@ -75,6 +77,15 @@ STOCK_SOURCES = {
         MinistralForCausalLM,
         MinistralConfig,
         {"head_dim": 12, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 3},
+    ),
+    "smollm3-tied": (SmolLM3ForCausalLM, SmolLM3Config, {"head_dim": 12, "mlp_bias": True}),
+    "smollm3-sliding": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config,
+        {
+            **{"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [1, 0] * 3},
+            **{"attention_bias": True, "tie_word_embeddings": False},
+        },
     ),
     "arcee": (ArceeForCausalLM, ArceeConfig, {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
 }

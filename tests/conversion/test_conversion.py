@@ -148,6 +148,14 @@ def test_a_fold_that_is_left_out_is_noticed(name, convert_otherwise):
     assert (logits(convert_otherwise(source, fold=None)) - logits(source)).abs().max() > 1e-2
 
 
+def test_layers_without_rope_are_noticed():
+    source = tiny_source("smollm3-tied")
+    expected = logits(source)
+    source.config.no_rope_layers = [1] * 6
+    model = convert(source, 2)
+    assert model.config.no_rope_layers == [1] * 6 and (logits(model) - expected).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize(
     "name, change",
     [
@@ -392,6 +400,7 @@ def test_a_parameter_that_moved_is_named(name, step, moved):
         ({"attention_kinds": "mha", "mlp_gate_groups": 4}, "mlp_gate_groups=4"),
         ({"attention_kinds": "diff"}, "Layer 0 is of kind 'diff'"),
         ({"attention_kinds": "dcmha"}, "Layer 0 is of kind 'dcmha'"),
+        ({"attention_kinds": "mha", "no_rope_layers": [1, 0], "use_qk_norm": True}, r"no_rope_layers=\[1, 0\]"),
         ({"pseudo_positions": "interleaved"}, "pseudo_positions='interleaved'"),
     ],
 )
