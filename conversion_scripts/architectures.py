@@ -141,6 +141,7 @@ ARCHITECTURES = {
     "smollm3": Architecture(
         SmolLM3ForCausalLM, **_LLAMA_BIASES, fields=(*_QWEN_WINDOWS, "no_rope_layers", "no_rope_layer_interval")
     ),
+    # After the others that the way back may give, because its config refuses some that they allow.
     "arcee": Architecture(ArceeForCausalLM, **_LLAMA_BIASES, gated_mlp=False),
     "seed_oss": Architecture(
         SeedOssForCausalLM,
@@ -151,10 +152,10 @@ ARCHITECTURES = {
     "granite": Architecture(GraniteForCausalLM, **_LLAMA_BIASES, fields=_MULTIPLIERS, fold=_fold_multipliers),
     "phi3": Architecture(
         Phi3ForCausalLM,
-        # `rope_parameters` repeats the last two.
+        # `rope_parameters` repeats two of them, and the released `auto_map` names an older copy of this class.
         fields=(
             *("sliding_window", "resid_pdrop", "embd_pdrop"),
-            *("partial_rotary_factor", "original_max_position_embeddings"),
+            *("partial_rotary_factor", "original_max_position_embeddings", "auto_map"),
         ),
         fold=_split_fused_projections,
     ),
@@ -215,6 +216,17 @@ def rope_layers(config: PreTrainedConfig) -> list[int]:
     """Return 1 for each layer with RoPE and 0 for each without."""
     layers = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
     return [int(layer != 0) for layer in layers[: config.num_hidden_layers]]
+
+
+def caveat(config: PreTrainedConfig) -> str:
+    """Return a sentence on what a conversion does not keep, or an empty string."""
+    if config.model_type != "phi3" or config.rope_parameters["rope_type"] != "longrope":
+        return ""
+    length = config.rope_parameters["original_max_position_embeddings"]
+    return (
+        f" Where `generate` crosses {length} tokens, Transformers' Phi-3 fills its cache again for the frequencies of "
+        "long texts; the converted model keeps the cached keys, as a Llama with longrope does."
+    )
 
 
 def fold(weights: Weights, config: IHAConfig, source: PreTrainedConfig) -> Weights:

@@ -64,7 +64,7 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion_scripts.architectures import check_source, fold, layer_windows, rope_layers
+from conversion_scripts.architectures import caveat, check_source, fold, layer_windows, rope_layers
 from conversion_scripts.conversion import (
     LARGEST_SIZE,
     SHARED_FIELDS,
@@ -199,7 +199,8 @@ def main() -> None:
         if args.attention_kind == "iha":
             how = f" with {args.num_pseudo_heads} pseudo-heads and the {args.schedule} schedule"
         length = exact_length(source.config, model.config)
-        return model, tokenizer, describe(args.src, source.config.model_type, how, length)
+        section = describe(args.src, source.config.model_type, how, length) + caveat(source.config)
+        return model, tokenizer, section
 
     write_checkpoint(args.src, args.dst, make)
 
