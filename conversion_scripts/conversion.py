@@ -1,6 +1,7 @@
 """Hold what the converters share: the checks of a source, how a model is built, and how a checkpoint is written."""
 
 import copy
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,8 @@ HARMLESS_FIELDS = {
 }
 # Attention cores count tokens in 32 bits.
 LARGEST_SIZE = 2**31 - 1
+# How the names of a tokenizer's files start: of Transformers, SentencePiece, BPE and Mistral.
+TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 Config = TypeVar("Config", bound=PreTrainedConfig)
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -64,6 +67,15 @@ def check_sizes(sizes: dict[str, int]) -> None:
             raise UserError(
                 f"The source config has {field}={value!r}; it must be a whole number from 1 to {LARGEST_SIZE}."
             )
+
+
+def check_no_adapter(src: str) -> None:
+    """Raise `UserError` if `src` is the directory of a LoRA adapter, for which Transformers would load its base."""
+    if (Path(src) / "adapter_config.json").exists():
+        raise UserError(
+            f"{src} is the directory of a LoRA adapter (adapter_config.json), not of a model: merge it into its base "
+            "model (merge_and_unload of PEFT), save that and convert it."
+        )
 
 
 def check_iha(source: str, config: PreTrainedConfig) -> None:
@@ -114,14 +126,21 @@ def fill(
 
 def read_source(
     src: str, check: Callable[[PreTrainedConfig], object], dtype: str = "auto"
-) -> tuple[Any, PreTrainedTokenizerBase]:
+) -> tuple[Any, PreTrainedTokenizerBase | None]:
     """Return the model, of the class that its config names, and the tokenizer of the checkpoint `src`.
 
-    Loading takes long, so `check` refuses by the config what can be refused without weights. Raise `UserError`.
+    The tokenizer is `None`, with a warning, if `src` is a directory without the files of one. Loading takes long, so
+    `check` refuses by the config what can be refused without weights. Raise `UserError`.
     """
+    check_no_adapter(src)
     check(load_config(src))
     source = load_model(src, dtype)
-    tokenizer = load_tokenizer(src, source.config.vocab_size)
+    tokenizer = None
+    if Path(src).is_dir() and not any(path.name.startswith(TOKENIZER_FILES) for path in Path(src).iterdir()):
+        # Some of Transformers' tokenizers are built without any file, and know no word.
+        print(f"{src} holds no tokenizer, so the converted checkpoint has none: add one to use it.", file=sys.stderr)
+    else:
+        tokenizer = load_tokenizer(src, source.config.vocab_size)
     print(
         f"Converting {source.config.model_type}, {source.num_parameters():,} parameters, {source.dtype}",
         flush=True,
@@ -140,18 +159,21 @@ def describe(src: str, model_type: str, how: str = "", exact_length: int | None 
     )
 
 
-def write_checkpoint(src: str, dst: str, make: Callable[[], tuple[Any, PreTrainedTokenizerBase, str | None]]) -> None:
+def write_checkpoint(
+    src: str, dst: str, make: Callable[[], tuple[Any, PreTrainedTokenizerBase | None, str | None]]
+) -> None:
     """Write what `make` reads from `src` and converts into the new directory `dst`.
 
-    `make` returns the model, the tokenizer and the section of the model card on the conversion. A stock model has
-    `None` in its place and gets no card. Raise `UserError`.
+    `make` returns the model, the tokenizer or `None`, and the section of the model card on the conversion. A stock
+    model has `None` in its place and gets no card. Raise `UserError`.
     """
     with new_directory(dst) as directory:
         print(f"Reading {src}", flush=True)
         model, tokenizer, section = make()
-        print(f"Writing {type(model).__name__} and tokenizer", flush=True)
+        print(f"Writing {type(model).__name__}", flush=True)
         model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
         if section is not None:
             base_model, license = None if Path(src).exists() else src, source_license(src)
             card = render_card(model.config, Path(dst).name, base_model=base_model, license=license, details=section)

@@ -1,8 +1,9 @@
 """Convert an IHA checkpoint to a stock architecture that computes the same.
 
 This is possible while every layer computes multi-head attention: its kind is "mha", or a kind with `deviations` in its
-file of kinds/ whose parameters are still at the exact start of `convert_llama_to_iha.py`. The command refuses
-anything else and names the first parameter that has moved.
+file of kinds/ whose parameters are still at the exact start of `convert_llama_to_iha.py`. An "iha" layer with one
+pseudo-head mixes heads and makes no virtual tokens: its mixing, trained or not, is multiplied into the projections.
+The command refuses anything else and names the first parameter that has moved.
 """
 
 import argparse
@@ -28,10 +29,41 @@ if __name__ == "__main__":
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
 from conversion_scripts.conversion import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
-from conversion_scripts.convert_llama_to_iha import ARCHITECTURES, Architecture, layer_windows
 from kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
+
+
+def foldable_mixing(config: IHAConfig) -> dict[str, str]:
+    """Return {parameter of an "iha" layer: the projection into which it can be multiplied}.
+
+    RoPE acts within a head, so it commutes with a mixing of heads. A QK-norm does not.
+    """
+    if config.num_pseudo_heads > 1:
+        return {}
+    queries_and_keys = {} if config.use_qk_norm else {"q_mix.weight": "q_proj", "k_mix.weight": "k_proj"}
+    return {**queries_and_keys, "v_mix.weight": "v_proj", "collapse.weight": "o_proj"}
+
+
+@torch.no_grad()
+def fold_mixing(model: IHAForCausalLM) -> dict[str, torch.Tensor]:
+    """Return the projections, by name, of the "iha" layers with one pseudo-head, with the mixing multiplied in."""
+    config, folded = model.config, {}
+    for i, kind in enumerate(config.attention_kinds):
+        attention = model.model.layers[i].self_attn
+        for mixing, projection in foldable_mixing(config).items() if kind == "iha" else ():
+            weight = attention.get_parameter(mixing).double()
+            for part, tensor in attention.get_submodule(projection).named_parameters():
+                name = f"model.layers.{i}.self_attn.{projection}.{part}"
+                if projection != "o_proj":
+                    rows = tensor.double().unflatten(0, (-1, config.head_dim))
+                    folded[name] = torch.einsum("mh,m...->h...", weight[..., 0], rows).flatten(0, 1)
+                elif part == "weight":  # its bias follows the collapse
+                    collapse = weight.diagflat() if config.pseudo_collapse == "per_head" else weight
+                    columns = tensor.double().unflatten(1, (-1, config.head_dim))
+                    folded[name] = torch.einsum("hg,xhd->xgd", collapse, columns).flatten(1)
+    return {name: tensor.to(model.dtype) for name, tensor in folded.items()}
 
 
 @torch.no_grad()
@@ -48,9 +80,10 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
             raise UserError(
                 f"Layer {i} has pseudo_positions={config.pseudo_positions!r}; only shared positions can equal an MHA."
             )
-        for name, deviation in deviations(model.model.layers[i].self_attn, config).items():
-            name, largest = f"model.layers.{i}.self_attn.{name}", deviation.abs().max().item()
-            if largest != 0:  # true for NaN too
+        folded = foldable_mixing(config) if kind == "iha" else {}
+        for parameter, deviation in deviations(model.model.layers[i].self_attn, config).items():
+            name, largest = f"model.layers.{i}.self_attn.{parameter}", deviation.abs().max().item()
+            if largest != 0 and parameter not in folded:  # true for NaN too
                 raise UserError(
                     f"{name} has moved by up to {largest:.2g} from the warm start: the layer "
                     "is no multi-head attention any more, and no stock architecture computes it."
@@ -60,51 +93,52 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
 
 
 def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]:
-    """Return the first row of `ARCHITECTURES` that can compute what `model` does, and its config.
+    """Return the first row of `ARCHITECTURES` without a fold that can compute what `model` does, and its config.
 
     Raise `UserError` if there is none.
     """
     config = model.config
-    if config.gated_mlp and config.mlp_gate_groups is None:
-        for model_type, architecture in ARCHITECTURES.items():
+    targets = {name: row for name, row in ARCHITECTURES.items() if row.fold is None}
+    if config.mlp_gate_groups is None:
+        for model_type, architecture in targets.items():
             target = _target_config(config, model_type)
-            fixed = {"attention_bias": architecture.attention_bias, "mlp_bias": architecture.mlp_bias}
             if (
-                architecture.use_qk_norm == config.use_qk_norm
-                and all(value is None or value == getattr(config, name) for name, value in fixed.items())
+                all(getattr(config, name) == value for name, value in architecture.settings(config).items())
                 and layer_windows(target) == layer_windows(config)
+                and rope_layers(target) == rope_layers(config)
                 and not any(
                     tensor.any() for name, tensor in model.state_dict().items() if name.endswith(architecture.lacks)
                 )
             ):
                 return architecture, target
     raise UserError(
-        f"None of {', '.join(ARCHITECTURES)} has this combination: gated_mlp={config.gated_mlp}, "
+        f"None of {', '.join(targets)} has this combination: gated_mlp={config.gated_mlp}, "
         f"mlp_gate_groups={config.mlp_gate_groups}, use_qk_norm={config.use_qk_norm}, "
         f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, "
-        f"layer_types={sorted(set(config.layer_types))}."
+        f"layer_types={sorted(set(config.layer_types))}, no_rope_layers={config.no_rope_layers}."
     )
 
 
 def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
-    architecture = ARCHITECTURES[model_type]
+    known = ARCHITECTURES[model_type].known_fields
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "head_dim")}
-    own = {name: getattr(config, name) for name in architecture.fields if hasattr(config, name)}
-    if "use_sliding_window" in architecture.fields:
+    own = {name: getattr(config, name) for name in known if hasattr(config, name)}
+    if "use_sliding_window" in known:
         own["use_sliding_window"] = config.sliding_window is not None
     return new_config(CONFIG_MAPPING[model_type], **fields, **own)
 
 
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
-    """Return the stock model that computes what `model` does, in eval mode and its dtype, with its weights' memory.
+    """Return the stock model that computes what `model` does, in eval mode and its dtype.
 
-    Raise `UserError` if a layer no longer computes multi-head attention, or if no stock architecture fits.
+    It shares the memory of all weights into which no mixing is folded. Raise `UserError` if a layer no longer computes
+    multi-head attention, or if no stock architecture fits.
     """
     added = check_layers(model)
     architecture, config = stock_config(model)
     state = {
         name: tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in (model.state_dict() | fold_mixing(model)).items()
         if name not in added and not name.endswith(architecture.lacks)
     }
     return build(architecture.model_class, config, state, model)

@@ -5,7 +5,6 @@ The file of a kind in kinds/ gives the values at which its parameters start.
 
 import argparse
 import copy
-from dataclasses import dataclass
 
 from common.command_io import UserError, attention_kinds, run_cli
 
@@ -16,8 +15,8 @@ VALUE_OFFSETS = ("balanced", "none")
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Convert a Llama, Mistral, Qwen2 or Qwen3 checkpoint to another attention without changing what "
-        "it computes.",
+        description="Convert a qwen2, llama, mistral, ministral, qwen3, smollm3, arcee, seed_oss, granite, phi3, "
+        "ernie4_5 or helium checkpoint to another attention without changing what it computes.",
         epilog="example: python -m conversion_scripts.convert_llama_to_iha HuggingFaceTB/SmolLM2-135M-Instruct "
         "smollm2-iha --num-pseudo-heads 2",
     )
@@ -63,20 +62,13 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from conversion_scripts.architectures import caveat, check_source, fold, layer_windows, rope_layers
 from conversion_scripts.conversion import (
     LARGEST_SIZE,
     SHARED_FIELDS,
     build,
-    check_fields,
     describe,
     new_config,
     read_source,
@@ -86,69 +78,7 @@ from kinds import all_companions, companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """Say how a Transformers architecture differs from Llama.
-
-    Attributes:
-        attention_bias, mlp_bias (`bool` or `None`): what the architecture fixes, or `None` if the config decides.
-        use_qk_norm (`bool`): RMSNorm over each head's query and key.
-        lacks (`tuple[str, ...]`): parameters of a layer that this architecture lacks; the converted model has zeros.
-        fields (`tuple[str, ...]`): config fields, beside the shared ones, that the conversion carries over.
-    """
-
-    model_class: type[PreTrainedModel]
-    attention_bias: bool | None = False
-    mlp_bias: bool | None = False
-    use_qk_norm: bool = False
-    lacks: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
-
-
-_QWEN_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-
-# By model_type. All of them, and IHA, use Llama's parameter names. `convert_iha_to_llama.py` takes the first row that
-# fits.
-ARCHITECTURES = {
-    "qwen2": Architecture(
-        Qwen2ForCausalLM, attention_bias=True, lacks=("self_attn.o_proj.bias",), fields=_QWEN_WINDOWS
-    ),
-    "llama": Architecture(LlamaForCausalLM, attention_bias=None, mlp_bias=None, fields=("attention_bias", "mlp_bias")),
-    "mistral": Architecture(MistralForCausalLM, fields=("sliding_window",)),
-    "qwen3": Architecture(
-        Qwen3ForCausalLM, attention_bias=None, use_qk_norm=True, fields=("attention_bias", *_QWEN_WINDOWS)
-    ),
-}
-
 ATTENTION_KINDS = [kind for kind, mechanism in all_companions().items() if mechanism.start]
-
-
-def check_source(config: PreTrainedConfig) -> Architecture:
-    """Return the row of `ARCHITECTURES` for a source config.
-
-    Raise a `UserError` that names a field which could change what the model computes and is not carried over.
-    """
-    if config.model_type not in ARCHITECTURES:
-        raise UserError(
-            f"The architecture {config.model_type!r} cannot be converted; supported are {', '.join(ARCHITECTURES)}."
-        )
-    architecture = ARCHITECTURES[config.model_type]
-    check_fields(config, architecture.fields)
-    return architecture
-
-
-def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return the window of each layer in tokens, or `None` for a layer over all tokens."""
-    window = getattr(config, "sliding_window", None)
-    if not hasattr(config, "layer_types"):
-        return [window] * config.num_hidden_layers
-    windows = {"full_attention": None, "sliding_attention": window}
-    for layer_type in config.layer_types:
-        if layer_type not in windows:
-            raise UserError(
-                f"layer_types holds {layer_type!r}; this conversion knows {', '.join(map(repr, windows))}."
-            )
-    return [windows[layer_type] for layer_type in config.layer_types]
 
 
 def check_seed(seed: int) -> None:
@@ -190,18 +120,16 @@ def iha_config(
         # The paper's schedule: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and Appendix C).
         kinds = ["iha", "iha", "iha", "iha", "mha"]
         windows = [None if i % 5 == 4 else window for i in range(source.num_hidden_layers)]
-    fields = {name: copy.deepcopy(getattr(source, name)) for name in SHARED_FIELDS}
-    for name in ("attention_bias", "mlp_bias"):
-        fixed = getattr(architecture, name)
-        fields[name] = getattr(source, name) if fixed is None else fixed
+    fields = {name: copy.deepcopy(getattr(source, name)) for name in SHARED_FIELDS if hasattr(source, name)}
     return new_config(
         IHAConfig,
         **fields,
+        **architecture.settings(source),
         head_dim=getattr(source, "head_dim", None),
-        use_qk_norm=architecture.use_qk_norm,
         attention_kinds=[kinds[i % len(kinds)] for i in range(source.num_hidden_layers)],
         layer_types=["full_attention" if window is None else "sliding_attention" for window in windows],
         sliding_window=next((window for window in windows if window is not None), None),
+        no_rope_layers=rope_layers(source),
         num_pseudo_heads=num_pseudo_heads,
         pseudo_positions="shared",
     )
@@ -230,8 +158,8 @@ def convert(
     """Return the IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
     Args:
-        source: a causal language model of one of `ARCHITECTURES`. The result shares its weights' memory: delete one of
-            the two, or copy it, before training.
+        source: a causal language model of one of `ARCHITECTURES`. The result shares the memory of all weights that no
+            fold changes: delete one of the two, or copy it, before training.
         num_pseudo_heads (`int`, *optional*): P; kind "iha" needs it, and no other kind has it.
         schedule (`str`): "global" keeps the geometry of every layer and is exact; "hybrid" is the paper's four sliding
             "iha" layers, then a plain global one, and is exact for sequences of at most `exact_length` tokens.
@@ -244,14 +172,11 @@ def convert(
     """
     config = iha_config(source.config, num_pseudo_heads, schedule, window, attention_kind)
     generator = torch.Generator().manual_seed(seed)
-    state = dict(source.state_dict())
+    state = fold(source.state_dict(), config, source.config)
     for i, kind in enumerate(config.attention_kinds):
-        layer = f"model.layers.{i}."
-        for name in ARCHITECTURES[source.config.model_type].lacks:
-            state[layer + name] = torch.zeros(config.hidden_size, dtype=source.dtype)
         if start := companion_of(kind).start:
             for name, value in start(config, generator, value_offsets).items():
-                state[f"{layer}self_attn.{name}"] = value.to(source.dtype)
+                state[f"model.layers.{i}.self_attn.{name}"] = value.to(source.dtype)
     return build(IHAForCausalLM, config, state, source)
 
 
@@ -274,7 +199,8 @@ def main() -> None:
         if args.attention_kind == "iha":
             how = f" with {args.num_pseudo_heads} pseudo-heads and the {args.schedule} schedule"
         length = exact_length(source.config, model.config)
-        return model, tokenizer, describe(args.src, source.config.model_type, how, length)
+        section = describe(args.src, source.config.model_type, how, length) + caveat(source.config)
+        return model, tokenizer, section
 
     write_checkpoint(args.src, args.dst, make)
 

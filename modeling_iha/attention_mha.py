@@ -45,6 +45,7 @@ class MultiHeadAttention(LlamaAttention):
         self.layer_type = config.layer_types[layer_idx]
         # In tokens, `None` for a full-attention layer.
         self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
+        self.use_rope = config.no_rope_layers[layer_idx] == 1
         if config.use_qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
@@ -81,9 +82,9 @@ class MultiHeadAttention(LlamaAttention):
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         past_key_values: Cache | PagedRequests | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rotated queries [batch, H, N, head_dim] of the new tokens, and keys and values of all tokens.
+        """Return queries [batch, H, N, head_dim] of the new tokens, and keys and values of all tokens.
 
-        Hidden states are [batch, N, hidden_size], values and rotated keys [batch, G, cached + N, head_dim]."""
+        Hidden states are [batch, N, hidden_size], values and (rotated) keys [batch, G, cached + N, head_dim]."""
         hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
 
         query_states = self.q_proj(hidden_states).view(hidden_shape)
@@ -93,7 +94,8 @@ class MultiHeadAttention(LlamaAttention):
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
         query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
 
-        query_states, key_states = self.rotate(query_states, key_states, *position_embeddings[self.rope_table])
+        if self.use_rope:
+            query_states, key_states = self.rotate(query_states, key_states, *position_embeddings[self.rope_table])
 
         if past_key_values is not None:
             key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
@@ -155,7 +157,7 @@ class MultiHeadAttention(LlamaAttention):
             *states,
             attention_mask,
             sliding_window=self.sliding_window,
-            rotation=position_embeddings.get("pseudo_head"),
+            rotation=position_embeddings.get("pseudo_head") if self.use_rope else None,
             **kwargs,
         )
         attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()

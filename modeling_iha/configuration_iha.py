@@ -66,7 +66,7 @@ def _check_number(name: str, value: Any, where: str = "") -> None:
             raise ValueError(f"{where}{name}={value!r}; it must be {expected}.")
 
 
-def _expand_pattern(pattern: str | list[str], num_layers: int) -> list[str]:
+def _expand_pattern(pattern: str | list, num_layers: int) -> list:
     """Return one entry per layer for a single name or a short repeating pattern, and any other list as it is."""
     pattern = [pattern] if isinstance(pattern, str) else list(pattern)
     # A pattern that repeats less than twice is more likely a list of the wrong length.
@@ -106,6 +106,8 @@ class IHAConfig(LlamaConfig):
             DCFormers (44). `None` leaves that gate out.
         use_qk_norm (`bool`, *optional*, defaults to `False`):
             `True` for an RMSNorm over each head's query and key, before RoPE and the mixing (as in Qwen3).
+        no_rope_layers (`list[int]`, *optional*, given and stored as `attention_kinds` is):
+            1 for a layer with RoPE (default), 0 for one in which neither a token nor a pseudo-head has a position.
         attention_options (`dict[str, dict]`, *optional*):
             Options of single mechanisms, `{kind: {option: value}}`. `OPTIONS_CLASSES` says which options a kind has.
 
@@ -135,6 +137,7 @@ class IHAConfig(LlamaConfig):
     gated_mlp: bool = True
     mlp_gate_groups: int | None = None
     use_qk_norm: bool = False
+    no_rope_layers: list[int] | None = None
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -158,6 +161,7 @@ class IHAConfig(LlamaConfig):
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers}; it must be at most {MAX_LAYERS}.")
         self.attention_kinds = _expand_pattern(self.attention_kinds, self.num_hidden_layers)
         self.layer_types = _expand_pattern(self.layer_types or "full_attention", self.num_hidden_layers)
+        self.no_rope_layers = _expand_pattern(self.no_rope_layers or [1], self.num_hidden_layers)
         self.num_pseudo_heads = self.num_attention_heads if self.num_pseudo_heads is None else self.num_pseudo_heads
         self.attention_options = {} if self.attention_options is None else self.attention_options
 
@@ -191,6 +195,7 @@ class IHAConfig(LlamaConfig):
                 _check_number(field, getattr(self, field))
         self._validate_layer_list("attention_kinds", tuple(OPTIONS_CLASSES))
         self._validate_layer_list("layer_types", LAYER_TYPES)
+        self._validate_layer_list("no_rope_layers", (0, 1))
         self._validate_window()
         self._validate_mlp()
         self._validate_rope()
@@ -199,7 +204,7 @@ class IHAConfig(LlamaConfig):
         for kind in dict.fromkeys(self.attention_kinds):
             self.options_of(kind).check(self, kind)
 
-    def _validate_layer_list(self, field: str, allowed: tuple[str, ...]):
+    def _validate_layer_list(self, field: str, allowed: tuple):
         entries = getattr(self, field)
         for entry in entries:
             if entry not in allowed:

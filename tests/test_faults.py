@@ -258,7 +258,8 @@ FAULTS = {
     },
     ("llama", "dcformer"): {"pickle of an object": (pickled_object, "a pickle of more than tensors")},
     ("llama",): {
-        "no tokenizer": (lambda source: [p.unlink() for p in source.glob("tokenizer*")], "no usable tokenizer"),
+        "no vocabulary": (lambda source: (source / "tokenizer.json").unlink(), "no usable tokenizer"),
+        "adapter": (write("adapter_config.json", "{}"), "is the directory of a LoRA adapter"),
         "tokenizer of another model": (
             lambda source: tiny_tokenizer(VOCAB_SIZE + 1).save_pretrained(source),
             "has the id 61, and the embedding has 61 rows",

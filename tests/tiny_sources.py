@@ -9,18 +9,34 @@ from helpers import random_ids, random_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     GenerationConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from conversion_scripts.verify_conversion import DEFAULT_TEXT
@@ -45,9 +61,10 @@ _SHARED = {
     "eos_token_id": 2,
 }
 _QWEN_SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
-# What `convert_llama_to_iha.py` takes: name -> (model class, config class, fields).
-SOURCES = {
+# What `convert_llama_to_iha.py` takes without a fold: name -> (model class, config class, fields).
+STOCK_SOURCES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama-tied-head-dim": (LlamaForCausalLM, LlamaConfig, {"head_dim": 12, "tie_word_embeddings": True}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
@@ -56,7 +73,57 @@ SOURCES = {
     "qwen2-sliding": (Qwen2ForCausalLM, Qwen2Config, _QWEN_SLIDING),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 12}),
     "qwen3-sliding-bias": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8, "attention_bias": True, **_QWEN_SLIDING}),
+    "ministral": (
+        MinistralForCausalLM,
+        MinistralConfig,
+        {"head_dim": 12, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 3},
+    ),
+    "smollm3-tied": (SmolLM3ForCausalLM, SmolLM3Config, {"head_dim": 12, "mlp_bias": True}),
+    "smollm3-sliding": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config,
+        {
+            **{"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [1, 0] * 3},
+            **{"attention_bias": True, "tie_word_embeddings": False},
+        },
+    ),
+    "arcee": (ArceeForCausalLM, ArceeConfig, {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
 }
+# What it takes and no command gives back: a Llama, Mistral or Qwen2 computes the same.
+FOLDED_SOURCES = {
+    # Powers of two, whose products are exact in every dtype.
+    "granite": (
+        GraniteForCausalLM,
+        GraniteConfig,
+        {"head_dim": 16, "attention_bias": True, "mlp_bias": True, **dict(zip(_MULTIPLIERS, (4.0, 0.5, 0.125, 2.0)))},
+    ),
+    "granite-tied": (
+        GraniteForCausalLM,
+        GraniteConfig,
+        {"tie_word_embeddings": True, **dict(zip(_MULTIPLIERS, (12.0, 0.22, 0.3, 6.0)))},
+    ),
+    "phi3-sliding": (Phi3ForCausalLM, Phi3Config, {"head_dim": 12, "sliding_window": 7}),
+    "phi3-longrope": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            "original_max_position_embeddings": 8,
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 100.0},
+                **{"short_factor": [1.0, 1.5, 2, 3], "long_factor": [1.0, 2, 4, 8]},
+            },
+        },
+    ),
+    "ernie4_5": (Ernie4_5ForCausalLM, Ernie4_5Config, {"head_dim": 12, "use_bias": True}),
+    "helium": (HeliumForCausalLM, HeliumConfig, {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "seed_oss": (SeedOssForCausalLM, SeedOssConfig, {"head_dim": 12}),
+    "seed_oss-biases": (
+        SeedOssForCausalLM,
+        SeedOssConfig,
+        {"head_dim": 12, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+}
+SOURCES = {**STOCK_SOURCES, **FOLDED_SOURCES}
 # What has a command of its own.
 OTHER_SOURCES = {
     "diffllama": (DiffLlamaForCausalLM, DiffLlamaConfig, {"lambda_std_dev": 0.2}),
@@ -199,6 +266,14 @@ def save_released(directory, config=DCFORMER, form="bin"):
 @torch.no_grad()
 def logits(model, length=LENGTH):
     return model(random_ids(2, length)).logits
+
+
+@torch.no_grad()
+def padded_logits(model):
+    """Return the logits of the last five tokens of a row of five that is padded on the left."""
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :-5] = 0
+    return model(random_ids(2, LENGTH), attention_mask=mask).logits[:, -5:]
 
 
 @torch.no_grad()

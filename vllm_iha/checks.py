@@ -51,6 +51,10 @@ class IHAModelConfig(VerifyAndUpdateConfig):
                 f"mlp_gate_groups={config.mlp_gate_groups} is not served by vLLM: use generate of Transformers.",
             ),
             (
+                0 in (getattr(config, "no_rope_layers", None) or ()),
+                "no_rope_layers is not served by vLLM: use generate of Transformers.",
+            ),
+            (
                 rope_type not in ROPE_TYPES,
                 f"rope_type={rope_type!r}; vLLM serves {', '.join(map(repr, ROPE_TYPES))}: use generate of "
                 "Transformers.",

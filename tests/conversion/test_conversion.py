@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -14,25 +15,31 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import IHA_CODE, last_line
+from helpers import IHA_CODE, last_line, random_model, small_config
 from tiny_sources import (
     CHAT_TEMPLATE,
+    FOLDED_SOURCES,
     SOURCES,
+    STOCK_SOURCES,
     VOCAB_SIZE,
     assert_equal_logits,
     continuation,
     edit_weights,
     logits,
+    padded_logits,
     save_tiny_source,
     tiny_source,
 )
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GemmaConfig,
     GenerationConfig,
-    GraniteConfig,
-    MixtralConfig,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 from common.checkpoint_io import load_in_clean_process
@@ -44,6 +51,7 @@ from conversion_scripts import (
     convert_llama_to_iha,
     verify_conversion,
 )
+from conversion_scripts.architectures import ARCHITECTURES
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert, exact_length, iha_config
 from kinds.iha import last_pseudo_head
@@ -63,12 +71,13 @@ P3, TALKING_HEADS, DCMHA = {"num_pseudo_heads": 3}, {"attention_kind": "talking_
 @pytest.mark.parametrize("name", SOURCES)
 def test_converted_model_computes_what_its_source_does(name, arguments):
     source = tiny_source(name)
-    expected, tokens = logits(source), continuation(source)
+    expected, padded, tokens = logits(source), padded_logits(source), continuation(source)
     model = convert(source, **arguments)
     assert type(model) is IHAForCausalLM and not model.training
     assert set(model.config.attention_kinds) == {arguments.get("attention_kind", "iha")}
     assert exact_length(source.config, model.config) is None
     assert_equal_logits(logits(model), expected)
+    assert_equal_logits(padded_logits(model), padded)
     assert continuation(model) == tokens
 
 
@@ -85,13 +94,81 @@ def test_nothing_is_dead_after_a_conversion_to_dcmha():
 
 
 @pytest.mark.parametrize("arguments", [P3, TALKING_HEADS, DCMHA], ids=str)
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "granite-tied"])
 def test_bfloat16_conversion_adds_no_rounding(name, arguments):
     """Compare both models, upcast to float32, as float32 models: mixing, offsets included, is exact in bfloat16."""
     source = tiny_source(name, torch.bfloat16)
     model = convert(source, **arguments)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert_equal_logits(logits(model.float()), logits(source.float()))
+
+
+@pytest.mark.parametrize("dtype, factor", [(torch.bfloat16, 12.0), (torch.bfloat16, 4.0), (torch.float32, 12.0)])
+def test_multipliers_that_round_weights_are_announced(dtype, factor, capsys):
+    convert(tiny_source("granite", dtype, embedding_multiplier=factor), 2)
+    announced = "convert with --dtype float32" in capsys.readouterr().err
+    assert announced == (dtype == torch.bfloat16 and factor == 12.0)
+
+
+def test_multipliers_leave_embeddings_tied():
+    model = convert(tiny_source("granite-tied"), 2)
+    assert model.config.tie_word_embeddings and model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    "field, neutral",
+    [
+        ("embedding_multiplier", 1.0),
+        ("residual_multiplier", 1.0),
+        ("attention_multiplier", 16**-0.5),
+        ("logits_scaling", 1.0),
+    ],
+)
+def test_each_multiplier_is_folded(field, neutral):
+    source = tiny_source("granite")
+    expected = logits(source)
+    setattr(source.config, field, neutral)
+    assert (logits(convert(source, 2)) - expected).abs().max() > 1e-2
+
+
+@pytest.fixture
+def convert_otherwise(monkeypatch):
+    """Return a function that converts a tiny source by a changed row of the table."""
+
+    def convert_otherwise(source, **change):
+        model_type = source.config.model_type
+        monkeypatch.setitem(ARCHITECTURES, model_type, replace(ARCHITECTURES[model_type], **change))
+        return convert(source, 2)
+
+    return convert_otherwise
+
+
+@pytest.mark.parametrize("name", ["granite", "ernie4_5", "helium"])
+def test_a_fold_that_is_left_out_is_noticed(name, convert_otherwise):
+    source = tiny_source(name)
+    assert (logits(convert_otherwise(source, fold=None)) - logits(source)).abs().max() > 1e-2
+
+
+def test_layers_without_rope_are_noticed():
+    source = tiny_source("smollm3-tied")
+    expected = logits(source)
+    source.config.no_rope_layers = [1] * 6
+    model = convert(source, 2)
+    assert model.config.no_rope_layers == [1] * 6 and (logits(model) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("phi3-sliding", {"fold": None}),
+        ("ernie4_5", {"mlp_bias": False}),
+        ("seed_oss-biases", {"mlp_bias": False}),
+        ("arcee", {"gated_mlp": True}),
+    ],
+)
+def test_a_row_that_is_wrong_is_refused(name, change, convert_otherwise):
+    with pytest.raises(UserError, match="_keys|does not know"):
+        convert_otherwise(tiny_source(name), **change)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen2-sliding", "qwen3"])
@@ -164,9 +241,23 @@ def test_conversion_makes_no_second_copy_of_the_weights():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda config: GemmaConfig(), "'gemma'"),
-        (lambda config: MixtralConfig(), "'mixtral'"),
-        (lambda config: GraniteConfig(logits_scaling=2.0), "'granite'"),
+        *(
+            (lambda config, name=name: CONFIG_MAPPING[name](), rf"^The architecture '{name}' cannot .*: {reason}")
+            for name, reason in {
+                **dict.fromkeys(("olmo2", "olmo3"), "its norms follow"),
+                **dict.fromkeys(("gemma", "gemma2"), r"its norms scale by 1 \+ weight"),
+                **dict.fromkeys(("cohere", "cohere2"), "attention and FFN of a layer run side by side"),
+                **dict.fromkeys(
+                    ("mixtral", "qwen2_moe", "ernie4_5_moe", "granitemoe", "deepseek_v3"), "its FFN is a mix"
+                ),
+            }.items()
+        ),
+        (lambda config: CONFIG_MAPPING["stablelm"](), "'stablelm' cannot be converted. Supported are qwen2, llama"),
+        (lambda config: tiny_source("granite", logits_scaling=0.0).config, "logits_scaling=0.0"),
+        (
+            lambda config: tiny_source("phi3-sliding", partial_rotary_factor=0.5).config,
+            "partial_rotary_factor=0.5; the whole head",
+        ),
         (lambda config: setattr(config, "attn_logit_softcapping", 50.0), "attn_logit_softcapping=50.0"),
         (lambda config: setattr(config, "num_experts", 4), "num_experts=4"),
         (lambda config: setattr(config, "sliding_window", 9), "sliding_window=9"),
@@ -183,6 +274,19 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
     config = change(config) or config
     with pytest.raises(UserError, match=message):
         iha_config(config, 2)
+
+
+def test_longrope_keeps_the_cache_where_phi3_fills_it_again():
+    """Decode 24 tokens after nine, past the original length of 16."""
+    source = tiny_source("phi3-longrope", original_max_position_embeddings=16)
+    model = convert(source, 2)
+    ours, theirs = continuation(model), continuation(source)
+    assert ours[:16] == theirs[:16] and ours != theirs
+
+
+def test_the_auto_map_of_released_phi3_is_ignored():
+    auto_map = {"AutoConfig": "configuration_phi3.Phi3Config"}
+    assert iha_config(tiny_source("phi3-sliding", auto_map=auto_map).config, 2).sliding_window == 7
 
 
 def test_fields_that_mean_nothing_are_ignored():
@@ -214,7 +318,7 @@ def test_arguments_that_cannot_work_are_refused(arguments, message):
 
 @pytest.mark.parametrize("arguments", [P3, TALKING_HEADS], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", STOCK_SOURCES)
 def test_round_trip_returns_the_same_model(name, dtype, arguments):
     source = tiny_source(name, dtype)
     restored = convert_back(convert(source, **arguments))
@@ -232,6 +336,15 @@ def test_round_trip_returns_the_same_model(name, dtype, arguments):
         # IHA has one field for how layers slide, and writes out what a config class leaves to its default.
         for field in theirs.keys() - {"max_window_layers", "use_sliding_window", "architectures"}:
             assert ours[field] == theirs[field], field
+
+
+@pytest.mark.parametrize("name", FOLDED_SOURCES)
+def test_a_folded_source_goes_back_to_a_relative_of_llama(name):
+    source = tiny_source(name)
+    restored = convert_back(convert(source, **P3))
+    relatives = {"phi3-sliding": MistralForCausalLM, "seed_oss": Qwen2ForCausalLM}
+    assert type(restored) is relatives.get(name, LlamaForCausalLM)
+    assert_equal_logits(logits(restored), logits(source))
 
 
 def test_hybrid_round_trip_keeps_the_schedule():
@@ -256,6 +369,33 @@ def test_collapse_over_all_heads_goes_back():
     assert torch.equal(logits(convert_back(wide)), logits(convert_back(model)))
 
 
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
+def test_head_mixing_without_virtual_tokens_is_a_llama(collapse, positions):
+    """Fold a random mixing of heads, P = 1, into the projections."""
+    fields = {"pseudo_collapse": collapse, "pseudo_positions": positions, "head_dim": 12, "attention_bias": True}
+    model = random_model(small_config(num_pseudo_heads=1, num_key_value_heads=2, **fields))
+    llama = convert_back(model)
+    assert type(llama) is LlamaForCausalLM
+    assert_equal_logits(logits(llama), logits(model))
+    assert continuation(llama) == continuation(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_mix.weight.neg_()
+    assert (logits(llama) - logits(model)).abs().max() > 1e-2
+
+
+def test_a_qk_norm_keeps_the_mixing_of_queries_and_keys_from_being_folded():
+    model = random_model(small_config(num_pseudo_heads=1, use_qk_norm=True))
+    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.q_mix\.weight has moved"):
+        convert_back(model)
+    for layer in model.model.layers:
+        for mixing in (layer.self_attn.q_mix, layer.self_attn.k_mix):
+            mixing.weight.data = torch.eye(len(mixing.weight))[..., None]
+    qwen = convert_back(model)
+    assert type(qwen) is Qwen3ForCausalLM
+    assert_equal_logits(logits(qwen), logits(model))
+
+
 @pytest.mark.parametrize("step, moved", [(2**-6, "0.016"), (float("nan"), "nan")])
 @pytest.mark.parametrize("name", ["q_mix", "k_mix", "v_mix", "collapse", "score_mix"])
 def test_a_parameter_that_moved_is_named(name, step, moved):
@@ -270,10 +410,11 @@ def test_a_parameter_that_moved_is_named(name, step, moved):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"attention_kinds": "mha", "gated_mlp": False}, "gated_mlp=False"),
+        ({"attention_kinds": "mha", "gated_mlp": False, "use_qk_norm": True}, "gated_mlp=False"),
         ({"attention_kinds": "mha", "mlp_gate_groups": 4}, "mlp_gate_groups=4"),
         ({"attention_kinds": "diff"}, "Layer 0 is of kind 'diff'"),
         ({"attention_kinds": "dcmha"}, "Layer 0 is of kind 'dcmha'"),
+        ({"attention_kinds": "mha", "no_rope_layers": [1, 0], "use_qk_norm": True}, r"no_rope_layers=\[1, 0\]"),
         ({"pseudo_positions": "interleaved"}, "pseudo_positions='interleaved'"),
     ],
 )
@@ -284,15 +425,16 @@ def test_no_stock_architecture_is_refused(fields, message):
 
 def test_no_stock_architecture_has_windows_like_these():
     with pytest.raises(UserError, match="layer_types="):
-        convert_back(convert(tiny_source("mistral-sliding"), 2, "hybrid", window=5))
+        convert_back(convert(tiny_source("arcee"), 2, "hybrid", window=5))
 
 
 def test_trained_output_bias_is_not_dropped():
     model = convert(tiny_source("qwen2-sliding"), 2)
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.bias[0] = 0.5
-    with pytest.raises(UserError, match="None of .* has this combination"):
-        convert_back(model)
+    restored = convert_back(model)
+    assert type(restored) is SmolLM3ForCausalLM, "a Qwen2 has no such bias"
+    assert_equal_logits(logits(restored), logits(model))
 
 
 # The commands
@@ -418,6 +560,15 @@ def test_another_kind_is_converted_and_verified(kind, converted, tmp_path, cli):
     assert code == 0 and "exact up to rounding" in out, err
 
 
+@pytest.mark.parametrize("name", ["granite-tied", "phi3-sliding", "phi3-longrope"])
+def test_a_folded_checkpoint_is_converted_and_verified(name, tmp_path, cli):
+    save_tiny_source(tmp_path / "source", name)
+    code, out, err = cli(convert_llama_to_iha, tmp_path / "source", tmp_path / "out", "--num-pseudo-heads", 2)
+    assert code == 0 and ("`generate` crosses 8 tokens" in out) == (name == "phi3-longrope"), err
+    code, out, err = cli(verify_conversion, tmp_path / "source", tmp_path / "out", *VERIFY)
+    assert code == 0 and "exact up to rounding" in out, err
+
+
 @pytest.mark.parametrize("road", [LLAMA, DIFFLLAMA], ids=["llama", "diffllama"])
 def test_verify_refuses_a_changed_conversion(road, travel, tmp_path, cli):
     changed = shutil.copytree(travel(road) / "iha", tmp_path / "changed")
@@ -470,7 +621,7 @@ def test_back_conversion_command(road, travel, tmp_path, cli):
 def test_help_names_what_the_tables_hold(cli):
     _, out, _ = cli(convert_llama_to_iha, "--help")
     names = re.search("Convert a (.*) checkpoint to", " ".join(out.split())).group(1).lower()
-    assert set(re.findall(r"\w+", names)) - {"or"} == convert_llama_to_iha.ARCHITECTURES.keys()
+    assert set(re.findall(r"\w+", names)) - {"or"} == ARCHITECTURES.keys()
     assert attention_kinds() == sorted(ATTENTION_CLASSES) and all(kind in out for kind in ATTENTION_CLASSES)
 
 
@@ -498,6 +649,22 @@ def test_missing_source(source, message, tmp_path, monkeypatch, cli):
     code, _, err = cli(convert_llama_to_iha, source, "iha", "--num-pseudo-heads", 2)
     assert code == 1 and message in last_line(err)
     assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_a_source_without_a_tokenizer_converts_there_and_back(name, tmp_path, cli):
+    """Convert a source from whose config alone Transformers builds no tokenizer, and one from which it builds one."""
+    source = tiny_source(name)
+    source.save_pretrained(tmp_path / "source")
+    for module, *arguments in (
+        (convert_llama_to_iha, tmp_path / "source", tmp_path / "iha", "--num-pseudo-heads", 2),
+        (convert_iha_to_llama, tmp_path / "iha", tmp_path / "back"),
+    ):
+        code, _, err = cli(module, *arguments)
+        assert code == 0 and "holds no tokenizer" in err, err
+        assert not list(arguments[1].glob("tokenizer*"))
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert_equal_logits(logits(back), logits(source))
 
 
 def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, cli):

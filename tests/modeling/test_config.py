@@ -70,6 +70,8 @@ BAD_NUMBERS = [
     # An embedding of 61 rows: Llama fails there, too, once it is built.
     ({"pad_token_id": 61}, "pad_token_id=61; .*vocab_size=61"),
     ({"pad_token_id": -62}, "pad_token_id=-62; .*vocab_size=61"),
+    ({"no_rope_layers": [1, 2]}, "no_rope_layers holds 2; allowed are 0, 1"),
+    ({"no_rope_layers": [1, 0, 1]}, "no_rope_layers has 3 entries for num_hidden_layers=2"),
 ]
 
 

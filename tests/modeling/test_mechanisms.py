@@ -96,6 +96,35 @@ def test_options(kind):
     checks.check_options(kind)
 
 
+@pytest.mark.parametrize("form", [None, "base", "virtual"])
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+def test_layers_without_rope_have_no_position(positions, form):
+    """Compare layers without RoPE, of every kind, with layers whose RoPE has the frequency 0."""
+    geometry = {**EVERY_KIND, "pseudo_positions": positions}
+    kinds = len(EVERY_KIND["attention_kinds"])
+    model = random_model(small_config(**geometry, no_rope_layers=[0] * kinds))
+    rotated = random_model(small_config(**geometry))
+    model.base_model.attention_form = rotated.base_model.attention_form = form
+    input_ids, prompt = random_ids(2, 9), random_ids(2, 5)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert (uncached_logits(model, input_ids) - uncached_logits(rotated, input_ids)).abs().max() > 1e-2
+    rotated.model.rotary_emb.inv_freq.zero_()
+    torch.testing.assert_close(uncached_logits(model, input_ids), uncached_logits(rotated, input_ids))
+    assert torch.equal(model.generate(prompt, **options), rotated.generate(prompt, **options))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_only_the_layers_named_go_without_rope(layer):
+    """Change the positions of the model's only layer with RoPE, and of its only layer without."""
+    model = random_model(small_config(no_rope_layers=[1, 0]))
+    attention, states = model.model.layers[layer].self_attn, torch.randn(1, 5, 32)
+    outputs = [
+        attention(states, model.model.rotary_emb.tables(states, torch.arange(0, 5 * step, step)[None]))[0]
+        for step in (1, 3)
+    ]
+    assert torch.equal(*outputs) == (layer == 1)
+
+
 PROGRAM = """
 import json
 import torch
