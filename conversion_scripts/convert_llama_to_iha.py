@@ -249,9 +249,11 @@ def convert(
         layer = f"model.layers.{i}."
         for name in ARCHITECTURES[source.config.model_type].lacks:
             state[layer + name] = torch.zeros(config.hidden_size, dtype=source.dtype)
-        if start := companion_of(kind).start:
-            for name, value in start(config, generator, value_offsets).items():
-                state[f"{layer}self_attn.{name}"] = value.to(source.dtype)
+        if start := (companion := companion_of(kind)).start:
+            prefix = f"{layer}self_attn."
+            of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            started = start(config, generator, value_offsets) | companion.from_mha(config, of_mha)
+            state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
     return build(IHAForCausalLM, config, state, source)
 
 

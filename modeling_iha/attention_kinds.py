@@ -4,6 +4,8 @@
 
 from .attention_dcmha import DynamicallyComposableAttention
 from .attention_diff import DifferentialAttention
+from .attention_diff_v2 import DifferentialAttentionV2
+from .attention_gated import GatedAttention
 from .attention_hyper import HyperAttention
 from .attention_hyper_feature import HyperFeatureAttention
 from .attention_iha import InterleavedHeadAttention
@@ -17,6 +19,8 @@ ATTENTION_CLASSES = {
     "iha": InterleavedHeadAttention,
     "talking_heads": TalkingHeadsAttention,
     "diff": DifferentialAttention,
+    "diff_v2": DifferentialAttentionV2,
+    "gated": GatedAttention,
     "hyper_feature": HyperFeatureAttention,
     "hyper": HyperAttention,
     "simplicial": SimplicialAttention,

@@ -55,11 +55,10 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 P3, TALKING_HEADS, DCMHA = {"num_pseudo_heads": 3}, {"attention_kind": "talking_heads"}, {"attention_kind": "dcmha"}
+OTHER_KINDS = [{"attention_kind": kind} for kind in convert_llama_to_iha.ATTENTION_KINDS if kind != "iha"]
 
 
-@pytest.mark.parametrize(
-    "arguments", [*({"num_pseudo_heads": p} for p in (1, 2, 3, 4)), TALKING_HEADS, DCMHA], ids=str
-)
+@pytest.mark.parametrize("arguments", [*({"num_pseudo_heads": p} for p in (1, 2, 3, 4)), *OTHER_KINDS], ids=str)
 @pytest.mark.parametrize("name", SOURCES)
 def test_converted_model_computes_what_its_source_does(name, arguments):
     source = tiny_source(name)
@@ -84,7 +83,7 @@ def test_nothing_is_dead_after_a_conversion_to_dcmha():
     assert (logits(model) - expected).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("arguments", [P3, TALKING_HEADS, DCMHA], ids=str)
+@pytest.mark.parametrize("arguments", [P3, *OTHER_KINDS], ids=str)
 @pytest.mark.parametrize("name", SOURCES)
 def test_bfloat16_conversion_adds_no_rounding(name, arguments):
     """Compare both models, upcast to float32, as float32 models: mixing, offsets included, is exact in bfloat16."""
@@ -274,6 +273,8 @@ def test_a_parameter_that_moved_is_named(name, step, moved):
         ({"attention_kinds": "mha", "mlp_gate_groups": 4}, "mlp_gate_groups=4"),
         ({"attention_kinds": "diff"}, "Layer 0 is of kind 'diff'"),
         ({"attention_kinds": "dcmha"}, "Layer 0 is of kind 'dcmha'"),
+        ({"attention_kinds": "diff_v2"}, "Layer 0 is of kind 'diff_v2'"),
+        ({"attention_kinds": "gated"}, "Layer 0 is of kind 'gated'"),
         ({"pseudo_positions": "interleaved"}, "pseudo_positions='interleaved'"),
     ],
 )
@@ -407,7 +408,7 @@ def test_verify_accepts_the_conversion(road, control, travel, tmp_path, cli):
     assert figures["control"]["mean_kl"] > control / 100
 
 
-@pytest.mark.parametrize("kind", ["dcmha", "talking_heads"])
+@pytest.mark.parametrize("kind", [arguments["attention_kind"] for arguments in OTHER_KINDS])
 def test_another_kind_is_converted_and_verified(kind, converted, tmp_path, cli):
     code, out, err = cli(convert_llama_to_iha, converted / "source", tmp_path / "out", "--attention-kind", kind)
     assert code == 0 and f"to attention of kind {kind!r}" in out, err

@@ -27,6 +27,9 @@ VARIANTS = {
     },
     "hybrid": {"attention_kinds": ["iha", "mha"], "head_dim": 12},
     "mha": {"attention_kinds": "mha"},
+    "diff_v2": {"attention_kinds": "diff_v2", "attention_bias": True},
+    "gated": {"attention_kinds": "gated"},
+    "gated, per head": {"attention_kinds": "gated", "attention_options": {"gated": {"per_head": True}}},
 }
 # Of the other kinds the parameters are exact, and the multiply-adds a leading term.
 OTHER_KINDS = {
