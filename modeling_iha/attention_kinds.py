@@ -9,6 +9,7 @@ from .attention_gated import GatedAttention
 from .attention_hyper import HyperAttention
 from .attention_hyper_feature import HyperFeatureAttention
 from .attention_iha import InterleavedHeadAttention
+from .attention_knocking_heads import KnockingHeadsAttention
 from .attention_mha import MultiHeadAttention
 from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
@@ -21,6 +22,7 @@ ATTENTION_CLASSES = {
     "diff": DifferentialAttention,
     "diff_v2": DifferentialAttentionV2,
     "gated": GatedAttention,
+    "knocking_heads": KnockingHeadsAttention,
     "hyper_feature": HyperFeatureAttention,
     "hyper": HyperAttention,
     "simplicial": SimplicialAttention,

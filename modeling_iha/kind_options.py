@@ -8,6 +8,7 @@ from .options_diff import DifferentialOptions
 from .options_gated import GateOptions
 from .options_hyper import HyperOptions
 from .options_hyper_feature import FeatureOptions
+from .options_knocking_heads import KnockingOptions
 from .options_pairs import PairOptions
 
 
@@ -18,6 +19,7 @@ OPTIONS_CLASSES = {
     "diff": DifferentialOptions,
     "diff_v2": KindOptions,
     "gated": GateOptions,
+    "knocking_heads": KnockingOptions,
     "hyper_feature": FeatureOptions,
     "hyper": HyperOptions,
     "simplicial": PairOptions,

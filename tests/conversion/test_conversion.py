@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import IHA_CODE, last_line
+from helpers import IHA_CODE, last_line, random_model
 from tiny_sources import (
     CHAT_TEMPLATE,
     SOURCES,
@@ -294,6 +294,25 @@ def test_trained_output_bias_is_not_dropped():
         model.model.layers[1].self_attn.o_proj.bias[0] = 0.5
     with pytest.raises(UserError, match="None of .* has this combination"):
         convert_back(model)
+
+
+@pytest.mark.parametrize("values", ["linear", "mlp"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-sliding-bias"])
+def test_maps_of_knocking_heads_fold_into_the_projections(name, values):
+    """Export random maps, and an MLP while its gate is zero, as the stock model that computes the same."""
+    source, options = tiny_source(name), {"queries": True, "keys": True, "values": values}
+    config = convert(source, attention_kind="knocking_heads").config
+    model = random_model(IHAConfig.from_dict(config.to_dict() | {"attention_options": {"knocking_heads": options}}))
+    gates = [layer.self_attn.v_map.gate for layer in model.model.layers] if values == "mlp" else []
+    for gate in gates:
+        torch.nn.init.zeros_(gate)
+    folded = convert_back(model)
+    assert type(folded) is type(source)
+    assert_equal_logits(logits(folded), logits(model))
+    for gate in gates[3:]:
+        torch.nn.init.constant_(gate, 0.5)
+        with pytest.raises(UserError, match=r"^model.layers.3.self_attn.v_map.gate has moved by up to 0.5 from"):
+            convert_back(model)
 
 
 # The commands

@@ -60,9 +60,9 @@ def test_every_companion_is_of_a_kind():
 
 
 def test_what_is_derived():
-    assert ATTENTION_KINDS == ["iha", "talking_heads", "diff_v2", "gated", "dcmha"]
+    assert ATTENTION_KINDS == ["iha", "talking_heads", "diff_v2", "gated", "knocking_heads", "dcmha"]
     of_scores = {"score_mix", "weight_mix", "pre_base", "post_base"}
-    assert MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse"} | of_scores
+    assert MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
 
 
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
@@ -81,9 +81,12 @@ def test_no_deviation_at_the_exact_start(kind):
     assert mechanism.deviations(attention, config).keys() == state.keys()
     assert not any(deviation.any() for deviation in mechanism.deviations(attention, config).values())
     for name in state:
+        folded = mechanism.to_mha(config, attention.state_dict())
         with torch.no_grad():
             attention.get_parameter(name).view(-1)[0] += 0.1
-        assert mechanism.deviations(attention, config)[name].any()
+        again = mechanism.to_mha(config, attention.state_dict())
+        is_folded = any(not torch.equal(again[projection], folded[projection]) for projection in folded)
+        assert mechanism.deviations(attention, config)[name].any() != is_folded
 
 
 # The start of "dcmha" is that of its default options.

@@ -228,6 +228,7 @@ OWN_PARAMETERS = {
     "talking_heads": dict.fromkeys(("score_mix.weight", "weight_mix.weight"), MIXES),
     "diff": dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), VECTOR),
     "diff_v2": {"lambda_proj.weight": LINEAR},
+    "knocking_heads": dict.fromkeys(("q_map.weight", "k_map.weight", "v_map.weight"), MIXES),
     "gated": {"output_gate.weight": LINEAR},
     "dcmha": {
         **dict.fromkeys(("pre_base.weight", "post_base.weight"), MIXES),
