@@ -46,6 +46,9 @@ class SharedMLP(nn.Module):
         return 2 * (states @ self.up * torch.sigmoid(states @ self.gate)) @ self.down
 
 
+MAPS = {None: nn.Identity, "linear": SharedMap, "mlp": SharedMLP}
+
+
 class KnockingHeadsAttention(MultiHeadAttention):
     """Map the queries, keys and values of all heads by matrices that the heads share: knocking-heads attention.
 
@@ -57,10 +60,9 @@ class KnockingHeadsAttention(MultiHeadAttention):
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         options = config.options_of("knocking_heads")
-        self.q_map = SharedMap(self.head_dim) if options.queries else nn.Identity()
-        self.k_map = SharedMap(self.head_dim) if options.keys else nn.Identity()
-        kinds_of_map = {"linear": SharedMap, "mlp": SharedMLP}
-        self.v_map = kinds_of_map[options.values](self.head_dim) if options.values else nn.Identity()
+        self.q_map = MAPS["linear" if options.queries else None](self.head_dim)
+        self.k_map = MAPS["linear" if options.keys else None](self.head_dim)
+        self.v_map = MAPS[options.values](self.head_dim)
 
     def map_heads(self, query_states: torch.Tensor, key_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.q_map(query_states), self.k_map(key_states)
