@@ -83,6 +83,13 @@ def test_nothing_is_dead_after_a_conversion_to_dcmha():
     assert (logits(model) - expected).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["talking_heads", "diff_v2", "gated", "knocking_heads"])
+def test_nothing_is_dead_after_a_conversion(kind):
+    model = convert(tiny_source(), attention_kind=kind)
+    model(torch.arange(5, 14)[None]).logits.square().sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in model.parameters())
+
+
 @pytest.mark.parametrize("arguments", [P3, *OTHER_KINDS], ids=str)
 @pytest.mark.parametrize("name", SOURCES)
 def test_bfloat16_conversion_adds_no_rounding(name, arguments):
