@@ -141,6 +141,9 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
         for name, tensor in (model.state_dict() | fold_mixing(model)).items()
         if name not in added and not name.endswith(architecture.lacks)
     }
+    for i, (kind, layer) in enumerate(zip(model.config.attention_kinds, model.model.layers)):
+        folded = companion_of(kind).to_mha(model.config, layer.self_attn.state_dict())
+        state |= {f"model.layers.{i}.self_attn.{name}": value for name, value in folded.items()}
     return build(architecture.model_class, config, state, model)
 
 

@@ -174,9 +174,11 @@ def convert(
     generator = torch.Generator().manual_seed(seed)
     state = fold(source.state_dict(), config, source.config)
     for i, kind in enumerate(config.attention_kinds):
-        if start := companion_of(kind).start:
-            for name, value in start(config, generator, value_offsets).items():
-                state[f"model.layers.{i}.self_attn.{name}"] = value.to(source.dtype)
+        if start := (companion := companion_of(kind)).start:
+            prefix = f"model.layers.{i}.self_attn."
+            of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            started = start(config, generator, value_offsets) | companion.from_mha(config, of_mha)
+            state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
     return build(IHAForCausalLM, config, state, source)
 
 

@@ -4,9 +4,12 @@
 
 from .attention_dcmha import DynamicallyComposableAttention
 from .attention_diff import DifferentialAttention
+from .attention_diff_v2 import DifferentialAttentionV2
+from .attention_gated import GatedAttention
 from .attention_hyper import HyperAttention
 from .attention_hyper_feature import HyperFeatureAttention
 from .attention_iha import InterleavedHeadAttention
+from .attention_knocking_heads import KnockingHeadsAttention
 from .attention_mha import MultiHeadAttention
 from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
@@ -17,6 +20,9 @@ ATTENTION_CLASSES = {
     "iha": InterleavedHeadAttention,
     "talking_heads": TalkingHeadsAttention,
     "diff": DifferentialAttention,
+    "diff_v2": DifferentialAttentionV2,
+    "gated": GatedAttention,
+    "knocking_heads": KnockingHeadsAttention,
     "hyper_feature": HyperFeatureAttention,
     "hyper": HyperAttention,
     "simplicial": SimplicialAttention,

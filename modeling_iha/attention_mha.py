@@ -70,6 +70,10 @@ class MultiHeadAttention(LlamaAttention):
         """Return values [batch, N, G * head_dim] of hidden states [batch, N, hidden_size]."""
         return self.v_proj(hidden_states)
 
+    def map_heads(self, query_states: torch.Tensor, key_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys [batch, N, heads, head_dim] as they enter QK-norm and RoPE."""
+        return query_states, key_states
+
     def rotate(
         self, query_states: torch.Tensor, key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,6 +93,7 @@ class MultiHeadAttention(LlamaAttention):
 
         query_states = self.q_proj(hidden_states).view(hidden_shape)
         key_states = self.k_proj(hidden_states).view(hidden_shape)
+        query_states, key_states = self.map_heads(query_states, key_states)
         value_states = self.project_value(hidden_states).view(hidden_shape).transpose(1, 2)
         if self.config.use_qk_norm:
             query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)

@@ -5,8 +5,10 @@
 from .options import KindOptions
 from .options_dcmha import CompositionOptions
 from .options_diff import DifferentialOptions
+from .options_gated import GateOptions
 from .options_hyper import HyperOptions
 from .options_hyper_feature import FeatureOptions
+from .options_knocking_heads import KnockingOptions
 from .options_pairs import PairOptions
 
 
@@ -15,6 +17,9 @@ OPTIONS_CLASSES = {
     "iha": KindOptions,
     "talking_heads": KindOptions,
     "diff": DifferentialOptions,
+    "diff_v2": KindOptions,
+    "gated": GateOptions,
+    "knocking_heads": KnockingOptions,
     "hyper_feature": FeatureOptions,
     "hyper": HyperOptions,
     "simplicial": PairOptions,

@@ -117,9 +117,9 @@ def parameters_of(model):
 # Against the reference
 
 
-def check_layer(mechanism, window, length, num_key_value_heads=2, form=None):
+def check_layer(mechanism, window, length, form=None, **fields):
     """Compare output and gradients of one layer in float64 with the reference; `form` is a core of `set_core`."""
-    config = mechanism.config(window, num_hidden_layers=1, num_key_value_heads=num_key_value_heads)
+    config = mechanism.config(window, num_hidden_layers=1, **fields)
     assert_attention_matches(config, FP64, dtype=torch.float64, core=form, length=length)
 
 

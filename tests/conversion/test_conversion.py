@@ -63,11 +63,10 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 P3, TALKING_HEADS, DCMHA = {"num_pseudo_heads": 3}, {"attention_kind": "talking_heads"}, {"attention_kind": "dcmha"}
+OTHER_KINDS = [{"attention_kind": kind} for kind in convert_llama_to_iha.ATTENTION_KINDS if kind != "iha"]
 
 
-@pytest.mark.parametrize(
-    "arguments", [*({"num_pseudo_heads": p} for p in (1, 2, 3, 4)), TALKING_HEADS, DCMHA], ids=str
-)
+@pytest.mark.parametrize("arguments", [*({"num_pseudo_heads": p} for p in (1, 2, 3, 4)), *OTHER_KINDS], ids=str)
 @pytest.mark.parametrize("name", SOURCES)
 def test_converted_model_computes_what_its_source_does(name, arguments):
     source = tiny_source(name)
@@ -93,7 +92,14 @@ def test_nothing_is_dead_after_a_conversion_to_dcmha():
     assert (logits(model) - expected).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("arguments", [P3, TALKING_HEADS, DCMHA], ids=str)
+@pytest.mark.parametrize("kind", ["talking_heads", "diff_v2", "gated", "knocking_heads"])
+def test_nothing_is_dead_after_a_conversion(kind):
+    model = convert(tiny_source(), attention_kind=kind)
+    model(torch.arange(5, 14)[None]).logits.square().sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("arguments", [P3, *OTHER_KINDS], ids=str)
 @pytest.mark.parametrize("name", [name for name in SOURCES if name != "granite-tied"])
 def test_bfloat16_conversion_adds_no_rounding(name, arguments):
     """Compare both models, upcast to float32, as float32 models: mixing, offsets included, is exact in bfloat16."""
@@ -415,6 +421,8 @@ def test_a_parameter_that_moved_is_named(name, step, moved):
         ({"attention_kinds": "diff"}, "Layer 0 is of kind 'diff'"),
         ({"attention_kinds": "dcmha"}, "Layer 0 is of kind 'dcmha'"),
         ({"attention_kinds": "mha", "no_rope_layers": [1, 0], "use_qk_norm": True}, r"no_rope_layers=\[1, 0\]"),
+        ({"attention_kinds": "diff_v2"}, "Layer 0 is of kind 'diff_v2'"),
+        ({"attention_kinds": "gated"}, "Layer 0 is of kind 'gated'"),
         ({"pseudo_positions": "interleaved"}, "pseudo_positions='interleaved'"),
     ],
 )
@@ -435,6 +443,25 @@ def test_trained_output_bias_is_not_dropped():
     restored = convert_back(model)
     assert type(restored) is SmolLM3ForCausalLM, "a Qwen2 has no such bias"
     assert_equal_logits(logits(restored), logits(model))
+
+
+@pytest.mark.parametrize("values", ["linear", "mlp"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-sliding-bias"])
+def test_maps_of_knocking_heads_fold_into_the_projections(name, values):
+    """Export random maps, and an MLP while its gate is zero, as the stock model that computes the same."""
+    source, options = tiny_source(name), {"queries": True, "keys": True, "values": values}
+    config = convert(source, attention_kind="knocking_heads").config
+    model = random_model(IHAConfig.from_dict(config.to_dict() | {"attention_options": {"knocking_heads": options}}))
+    gates = [layer.self_attn.v_map.gate for layer in model.model.layers] if values == "mlp" else []
+    for gate in gates:
+        torch.nn.init.zeros_(gate)
+    folded = convert_back(model)
+    assert type(folded) is type(source)
+    assert_equal_logits(logits(folded), logits(model))
+    for gate in gates[3:]:
+        torch.nn.init.constant_(gate, 0.5)
+        with pytest.raises(UserError, match=r"^model.layers.3.self_attn.v_map.gate has moved by up to 0.5 from"):
+            convert_back(model)
 
 
 # The commands
@@ -549,7 +576,7 @@ def test_verify_accepts_the_conversion(road, control, travel, tmp_path, cli):
     assert figures["control"]["mean_kl"] > control / 100
 
 
-@pytest.mark.parametrize("kind", ["dcmha", "talking_heads"])
+@pytest.mark.parametrize("kind", [arguments["attention_kind"] for arguments in OTHER_KINDS])
 def test_another_kind_is_converted_and_verified(kind, converted, tmp_path, cli):
     code, out, err = cli(convert_llama_to_iha, converted / "source", tmp_path / "out", "--attention-kind", kind)
     assert code == 0 and f"to attention of kind {kind!r}" in out, err

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import small_config
+from helpers import assert_close, random_ids, random_model, small_config, uncached_logits
+from mechanism_checks import all_mechanisms
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import kinds
 from common.command_io import ROOT
 from conversion_scripts.convert_llama_to_iha import ATTENTION_KINDS
 from model_cards.render import render_card
+from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_talking_heads import TalkingHeadsAttention
 from modeling_iha.package import shipped_code
@@ -58,9 +60,9 @@ def test_every_companion_is_of_a_kind():
 
 
 def test_what_is_derived():
-    assert ATTENTION_KINDS == ["iha", "talking_heads", "dcmha"]
+    assert ATTENTION_KINDS == ["iha", "talking_heads", "diff_v2", "gated", "knocking_heads", "dcmha"]
     of_scores = {"score_mix", "weight_mix", "pre_base", "post_base"}
-    assert MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse"} | of_scores
+    assert MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
 
 
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
@@ -79,9 +81,32 @@ def test_no_deviation_at_the_exact_start(kind):
     assert mechanism.deviations(attention, config).keys() == state.keys()
     assert not any(deviation.any() for deviation in mechanism.deviations(attention, config).values())
     for name in state:
+        folded = mechanism.to_mha(config, attention.state_dict())
         with torch.no_grad():
             attention.get_parameter(name).view(-1)[0] += 0.1
-        assert mechanism.deviations(attention, config)[name].any()
+        again = mechanism.to_mha(config, attention.state_dict())
+        is_folded = any(not torch.equal(again[projection], folded[projection]) for projection in folded)
+        assert mechanism.deviations(attention, config)[name].any() != is_folded
+
+
+# The start of "dcmha" is that of its default options.
+STARTS = [m for m in all_mechanisms() if kinds.companion_of(m.kind).start and not (m.kind == "dcmha" and m.options)]
+
+
+@pytest.mark.parametrize("mechanism", STARTS, ids=str)
+def test_the_exact_start_is_multi_head_attention(mechanism):
+    """Give a layer the parameters of multi-head attention and of the start: nothing is left to chance."""
+    fields = {"attention_bias": True, "use_qk_norm": True, "pseudo_positions": "shared"}
+    config, companion = mechanism.hybrid_config(**fields), kinds.companion_of(mechanism.kind)
+    mha = random_model(mechanism.hybrid_config(**fields, attention_kinds="mha", attention_options=None))
+    state = mha.state_dict()
+    for i, layer in enumerate(mha.model.layers):
+        started = companion.start(config, torch.Generator().manual_seed(i), "balanced")
+        started |= companion.from_mha(config, layer.self_attn.state_dict())
+        state |= {f"model.layers.{i}.self_attn.{name}": value for name, value in started.items()}
+    model = IHAForCausalLM(config).eval()
+    model.load_state_dict(state)
+    assert_close(uncached_logits(model, random_ids(2, 9)), uncached_logits(mha, random_ids(2, 9)))
 
 
 def test_a_kind_without_a_companion_has_defaults(monkeypatch):

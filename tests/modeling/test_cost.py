@@ -27,6 +27,14 @@ VARIANTS = {
     },
     "hybrid": {"attention_kinds": ["iha", "mha"], "head_dim": 12},
     "mha": {"attention_kinds": "mha"},
+    "diff_v2": {"attention_kinds": "diff_v2", "attention_bias": True},
+    "gated": {"attention_kinds": "gated"},
+    "knocking_heads": {"attention_kinds": "knocking_heads"},
+    "knocking_heads, linear": {
+        "attention_kinds": "knocking_heads",
+        "attention_options": {"knocking_heads": {"queries": True, "keys": True, "values": "linear"}},
+    },
+    "gated, per head": {"attention_kinds": "gated", "attention_options": {"gated": {"per_head": True}}},
 }
 # Of the other kinds the parameters are exact, and the multiply-adds a leading term.
 OTHER_KINDS = {
@@ -172,7 +180,7 @@ def test_decode_and_cache(monkeypatch, variant, windows, form):
 
 
 @pytest.mark.parametrize("form", ["base", "sdpa"])
-@pytest.mark.parametrize("kind", ["iha", "mha"])
+@pytest.mark.parametrize("kind", ["iha", "mha", "diff_v2", "gated", "knocking_heads"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_kept_for_the_backward(monkeypatch, kind, gated, form):
     keep_base_states(monkeypatch)

@@ -46,6 +46,11 @@ def test_layer_without_grouped_queries(mechanism):
     checks.check_layer(mechanism, None, 5, num_key_value_heads=4)
 
 
+@mechanisms
+def test_layer_with_qk_norm_and_biases(mechanism):
+    checks.check_layer(mechanism, None, 5, use_qk_norm=True, attention_bias=True)
+
+
 @pytest.mark.parametrize("inputs", checks.INPUTS)
 @on_every_core
 def test_core(cpu_cores, mechanism, core, inputs):

@@ -119,14 +119,18 @@ class CommonTests:
         self.model_tester = IHAModelTester(self)
 
     def test_attention_outputs(self):
-        """Expect weights between virtual tokens of an "iha" layer, and weights of "dcmha" that do not sum to 1."""
+        """Expect what the attention weights of three kinds are.
+
+        Those of "iha" are between virtual tokens, "diff_v2" has two softmaxes for each head, and those of "dcmha" do
+        not sum to 1."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         config._attn_implementation = "eager"
         for model_class in self.all_model_classes:
             attentions = model_class(config).eval()(**inputs, output_attentions=True).attentions
             for kind, weights in zip(config.attention_kinds, attentions, strict=True):
                 length = self.model_tester.seq_length * (config.num_pseudo_heads if kind == "iha" else 1)
-                self.assertEqual(weights.shape, (2, config.num_attention_heads, length, length))
+                heads = config.num_attention_heads * (2 if kind == "diff_v2" else 1)
+                self.assertEqual(weights.shape, (2, heads, length, length))
                 if kind != "dcmha":
                     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
 
@@ -186,6 +190,13 @@ class TalkingHeadsAndDiffSuite(
     """Leave out the distributed tests, whose plans name no module of an attention kind."""
 
     attention_kinds = ["talking_heads", "diff"]
+
+
+@leave_to_test_full(*ONCE)
+class DifferentialV2AndGatedSuite(
+    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
+):
+    attention_kinds = ["diff_v2", "gated"]
 
 
 @leave_to_test_full(*ONCE)

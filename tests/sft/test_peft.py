@@ -172,7 +172,7 @@ def test_learned_prompts(prompt_config, geometry, tmp_path):
 COMMAND = re.compile(r"^(?:trl|accelerate launch) .*(?:--use_peft|recipes/lora/).*$", re.MULTILINE)
 CARDS = {
     kind: small_config(vocab_size=300, attention_kinds=kind, rope_parameters=LONG_ROPE)
-    for kind in ("iha", "mha", "talking_heads", "dcmha")
+    for kind in ("iha", "mha", "talking_heads", "gated", "knocking_heads", "dcmha")
 }
 DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/SUPPORT.md", "sft/recipes/README.md")}
 NAMED = [
@@ -221,11 +221,15 @@ def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, mo
 # What `MixingTrainer` makes of the parameters that a kind has beside its projections: (learning rate, weight decay,
 # whether they are trained beside adapters). The table of sft/recipes/README.md says the same.
 MIXES, MATRIX, VECTOR = (1e-2, 0.0, True), (1e-3, 0.1, True), (1e-3, 0.0, False)
+LINEAR = (1e-3, 0.1, False)  # they take adapters, as the projections do
 OWN_PARAMETERS = {
     "mha": {},
     "iha": dict.fromkeys(("q_mix.weight", "k_mix.weight", "v_mix.weight", "collapse.weight"), MIXES),
     "talking_heads": dict.fromkeys(("score_mix.weight", "weight_mix.weight"), MIXES),
     "diff": dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), VECTOR),
+    "diff_v2": {"lambda_proj.weight": LINEAR},
+    "knocking_heads": dict.fromkeys(("q_map.weight", "k_map.weight", "v_map.weight"), MIXES),
+    "gated": {"output_gate.weight": LINEAR},
     "dcmha": {
         **dict.fromkeys(("pre_base.weight", "post_base.weight"), MIXES),
         **{

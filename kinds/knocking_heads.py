@@ -1,0 +1,80 @@
+"""Describe kind "knocking_heads".
+
+Exact start: linear maps are identities. The MLP of the values has U = D = I and G = 0, so it is 2 (v * 1/2) = v.
+
+Linear maps fold into the projections (Equation 8): a head has q = W x with the rows W [head_dim, hidden_size], and T
+maps it to T^T q = W' x with W' = T^T W. Any T is thus a re-parametrisation of multi-head attention. The MLP folds
+while G is zero, where it is the linear map U D.
+"""
+
+import torch
+
+from modeling_iha import IHAConfig
+
+from . import Companion, mha
+from .cost import Cost
+
+
+def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
+    """Return identity maps."""
+    options, identity = config.options_of("knocking_heads"), torch.eye(config.head_dim)
+    linear = [options.queries and "q_map", options.keys and "k_map", options.values == "linear" and "v_map"]
+    state = {f"{name}.weight": identity for name in linear if name}
+    if options.values == "mlp":
+        state |= {"v_map.up": identity, "v_map.gate": torch.zeros_like(identity), "v_map.down": identity}
+    return state
+
+
+def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
+    """Return the gate of the MLP, and zeros for what folds into the projections; NaN and infinity become NaN."""
+    own = {name: value for name, value in attention.named_parameters() if "_map." in name}
+    return {name: value if name == "v_map.gate" else 0 * value for name, value in own.items()}
+
+
+def to_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the projections with the maps folded in, computed in float32."""
+    maps = {name[0]: value.float() for name, value in attention.items() if name.endswith("_map.weight")}
+    if "v_map.up" in attention:
+        maps["v"] = attention["v_map.up"].float() @ attention["v_map.down"].float()
+    folded = {}
+    for name, rows in attention.items():
+        if name[:7] in ("q_proj.", "k_proj.", "v_proj.") and name[0] in maps:
+            heads = rows.float().unflatten(0, (-1, config.head_dim))  # [heads, head_dim] and, of a weight, hidden_size
+            folded[name] = torch.einsum("de,hd...->he...", maps[name[0]], heads).flatten(0, 1).to(rows.dtype)
+    return folded
+
+
+def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Return the cost of multi-head attention and of the maps of every token's heads.
+
+    Autograd keeps what goes into a map, and of the MLP both factors and their product."""
+    options, d = config.options_of("knocking_heads"), config.head_dim
+    matrices = {None: 0, "linear": 1, "mlp": 3}[options.values]
+    queries, groups = options.queries * config.num_attention_heads, config.num_key_value_heads
+    products = d * d * (queries + groups * (options.keys + matrices))
+    kept = d * (queries + groups * (options.keys + {0: 0, 1: 1, 3: 4}[matrices]))
+    return mha.cost(config, tokens, window, form) + Cost(
+        parameters=d * d * (options.queries + options.keys + matrices),
+        prefill=tokens * products,
+        training=3 * tokens * products,
+        decode=products,
+        kept=tokens * kept,
+    )
+
+
+COMPANION = Companion(
+    card="knocking-heads attention: maps that all heads share act on the values, and where configured on the queries "
+    "and keys. Linear maps only re-parametrise the projections.",
+    paper="Zhou et al., 2025, [Knocking-Heads Attention](https://arxiv.org/abs/2510.23052)",
+    cost=cost,
+    start=start,
+    deviations=deviations,
+    to_mha=to_mha,
+    control="v_proj.weight",
+    forms={
+        "knocking_heads": {},
+        "knocking_heads, linear": {
+            "attention_options": {"knocking_heads": {"queries": True, "keys": True, "values": "linear"}}
+        },
+    },
+)

@@ -1,0 +1,30 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Define kind "gated" (Qiu et al. 2025, Gated Attention for Large Language Models, arXiv 2505.06708)."""
+
+import torch
+from torch import nn
+
+from .attention_mha import MultiHeadAttention
+from .configuration_iha import IHAConfig
+
+
+class GatedAttention(MultiHeadAttention):
+    """Scale the output of every head by a sigmoid gate of the layer's input: gated attention (its position G1).
+
+    The gate of a token is sigmoid(x W), one factor for each element of a head's output or, with `per_head`, one for
+    each head. `output_gate.weight` holds W transposed, [H * head_dim or H, hidden_size]."""
+
+    def __init__(self, config: IHAConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        width = 1 if config.options_of("gated").per_head else self.head_dim
+        self.output_gate = nn.Linear(config.hidden_size, config.num_attention_heads * width, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        gate = torch.sigmoid(self.output_gate(hidden_states))
+        return super().forward(hidden_states, *args, gate=gate, **kwargs)
+
+    def attend(self, *args, gate: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return gated outputs [batch, queries, H, head_dim], and the weights that the core gives."""
+        attn_output, attn_weights = super().attend(*args, **kwargs)
+        return attn_output * gate.unflatten(-1, (attn_output.shape[2], -1)), attn_weights

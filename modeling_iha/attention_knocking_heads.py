@@ -1,0 +1,72 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Define kind "knocking_heads" (Zhou et al. 2025, Knocking-Heads Attention, arXiv 2510.23052)."""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .attention_mha import MultiHeadAttention
+from .configuration_iha import IHAConfig
+
+
+class SharedMap(nn.Module):
+    """Multiply every head [..., head_dim] by one matrix (KHA-Linear, Equations 5 to 7).
+
+    `weight` [head_dim, head_dim] is T of the paper. It folds into the projection (Equation 8)."""
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(head_dim, head_dim))
+
+    def init_mechanism(self, config: IHAConfig):
+        """Start at the identity, so that the layer starts as multi-head attention."""
+        init.eye_(self.weight)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states @ self.weight
+
+
+class SharedMLP(nn.Module):
+    """Map every head [..., head_dim] by one gated MLP, 2 (v U * sigmoid(v G)) D (KHA-MLP, Equation 9)."""
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(head_dim, head_dim))
+        self.gate = nn.Parameter(torch.empty(head_dim, head_dim))
+        self.down = nn.Parameter(torch.empty(head_dim, head_dim))
+
+    def init_mechanism(self, config: IHAConfig):
+        """Start at U = D = I and G = 0, so that the layer starts as multi-head attention."""
+        init.eye_(self.up)
+        init.zeros_(self.gate)
+        init.eye_(self.down)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return 2 * (states @ self.up * torch.sigmoid(states @ self.gate)) @ self.down
+
+
+MAPS = {None: nn.Identity, "linear": SharedMap, "mlp": SharedMLP}
+
+
+class KnockingHeadsAttention(MultiHeadAttention):
+    """Map the queries, keys and values of all heads by matrices that the heads share: knocking-heads attention.
+
+    The maps come after the projections and before QK-norm and RoPE. The cache holds mapped keys and values. Linear
+    maps are a re-parametrisation of the projections: they change how a model learns, and not what it can compute."""
+
+    mixing_modules = ("q_map", "k_map", "v_map")
+
+    def __init__(self, config: IHAConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        options = config.options_of("knocking_heads")
+        self.q_map = MAPS["linear" if options.queries else None](self.head_dim)
+        self.k_map = MAPS["linear" if options.keys else None](self.head_dim)
+        self.v_map = MAPS[options.values](self.head_dim)
+
+    def map_heads(self, query_states: torch.Tensor, key_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.q_map(query_states), self.k_map(key_states)
+
+    def project_value(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        value_states = super().project_value(hidden_states).unflatten(-1, (-1, self.head_dim))
+        return self.v_map(value_states).flatten(-2)
