@@ -1,9 +1,8 @@
 """Convert an IHA checkpoint to a stock architecture that computes the same.
 
 This is possible while every layer computes multi-head attention: its kind is "mha", or a kind with `deviations` in its
-file of kinds/ whose parameters are still at the exact start of `convert_llama_to_iha.py`. An "iha" layer with one
-pseudo-head mixes heads and makes no virtual tokens: its mixing, trained or not, is multiplied into the projections.
-The command refuses anything else and names the first parameter that has moved.
+file of kinds/ whose parameters are still at the exact start of `convert_llama_to_iha.py`, or fold into the projections
+(`to_mha`). The command refuses anything else and names the first parameter that has moved.
 """
 
 import argparse
@@ -35,37 +34,6 @@ from kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
-def foldable_mixing(config: IHAConfig) -> dict[str, str]:
-    """Return {parameter of an "iha" layer: the projection into which it can be multiplied}.
-
-    RoPE acts within a head, so it commutes with a mixing of heads. A QK-norm does not.
-    """
-    if config.num_pseudo_heads > 1:
-        return {}
-    queries_and_keys = {} if config.use_qk_norm else {"q_mix.weight": "q_proj", "k_mix.weight": "k_proj"}
-    return {**queries_and_keys, "v_mix.weight": "v_proj", "collapse.weight": "o_proj"}
-
-
-@torch.no_grad()
-def fold_mixing(model: IHAForCausalLM) -> dict[str, torch.Tensor]:
-    """Return the projections, by name, of the "iha" layers with one pseudo-head, with the mixing multiplied in."""
-    config, folded = model.config, {}
-    for i, kind in enumerate(config.attention_kinds):
-        attention = model.model.layers[i].self_attn
-        for mixing, projection in foldable_mixing(config).items() if kind == "iha" else ():
-            weight = attention.get_parameter(mixing).double()
-            for part, tensor in attention.get_submodule(projection).named_parameters():
-                name = f"model.layers.{i}.self_attn.{projection}.{part}"
-                if projection != "o_proj":
-                    rows = tensor.double().unflatten(0, (-1, config.head_dim))
-                    folded[name] = torch.einsum("mh,m...->h...", weight[..., 0], rows).flatten(0, 1)
-                elif part == "weight":  # its bias follows the collapse
-                    collapse = weight.diagflat() if config.pseudo_collapse == "per_head" else weight
-                    columns = tensor.double().unflatten(1, (-1, config.head_dim))
-                    folded[name] = torch.einsum("hg,xhd->xgd", collapse, columns).flatten(1)
-    return {name: tensor.to(model.dtype) for name, tensor in folded.items()}
-
-
 @torch.no_grad()
 def check_layers(model: IHAForCausalLM) -> set[str]:
     """Return the names of the parameters that multi-head attention lacks.
@@ -80,10 +48,9 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
             raise UserError(
                 f"Layer {i} has pseudo_positions={config.pseudo_positions!r}; only shared positions can equal an MHA."
             )
-        folded = foldable_mixing(config) if kind == "iha" else {}
         for parameter, deviation in deviations(model.model.layers[i].self_attn, config).items():
             name, largest = f"model.layers.{i}.self_attn.{parameter}", deviation.abs().max().item()
-            if largest != 0 and parameter not in folded:  # true for NaN too
+            if largest != 0:  # true for NaN too
                 raise UserError(
                     f"{name} has moved by up to {largest:.2g} from the warm start: the layer "
                     "is no multi-head attention any more, and no stock architecture computes it."
@@ -131,14 +98,14 @@ def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     """Return the stock model that computes what `model` does, in eval mode and its dtype.
 
-    It shares the memory of all weights into which no mixing is folded. Raise `UserError` if a layer no longer computes
+    It shares the memory of all weights into which nothing is folded. Raise `UserError` if a layer no longer computes
     multi-head attention, or if no stock architecture fits.
     """
     added = check_layers(model)
     architecture, config = stock_config(model)
     state = {
         name: tensor
-        for name, tensor in (model.state_dict() | fold_mixing(model)).items()
+        for name, tensor in model.state_dict().items()
         if name not in added and not name.endswith(architecture.lacks)
     }
     for i, (kind, layer) in enumerate(zip(model.config.attention_kinds, model.model.layers)):

@@ -58,16 +58,50 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
     }
 
 
-def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
-    """Return the differences from the exact start.
+def foldable(config: IHAConfig) -> dict[str, str]:
+    """Return {mixing parameter: the projection into which it can be multiplied}, for one pseudo-head.
 
-    Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters."""
+    Such a layer mixes heads and makes no virtual tokens. RoPE acts within a head, so it commutes with a mixing of
+    heads. A QK-norm does not."""
+    if config.num_pseudo_heads > 1:
+        return {}
+    queries_and_keys = {} if config.use_qk_norm else {"q_mix.weight": "q_proj", "k_mix.weight": "k_proj"}
+    return {**queries_and_keys, "v_mix.weight": "v_proj", "collapse.weight": "o_proj"}
+
+
+def to_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the projections with the mixing of one pseudo-head multiplied in, computed in float64."""
+    folded = {}
+    for mixing, projection in foldable(config).items():
+        weight = attention[mixing].double()
+        for name, tensor in attention.items():
+            if name.rpartition(".")[0] != projection:
+                continue
+            if projection != "o_proj":
+                rows = tensor.double().unflatten(0, (-1, config.head_dim))
+                product = torch.einsum("mh,m...->h...", weight[..., 0], rows).flatten(0, 1)
+            elif name.endswith(".weight"):  # its bias follows the collapse
+                collapse = weight.diagflat() if config.pseudo_collapse == "per_head" else weight
+                columns = tensor.double().unflatten(1, (-1, config.head_dim))
+                product = torch.einsum("hg,xhd->xgd", collapse, columns).flatten(1)
+            else:
+                continue
+            folded[name] = product.to(tensor.dtype)
+    return folded
+
+
+def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
+    """Return the differences from the exact start, and zeros for what folds into the projections.
+
+    Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters.
+    NaN and infinity become NaN."""
     exact = start(config, torch.Generator(), "none")
     moved = {name: attention.get_parameter(name) - value for name, value in exact.items()}
     value_mixing = attention.get_parameter("v_mix.weight").detach().double()
     offsets = (value_mixing - identity_mixing(config.num_key_value_heads, config.num_pseudo_heads)).sum(-1)
     # A NaN is kept: it is not a rounding error.
-    return moved | {"v_mix.weight": offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)}
+    moved["v_mix.weight"] = offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)
+    return moved | {name: 0 * moved[name] for name in foldable(config)}
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
@@ -114,6 +148,7 @@ COMPANION = Companion(
     cost=cost,
     start=start,
     deviations=deviations,
+    to_mha=to_mha,
     control="v_mix.weight",
     forms={"iha, P = 2": {"num_pseudo_heads": 2}, "iha, P = 4": {"num_pseudo_heads": 4}},
 )

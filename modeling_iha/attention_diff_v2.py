@@ -26,11 +26,7 @@ class DifferentialAttentionV2(MultiHeadAttention):
         self.lambda_proj = nn.Linear(config.hidden_size, num_heads, bias=False)
         self.num_key_value_groups *= 2  # the query heads of a group, by which cores repeat keys and values
 
-    def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return differential heads [batch, N, H, head_dim] of attention's 2 H heads."""
         lambda_full = torch.sigmoid(self.lambda_proj(hidden_states))
-        return super().forward(hidden_states, *args, lambda_full=lambda_full, **kwargs)
-
-    def attend(self, *args, lambda_full: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return differential heads [batch, queries, H, head_dim], and the weights that the core gives."""
-        attn_output, attn_weights = super().attend(*args, **kwargs)
-        return attn_output[:, :, 0::2] - lambda_full.unsqueeze(-1) * attn_output[:, :, 1::2], attn_weights
+        return attn_output[:, :, 0::2] - lambda_full.unsqueeze(-1) * attn_output[:, :, 1::2]

@@ -20,11 +20,6 @@ class GatedAttention(MultiHeadAttention):
         width = 1 if config.options_of("gated").per_head else self.head_dim
         self.output_gate = nn.Linear(config.hidden_size, config.num_attention_heads * width, bias=False)
 
-    def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         gate = torch.sigmoid(self.output_gate(hidden_states))
-        return super().forward(hidden_states, *args, gate=gate, **kwargs)
-
-    def attend(self, *args, gate: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return gated outputs [batch, queries, H, head_dim], and the weights that the core gives."""
-        attn_output, attn_weights = super().attend(*args, **kwargs)
-        return attn_output * gate.unflatten(-1, (attn_output.shape[2], -1)), attn_weights
+        return attn_output * gate.unflatten(-1, (attn_output.shape[2], -1))

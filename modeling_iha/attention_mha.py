@@ -136,6 +136,10 @@ class MultiHeadAttention(LlamaAttention):
             **kwargs,
         )
 
+    def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the heads [batch, N, H, head_dim] of the layer, made from those of `attend` and the layer's input."""
+        return attn_output
+
     def attend_in_product_dtype(self, query_states: torch.Tensor, *args, **kwargs):
         """Call `attend` with states in the dtype whose products are fast."""
         # Products with one query are fast in every dtype, and cached keys then need no copy.
@@ -165,5 +169,6 @@ class MultiHeadAttention(LlamaAttention):
             rotation=position_embeddings.get("pseudo_head") if self.use_rope else None,
             **kwargs,
         )
+        attn_output = self.combine_heads(attn_output, hidden_states)
         attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return self.o_proj(attn_output), attn_weights
