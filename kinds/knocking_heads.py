@@ -17,11 +17,11 @@ from .cost import Cost
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
     """Return identity maps."""
-    options, identity = config.options_of("knocking_heads"), torch.eye(config.head_dim)
+    options, d = config.options_of("knocking_heads"), config.head_dim
     linear = [options.queries and "q_map", options.keys and "k_map", options.values == "linear" and "v_map"]
-    state = {f"{name}.weight": identity for name in linear if name}
+    state = {f"{name}.weight": torch.eye(d) for name in linear if name}
     if options.values == "mlp":
-        state |= {"v_map.up": identity, "v_map.gate": torch.zeros_like(identity), "v_map.down": identity}
+        state |= {"v_map.up": torch.eye(d), "v_map.gate": torch.zeros(d, d), "v_map.down": torch.eye(d)}
     return state
 
 

@@ -95,6 +95,8 @@ def test_nothing_is_dead_after_a_conversion_to_dcmha():
 @pytest.mark.parametrize("kind", ["talking_heads", "diff_v2", "gated", "knocking_heads"])
 def test_nothing_is_dead_after_a_conversion(kind):
     model = convert(tiny_source(), attention_kind=kind)
+    # Weights that share memory would learn as one, and cannot be saved.
+    assert len({p.data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
     model(torch.arange(5, 14)[None]).logits.square().sum().backward()
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
 
