@@ -357,7 +357,7 @@ def plot(table: dict) -> Figure:
     loss.set(xlabel="step", ylabel="training loss (nats per token), mean over seeds", yscale="log")
     legend_below(loss)
     accuracy.set_xticks([place + 0.4 for place in range(len(RELATIONS))], map(str, RELATIONS))
-    accuracy.set(xlabel="composed relations", ylabel="accuracy, 95% interval over seeds, within 0 and 1", ylim=(0, 1))
+    accuracy.set(xlabel="composed relations", ylabel="accuracy, 95% interval over seeds", ylim=(0, 1))
     return figure
 
 
