@@ -82,7 +82,7 @@ def draw_bars(path: Path, groups: Sequence[str], series: dict[str, Sequence[dict
         axes.bar(places, values, width, yerr=errors, label=label)
     middle = 0.4 - width / 2
     axes.set_xticks([place + middle for place in range(len(groups))], groups, rotation=45, ha="right")
-    axes.set_ylabel("per cent")
+    axes.set_ylabel("per cent ± standard error")
     _save(figure, path)
 
 

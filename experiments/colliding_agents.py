@@ -151,20 +151,22 @@ def run(name: str, seed: int) -> dict:
         "constructed_training_error": error(goal, embedding, positions, rewards),
         "mean_squared_difference_from_constructed": apart,
     }
-    return {"row": row, "curve": curve, "C": layer.interaction.tolist(), "T": learned.tolist()}
+    matrices = {"C": layer.interaction.tolist(), "T": learned.tolist()}
+    return {"row": row, "embedding": name, "curve": curve, **matrices}
 
 
-def plot(runs: list[dict]) -> Figure:
+def plot(table: dict) -> Figure:
     """Plot a row of panels for each embedding, with the matrices of the first seed."""
     figure = Figure(figsize=(13, 6.5))
     for axes, name in zip(figure.subplots(len(EMBEDDINGS), 4), EMBEDDINGS):
-        chosen = [result for result in runs if result["row"]["embedding"] == name]
-        for result in chosen:
-            axes[0].semilogy(*zip(*result["curve"]))
-            tests = result["row"]["test_error_by_agents"]
+        chosen = [run for run in table["runs"] if run["embedding"] == name]
+        for run in chosen:
+            axes[0].semilogy(*zip(*run["curve"]))
+        for row in (row for row in table["rows"] if row["embedding"] == name):
+            tests = row["test_error_by_agents"]
             axes[3].semilogy(list(map(int, tests)), list(tests.values()), marker="o")
-        axes[0].set(title=f"{name}: training error", xlabel="step")
-        axes[3].set(title="test error", xlabel="agents")
+        axes[0].set(title=f"{name}: mean squared training error", xlabel="step")
+        axes[3].set(title="mean squared test error", xlabel="agents")
         for panel, title in zip(axes[1:3], "CT"):
             matrix = torch.tensor(chosen[0][title])
             panel.imshow(matrix.numpy())
@@ -181,8 +183,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in EMBEDDINGS
         for seed in args.seeds
     ]
-    rows = [result["row"] for result in runs]
-    write(args, plot(runs), **SETTING, seeds=args.seeds, dtype="float64", rows=rows)
+    rows = [result.pop("row") for result in runs]
+    kept = [run if row["seed"] == args.seeds[0] else {**run, "C": None, "T": None} for row, run in zip(rows, runs)]
+    write(args, plot, **SETTING, seeds=args.seeds, dtype="float64", rows=rows, runs=kept)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ Constructed: the package's own layer with the proof's weights and a softmax at t
 every token, and the proof's MLP counts. Both are compared with loops over all pairs, and the paper's example and its
 counts of parameters are checked. A second construction has 2 heads of multi-head attention for every N: the count
 depends on x_i and on how many tokens have each residue modulo M, which one head of equal weights averages, and a ReLU
-MLP multiplies integers exactly. As in the theorem, the vocabulary is of the order of N.
+MLP of up to 6 N M^2 units multiplies integers exactly. Its weights are for one N, as those of the others are, and as
+in the theorem the vocabulary is of the order of N.
 
 Learned: one layer of either kind and an MLP are trained on random sequences for the counts, by number of heads. This
 takes a few minutes of one core.
@@ -96,7 +97,7 @@ def histogram_layer(length: int, modulus: int) -> BareAttention:
 
 @torch.no_grad()
 def histogram_count(x: list[int], factor: int, modulus: int) -> torch.Tensor:
-    """Return CPM-3 by `histogram_layer` and one hidden layer of ReLUs.
+    """Return CPM-3 by `histogram_layer` and one hidden layer of at most 6 N M^2 ReLUs.
 
     If a tokens have the residue r1 and b tokens r2, then the pairs are a b = ((a + b)^2 - a^2 - b^2) / 2. The square
     of a whole number s is ReLU(s) + 2 sum_t ReLU(s - t). A large negative term switches these units off except at
@@ -244,7 +245,9 @@ def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
     return {"right": right, "unexplained": unexplained, "attention_parameters": parameters}
 
 
-def plot(rows: list[dict], counts: list[dict]) -> Figure:
+def plot(table: dict) -> Figure:
+    """Plot heads and parameters of the constructions, and the right counts of learned layers by their parameters."""
+    rows, counts = table["learned"], table["counts"]
     figure = Figure(figsize=(15, 4.5))
     heads, parameters, right = figure.subplots(1, 3)
     lengths = [row["length"] for row in counts if row["kind"] == "mha"]
@@ -254,10 +257,12 @@ def plot(rows: list[dict], counts: list[dict]) -> Figure:
     for kind, style in (("mha", "o-"), ("iha", "s-")):
         chosen = [row["attention_parameters"] for row in counts if row["kind"] == kind]
         parameters.plot(lengths, chosen, style, label=kind)
-        plot_spread(right, [row for row in rows if row["kind"] == kind], "right", style, kind)
+        of_kind = [row for row in rows if row["kind"] == kind]
+        plot_spread(right, of_kind, "attention_parameters", "right", style, kind)
     heads.set(title="constructed: heads", xlabel="N", ylabel="heads")
     parameters.set(title="constructed: parameters of attention, the paper's", xlabel="N", ylabel="parameters")
-    right.set(title=f"learned: N = {TOKENS}, M = {MODULUS}", xlabel="heads", ylabel="right counts", ylim=(0, 1.02))
+    right.set(title=f"learned: N = {TOKENS}, M = {MODULUS}", xlabel="parameters of attention", ylim=(0, 1.02))
+    right.set(ylabel="right counts, lowest to highest seed")
     for axes in (heads, parameters, right):
         axes.legend(fontsize="small")
     return figure
@@ -292,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "first_length_with_fewer_parameters_by_the_bounds": first_length_with_fewer_parameters(),
         "learned": rows,
     }
-    write(args, plot(rows, counts), **setting, **tables)
+    write(args, plot, **setting, **tables)
 
 
 if __name__ == "__main__":

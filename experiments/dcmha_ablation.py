@@ -58,7 +58,7 @@ from matplotlib.figure import Figure
 from experiments import language_models
 from experiments.head_diversity import CIRCUITS, curves_of
 from experiments.language_models import FULL, as_large_as, build, text_and_setting, train
-from experiments.study import begin, compare, differences, interval, rise_and_fall, write
+from experiments.study import begin, compare, correct_by_holm, differences, interval, rise_and_fall, write
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -118,7 +118,7 @@ def summary(name: str, size: dict, runs: dict[str, list[dict]]) -> dict:
         "configuration": name,
         "parameters": cost_of(config_of(name, size), 1).parameters,
         "loss": interval([run["curve"][-1][1] for run in runs[name]]),
-        "tokens_per_second": round(interval([run["tokens_per_second"] for run in runs[name]])["mean"]),
+        "tokens_per_second": interval([run["tokens_per_second"] for run in runs[name]]),
         **{circuit: interval([run[circuit] for run in runs[name]]) for circuit in CIRCUITS},
     }
     if "mha" in runs and name != "mha":
@@ -129,11 +129,12 @@ def summary(name: str, size: dict, runs: dict[str, list[dict]]) -> dict:
     return row
 
 
-def plot(rows: list[dict], claims: list[dict]) -> Figure:
+def plot(table: dict) -> Figure:
     """Plot the differences of losses from "mha" and of every claim, and how much more diverse the heads are.
 
     The paper's differences stand beside the measured ones.
     """
+    rows, claims = table["rows"], table["claims"]
     figure = Figure(figsize=(18, 5))
     losses, conclusions, diversity = figure.subplots(1, 3)
     compared = [row for row in rows if "lower_than_mha" in row]
@@ -175,7 +176,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = compare(args, setting, lambda name, seed: one_run(name, seed, size, text, args.device))
     rows = [summary(name, size, runs) for name in args.kinds]
     claims = [difference(*claim, runs) for claim in CLAIMS if set(claim) <= set(args.kinds)]
-    write(args, plot(rows, claims), **setting, seeds=args.seeds, rows=rows, claims=claims)
+    compared = [row for row in rows if "lower_than_mha" in row]
+    correct_by_holm([each["by"] for each in (*(row["lower_than_mha"] for row in compared), *claims)])
+    correct_by_holm([row[f"{circuit}_minus_mha"] for row in compared for circuit in CIRCUITS])
+    write(args, plot, **setting, seeds=args.seeds, rows=rows, claims=claims)
 
 
 if __name__ == "__main__":

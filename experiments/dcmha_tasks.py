@@ -63,7 +63,18 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.language_models import config_of
-from experiments.study import begin, compare, differences, fit, interval, plot_bars, rise_and_fall, write
+from experiments.study import (
+    begin,
+    compare,
+    correct_by_holm,
+    differences,
+    fit,
+    interval,
+    legend_below,
+    plot_bars,
+    rise_and_fall,
+    write,
+)
 from modeling_iha import IHAForCausalLM
 
 
@@ -342,7 +353,7 @@ def summary(kind: str, runs: dict[str, list[dict]]) -> dict:
     row = {
         "kind": kind,
         "parameters": runs[kind][0]["parameters"],
-        "examples_per_second": round(interval([run["examples_per_second"] for run in runs[kind]])["mean"]),
+        "examples_per_second": interval([run["examples_per_second"] for run in runs[kind]]),
         "groups": {},
     }
     for name, (group, indices) in product(("seen", "new"), groups().items()):
@@ -353,8 +364,9 @@ def summary(kind: str, runs: dict[str, list[dict]]) -> dict:
     return row
 
 
-def plot(rows: list[dict], runs: dict[str, list[dict]]) -> Figure:
+def plot(table: dict) -> Figure:
     """Plot the shares of right answers by step, and at the end by group."""
+    rows, runs = table["rows"], table["runs"]
     figure = Figure(figsize=(16, 8))
     grid = figure.add_gridspec(2, 3)
     by_step = figure.add_subplot(grid[:, 0])
@@ -365,14 +377,14 @@ def plot(rows: list[dict], runs: dict[str, list[dict]]) -> Figure:
                 label = kind if run is of_kind[0] and style == "-" else None
                 by_step.plot(steps, share, style, color=f"C{index}", linewidth=0.8, label=label)
     by_step.set(xlabel="step (seen examples solid, new ones dotted)", ylabel="right answers")
-    by_step.legend()
+    legend_below(by_step)
     for line, name in enumerate(("seen", "new")):
         axes = figure.add_subplot(grid[line, 1:])
         for index, row in enumerate(rows):
             values = [group[name] for group in row["groups"].values()]
-            plot_bars(axes, values, index, len(rows), color=f"C{index}")
+            plot_bars(axes, values, index, len(rows), (0, 1), color=f"C{index}")
         axes.set_xticks(range(len(row["groups"])), list(row["groups"]), rotation=30, ha="right")
-        axes.set(title=f"{name} examples, 95% interval", ylim=(0, 1))
+        axes.set(title=f"{name} examples, 95% interval within 0 and 1", ylim=(0, 1))
     return figure
 
 
@@ -388,7 +400,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     setting = {**size, "device": args.device}
     runs = compare(args, setting, lambda kind, seed: train(kind, seed, size, args.device))
     rows = [summary(kind, runs) for kind in args.kinds]
-    write(args, plot(rows, runs), **setting, seeds=args.seeds, rows=rows)
+    groups_of = [group for row in rows for group in row["groups"].values()]
+    correct_by_holm([each for group in groups_of for key, each in group.items() if key.endswith("_more_than_mha")])
+    curves = {kind: [{"curve": run["curve"]} for run in of_kind] for kind, of_kind in runs.items()}
+    write(args, plot, **setting, seeds=args.seeds, rows=rows, runs=curves)
 
 
 if __name__ == "__main__":

@@ -124,20 +124,21 @@ def shown_name(source: str) -> str:
 
 
 def summary(source: str, curves: dict[str, torch.Tensor]) -> dict:
-    """Return the mean of each curve, and the share of the width whose components capture 90%."""
+    """Return each curve, its mean, and the share of the width whose components capture 90%."""
     row = {"model": shown_name(source)}
     for name, curve in curves.items():
-        row[name] = {"mean": curve.mean().item(), "for_90_percent": int((curve < 0.9).sum() + 1) / len(curve)}
+        reached = int((curve < 0.9).sum() + 1) / len(curve)
+        row[name] = {"mean": curve.mean().item(), "for_90_percent": reached, "curve": curve.tolist()}
     return row
 
 
-def plot(curves: dict[str, dict[str, torch.Tensor]]) -> Figure:
+def plot(table: dict) -> Figure:
     figure = Figure(figsize=(11, 4.5))
     for axes, name in zip(figure.subplots(1, 2, sharey=True), CIRCUITS):
-        for style, (source, of_model) in zip(cycle(("-", "--", ":")), curves.items()):
-            curve = of_model[name]
+        for style, row in zip(cycle(("-", "--", ":")), table["rows"]):
+            curve = row[name]["curve"]
             shares = [(index + 1) / len(curve) for index in range(len(curve))]
-            axes.plot(shares, curve.tolist(), style, label=shown_name(source))
+            axes.plot(shares, curve, style, label=row["model"])
         axes.set(title=f"{name} circuits", xlabel="principal components / width", ylabel="captured variance")
         axes.legend()
     return figure
@@ -151,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for source in dict.fromkeys(args.models):
         print(f"Measuring {source}", flush=True)
         curves[source] = curves_of(load_model(source), source)
-    write(args, plot(curves), rows=[summary(source, of_model) for source, of_model in curves.items()])
+    write(args, plot, rows=[summary(source, of_model) for source, of_model in curves.items()])
 
 
 if __name__ == "__main__":

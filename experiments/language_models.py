@@ -38,7 +38,17 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from experiments.study import begin, compare, differences, fit, interval, plot_bars, write
+from experiments.study import (
+    begin,
+    compare,
+    correct_by_holm,
+    differences,
+    fit,
+    interval,
+    legend_below,
+    plot_bars,
+    write,
+)
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -58,6 +68,8 @@ FULL = {
     "rate": 6e-4,
 }
 WARM_UP, EVALUATIONS, HELD_OUT_ROWS = 50, 12, 128
+# What a row compares with "mha", and where.
+COMPARED = {"loss_minus_mha": "equal steps", "loss_minus_mha_at_equal_flops": "equal FLOPs"}
 
 
 def read_text(path: Path | None) -> torch.Tensor:
@@ -175,7 +187,7 @@ def summary(kind: str, size: dict, runs: dict[str, list[dict]]) -> dict:
         "loss": interval(losses),
         "perplexity": math.exp(interval(losses)["mean"]),
         "loss_at_equal_flops": interval(affordable_losses),
-        "tokens_per_second": round(interval([run["tokens_per_second"] for run in runs[kind]])["mean"]),
+        "tokens_per_second": interval([run["tokens_per_second"] for run in runs[kind]]),
     }
     if "mha" in runs and kind != "mha":
         ends = [run["curve"][-1][1] for run in runs["mha"]]
@@ -184,9 +196,10 @@ def summary(kind: str, size: dict, runs: dict[str, list[dict]]) -> dict:
     return row
 
 
-def plot(rows: list[dict], runs: dict[str, list[dict]]) -> Figure:
+def plot(table: dict) -> Figure:
     """Plot the loss of every run by steps and by FLOPs, and its difference from that of "mha"."""
-    figure = Figure(figsize=(16, 4.5))
+    rows, runs = table["rows"], table["runs"]
+    figure = Figure(figsize=(16, 5.5))
     by_step, by_flops, apart = figure.subplots(1, 3)
     for index, row in enumerate(rows):
         for run in runs[row["kind"]]:
@@ -196,16 +209,14 @@ def plot(rows: list[dict], runs: dict[str, list[dict]]) -> Figure:
             by_flops.plot([step * row["flops"] for step in steps], losses, color=f"C{index}", linewidth=0.8)
     by_step.set(xlabel="step", ylabel="held-out loss (nats per byte)", xscale="log")
     by_flops.set(xlabel='FLOPs, in steps of "mha"', xscale="log")
-    by_step.legend(fontsize="small")
+    legend_below(by_step)
     compared = [row for row in rows if "loss_minus_mha" in row]
-    for offset, (name, label) in enumerate(
-        {"loss_minus_mha": "equal steps", "loss_minus_mha_at_equal_flops": "equal FLOPs"}.items()
-    ):
+    for offset, (name, label) in enumerate(COMPARED.items()):
         plot_bars(apart, [row[name] for row in compared], offset, 2, label=label)
     apart.axhline(0, color="black", linewidth=0.5)
     apart.set_xticks(range(len(compared)), [row["kind"] for row in compared], rotation=30, ha="right")
     apart.set(ylabel='loss minus that of "mha", 95% interval')
-    apart.legend()
+    legend_below(apart)
     return figure
 
 
@@ -217,7 +228,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     text, setting = text_and_setting(args, size)
     runs = compare(args, setting, lambda kind, seed: one_run(kind, seed, size, text, args.device))
     rows = [summary(kind, size, runs) for kind in args.kinds]
-    write(args, plot(rows, runs), **setting, seeds=args.seeds, rows=rows)
+    correct_by_holm([row[name] for row in rows for name in COMPARED if name in row])
+    write(args, plot, **setting, seeds=args.seeds, rows=rows, runs=runs)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ def held_out_loss(rate: float, mixing_rate: float, steps: int, output: Path) -> 
     return read_json(directory / "loss.json")["eval"][-1][1]
 
 
-def plot(rows: list[dict]) -> Figure:
+def plot(table: dict) -> Figure:
+    rows = table["rows"]
     figure = Figure(figsize=(10, 4))
     absolute, multiple = figure.subplots(1, 2, sharey=True)
     for rate in sorted({row["learning_rate"] for row in rows}):
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for rate in RATES
         for mixing_rate in MIXING_RATES
     ]
-    write(args, plot(rows), trl=version("trl"), recipe=RECIPE, steps=args.steps, rows=rows)
+    write(args, plot, trl=version("trl"), recipe=RECIPE, steps=args.steps, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,26 @@
 """Declare the command-line options that studies share, without PyTorch, for which `--help` must not wait."""
 
 import argparse
-from collections.abc import Iterable
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from common.command_io import ROOT, attention_kinds, path_from_root
 
 
 RESULTS = ROOT / "experiments" / "results"
+
+
+class StudyParser(argparse.ArgumentParser):
+    """Keep the command line as `command`. Of an absolute path it holds the name alone: no table names a machine."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        words = sys.argv[1:] if args is None else map(str, args)
+        parsed = super().parse_args(args, namespace)
+        shown = [Path(word).name if Path(word).is_absolute() else word for word in words]
+        parsed.command = shlex.join([f"experiments.{parsed.study}", *shown])
+        return parsed
 
 
 def study_parser(doc: str, study: str, seeds: int = 0, keeps_runs: bool = True) -> argparse.ArgumentParser:
@@ -20,7 +34,7 @@ def study_parser(doc: str, study: str, seeds: int = 0, keeps_runs: bool = True) 
     """
     writes = f"Writes {study}.json and {study}.png." + " A finished run is not repeated." * keeps_runs
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=doc, epilog=writes, formatter_class=formatter)
+    parser = StudyParser(description=doc, epilog=writes, formatter_class=formatter)
     parser.set_defaults(study=study, full=False, device="cpu")
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")

@@ -1,6 +1,7 @@
 """Share what studies do the same way: runs that are not repeated, training, spreads over seeds, tables and plots."""
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,8 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
     """Check and complete the options of a study, and go to the root of the checkout.
 
-    A study on a CPU takes that many threads, or with `None` PyTorch's own number. Raise `UserError`.
+    A study on a CPU takes that many threads, or with `None` PyTorch's own number, as the processes that it starts do.
+    Raise `UserError`.
     """
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; use --device cpu.")
@@ -86,18 +88,21 @@ def by_heads(numbers: dict[str, Sequence[int]]) -> list[dict]:
     return [{"kind": kind, "heads": heads} for kind, of_kind in numbers.items() for heads in of_kind]
 
 
-def write(args: argparse.Namespace, figure: Figure, **content) -> None:
-    """Write the table `content` and the plot to the directory of the results, and print the rows of the table.
+def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> None:
+    """Write the table `content` and its plot to the directory of the results, and print the rows of the table.
 
-    The table also gets the command, the machine and the versions. The single runs, `runs`, are not printed.
+    The table also gets the command line, the machine and the versions. `plot` draws what was written, so that the
+    table alone gives the plot again (experiments/redraw.py). The single runs, `runs`, are not printed.
     """
     path = args.results / args.name
-    write_json(path.with_suffix(".json"), {**environment(f"experiments.{args.study}", args.device), **content})
-    save_plot(figure, path.with_suffix(".png"))
+    write_json(path.with_suffix(".json"), {**environment(args.command, args.device), **content})
+    save_plot(plot(read_json(path.with_suffix(".json"))), path.with_suffix(".png"))
     for name, table in content.items():
+        if name == "runs":
+            continue
         if isinstance(table, dict):
             print_row({name: table})
-        elif isinstance(table, list) and name != "runs":
+        elif isinstance(table, list):
             for row in table:
                 if isinstance(row, dict):
                     print_row(row)
@@ -235,46 +240,77 @@ def rise_and_fall(step: int, steps: int) -> float:
 # Spreads over seeds
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean over the runs, and the lowest and the highest."""
-    return {"mean": fmean(values), "min": min(values), "max": max(values), "runs": len(values)}
+def spread(values: Sequence[float]) -> dict:
+    """Return the mean over the runs, the lowest and the highest, and the values."""
+    return {"mean": fmean(values), "min": min(values), "max": max(values), "values": list(values)}
 
 
-def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean, and half the width of its 95% interval by Student's t; `None` for a single value."""
+def interval(values: Sequence[float]) -> dict:
+    """Return the mean, half the width of its 95% interval by Student's t (`None` for one value), and the values."""
     if len(values) < 2:
-        return {"mean": values[0], "half_width": None}
-    return {"mean": fmean(values), "half_width": float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))}
+        return {"mean": values[0], "half_width": None, "values": list(values)}
+    half_width = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+    return {"mean": fmean(values), "half_width": half_width, "values": list(values)}
 
 
-def differences(values: Sequence[float], base: Sequence[float]) -> dict[str, float | None]:
+def differences(values: Sequence[float], base: Sequence[float]) -> dict:
     """Return the interval of how much each value is above that of the base on the same seed."""
     return interval([value - other for value, other in zip(values, base)])
 
 
-def wilson(correct: int, rows: int) -> list[float]:
-    """Return the 95% interval of a proportion by Wilson's score."""
-    return list(map(float, stats.binomtest(correct, rows).proportion_ci(method="wilson")))
+def detectable(difference: dict) -> float:
+    """Return the smallest effect that a test at 5% finds in 80% of the cases, by the spread of these differences."""
+    degrees = len(difference["values"]) - 1
+    return float(stats.sem(difference["values"]) * (stats.t.ppf(0.975, degrees) + stats.t.ppf(0.8, degrees)))
 
 
-def means_and_errors(values: list[dict]) -> tuple[list[float], list[tuple[float, ...]]]:
-    """Return the means of a `spread` or an `interval` each, and how far its bar goes down and up, [2, values]."""
+def correct_by_holm(compared: Sequence[dict]) -> None:
+    """Add to each of these `differences` its p-value, `p_holm`, corrected for their number (Holm, 1979).
+
+    The p-values are those of Student's t against 0. Differences of one value, or of equal ones, get none.
+    """
+    tested = [each for each in compared if each["half_width"]]
+    p_values = [float(stats.ttest_1samp(each["values"], 0).pvalue) for each in tested]
+    highest = 0.0
+    for rank, (p_value, each) in enumerate(sorted(zip(p_values, tested), key=lambda pair: pair[0])):
+        highest = max(highest, min(1.0, p_value * (len(tested) - rank)))
+        each["p_holm"] = highest
+
+
+# Plots
+
+
+UNLIMITED = (-math.inf, math.inf)
+
+
+def means_and_errors(
+    values: list[dict], limits: tuple[float, float] = UNLIMITED
+) -> tuple[list[float], list[tuple[float, ...]]]:
+    """Return the means of a `spread` or an `interval` each, and how far its bar goes down and up, [2, values].
+
+    A bar ends at the `limits` of what a value can be.
+    """
 
     def errors(value: dict) -> tuple[float, float]:
-        if "max" in value:
-            return abs(value["mean"] - value["min"]), abs(value["max"] - value["mean"])
-        return value["half_width"] or 0, value["half_width"] or 0
+        half_width = value.get("half_width") or 0.0
+        low, high = value.get("min", value["mean"] - half_width), value.get("max", value["mean"] + half_width)
+        return max(0.0, value["mean"] - max(low, limits[0])), max(0.0, min(high, limits[1]) - value["mean"])
 
     return [value["mean"] for value in values], list(zip(*map(errors, values)))
 
 
-def plot_spread(axes: Axes, rows: list[dict], name: str, style: str, label: str) -> None:
-    """Plot the mean of `name` by heads, with bars from the lowest to the highest seed."""
+def plot_spread(axes: Axes, rows: list[dict], x: str, name: str, style: str, label: str) -> None:
+    """Plot the mean of `name` by the field `x`, with bars from the lowest to the highest seed."""
     means, errors = means_and_errors([row[name] for row in rows])
-    axes.errorbar([row["heads"] for row in rows], means, yerr=errors, fmt=style, label=label)
+    axes.errorbar([row[x] for row in rows], means, yerr=errors, fmt=style, label=label)
 
 
-def plot_bars(axes: Axes, values: list[dict], index: int, count: int, **style) -> None:
-    """Plot the `index`-th of `count` bars in each group, a `spread` or an `interval` each."""
-    means, errors = means_and_errors(values)
+def plot_bars(axes: Axes, values: list[dict], index: int, count: int, limits=UNLIMITED, **style) -> None:
+    """Plot the `index`-th of `count` bars in each group, a `spread` or an `interval` each, within `limits`."""
+    means, errors = means_and_errors(values, limits)
     axes.bar([place + 0.8 / count * index for place in range(len(values))], means, 0.8 / count, yerr=errors, **style)
+
+
+def legend_below(axes: Axes, columns: int = 4) -> None:
+    """Put the legend below the axes, where it hides nothing."""
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns)

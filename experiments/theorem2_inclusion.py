@@ -117,7 +117,9 @@ def parameters(kind: str, **overrides) -> int:
     return sum(weight.numel() for weight in attention(kind, 0, **overrides).layer.parameters())
 
 
-def plot(inclusion: list[dict], seed: int) -> Figure:
+def plot(table: dict) -> Figure:
+    """Plot the errors of the table, and the curves of layers that are drawn again."""
+    inclusion, seed = table["inclusion"], table["seeds"][0]
     figure = Figure(figsize=(12, 4.5))
     errors, curves = figure.subplots(1, 2)
     for (setting, selected), line in zip(
@@ -168,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "nonlinearity_on_repeated_tokens": strictness,
         "more_parameters_than_mha": counts,
     }
-    write(args, plot(inclusion, args.seeds[0]), **sizes, seeds=args.seeds, **tables)
+    write(args, plot, **sizes, seeds=args.seeds, **tables)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Compare the fine-tuning of a pretrained model with that of its conversion to interleaved heads.
 
 SmolLM2-135M-Instruct as it is ("mha") and converted to IHA ("iha_2": P = 2), which computes the same function at step
-0, are fine-tuned on the same rows in the same order for the same number of steps; seeds change the order of the rows.
-The rows are sums, greatest common divisors and words spelled backward, with their steps, from reasoning-gym; its
-verifiers score greedy answers to new questions. 6 runs take about two hours on one core with bfloat16 instructions.
+0, are fine-tuned on the same rows in the same order for the same number of steps. A seed draws which rows are held
+out, and the order of the others. The rows are sums, greatest common divisors and words spelled backward, with their
+steps, from reasoning-gym; its verifiers score greedy answers to new questions, the same ones for every seed. 6 runs
+take about three hours on one core with bfloat16 instructions.
 
 example: python -m experiments.warm_start --seeds 0 1 2
 """
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import mean, stdev
 
 from common.command_io import read_json, run_cli, run_module, whole_file
 from experiments.options import study_parser
@@ -36,7 +36,7 @@ import torch
 from matplotlib.figure import Figure
 
 from common.checkpoint_io import smollm2_gguf
-from experiments.study import begin, plot_bars, run_once, wilson, write
+from experiments.study import begin, differences, interval, legend_below, plot_bars, run_once, write
 
 
 RECIPE = "sft/recipes/warm_start/sft.yaml"
@@ -106,19 +106,31 @@ def fine_tune(variant: str, seed: int, output: Path) -> dict:
 def summary(variant: str, runs: list[dict]) -> dict:
     """Return a row of the table.
 
-    It has the mean and the standard deviation of the held-out loss over the seeds, and the accuracy by task with the
-    95% interval of all answers.
+    It has the held-out loss, the accuracy of all answers and that of each task, with intervals over the seeds. The
+    answers of one seed depend on one another, so they are no sample by themselves.
     """
-    losses = [run["eval"][-1][1] for run in runs]
-    row = {"variant": variant, "seeds": len(runs), "start_loss": runs[0]["eval"][0][1], "loss": mean(losses)}
-    row["loss_sd"] = stdev(losses) if len(losses) > 1 else None
+    losses = [[run["eval"][place][1] for run in runs] for place in (0, -1)]
+    row = {"variant": variant, "seeds": [run["seed"] for run in runs]}
+    row |= dict(zip(("start_loss", "loss"), map(interval, losses), strict=True))
     for task in TASKS:
-        row[task] = sum(run["correct"][task] for run in runs) / (TEST_ROWS * len(runs))
-    correct, rows = sum(sum(run["correct"].values()) for run in runs), TEST_ROWS * len(TASKS) * len(runs)
-    return {**row, "accuracy": correct / rows, "accuracy_interval": wilson(correct, rows)}
+        row[task] = interval([run["correct"][task] / TEST_ROWS for run in runs])
+    return {**row, "accuracy": interval([sum(run["correct"].values()) / (TEST_ROWS * len(TASKS)) for run in runs])}
 
 
-def plot(runs: list[dict], rows: list[dict]) -> Figure:
+def summaries(runs: list[dict]) -> list[dict]:
+    """Return the rows of the table; those after the first have their differences from it on the same seeds."""
+    by_variant = {run["variant"]: [] for run in runs}
+    for run in runs:
+        by_variant[run["variant"]].append(run)
+    first, *others = rows = [summary(variant, of_variant) for variant, of_variant in by_variant.items()]
+    for row in others:
+        for name in ("loss", "accuracy"):
+            row[f"{name}_minus_{first['variant']}"] = differences(row[name]["values"], first[name]["values"])
+    return rows
+
+
+def plot(table: dict) -> Figure:
+    runs, rows = table["runs"], table["rows"]
     figure = Figure(figsize=(11, 4))
     loss, accuracy = figure.subplots(1, 2)
     colors = {row["variant"]: f"C{index}" for index, row in enumerate(rows)}
@@ -126,14 +138,12 @@ def plot(runs: list[dict], rows: list[dict]) -> Figure:
         label = run["variant"] if run["seed"] == runs[0]["seed"] else None
         loss.plot(*zip(*run["eval"], strict=True), marker=".", color=colors[run["variant"]], label=label)
     loss.set(xlabel="step", ylabel="held-out loss (nats per token)", yscale="log")
-    loss.legend()
+    legend_below(loss)
     for index, row in enumerate(rows):
-        low, high = row["accuracy_interval"]
-        values = [{"mean": row[task], "half_width": None} for task in TASKS]
-        values.append({"mean": row["accuracy"], "min": low, "max": high})
-        plot_bars(accuracy, values, index, len(rows), color=colors[row["variant"]], label=row["variant"])
+        values = [row[name] for name in (*TASKS, "accuracy")]
+        plot_bars(accuracy, values, index, len(rows), (0, 1), color=colors[row["variant"]], label=row["variant"])
     accuracy.set_xticks(range(len(TASKS) + 1), [*TASKS, "all"])
-    accuracy.set(ylabel="accuracy", ylim=(0, 1))
+    accuracy.set(ylabel="accuracy, 95% interval over seeds", ylim=(0, 1))
     return figure
 
 
@@ -148,9 +158,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for seed in args.seeds
         for name in args.variants
     ]
-    rows = [summary(name, [run for run in runs if run["variant"] == name]) for name in args.variants]
     setting = {"trl": version("trl"), "recipe": RECIPE, "test_rows_per_task": TEST_ROWS, "correct_before": before}
-    write(args, plot(runs, rows), **setting, rows=rows, runs=runs)
+    write(args, plot, **setting, rows=summaries(runs), runs=runs)
 
 
 if __name__ == "__main__":

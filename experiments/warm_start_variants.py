@@ -25,7 +25,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -85,7 +85,17 @@ from transformers import PreTrainedModel
 
 from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert
-from experiments.study import begin, differences, interval, plot_bars, run_once, save_plot, wilson, write
+from experiments.study import (
+    begin,
+    correct_by_holm,
+    differences,
+    interval,
+    legend_below,
+    plot_bars,
+    run_once,
+    save_plot,
+    write,
+)
 from experiments.warm_start import RECIPE, train
 from sft.arguments import read_chat_template
 from sft.data import IGNORED_LABEL, to_row, tokenize
@@ -299,26 +309,33 @@ def mean_of(values: list) -> list | float:
     return float(f"{fmean(values):.4g}")
 
 
+def share_right(parts: Iterable[dict]) -> float:
+    """Return the share of right answers in parts of a seed's test."""
+    correct, rows = zip(*((part["correct"], part["rows"]) for part in parts))
+    return sum(correct) / sum(rows)
+
+
 def summary(name: str, runs: dict[tuple[str, int], dict]) -> dict:
     """Return a row of the table.
 
-    It has the held-out loss of all questions, its difference from that of "mha" on the same seeds, and the accuracy by
-    number of relations with the 95% interval of all answers.
+    It has the held-out loss of all questions, its difference from that of "mha" and "mha_x2" on the same seeds, and
+    the accuracy of all answers and by number of relations. All have intervals over the seeds, because the answers of
+    one seed depend on one another.
     """
     losses = {key: fmean(part["loss"] for part in run["test"].values()) for key, run in runs.items()}
     own = [run for (variant, _), run in runs.items() if variant == name]
     seeds = [seed for variant, seed in runs if variant == name]
     row = {"variant": name, "seeds": seeds, "loss": interval([losses[name, seed] for seed in seeds])}
-    if name != "mha" and (shared := [seed for seed in seeds if ("mha", seed) in runs]):
-        row["minus_mha"] = differences(*([losses[each, seed] for seed in shared] for each in (name, "mha")))
+    for base in ("mha", "mha_x2"):
+        if name != base and (shared := [seed for seed in seeds if (base, seed) in runs]):
+            row[f"minus_{base}"] = differences(*([losses[each, seed] for seed in shared] for each in (name, base)))
+    row["accuracy"] = interval([share_right(run["test"].values()) for run in own])
     row["relations"] = {}
     for relations in map(str, RELATIONS):
         parts = [run["test"][relations] for run in own]
-        correct, rows = (sum(part[key] for part in parts) for key in ("correct", "rows"))
         row["relations"][relations] = {
             "loss": interval([part["loss"] for part in parts]),
-            "accuracy": correct / rows,
-            "accuracy_interval": wilson(correct, rows),
+            "accuracy": interval([share_right([part]) for part in parts]),
         }
     for key in ("moved", "use"):
         if key in own[0]:
@@ -326,21 +343,21 @@ def summary(name: str, runs: dict[tuple[str, int], dict]) -> dict:
     return row
 
 
-def plot(rows: list[dict], runs: dict[tuple[str, int], dict]) -> Figure:
+def plot(table: dict) -> Figure:
+    rows = table["rows"]
     figure = Figure(figsize=(13, 5))
     loss, accuracy = figure.subplots(1, 2)
     for index, row in enumerate(rows):
         color = colormaps["tab20"](index)
-        curves = [run["train"] for (name, _), run in runs.items() if name == row["variant"]]
+        curves = [run["train"] for run in table["runs"] if run["variant"] == row["variant"]]
         means = [fmean(values) for values in zip(*([value for _, value in curve] for curve in curves), strict=True)]
         loss.plot([step for step, _ in curves[0]], means, color=color, label=row["variant"], linewidth=1)
-        shares = [(part["accuracy"], *part["accuracy_interval"]) for part in row["relations"].values()]
-        values = [dict(zip(("mean", "min", "max"), share, strict=True)) for share in shares]
-        plot_bars(accuracy, values, index, len(rows), color=color, error_kw={"linewidth": 0.7})
+        shares = [part["accuracy"] for part in row["relations"].values()]
+        plot_bars(accuracy, shares, index, len(rows), (0, 1), color=color, error_kw={"linewidth": 0.7})
     loss.set(xlabel="step", ylabel="training loss (nats per token), mean over seeds", yscale="log")
-    loss.legend(fontsize="small")
+    legend_below(loss)
     accuracy.set_xticks([place + 0.4 for place in range(len(RELATIONS))], map(str, RELATIONS))
-    accuracy.set(xlabel="composed relations", ylabel="accuracy", ylim=(0, 1))
+    accuracy.set(xlabel="composed relations", ylabel="accuracy, 95% interval over seeds", ylim=(0, 1))
     return figure
 
 
@@ -369,13 +386,14 @@ def plot_mixing(rows: list[dict]) -> Figure:
 def write_results(args: argparse.Namespace, runs: dict[tuple[str, int], dict], **content) -> None:
     """Write the table and the plots of the runs that have finished."""
     rows = [summary(name, runs) for name in dict.fromkeys(name for name, _ in runs)]
+    correct_by_holm([row["minus_mha"] for row in rows if "minus_mha" in row])
     kept = [
         {"variant": name, "seed": seed, **{key: run[key] for key in ("test", "train")}}
         for (name, seed), run in runs.items()
     ]
     if any("moved" in row for row in rows):
         save_plot(plot_mixing(rows), args.results / f"{args.name.replace('variants', 'mixing')}.png")
-    write(args, plot(rows, runs), **content, rows=rows, runs=kept)
+    write(args, plot, **content, rows=rows, runs=kept)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -383,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     size = FULL if args.full else SMALL
     args.kinds = args.kinds or size["variants"]
-    begin(args)
+    begin(args, threads=None)
 
     sizes = {key: value for key, value in size.items() if key != "variants"}
     setting = {**sizes, "noise": NOISE, "device": args.device}

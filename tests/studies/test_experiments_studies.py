@@ -200,8 +200,30 @@ def test_evaluations_do_not_count_as_training_time(monkeypatch):
 
 def test_intervals_over_seeds():
     """Expect Student's t for the mean of 1, 2, 3, 4, 5: 3 ± 2.776 * sqrt(2.5 / 5)."""
-    assert study.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == {"mean": 3.0, "half_width": pytest.approx(1.96324, abs=1e-4)}
-    assert study.interval([7.0]) == {"mean": 7.0, "half_width": None}
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    half_width = pytest.approx(1.96324, abs=1e-4)
+    assert study.interval(values) == {"mean": 3.0, "half_width": half_width, "values": values}
+    assert study.interval([7.0]) == {"mean": 7.0, "half_width": None, "values": [7.0]}
+
+
+def test_p_values_are_corrected_for_their_number():
+    """Take t of 2.0 standard errors with one degree of freedom, p = 0.2952, and of 20, p = 0.0318."""
+    compared = [study.interval([centre - 1, centre + 1]) for centre in (2.0, 20.0, 2.0)]
+    compared.append(study.interval([1.0]))
+    study.correct_by_holm(compared)
+    assert [each.get("p_holm") for each in compared] == pytest.approx([0.5903, 0.0954, 0.5903, None], abs=1e-4)
+
+
+def test_the_smallest_detectable_effect():
+    """Expect (4.3027 + 1.0607) standard errors for three seeds."""
+    assert study.detectable(study.interval([-1.0, 0.0, 1.0])) == pytest.approx(5.3633 / 3**0.5, abs=1e-4)
+
+
+def test_bars_end_where_values_end():
+    wide = {"mean": 0.25, "half_width": 0.5, "values": []}
+    assert study.means_and_errors([wide], (0, 1)) == ([0.25], [(0.25,), (0.5,)])
+    assert study.means_and_errors([wide]) == ([0.25], [(0.5,), (0.5,)])
+    assert study.means_and_errors([study.spread([0.0, 1.0])]) == ([0.5], [(0.5,), (0.5,)])
 
 
 def test_a_gpu_is_asked_for_where_there_is_none(monkeypatch, tmp_path):
@@ -279,7 +301,7 @@ def test_equal_heads_are_less_diverse(tmp_path, capsys):
     curve = {"QK": torch.tensor([0.5, 0.89, 0.91, 1.0])}
     assert head_diversity.summary("org/name", curve) == {
         "model": "org/name",
-        "QK": {"mean": pytest.approx(0.825), "for_90_percent": 0.75},
+        "QK": {"mean": pytest.approx(0.825), "for_90_percent": 0.75, "curve": curve["QK"].tolist()},
     }
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from common.command_io import UserError
 from experiments import mixing_rate, warm_start, warm_start_variants
-from experiments.study import wilson
 
 
 CORRECT = {"chain_sum": 5, "gcd": 20, "spell_backward": 0}
@@ -38,16 +37,18 @@ def commands(monkeypatch) -> list[str]:
     return called
 
 
-def test_the_table_holds_means_spread_and_intervals_and_a_second_run_trains_nothing(commands, tmp_path):
+def test_the_table_holds_intervals_over_seeds_and_its_command_and_a_second_run_trains_nothing(commands, tmp_path):
     arguments = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--seeds", "0", "1"]
     warm_start.main(arguments)
     table = json.loads((tmp_path / "warm_start.json").read_text())
     assert [row["variant"] for row in table["rows"]] == ["mha", "iha_2"]
-    assert [row["loss"] for row in table["rows"]] == pytest.approx([0.25, 0.35])
+    assert [row["loss"]["mean"] for row in table["rows"]] == pytest.approx([0.25, 0.35])
     row = table["rows"][1]
-    assert row["loss_sd"] == 0 and row["seeds"] == 2 and row["gcd"] == 20 / warm_start.TEST_ROWS
-    low, high = row["accuracy_interval"]
-    assert low < row["accuracy"] == 25 / 150 < high
+    assert row["loss_minus_mha"]["mean"] == pytest.approx(0.1) and "loss_minus_mha" not in table["rows"][0]
+    assert row["seeds"] == [0, 1] and row["gcd"]["values"] == [20 / warm_start.TEST_ROWS] * 2
+    assert row["accuracy"]["values"] == [25 / 150] * 2
+    words = f"experiments.warm_start --output runs --results {tmp_path.name} --seeds 0 1"
+    assert table["command"] == f"python -m {words}"
     assert (tmp_path / "warm_start.png").read_bytes().startswith(b"\x89PNG")
     assert commands.count("sft.train") == 4
     warm_start.main(arguments)
@@ -76,8 +77,3 @@ def test_the_rate_study_trains_each_pair_of_rates_once(commands, tmp_path):
     assert (tmp_path / "mixing_rate.png").read_bytes().startswith(b"\x89PNG")
     mixing_rate.main(arguments)
     assert commands.count("sft.train") == 8
-
-
-def test_wilson_interval():
-    """Take the example of Newcombe (1998), Statistics in Medicine 17, table I, method 3."""
-    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)

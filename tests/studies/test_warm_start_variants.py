@@ -151,7 +151,8 @@ def test_the_study_writes_its_table_and_plots_and_trains_nothing_twice(trained, 
     # Nothing was trained, and the start is exact.
     assert iha["minus_mha"]["mean"] == pytest.approx(0, abs=1e-2) and "moved" not in mha
     assert mha["loss"]["half_width"] > 0
-    assert [part["accuracy"] for part in mha["relations"].values()] == [0, 0, 0]
+    assert [part["accuracy"]["values"] for part in mha["relations"].values()] == [[0, 0]] * 3
+    assert mha["accuracy"]["values"] == [0, 0]
     assert set(np.ravel(iha["moved"]["q_mix"])) == {0}
     assert all(layer == [0, 1] for layer in iha["use"]["collapse"])
     for name in ("variants", "mixing"):
