@@ -53,7 +53,7 @@ MAX_TOKENS = 256
 class LayerShape(NamedTuple):
     """Hold what two checkpoints must have in common in a layer."""
 
-    heads: int
+    heads: int  # maps of the layer: a "diff_v2" layer has two for each head
     groups: int
     pseudo_heads: int | None  # P of an "iha" layer
     collapse: str | None
@@ -74,9 +74,12 @@ def layer_shapes(config: PreTrainedConfig, layers: list[int]) -> list[LayerShape
     if not isinstance(heads, int):
         raise UserError(f"A {config.model_type!r} model has no attention heads to look at: expected one like Llama.")
     groups = getattr(config, "num_key_value_heads", heads)
-    is_iha = [kind == "iha" for kind in layer_kinds(config)]
-    iha = (config.num_pseudo_heads, config.pseudo_collapse) if any(is_iha) else ()
-    return [LayerShape(heads, groups, *(iha if is_iha[layer] else (None, None))) for layer in layers]
+    kinds = layer_kinds(config)
+    iha = (config.num_pseudo_heads, config.pseudo_collapse) if "iha" in kinds else ()
+    return [
+        LayerShape(heads * (1 + (kinds[i] == "diff_v2")), groups, *(iha if kinds[i] == "iha" else (None, None)))
+        for i in layers
+    ]
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:

@@ -28,5 +28,8 @@ class DifferentialAttentionV2(MultiHeadAttention):
 
     def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return differential heads [batch, N, H, head_dim] of attention's 2 H heads."""
-        lambda_full = torch.sigmoid(self.lambda_proj(hidden_states))
-        return attn_output[:, :, 0::2] - lambda_full.unsqueeze(-1) * attn_output[:, :, 1::2]
+        # Two close heads cancel, so their difference is rounded once.
+        dtype = torch.promote_types(attn_output.dtype, torch.float32)
+        lambda_full = torch.sigmoid(self.lambda_proj(hidden_states).to(dtype))
+        first, second = attn_output.to(dtype).unflatten(2, (-1, 2)).unbind(3)
+        return (first - lambda_full.unsqueeze(-1) * second).to(attn_output.dtype)

@@ -1,3 +1,4 @@
+import gc
 import os
 from functools import partial
 
@@ -88,6 +89,11 @@ LONGEST = (
     *("test_peft", "test_make_gpu", "test_hub", "test_benchmarks", "test_preference", "test_recipes"),
     *("test_model_cards", "test_readme", "test_serving", "test_faults", "test_evaluation"),
 )
+
+
+def pytest_collection_finish():
+    # Each later collection would walk through all that the imports have made, and several libraries collect often.
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -40,6 +40,7 @@ if __name__ == "__main__":
 import torch
 import vllm
 from matplotlib.figure import Figure
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.harness import environment, save_plot
 from common.checkpoint_io import load_model, smollm2_gguf
@@ -95,8 +96,16 @@ def generate_rates(model: IHAForCausalLM, batches: dict[int, list[list[int]]]) -
         for tokens in prompts:
             batch([tokens])
 
+    def requests(prompts: list[list[int]]) -> None:
+        options = {"max_new_tokens": args.new_tokens, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+        model.generate_batch(prompts, GenerationConfig(**options), ContinuousBatchingConfig(num_blocks=256))
+
     alone = {count: prompts for count, prompts in batches.items() if count <= ONE_BY_ONE}
-    return {"generate, padded batch": rates(batch, batches), "generate, one by one": rates(one_by_one, alone)}
+    return {
+        "generate_batch": rates(requests, batches),
+        "generate, padded batch": rates(batch, batches),
+        "generate, one by one": rates(one_by_one, alone),
+    }
 
 
 def main() -> None:
