@@ -10,7 +10,7 @@ help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
 	@echo "make test   lint and the tests (11 minutes on 2 cores)"
 	@echo "make test-full  the same with the slow tests"
-	@echo "make test-oldest   the core tests on the oldest supported Transformers (2 minutes)"
+	@echo "make test-oldest   the core tests on the oldest supported Transformers (4 minutes)"
 	@echo "make vllm   set up .venv-vllm, where vLLM serves converted models on a CPU (vllm_iha/README.md)"
 	@echo "make test-vllm   the tests of the vLLM plugin, in .venv-vllm"
 	@echo "make mutants   change the model at random 40 times and see whether its tests fail (about an hour on one core); a second start goes on"
