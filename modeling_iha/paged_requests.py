@@ -67,6 +67,8 @@ class PagedRequests:
         **kwargs,
     ):
         self.cache, self.kwargs, self.layer_types = cache, kwargs, model.config.layer_types
+        # Transformers 5.17 takes the indices alone, and returns [keys, G, head_dim].
+        self.takes_indices = "kwargs" not in inspect.signature(cache.update).parameters
         starts, lengths = cu_seq_lens_q[:-1].long(), cu_seq_lens_q.diff()
         past = position_ids[0, starts]
         # A window's pages keep W tokens before the new ones: see `keep_page_edge`.
@@ -97,13 +99,12 @@ class PagedRequests:
         """Write new keys and values [1, G, T, head_dim] to the pages, and return those of all requests.
 
         They are [1, G, keys, head_dim]. Raise a RuntimeError if the pages keep too few tokens or too many."""
-        # Transformers 5.17 takes the indices alone, and returns [keys, G, head_dim].
-        if "kwargs" in inspect.signature(self.cache.update).parameters:
-            states = self.cache.update(key_states, value_states, layer_idx, dict(self.kwargs))
-        else:
+        if self.takes_indices:
             indices = {name: self.kwargs[name] for name in ("read_index", "write_index")}
             states = self.cache.update(key_states, value_states, layer_idx, **indices)
             states = [pages.transpose(0, 1).unsqueeze(0) for pages in states]
+        else:
+            states = self.cache.update(key_states, value_states, layer_idx, dict(self.kwargs))
         expected = self.num_keys[self.layer_types[layer_idx]]
         if states[0].shape[2] != expected:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""An export decodes what the model does, in every format that exports its kind, and is kept only if it does."""
+"""Decode with an export what the model decodes, in every format, and keep no export that differs."""
 
 import importlib.util
 import re
