@@ -58,7 +58,7 @@ class MultiHeadAttention(LlamaAttention):
             raise ValueError(
                 f"attn_implementation={core!r} knows full-attention layers of kind 'mha' only, and layer "
                 f"{self.layer_idx} is a {self.layer_type} layer of kind {kind!r}: serve it by vLLM with the plugin "
-                "vllm_iha, or by `transformers serve`."
+                "vllm_iha, or use generate or generate_batch of Transformers."
             )
 
     @classmethod
