@@ -80,9 +80,10 @@ CLAIMS = [
 def config_of(name: str, size: dict) -> IHAConfig:
     """Return the model of a configuration."""
     if name == "wider":
-        return as_large_as(config_of("dcmha", size), "mha", size)
+        return as_large_as(config_of("dcmha", size), size)
     options = CONFIGURATIONS[name][1]
-    return build("mha", size) if options is None else build("dcmha", size, attention_options={"dcmha": options})
+    own = {} if options is None else {"attention_kinds": "dcmha", "attention_options": {"dcmha": options}}
+    return build(size, **own)
 
 
 def one_run(name: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:

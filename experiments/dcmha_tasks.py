@@ -313,7 +313,7 @@ def train(kind: str, seed: int, size: dict, device: str) -> dict:
     }
     fields = {**size["fields"], "vocab_size": len(TOKENS) + 1}
     torch.manual_seed(seed)
-    model = IHAForCausalLM(config_of(kind, {**size, "fields": fields})).to(device)
+    model = IHAForCausalLM(config_of({**size, "fields": fields}, attention_kinds=kind)).to(device)
     right, steps = {}, size["steps"]
 
     def loss() -> torch.Tensor:
@@ -321,8 +321,8 @@ def train(kind: str, seed: int, size: dict, device: str) -> dict:
         batch = encode([draw(index, False, generator) for index in chosen], device)
         return torch.nn.functional.cross_entropy(logits_of(model, batch.inputs).float(), batch.answers)
 
-    def evaluate(step: int) -> list[float]:
-        right.update({name: right_by_task(model, batches) for name, batches in tests.items()})
+    def evaluate(trained: torch.nn.Module, step: int) -> list[float]:
+        right.update({name: right_by_task(trained, batches) for name, batches in tests.items()})
         shares = [mean(values) for values in right.values()]
         print(f"{kind}, seed {seed}: step {step} of {steps}, {shares[0]:.3f} of seen examples right", flush=True)
         return shares

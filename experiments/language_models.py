@@ -1,32 +1,46 @@
-"""Train language models of every attention kind from scratch, and compare their losses on real text.
+"""Train language models with every attention kind and schedule from scratch, and compare their losses on real text.
 
-DCMHA claims a lower validation loss and perplexity than Llama's attention (its Figure 4 and Table 4), HyperAttention a
-lower perplexity at GPT3-small's size (Section 7.2); "Interleaved Head Attention" compares 2.4B models by benchmarks
-(Tables 1 and 2) and gives no perplexity. Here every kind is trained on the bytes of one text, with the same number of
-parameters (a kind with more of them has a narrower FFN), the same rows in the same order for each seed, and AdamW with
-a constant rate after 50 steps of warm-up. The rate being constant, one run gives the loss after equal steps and at
-equal FLOPs, those that "mha" spends in all steps (multiply-adds by benchmarks/cost.py; IHA on the virtual sequence).
+"Interleaved Head Attention" compares global attention, global and local attention, talking heads, Diff Transformer and
+its own schedule, four layers with a window of N / (2 P^2) to one global layer, at equal FLOPs (Section 5, Appendix C).
+DCMHA claims a lower loss than Llama's attention (its Figure 4 and Table 4). Here these and the other kinds learn the
+bytes of a text under the protocol of experiments/protocol.py, for each length N of a row. All have the same number of
+parameters: a variant with more of them has a narrower FFN.
 
-The default is a tiny size for a CPU, on a text that every Python carries: its language reference (pydoc_data.topics).
-`--text` takes another one, `--full` a larger size, for a GPU. The last tenth of the text is held out. Speed is in
-tokens for a second of the process's own CPU time, or of the clock on a GPU.
+- `mha_stretched` is "mha" with positions times 4, which "iha" with P = 4 has for its virtual tokens: the control for
+  positions that are wider apart.
+- "hyper" and "simplicial" attend to pairs of tokens. They are left out: at N = 256 they cost 256 times "mha".
 
-example: python -m experiments.language_models --text state_union.txt --seeds 0 1 2
+The text is the source of Python's standard library, in the order of its modules, or that of `--text`. Its last tenth
+is held out. The loss is also given for each eighth of a row.
+
+example: python -m experiments.language_models --tokens 256 --kinds mha iha_2
 """
 
 import argparse
 import hashlib
-import math
-import pydoc_data.topics
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.command_io import UserError, one_line, run_cli
-from experiments.options import add_text_option, comparison_parser
+from experiments.options import add_text_option, protocol_parser
+
+
+# Variant -> its fields beside those of the size; `window` is that of four layers in five, as a function of the length.
+VARIANTS: dict[str, dict] = {
+    "mha": {},
+    "mha_stretched": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 0.25}},
+    "global_local": {"window": lambda tokens: tokens // 16},
+    "iha_2": {"attention_kinds": "iha", "num_pseudo_heads": 2, "window": lambda tokens: tokens // 8},
+    "iha_4": {"attention_kinds": "iha", "num_pseudo_heads": 4, "window": lambda tokens: tokens // 32},
+    **{kind: {"attention_kinds": kind} for kind in ("talking_heads", "diff", "diff_v2", "gated", "knocking_heads")},
+    **{kind: {"attention_kinds": kind} for kind in ("hyper_feature", "dcmha")},
+}
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = comparison_parser(__doc__, "language_models", 3)
+    parser = protocol_parser(__doc__, "language_models", 0.02, VARIANTS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512], help="lengths of rows (256 and 512)")
     add_text_option(parser)
     return parser.parse_args(argv)
 
@@ -34,17 +48,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
-import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch.nn.functional import cross_entropy
 
+from experiments.protocol import AVERAGE, Rates, budgets, by_seed, compare_tuned, start_like
 from experiments.study import (
     begin,
-    compare,
     correct_by_holm,
-    differences,
+    detectable,
     fit,
     interval,
+    is_mixing,
     legend_below,
     plot_bars,
     write,
@@ -54,78 +70,103 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 SMALL = {
-    "fields": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "tokens": 32,
-    "batch": 16,
-    "steps": 600,
-    "rate": 2e-3,
+    "fields": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 5, "num_attention_heads": 4},
+    "tokens_per_step": 2048,
+    "steps": 400,
 }
 FULL = {
-    "fields": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8},
-    "tokens": 256,
-    "batch": 64,
+    "fields": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 8},
+    "tokens_per_step": 32768,
     "steps": 10000,
-    "rate": 6e-4,
 }
-WARM_UP, EVALUATIONS, HELD_OUT_ROWS = 50, 12, 128
-# What a row compares with "mha", and where.
-COMPARED = {"loss_minus_mha": "equal steps", "loss_minus_mha_at_equal_flops": "equal FLOPs"}
+WARM_UP, EVALUATIONS, HELD_OUT_ROWS, PARTS = 40, 10, 64, 8
 
 
 def read_text(path: Path | None) -> torch.Tensor:
-    """Return the bytes of a file, or of Python's language reference, as int64. Raise `UserError`."""
+    """Return the bytes of a file, or of the modules of Python's standard library, as uint8. Raise `UserError`."""
     if path is None:
-        topics = pydoc_data.topics.topics
-        content = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        content = b"".join(module.read_bytes() for module in modules)
     else:
         try:
             content = path.read_bytes()
         except OSError as error:
             raise UserError(f"--text {path} cannot be read: {one_line(error)}") from error
-    return torch.tensor(list(content), dtype=torch.long)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def text_and_setting(args: argparse.Namespace, size: dict) -> tuple[torch.Tensor, dict]:
-    """Return the text of --text, and all that a run depends on besides its config and seed. Raise `UserError`."""
+    """Return the text of --text, and all that a run depends on besides its variant and rates. Raise `UserError`."""
     text = read_text(args.text)
     if len(text) < (shortest := 20 * size["tokens"]):
         raise UserError(
             f"--text {args.text} has {len(text)} bytes: expected at least {shortest}; choose a longer one."
         )
-    hashed = hashlib.sha256(text.to(torch.uint8).numpy().tobytes()).hexdigest()
-    return text, {**size, "text_sha256": hashed, "device": args.device}
+    return text, {**size, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest(), "device": args.device}
 
 
-def build(kind: str, size: dict, **fields) -> IHAConfig:
-    """Return the config of a kind at a size, with `fields` of its own and as many pseudo-heads as heads."""
-    fields = {**size["fields"], **fields}
-    heads = {"num_key_value_heads": fields["num_attention_heads"], "num_pseudo_heads": fields["num_attention_heads"]}
+def build(size: dict, **fields) -> IHAConfig:
+    """Return the config of a variant at a size; a `window` in `fields` is that of four layers in five.
+
+    The layers with a window are of the kind that `attention_kinds` names, the others "mha".
+    """
+    fields = {"attention_kinds": "mha", **size["fields"], **fields}
+    heads = fields["num_attention_heads"]
     special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
-    every = {"attention_kinds": kind, "max_position_embeddings": size["tokens"]}
-    return IHAConfig(**{**special, **every, **heads, **fields})
+    every = {"num_key_value_heads": heads, "num_pseudo_heads": heads, "max_position_embeddings": size["tokens"]}
+    if window := fields.pop("window", None):
+        fields["sliding_window"] = window(size["tokens"])
+        fields["attention_kinds"] = [fields["attention_kinds"]] * 4 + ["mha"]
+        fields["layer_types"] = ["sliding_attention"] * 4 + ["full_attention"]
+    return IHAConfig(**{**special, **every, **fields})
 
 
-def as_large_as(target: IHAConfig, kind: str, size: dict) -> IHAConfig:
-    """Return the config of a kind at a size, whose FFN is as wide as the parameters of `target` allow."""
-    more = cost_of(build(kind, size), 1).parameters - cost_of(target, 1).parameters
+def as_large_as(target: IHAConfig, size: dict, **fields) -> IHAConfig:
+    """Return the config of a variant at a size, whose FFN is as wide as the parameters of `target` allow."""
+    more = cost_of(build(size, **fields), 1).parameters - cost_of(target, 1).parameters
     per_channel = 3 * size["fields"]["hidden_size"] * size["fields"]["num_hidden_layers"]
-    return build(kind, size, intermediate_size=size["fields"]["intermediate_size"] - round(more / per_channel))
+    width = size["fields"]["intermediate_size"] - round(more / per_channel)
+    return build(size, **{**fields, "intermediate_size": width})
 
 
-def config_of(kind: str, size: dict) -> IHAConfig:
-    """Return the config of a kind with the parameters of "mha"."""
-    return as_large_as(build("mha", size), kind, size)
+def config_of(size: dict, **fields) -> IHAConfig:
+    """Return the config of a variant with the parameters of "mha"."""
+    return as_large_as(build(size), size, **fields)
 
 
 def rows_of(text: torch.Tensor, starts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return rows of `tokens` and the one after them, [rows, tokens + 1]."""
-    return text[starts[:, None] + torch.arange(tokens + 1, device=text.device)]
+    """Return rows of `tokens` and the one after them, int64 [rows, tokens + 1]."""
+    return text[starts[:, None] + torch.arange(tokens + 1, device=text.device)].long()
 
 
-def loss_of(model: IHAForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Return the loss in nats per byte."""
+def losses_of(model: IHAForCausalLM, rows: torch.Tensor) -> torch.Tensor:
+    """Return the losses in nats per byte, [rows, tokens]."""
     logits = model(rows[:, :-1], use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+    return cross_entropy(logits.transpose(1, 2).float(), rows[:, 1:], reduction="none")
+
+
+def train(name: str, model: IHAForCausalLM, seed: int, size: dict, text: torch.Tensor, schedule: Callable) -> dict:
+    """Train a model, where it is, on the rows of a seed.
+
+    Return the seconds, and a curve of the step, the held-out loss, and the losses in PARTS of the row in their order.
+    """
+    held_out, generator = len(text) // 10, torch.Generator().manual_seed(seed)
+    device, tokens, steps = model.device.type, size["tokens"], size["steps"]
+    starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS).long()
+    validation = rows_of(text, starts, tokens).to(device)
+
+    def loss() -> torch.Tensor:
+        chosen = torch.randint(len(text) - held_out - tokens, (size["batch"],), generator=generator)
+        return losses_of(model, rows_of(text, chosen, tokens).to(device)).mean()
+
+    def evaluate(averaged: torch.nn.Module, step: int) -> list[float]:
+        losses = torch.cat([losses_of(averaged, rows) for rows in validation.chunk(4)]).mean(dim=0)
+        mean = losses.mean().item()
+        print(f"{name}, seed {seed}: step {step} of {steps}, held-out loss {mean:.4f}", flush=True)
+        return [mean, *(part.mean().item() for part in losses.chunk(PARTS))]
+
+    curve, seconds = fit(model, loss, evaluate, size, schedule, EVALUATIONS)
+    return {"curve": curve, "seconds": seconds}
 
 
 def warm_up(step: int) -> float:
@@ -133,103 +174,101 @@ def warm_up(step: int) -> float:
     return min(1.0, (step + 1) / WARM_UP)
 
 
-def train(
-    name: str,
-    model: IHAForCausalLM,
-    seed: int,
-    size: dict,
-    text: torch.Tensor,
-    schedule: Callable[[int], float] = warm_up,
-) -> dict:
-    """Train a model, where it is, on the rows of a seed; return its held-out losses and its speed."""
-    held_out, generator = len(text) // 10, torch.Generator().manual_seed(seed)
-    device = model.device.type
-    text, tokens, steps = text.to(device), size["tokens"], size["steps"]
-    starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS, device=device).long()
-    validation = rows_of(text, starts, tokens)
-
-    def loss() -> torch.Tensor:
-        chosen = torch.randint(len(text) - held_out - tokens, (size["batch"],), generator=generator)
-        return loss_of(model, rows_of(text, chosen.to(device), tokens))
-
-    def evaluate(step: int) -> list[float]:
-        loss = sum(loss_of(model, rows).item() for rows in validation.chunk(8)) / 8
-        print(f"{name}, seed {seed}: step {step} of {steps}, held-out loss {loss:.4f}", flush=True)
-        return [loss]
-
-    curve, seconds = fit(model, loss, evaluate, size, schedule, EVALUATIONS)
-    return {"curve": curve, "tokens_per_second": round(steps * size["batch"] * tokens / seconds)}
-
-
-def one_run(kind: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:
-    """Train a new model of a kind."""
+def one_run(fields: dict, size: dict, text: torch.Tensor, device: str, *run) -> dict:
+    """Train a new model of a variant; `run` is its name, the seed, the rate, and the multiple of it for the mixing."""
+    name, seed, rate, mixing = run
     torch.manual_seed(seed)
-    return train(kind, IHAForCausalLM(config_of(kind, size)).to(device), seed, size, text)
+    base = IHAForCausalLM(build(size))
+    torch.manual_seed(seed)
+    model = IHAForCausalLM(config_of(size, **fields))
+    start_like(model, base)
+    size = {**size, "rate": rate, "mixing": mixing, "average": AVERAGE}
+    return train(name, model.to(device), seed, size, text, warm_up)
 
 
-def loss_at(curve: list, step: float) -> float:
-    """Return the held-out loss at a step, on a line between the evaluations around it."""
-    return float(np.interp(step, *zip(*curve)))
-
-
-def summary(kind: str, size: dict, runs: dict[str, list[dict]]) -> dict:
-    """Return a row of the table."""
-    config, base = config_of(kind, size), config_of("mha", size)
-    cost, base_cost = (cost_of(each, size["tokens"], "sdpa") for each in (config, base))
-    affordable = size["steps"] * min(1.0, base_cost.training / cost.training)
-    losses = [run["curve"][-1][1] for run in runs[kind]]
-    affordable_losses = [loss_at(run["curve"], affordable) for run in runs[kind]]
+def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list[dict]], fields: dict) -> dict:
+    """Return a row of the table; the first variant is the base."""
+    base = next(iter(runs))
+    cost, of_base = (
+        cost_of(config_of(size, **fields[each]), size["tokens"], "sdpa").training for each in (name, base)
+    )
+    config = config_of(size, **fields[name])
     row = {
-        "kind": kind,
-        "parameters": cost.parameters,
+        "variant": name,
+        "parameters": cost_of(config, 1).parameters,
         "intermediate_size": config.intermediate_size,
-        "flops": cost.training / base_cost.training,
-        "loss": interval(losses),
-        "perplexity": math.exp(interval(losses)["mean"]),
-        "loss_at_equal_flops": interval(affordable_losses),
-        "tokens_per_second": interval([run["tokens_per_second"] for run in runs[kind]]),
+        **rates[name]._asdict(),
+        "loss": by_seed(runs[name], 1),
+        "by_part": [by_seed(runs[name], 2 + part) for part in range(PARTS)],
+        "seconds": interval([run["seconds"] for run in runs[name]]),
     }
-    if "mha" in runs and kind != "mha":
-        ends = [run["curve"][-1][1] for run in runs["mha"]]
-        row["loss_minus_mha"] = differences(losses, ends)
-        row["loss_minus_mha_at_equal_flops"] = differences(affordable_losses, ends)
+    if name != base:
+        row["minus_base"] = budgets(runs, name, base, cost / of_base)
+        row["smallest_detectable"] = detectable(row["minus_base"]["steps"]["difference"])
     return row
 
 
-def plot(table: dict) -> Figure:
-    """Plot the loss of every run by steps and by FLOPs, and its difference from that of "mha"."""
-    rows, runs = table["rows"], table["runs"]
-    figure = Figure(figsize=(16, 5.5))
-    by_step, by_flops, apart = figure.subplots(1, 3)
-    for index, row in enumerate(rows):
-        for run in runs[row["kind"]]:
-            steps, losses = zip(*run["curve"][1:])
-            label = row["kind"] if run is runs[row["kind"]][0] else None
-            by_step.plot(steps, losses, color=f"C{index}", linewidth=0.8, label=label)
-            by_flops.plot([step * row["flops"] for step in steps], losses, color=f"C{index}", linewidth=0.8)
-    by_step.set(xlabel="step", ylabel="held-out loss (nats per byte)", xscale="log")
-    by_flops.set(xlabel='FLOPs, in steps of "mha"', xscale="log")
-    legend_below(by_step)
-    compared = [row for row in rows if "loss_minus_mha" in row]
-    for offset, (name, label) in enumerate(COMPARED.items()):
-        plot_bars(apart, [row[name] for row in compared], offset, 2, label=label)
+def table_of(args: argparse.Namespace, size: dict, variants: dict[str, dict], text: torch.Tensor, prefix="") -> dict:
+    """Run the protocol for the chosen variants at a size; return the rows of the table and the curves."""
+
+    def run(name: str, *rest) -> dict:
+        return one_run(variants[name], size, text, args.device, name, *rest)
+
+    def has_mixing(name: str) -> bool:
+        with torch.device("meta"):
+            model = IHAForCausalLM(config_of(size, **variants[name]))
+        return any(is_mixing(parameter) for parameter, _ in model.named_parameters())
+
+    _, setting = text_and_setting(args, size)
+    rates, runs = compare_tuned(args, setting, run, has_mixing, prefix)
+    rows = [summary(name, size, rates, runs, variants) for name in runs]
+    correct_by_holm([each["difference"] for row in rows for each in row.get("minus_base", {}).values()])
+    curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
+    return {**setting, "seeds": len(curves[rows[0]["variant"]]), "rows": rows, "runs": curves}
+
+
+def draw(axes: Sequence[Axes], table: dict, title: str) -> None:
+    """Draw on two axes the differences from the base by budget, and the loss by part of the row."""
+    rows, (apart, by_part) = table["rows"], axes
+    compared = [row for row in rows if "minus_base" in row]
+    for offset, budget in enumerate(("steps", "FLOPs", "time")):
+        values = [row["minus_base"][budget]["difference"] for row in compared]
+        plot_bars(apart, values, offset, 3, label=f"equal {budget}")
     apart.axhline(0, color="black", linewidth=0.5)
-    apart.set_xticks(range(len(compared)), [row["kind"] for row in compared], rotation=30, ha="right")
-    apart.set(ylabel='loss minus that of "mha", 95% interval')
-    legend_below(apart)
+    apart.set_xticks(range(len(compared)), [row["variant"] for row in compared], rotation=40, ha="right")
+    apart.set(ylabel=f"loss minus that of {rows[0]['variant']}, 95% interval", title=title)
+    apart.legend(fontsize="small")
+    for index, row in enumerate(rows):
+        means = [part["mean"] - other["mean"] for part, other in zip(row["by_part"], rows[0]["by_part"])]
+        by_part.plot(range(1, PARTS + 1), means, marker=".", color=f"C{index % 10}", label=row["variant"])
+    by_part.set(xlabel="eighth of the row", ylabel=f"loss minus that of {rows[0]['variant']}")
+    legend_below(by_part)
+
+
+def plot(table: dict) -> Figure:
+    """Draw a line of plots for each length."""
+    figure = Figure(figsize=(14, 5.5 * len(table["lengths"])))
+    grid = figure.subplots(len(table["lengths"]), 2, squeeze=False)
+    for axes, (tokens, of_length) in zip(grid, table["lengths"].items()):
+        draw(axes, of_length, f"rows of {tokens} bytes")
     return figure
+
+
+def size_of(size: dict, tokens: int) -> dict:
+    """Return a size with the length of its rows, and as many of them as a step's tokens allow. Raise `UserError`."""
+    if not 32 <= tokens <= size["tokens_per_step"]:
+        raise UserError(f"--tokens {tokens}: expected at least 32, at most {size['tokens_per_step']}.")
+    return {**size, "tokens": tokens, "batch": size["tokens_per_step"] // tokens}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    size = FULL if args.full else SMALL
-    text, setting = text_and_setting(args, size)
-    runs = compare(args, setting, lambda kind, seed: one_run(kind, seed, size, text, args.device))
-    rows = [summary(kind, size, runs) for kind in args.kinds]
-    correct_by_holm([row[name] for row in rows for name in COMPARED if name in row])
-    write(args, plot, **setting, seeds=args.seeds, rows=rows, runs=runs)
+    text, lengths = read_text(args.text), {}
+    for tokens in dict.fromkeys(args.tokens):
+        lengths[tokens] = table_of(args, size_of(FULL if args.full else SMALL, tokens), VARIANTS, text, f"{tokens}-")
+    write(args, plot, lengths=lengths)
 
 
 if __name__ == "__main__":

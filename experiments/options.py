@@ -66,5 +66,21 @@ def comparison_parser(
     return parser
 
 
+def protocol_parser(doc: str, study: str, effect: float, variants: Iterable[str]) -> argparse.ArgumentParser:
+    """Return a parser with the options of studies that keep to the protocol of experiments/protocol.py.
+
+    `effect` is the smallest one worth having, in the unit of the loss; the first of the `variants` is the base.
+    """
+    variants = list(variants)
+    parser = study_parser(doc, study)
+    parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--kinds", nargs="+", choices=variants, default=variants, metavar="VARIANT")
+    parser.add_argument("--fewest-seeds", type=int, default=6)
+    parser.add_argument("--most-seeds", type=int, default=6, help="where the intervals are wider than --effect")
+    parser.add_argument("--effect", type=float, default=effect, help=f"smallest one worth having ({effect})")
+    return parser
+
+
 def add_text_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text", type=path_from_root, help="a file to learn (Python's language reference)")
+    parser.add_argument("--text", type=path_from_root, help="a file to learn (the modules of the standard library)")

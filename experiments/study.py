@@ -16,10 +16,14 @@ from matplotlib.figure import Figure
 from scipy import stats
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from benchmarks.harness import environment, save_plot
 from common.command_io import ROOT, UserError, check_output_file, read_json, sole_writer, write_json
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+
+
+MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
 
 
 # Runs and results
@@ -185,7 +189,7 @@ def train(
 def fit(
     model: nn.Module,
     loss: Callable[[], torch.Tensor],
-    evaluate: Callable[[int], list[float]],
+    evaluate: Callable[[nn.Module, int], list[float]],
     size: dict,
     schedule: Callable[[int], float],
     evaluations: int,
@@ -194,22 +198,29 @@ def fit(
 
     Args:
         loss: gives the loss of the next batch.
-        evaluate: gives what the curve says of a step; it is called without gradients.
+        evaluate: gives what the curve says of the model at a step; it is called without gradients.
+        size: with "mixing" a multiple of the rate for the mixing modules, and with "average" the factor of the running
+            mean of the weights that is evaluated, besides the steps and the rate.
         schedule: the share of size["rate"] at a step.
         evaluations: how many there are, besides that of the end.
 
     Returns:
-        the curve, [step, *evaluate(step)] each, and the seconds of training, without evaluations.
+        the curve, [step, *evaluate(model, step)] each, and the seconds of training, without evaluations.
     """
     device, steps = next(model.parameters()).device.type, size["steps"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size["rate"], weight_decay=0.0)
+    groups = [
+        {"params": [weight for name, weight in model.named_parameters() if is_mixing(name) == mixing], "lr": rate}
+        for mixing, rate in ((False, size["rate"]), (True, size["rate"] * size.get("mixing", 1.0)))
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(size["average"])) if "average" in size else None
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     curve, seconds, start = [], 0.0, clock(device)
     for step in range(steps + 1):
         if step % max(1, steps // evaluations) == 0 or step == steps:
             seconds += clock(device) - start
             with torch.no_grad():
-                curve.append([step, *evaluate(step)])
+                curve.append([step, *evaluate(average.module if average else model, step)])
             start = clock(device)
         if step == steps:
             break
@@ -218,7 +229,14 @@ def fit(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         rate.step()
+        if average:
+            average.update_parameters(model)
     return curve, seconds
+
+
+def is_mixing(name: str) -> bool:
+    """Return if a parameter of this name belongs to a mixing module."""
+    return not MIXING_MODULES.isdisjoint(name.split("."))
 
 
 def clock(device: str) -> float:

@@ -1,0 +1,158 @@
+"""Compare variants of a model under one protocol, the same for every study.
+
+1. Every variant learns at the best rate that was found for it on TUNING_SEED, which is not used again, and its mixing
+   modules at the best multiple of that rate. What was tried is kept.
+2. On every seed all variants start from the weights that they share with the first, and read the same rows in the same
+   order.
+3. There are at least `--fewest-seeds`, and more until the 95% interval of each difference from the first variant is no
+   wider than ± `--effect`, the smallest effect worth having, or there are `--most-seeds`. This rule looks at the width
+   of the intervals and not at the differences, so that it favours no result.
+4. The rate is constant after a warm-up, and what is evaluated is a running mean of the weights. So one run tells the
+   loss for three budgets: equal steps, equal FLOPs (benchmarks/cost.py), and equal time on this machine.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from common.command_io import sole_writer
+from experiments.study import differences, interval, run_once
+
+
+TUNING_SEED = 1000
+FIRST_RATE, RATE_FACTOR, MIXING_FACTOR = 4e-3, 2.0, 4.0
+AVERAGE = 0.98  # of the running mean of the weights, by step
+
+
+class Rates(NamedTuple):
+    """Hold the learning rate of a variant, the multiple of it for its mixing modules, and what was tried.
+
+    `tried` lists the rate, the multiple and the loss at the end of each run of the tuning.
+    """
+
+    rate: float
+    mixing: float
+    tried: list[list[float]]
+
+
+def start_like(model: nn.Module, base: nn.Module) -> None:
+    """Copy to a model what it shares with `base`: of each parameter of one name the entries that both have."""
+    shared = dict(base.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in shared:
+                common = tuple(slice(min(sizes)) for sizes in zip(parameter.shape, shared[name].shape))
+                parameter[common] = shared[name][common]
+
+
+def walk(loss_at: Callable[[float], float], start: float, factor: float) -> float:
+    """Return the best of the values start * factor^n: go up, or else down, as long as the loss falls."""
+    losses = {start: loss_at(start)}
+    for step in (factor, 1 / factor):
+        best = start
+        while True:
+            losses[best * step] = loss_at(best * step)
+            if not losses[best * step] < losses[best]:
+                break
+            best *= step
+        if best != start:
+            return best
+    return start
+
+
+def tune(end_of: Callable[[float, float], float], has_mixing: bool) -> Rates:
+    """Return the best rates by the loss at the end of a run, a function of the rate and of the mixing's multiple."""
+    tried = []
+
+    def loss_at(rate: float, mixing: float = 1.0) -> float:
+        loss = end_of(rate, mixing)
+        tried.append([rate, mixing, loss])
+        return loss if math.isfinite(loss) else math.inf
+
+    rate = walk(loss_at, FIRST_RATE, RATE_FACTOR)
+    return Rates(rate, walk(partial(loss_at, rate), 1.0, MIXING_FACTOR) if has_mixing else 1.0, tried)
+
+
+def compare_tuned(
+    args: argparse.Namespace,
+    setting: dict,
+    run: Callable[[str, int, float, float], dict],
+    has_mixing: Callable[[str], bool],
+    prefix: str = "",
+) -> tuple[dict[str, Rates], dict[str, list[dict]]]:
+    """Tune each of `args.kinds`, the variants, and run it on seeds 0, 1, ... as the protocol says.
+
+    Args:
+        run: returns from a variant, a seed, a rate and a multiple for the mixing a record with a "curve", whose last
+            entry ends with the loss, [step, loss, ...], and the "seconds" of training.
+        has_mixing: if a variant has mixing modules.
+        prefix: of the names of the runs.
+
+    Returns:
+        the rates, and the runs by seed, of each variant.
+    """
+
+    def result(name: str, seed: int, rate: float, mixing: float) -> dict:
+        path = args.output / f"{prefix}{name}-{rate:g}-{mixing:g}-{seed}.json"
+        return run_once(path, partial(run, name, seed, rate, mixing), setting)
+
+    with sole_writer(args.output):
+        rates = {
+            name: tune(lambda *rates: end(result(name, TUNING_SEED, *rates)), has_mixing(name)) for name in args.kinds
+        }
+        runs = {name: [] for name in args.kinds}
+        for seed in count():
+            for name, of_variant in runs.items():
+                of_variant.append(result(name, seed, rates[name].rate, rates[name].mixing))
+            if seed + 1 >= args.most_seeds or (seed + 1 >= args.fewest_seeds and widest(runs) <= args.effect):
+                return rates, runs
+
+
+def end(run: dict) -> float:
+    """Return the loss at the end of a run."""
+    return run["curve"][-1][1]
+
+
+def widest(runs: dict[str, list[dict]]) -> float:
+    """Return the largest half width of the intervals of the differences from the first variant; 0 if there is one."""
+    base, *others = [[end(run) for run in of_variant] for of_variant in runs.values()]
+    return max((differences(losses, base)["half_width"] or math.inf for losses in others), default=0.0)
+
+
+def loss_at(curve: list, step: float) -> float:
+    """Return the loss at a step, on a line between the evaluations around it."""
+    steps, losses = zip(*(point[:2] for point in curve))
+    return float(np.interp(step, steps, losses))
+
+
+def budgets(runs: dict[str, list[dict]], name: str, base: str, flops: float) -> dict[str, dict]:
+    """Return how a variant compares with `base` at equal steps, FLOPs and time.
+
+    Args:
+        flops: of a step of the variant, in steps of `base`.
+
+    Returns:
+        for each budget what a step of the variant costs in steps of `base`, and the interval of its loss minus that of
+        `base`, taken where the dearer of the two has spent what the cheaper one spends in all its steps.
+    """
+    seconds = {each: median(run["seconds"] for run in runs[each]) for each in (name, base)}
+    compared = {}
+    for budget, cost in (("steps", 1.0), ("FLOPs", flops), ("time", seconds[name] / seconds[base])):
+        steps = runs[name][0]["curve"][-1][0]
+        losses = [loss_at(run["curve"], steps * min(1.0, 1 / cost)) for run in runs[name]]
+        of_base = [loss_at(run["curve"], steps * min(1.0, cost)) for run in runs[base]]
+        compared[budget] = {"cost": cost, "difference": differences(losses, of_base)}
+    return compared
+
+
+def by_seed(runs: Sequence[dict], index: int) -> dict:
+    """Return the interval of an entry of the last evaluation."""
+    return interval([run["curve"][-1][index] for run in runs])
