@@ -1,0 +1,210 @@
+"""Learn tasks that need k attention patterns at once, and see how many heads each attention kind needs for them.
+
+"Interleaved Head Attention" proves that MHA needs k heads where ceil(sqrt(k)) interleaved heads with as many
+pseudo-heads are enough (Theorems 3 and 4). Here small models of one layer learn two tasks by gradient descent, with k
+as the difficulty:
+
+- `lookups`: 16 facts, a key and a value each, then 16 tokens that ask for the values of k keys each.
+- `offsets`: every token gives the symbols that are k distances behind it.
+
+The answers of a token are k classifications of 8 classes. All models have the parameters of "mha" with 2 heads (by the
+width of the FFN), the heads share the width of the model, and on a seed all start from the same common weights and
+learn the same examples. The learning rate of each variant is tuned at k = 4, on seeds that are not used again. By the
+theory "mha" solves k = H, and "iha" with P = H pseudo-heads k = H^2. Chains of relations are another study,
+relation_composition, and so are polynomial filters.
+
+example: python -m experiments.ladder --tasks offsets --seeds 0 1
+"""
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from statistics import fmean
+
+from common.command_io import run_cli
+from experiments.options import study_parser
+
+
+TASKS = ("lookups", "offsets")
+# Variant -> its kind, heads and pseudo-heads.
+VARIANTS = {
+    **{f"mha {heads}": ("mha", heads, 1) for heads in (2, 4, 8)},
+    **{f"iha 2 x {pseudo}": ("iha", 2, pseudo) for pseudo in (2, 4)},
+    "dcmha 2": ("dcmha", 2, 1),
+    "simplicial 2": ("simplicial", 2, 1),
+}
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = study_parser(__doc__, "ladder", 6)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+from torch.nn.functional import cross_entropy, pad
+
+from common.command_io import sole_writer
+from experiments.language_models import config_of
+from experiments.protocol import start_like, walk
+from experiments.study import (
+    begin,
+    correct_by_holm,
+    differences,
+    interval,
+    legend_below,
+    means_and_errors,
+    run_once,
+    seeded,
+    train,
+    write,
+)
+from modeling_iha import IHAForCausalLM
+
+
+FIELDS = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZE = {"fields": FIELDS, "tokens": 32}
+KEYS, VALUES = 16, 8
+DISTANCES = (1, 2, 3, 5, 7, 9, 12, 15)
+NUMBERS = (2, 4, 8)
+TUNING_SEEDS, TUNED_AT, FIRST_RATE = [1000, 1001], 4, 8e-3
+STEPS, ROWS, TEST_ROWS = 800, 32, 512
+IGNORED = -100  # a target that is not asked for, as in PyTorch's cross entropy
+
+
+def draw(task: str, k: int, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw examples.
+
+    Returns:
+        the words of each token, int64 [rows, tokens, words], -1 for none, and the targets, int64 [rows, tokens,
+        answers], IGNORED for what is not asked.
+    """
+
+    def orders(*sizes: int) -> torch.Tensor:
+        return torch.rand(rows, *sizes, generator=generator).argsort(dim=-1)
+
+    if task == "offsets":
+        symbols = torch.randint(VALUES, (rows, 32), generator=generator)
+        behind = [pad(symbols, (distance, 0), value=IGNORED)[:, :32] for distance in DISTANCES[:k]]
+        return symbols.unsqueeze(-1), torch.stack(behind, dim=-1)
+    keys, values = orders(KEYS), torch.randint(VALUES, (rows, KEYS), generator=generator)
+    facts = torch.stack([keys, KEYS + values.gather(1, keys)], dim=-1)
+    asked = orders(KEYS, KEYS)[..., :k]
+    questions = KEYS + VALUES + torch.arange(k) * KEYS + asked
+    words = [pad(part, (0, max(2, k) - part.shape[2]), value=-1) for part in (facts, questions)]
+    answers = values.gather(1, asked.flatten(1)).view_as(asked)
+    return torch.cat(words, dim=1), pad(answers, (0, 0, KEYS, 0), value=IGNORED)
+
+
+class Model(nn.Module):
+    """Read tokens that are sums of words, and give `answers` classifications of VALUES classes at each token."""
+
+    def __init__(self, variant: str, task: str, k: int):
+        super().__init__()
+        kind, heads, pseudo_heads = VARIANTS[variant]
+        self.answers = k
+        words = KEYS + VALUES + k * KEYS if task == "lookups" else VALUES
+        config = config_of(
+            SIZE,
+            attention_kinds=kind,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            num_pseudo_heads=pseudo_heads,
+            vocab_size=max(words, k * VALUES),
+            tie_word_embeddings=False,
+            attn_implementation="eager",  # PyTorch's SDPA has no batching rule for several models at once
+        )
+        self.model = IHAForCausalLM(config)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Return logits, [rows, tokens, answers, VALUES], for words int64 [rows, tokens, words]; -1 is no word."""
+        vectors = self.model.model.embed_tokens(words.clamp(min=0)) * (words >= 0).unsqueeze(-1)
+        states = self.model.model(inputs_embeds=vectors.sum(dim=2), use_cache=False).last_hidden_state
+        return self.model.lm_head(states)[..., : self.answers * VALUES].unflatten(-1, (self.answers, VALUES))
+
+
+def learned(variant: str, task: str, k: int, rate: float, seeds: list[int]) -> dict:
+    """Train a model for each seed, and return their shares of right answers in new examples, and their parameters."""
+    models = seeded(seeds, lambda: Model(variant, task, k))
+    for model, base in zip(models, seeded(seeds, lambda: Model("mha 2", task, k))):
+        start_like(model, base)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def examples(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+        words, targets = zip(*(draw(task, k, rows, generator) for generator in generators))
+        return torch.stack(words), torch.stack(targets)
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+
+    outputs = train(models, examples, loss, STEPS, rate)
+    words, targets = examples(TEST_ROWS)
+    right, asked = outputs(words).argmax(dim=-1) == targets, targets != IGNORED
+    shares = (right & asked).flatten(1).sum(dim=1) / asked.flatten(1).sum(dim=1)
+    print(f"{task}, k = {k}, {variant}, rate {rate:g}: {shares.mean():.3f} right", flush=True)
+    return {"right": shares.tolist(), "parameters": sum(weight.numel() for weight in models[0].parameters())}
+
+
+def plot(table: dict) -> Figure:
+    """Plot for each task the share of right answers by k."""
+    figure = Figure(figsize=(12, 5))
+    tasks = list(dict.fromkeys(row["task"] for row in table["rows"]))
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
+        for index, variant in enumerate(dict.fromkeys(row["variant"] for row in table["rows"])):
+            rows = [row for row in table["rows"] if (row["task"], row["variant"]) == (task, variant)]
+            places = [row["k"] * 1.03 ** (index - 3) for row in rows]
+            means, errors = means_and_errors([row["right"] for row in rows], (0, 1))
+            axes.errorbar(places, means, yerr=errors, marker="o", label=variant)
+        axes.axhline(1 / VALUES, color="black", linewidth=0.5)
+        axes.set(title=task, xlabel="k, patterns at once", ylabel="right answers, 95% interval", ylim=(0, 1.02))
+        axes.set_xscale("log", base=2)
+        legend_below(axes)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results. Raise `UserError`."""
+    args = parse_arguments(argv)
+    begin(args)
+    rows = []
+    setting = {**SIZE, "steps": STEPS, "rows": ROWS}
+
+    def run(task: str, variant: str, k: int, rate: float, seeds: list[int]) -> dict:
+        path = args.output / f"{task}-{variant.replace(' ', '_')}-{k}-{rate:g}-{'_'.join(map(str, seeds))}.json"
+        return run_once(path, partial(learned, variant, task, k, rate, seeds), setting)
+
+    with sole_writer(args.output):
+        for task, variant in product(args.tasks, args.variants):
+            tried: dict[float, float] = {}
+
+            def wrong(rate: float) -> float:
+                tried[rate] = 1 - fmean(run(task, variant, TUNED_AT, rate, TUNING_SEEDS)["right"])
+                return tried[rate]
+
+            rate = walk(wrong, FIRST_RATE, 2.0)
+            for k in NUMBERS:
+                record = run(task, variant, k, rate, args.seeds)
+                row = {"task": task, "k": k, "variant": variant, "parameters": record["parameters"], "rate": rate}
+                rows.append({**row, "tried": list(tried.items()), "right": interval(record["right"])})
+    compare_with_fewest_heads(rows)
+    write(args, plot, **setting, seeds=args.seeds, rows=rows)
+
+
+def compare_with_fewest_heads(rows: list[dict]) -> None:
+    """Add to each row but those of "mha 2" the difference from "mha 2" on the same seeds, corrected for their number."""
+    base = {(row["task"], row["k"]): row["right"]["values"] for row in rows if row["variant"] == "mha 2"}
+    for row in rows:
+        if row["variant"] != "mha 2" and (row["task"], row["k"]) in base:
+            row["minus_mha_2"] = differences(row["right"]["values"], base[row["task"], row["k"]])
+    correct_by_holm([row["minus_mha_2"] for row in rows if "minus_mha_2" in row])
+
+
+if __name__ == "__main__":
+    run_cli(main)
