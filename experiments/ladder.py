@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare_with_fewest_heads(rows: list[dict]) -> None:
-    """Add to each row but those of "mha 2" the difference from "mha 2" on the same seeds, corrected for their number."""
+    """Add to each other row its difference from "mha 2" on the same seeds, with p corrected for their number."""
     base = {(row["task"], row["k"]): row["right"]["values"] for row in rows if row["variant"] == "mha 2"}
     for row in rows:
         if row["variant"] != "mha 2" and (row["task"], row["k"]) in base:

@@ -1,0 +1,110 @@
+"""Compare what interleaved heads and what more key and value heads buy, and what each costs in decoding.
+
+More key and value heads take a larger cache, and a longer time for each decoded token. Pseudo-heads make more patterns
+from the same cached keys and values. "iha" with one key and value head and P pseudo-heads is compared with "mha" at the
+same cache (G = 1 head) and at one P times as large (G = P). The models learn text as in language_models.py, at equal
+parameters; all layers are global.
+
+The price is measured on models of a serving size with the same heads: bytes of cache for a token in a layer, and the
+time of a token after a prompt, batch 1, in float32.
+
+example: python -m experiments.equal_cache --kinds mha_g1 iha_g1_p2
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from common.command_io import run_cli
+from experiments.options import add_text_option, protocol_parser
+
+
+# Variant -> its fields beside those of the size. "mha" with the smallest cache is the base.
+VARIANTS: dict[str, dict] = {
+    **{f"mha_g{groups}": {"num_key_value_heads": groups} for groups in (1, 2, 4)},
+    **{
+        f"iha_g1_p{pseudo}": {"attention_kinds": "iha", "num_key_value_heads": 1, "num_pseudo_heads": pseudo}
+        for pseudo in (2, 4)
+    },
+}
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = protocol_parser(__doc__, "equal_cache", 0.02, VARIANTS)
+    parser.add_argument("--tokens", type=int, default=128, help="length of rows (128)")
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens cached where decoding is timed (4096)")
+    add_text_option(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks.decode_model import NEW_TOKENS, greedy
+from benchmarks.harness import medians
+from experiments.language_models import FULL, SMALL, build, draw, read_text, size_of, table_of
+from experiments.study import begin, correct_by_holm, differences, write
+from kinds.model_cost import attention
+from modeling_iha import IHAForCausalLM
+
+
+SERVED = {
+    "fields": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "tokens": 32768,
+}
+REPEATS = 5
+
+
+def add_prices(rows: list[dict], tokens: int) -> None:
+    """Add to each row the bytes that a layer caches for a token in float32, and the seconds of a decoded token."""
+    steps = {}
+    for row in rows:
+        config = build(SERVED, **VARIANTS[row["variant"]])
+        torch.manual_seed(0)
+        model = IHAForCausalLM(config).eval()
+        row["cached_bytes"] = 4 * attention(config, config.attention_kinds[0], "full_attention", 1).cache
+        steps[row["variant"]] = greedy(model, torch.randint(config.vocab_size, (1, tokens)))
+    for row, seconds in zip(rows, medians(steps, REPEATS).values()):
+        row["seconds_per_token"] = seconds / NEW_TOKENS
+
+
+def add_comparisons(rows: list[dict], runs: dict[str, list]) -> None:
+    """Add to each "iha" row its loss minus that of "mha" with P times its cache, on the same seeds."""
+    ends = {name: [curve[-1][1] for curve in curves] for name, curves in runs.items()}
+    interleaved = [row for row in rows if "num_pseudo_heads" in VARIANTS[row["variant"]]]
+    for row in interleaved:
+        larger = f"mha_g{VARIANTS[row['variant']]['num_pseudo_heads']}"
+        if larger in ends:
+            row["minus_larger_cache"] = differences(ends[row["variant"]], ends[larger])
+    correct_by_holm([row["minus_larger_cache"] for row in interleaved if "minus_larger_cache" in row])
+
+
+def plot(table: dict) -> Figure:
+    """Plot the differences from the smallest cache, the loss by part of the row, and by the time of a token."""
+    figure = Figure(figsize=(18, 5.5))
+    *axes, price = figure.subplots(1, 3)
+    draw(axes, table, f"rows of {table['tokens']} bytes")
+    for row in table["rows"]:
+        loss, milliseconds = row["loss"], 1000 * row["seconds_per_token"]
+        price.errorbar(milliseconds, loss["mean"], yerr=loss["half_width"] or 0, marker="o", label=row["variant"])
+        price.annotate(f" {row['cached_bytes']} bytes", (milliseconds, loss["mean"]), fontsize="small")
+    price.set(xlabel=f"milliseconds for a token after {table['prompt']}", ylabel="loss, nats per byte, 95% interval")
+    price.legend(fontsize="small")
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results. Raise `UserError`."""
+    args = parse_arguments(argv)
+    begin(args)
+    size = size_of(FULL if args.full else SMALL, args.tokens)
+    table = table_of(args, size, VARIANTS, read_text(args.text))
+    add_comparisons(table["rows"], table["runs"])
+    add_prices(table["rows"], args.prompt)
+    write(args, plot, **table, prompt=args.prompt)
+
+
+if __name__ == "__main__":
+    run_cli(main)
