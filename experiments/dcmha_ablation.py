@@ -55,15 +55,28 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import language_models
 from experiments.head_diversity import CIRCUITS, curves_of
-from experiments.language_models import FULL, as_large_as, build, text_and_setting, train
+from experiments.language_models import as_large_as, build, read_text, setting_of, train
+from experiments.protocol import start_like
 from experiments.study import begin, compare, correct_by_holm, differences, interval, rise_and_fall, write
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
-SMALL = {**language_models.SMALL, "tokens": 64, "batch": 8, "rate": 3e-3}
+SMALL = {
+    "fields": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "tokens": 64,
+    "batch": 8,
+    "steps": 600,
+    "rate": 3e-3,
+}
+FULL = {
+    "fields": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8},
+    "tokens": 256,
+    "batch": 64,
+    "steps": 10000,
+    "rate": 6e-4,
+}
 # What the paper concludes: the first has a lower perplexity than the second.
 CLAIMS = [
     ("dcmha", "static"),
@@ -91,9 +104,7 @@ def one_run(name: str, seed: int, size: dict, text: torch.Tensor, device: str) -
     torch.manual_seed(seed)
     base = IHAForCausalLM(config_of("mha", size))
     model = IHAForCausalLM(config_of(name, size))
-    # Differences between seeds would hide those between configurations: what all have starts equal.
-    common = {key: value for key, value in base.state_dict().items() if value.shape == model.state_dict()[key].shape}
-    model.load_state_dict(common, strict=False)
+    start_like(model, base)
     run = train(name, model.to(device), seed, size, text, partial(rise_and_fall, steps=size["steps"]))
     return {**run, **{circuit: curve.mean().item() for circuit, curve in curves_of(model.cpu(), name).items()}}
 
@@ -119,7 +130,7 @@ def summary(name: str, size: dict, runs: dict[str, list[dict]]) -> dict:
         "configuration": name,
         "parameters": cost_of(config_of(name, size), 1).parameters,
         "loss": interval([run["curve"][-1][1] for run in runs[name]]),
-        "tokens_per_second": interval([run["tokens_per_second"] for run in runs[name]]),
+        "seconds": interval([run["seconds"] for run in runs[name]]),
         **{circuit: interval([run[circuit] for run in runs[name]]) for circuit in CIRCUITS},
     }
     if "mha" in runs and name != "mha":
@@ -173,7 +184,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     begin(args)
     size = FULL if args.full else SMALL
-    text, setting = text_and_setting(args, size)
+    text = read_text(args.text)
+    setting = setting_of(args, size, text)
     runs = compare(args, setting, lambda name, seed: one_run(name, seed, size, text, args.device))
     rows = [summary(name, size, runs) for name in args.kinds]
     claims = [difference(*claim, runs) for claim in CLAIMS if set(claim) <= set(args.kinds)]

@@ -1,9 +1,9 @@
 """Compare what interleaved heads and what more key and value heads buy, and what each costs in decoding.
 
-More key and value heads take a larger cache, and a longer time for each decoded token. Pseudo-heads make more patterns
-from the same cached keys and values. "iha" with one key and value head and P pseudo-heads is compared with "mha" at the
-same cache (G = 1 head) and at one P times as large (G = P). The models learn text as in language_models.py, at equal
-parameters; all layers are global.
+More key and value heads take a larger cache, and a longer time for each decoded token. Pseudo-heads make more
+patterns from the same cached keys and values. "iha" with one key and value head and P pseudo-heads is compared with
+"mha" at the same cache (G = 1 head) and at one P times as large (G = P). The models learn text as in
+language_models.py, at equal parameters; all layers are global.
 
 The price is measured on models of a serving size with the same heads: bytes of cache for a token in a layer, and the
 time of a token after a prompt, batch 1, in float32.
@@ -44,7 +44,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.decode_model import NEW_TOKENS, greedy
 from benchmarks.harness import medians
-from experiments.language_models import FULL, SMALL, build, draw, read_text, size_of, table_of
+from experiments.language_models import FULL, SMALL, build, draw, read_text, rows_and_curves, setting_of, size_of
 from experiments.study import begin, correct_by_holm, differences, write
 from kinds.model_cost import attention
 from modeling_iha import IHAForCausalLM
@@ -70,22 +70,23 @@ def add_prices(rows: list[dict], tokens: int) -> None:
         row["seconds_per_token"] = seconds / NEW_TOKENS
 
 
-def add_comparisons(rows: list[dict], runs: dict[str, list]) -> None:
+def add_comparisons(rows: list[dict]) -> None:
     """Add to each "iha" row its loss minus that of "mha" with P times its cache, on the same seeds."""
-    ends = {name: [curve[-1][1] for curve in curves] for name, curves in runs.items()}
-    interleaved = [row for row in rows if "num_pseudo_heads" in VARIANTS[row["variant"]]]
-    for row in interleaved:
-        larger = f"mha_g{VARIANTS[row['variant']]['num_pseudo_heads']}"
+    ends = {row["variant"]: row["loss"]["values"] for row in rows}
+    compared = []
+    for row in rows:
+        larger = f"mha_g{VARIANTS[row['variant']].get('num_pseudo_heads')}"
         if larger in ends:
-            row["minus_larger_cache"] = differences(ends[row["variant"]], ends[larger])
-    correct_by_holm([row["minus_larger_cache"] for row in interleaved if "minus_larger_cache" in row])
+            row["minus_larger_cache"] = differences(row["loss"]["values"], ends[larger])
+            compared.append(row["minus_larger_cache"])
+    correct_by_holm(compared)
 
 
 def plot(table: dict) -> Figure:
     """Plot the differences from the smallest cache, the loss by part of the row, and by the time of a token."""
-    figure = Figure(figsize=(18, 5.5))
+    figure = Figure(figsize=(18, 5.5), layout="constrained")
     *axes, price = figure.subplots(1, 3)
-    draw(axes, table, f"rows of {table['tokens']} bytes")
+    draw(axes, table["rows"])
     for row in table["rows"]:
         loss, milliseconds = row["loss"], 1000 * row["seconds_per_token"]
         price.errorbar(milliseconds, loss["mean"], yerr=loss["half_width"] or 0, marker="o", label=row["variant"])
@@ -99,11 +100,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    size = size_of(FULL if args.full else SMALL, args.tokens)
-    table = table_of(args, size, VARIANTS, read_text(args.text))
-    add_comparisons(table["rows"], table["runs"])
-    add_prices(table["rows"], args.prompt)
-    write(args, plot, **table, prompt=args.prompt)
+    text = read_text(args.text)
+    size = size_of(FULL if args.full else SMALL, args.tokens, text)
+    rows, curves = rows_and_curves(args, size, VARIANTS, text)
+    add_comparisons(rows)
+    add_prices(rows, args.prompt)
+    write(args, plot, **setting_of(args, size, text), prompt=args.prompt, rows=rows, runs=curves)
 
 
 if __name__ == "__main__":

@@ -60,13 +60,13 @@ from experiments.study import (
     detectable,
     fit,
     interval,
-    is_mixing,
     legend_below,
     plot_bars,
     write,
 )
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 SMALL = {
@@ -95,14 +95,9 @@ def read_text(path: Path | None) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-def text_and_setting(args: argparse.Namespace, size: dict) -> tuple[torch.Tensor, dict]:
-    """Return the text of --text, and all that a run depends on besides its variant and rates. Raise `UserError`."""
-    text = read_text(args.text)
-    if len(text) < (shortest := 20 * size["tokens"]):
-        raise UserError(
-            f"--text {args.text} has {len(text)} bytes: expected at least {shortest}; choose a longer one."
-        )
-    return text, {**size, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest(), "device": args.device}
+def setting_of(args: argparse.Namespace, size: dict, text: torch.Tensor) -> dict:
+    """Return all that a run depends on besides its variant, its rates and its seed."""
+    return {**size, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest(), "device": args.device}
 
 
 def build(size: dict, **fields) -> IHAConfig:
@@ -194,6 +189,7 @@ def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list
     )
     config = config_of(size, **fields[name])
     row = {
+        "tokens": size["tokens"],
         "variant": name,
         "parameters": cost_of(config, 1).parameters,
         "intermediate_size": config.intermediate_size,
@@ -208,35 +204,34 @@ def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list
     return row
 
 
-def table_of(args: argparse.Namespace, size: dict, variants: dict[str, dict], text: torch.Tensor, prefix="") -> dict:
-    """Run the protocol for the chosen variants at a size; return the rows of the table and the curves."""
+def rows_and_curves(args: argparse.Namespace, size: dict, variants: dict[str, dict], text: torch.Tensor) -> tuple:
+    """Run the protocol for the chosen `variants` at a size; return the rows of the table and the curves by variant."""
 
     def run(name: str, *rest) -> dict:
         return one_run(variants[name], size, text, args.device, name, *rest)
 
     def has_mixing(name: str) -> bool:
-        with torch.device("meta"):
-            model = IHAForCausalLM(config_of(size, **variants[name]))
-        return any(is_mixing(parameter) for parameter, _ in model.named_parameters())
+        kinds = config_of(size, **variants[name]).attention_kinds
+        return any(ATTENTION_CLASSES[kind].mixing_modules for kind in kinds)
 
-    _, setting = text_and_setting(args, size)
-    rates, runs = compare_tuned(args, setting, run, has_mixing, prefix)
+    rates, runs = compare_tuned(args, setting_of(args, size, text), run, has_mixing, f"{size['tokens']}-")
     rows = [summary(name, size, rates, runs, variants) for name in runs]
     correct_by_holm([each["difference"] for row in rows for each in row.get("minus_base", {}).values()])
-    curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
-    return {**setting, "seeds": len(curves[rows[0]["variant"]]), "rows": rows, "runs": curves}
+    return rows, {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
 
 
-def draw(axes: Sequence[Axes], table: dict, title: str) -> None:
+def draw(axes: Sequence[Axes], rows: list[dict]) -> None:
     """Draw on two axes the differences from the base by budget, and the loss by part of the row."""
-    rows, (apart, by_part) = table["rows"], axes
+    apart, by_part = axes
     compared = [row for row in rows if "minus_base" in row]
     for offset, budget in enumerate(("steps", "FLOPs", "time")):
         values = [row["minus_base"][budget]["difference"] for row in compared]
         plot_bars(apart, values, offset, 3, label=f"equal {budget}")
     apart.axhline(0, color="black", linewidth=0.5)
     apart.set_xticks(range(len(compared)), [row["variant"] for row in compared], rotation=40, ha="right")
-    apart.set(ylabel=f"loss minus that of {rows[0]['variant']}, 95% interval", title=title)
+    apart.set(
+        ylabel=f"loss minus that of {rows[0]['variant']}, 95% interval", title=f"rows of {rows[0]['tokens']} bytes"
+    )
     apart.legend(fontsize="small")
     for index, row in enumerate(rows):
         means = [part["mean"] - other["mean"] for part, other in zip(row["by_part"], rows[0]["by_part"])]
@@ -247,17 +242,19 @@ def draw(axes: Sequence[Axes], table: dict, title: str) -> None:
 
 def plot(table: dict) -> Figure:
     """Draw a line of plots for each length."""
-    figure = Figure(figsize=(14, 5.5 * len(table["lengths"])))
-    grid = figure.subplots(len(table["lengths"]), 2, squeeze=False)
-    for axes, (tokens, of_length) in zip(grid, table["lengths"].items()):
-        draw(axes, of_length, f"rows of {tokens} bytes")
+    lengths = list(dict.fromkeys(row["tokens"] for row in table["rows"]))
+    figure = Figure(figsize=(14, 5.5 * len(lengths)), layout="constrained")
+    for axes, tokens in zip(figure.subplots(len(lengths), 2, squeeze=False), lengths):
+        draw(axes, [row for row in table["rows"] if row["tokens"] == tokens])
     return figure
 
 
-def size_of(size: dict, tokens: int) -> dict:
+def size_of(size: dict, tokens: int, text: torch.Tensor) -> dict:
     """Return a size with the length of its rows, and as many of them as a step's tokens allow. Raise `UserError`."""
     if not 32 <= tokens <= size["tokens_per_step"]:
         raise UserError(f"--tokens {tokens}: expected at least 32, at most {size['tokens_per_step']}.")
+    if len(text) < 20 * tokens:
+        raise UserError(f"--text has {len(text)} bytes: expected at least {20 * tokens}, 20 for each of --tokens.")
     return {**size, "tokens": tokens, "batch": size["tokens_per_step"] // tokens}
 
 
@@ -265,10 +262,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    text, lengths = read_text(args.text), {}
+    text, size, rows, curves = read_text(args.text), FULL if args.full else SMALL, [], {}
     for tokens in dict.fromkeys(args.tokens):
-        lengths[tokens] = table_of(args, size_of(FULL if args.full else SMALL, tokens), VARIANTS, text, f"{tokens}-")
-    write(args, plot, lengths=lengths)
+        of_length, curves[tokens] = rows_and_curves(args, size_of(size, tokens, text), VARIANTS, text)
+        rows += of_length
+    write(args, plot, **setting_of(args, size, text), rows=rows, runs=curves)
 
 
 if __name__ == "__main__":

@@ -22,15 +22,13 @@ from common.command_io import UserError
 from evaluation import data
 from experiments import dcmha_ablation, dcmha_tasks, head_diversity, language_models, relation_composition, study
 from experiments.dcmha_tasks import ANSWERS, NAMES, SET_PATTERNS, TASKS, TOKENS
-from kinds.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 # The full data files are no part of the repository.
 DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[3] / "shared" / "data"))
 FIELDS = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-TINY_TEXT = {"fields": FIELDS, "tokens": 8, "batch": 2, "steps": 4, "rate": 1e-2}
+TINY_TEXT = {"fields": FIELDS, "tokens": 32, "batch": 2, "steps": 4, "rate": 1e-2}
 TINY_TASKS = {**TINY_TEXT, "fields": {**FIELDS, "num_pseudo_heads": 2}, "tokens": 4, "test": 2}
 TINY_TASK = {"binary": (2, 2, 3, 0.5)}
 TINY_RELATIONS = {"tasks": TINY_TASK, "heads": 2, "head_dim": 4, "train": 70, "test": 10, "epochs": 2, "rates": [1e-2]}
@@ -128,74 +126,6 @@ def test_training_stops_when_the_validation_loss_no_longer_falls(monkeypatch):
     size = {**TINY_RELATIONS, "epochs": 50}
     run = relation_composition.train((2, 2, 3, 0.5), size, "mha", 1e-3, 0, "cpu", "run")
     assert len(run["curves"]) == 7 and run["epoch"] == 4 and run["test"] == 0.04
-
-
-@pytest.mark.parametrize("kind", ATTENTION_CLASSES)
-def test_language_models_have_equal_parameters(kind):
-    """Allow half a channel of the FFN, and count as PyTorch does."""
-    size = language_models.SMALL
-    config = language_models.config_of(kind, size)
-    count = sum(parameter.numel() for parameter in IHAForCausalLM(config).parameters())
-    assert count == cost_of(config, size["tokens"]).parameters
-    base = cost_of(language_models.config_of("mha", size), size["tokens"]).parameters
-    assert abs(count - base) <= 3 * 64 * 2 / 2
-
-
-def test_language_models_compare_and_go_on_where_they_stopped(run_study):
-    table, runs = run_study(language_models, TINY_TEXT, ["mha", "iha"], "step 4 of 4")
-    mha, iha = table["rows"]
-    assert mha["loss"]["mean"] == pytest.approx(ends(runs["mha"])) and mha["loss"] == mha["loss_at_equal_flops"]
-    assert iha["loss_minus_mha"]["mean"] == pytest.approx(ends(runs["iha"]) - ends(runs["mha"]))
-    assert iha["flops"] > 1 and iha["loss_at_equal_flops"] != iha["loss"]
-
-
-def test_a_text_is_part_of_the_setting_and_long_enough(tmp_path):
-    def setting(text: str) -> dict:
-        (tmp_path / "text").write_text(text)
-        args = language_models.parse_arguments(["--text", str(tmp_path / "text")])
-        return language_models.text_and_setting(args, TINY_TEXT)[1]
-
-    assert setting("To be, or not to be. " * 10) != setting("To be, or not to me. " * 10)
-    for content in ("short", ""):
-        with pytest.raises(UserError, match=f"has {len(content)} bytes: expected at least 160"):
-            setting(content)
-    with pytest.raises(UserError, match="cannot be read"):
-        language_models.read_text(tmp_path / "missing")
-
-
-def test_the_loss_between_two_evaluations():
-    curve = [[0, 4.0], [10, 2.0], [20, 1.0]]
-    assert [language_models.loss_at(curve, step) for step in (0, 5, 10, 18, 20)] == [4.0, 3.0, 2.0, 1.2, 1.0]
-
-
-def test_the_held_out_text_is_never_trained_on(monkeypatch):
-    """Make the bytes of the last tenth ones, all others zeros."""
-    text = torch.zeros(400, dtype=torch.long)
-    text[360:] = 1
-    seen = {True: set(), False: set()}
-    loss_of = language_models.loss_of
-
-    def watch(model, rows):
-        seen[torch.is_grad_enabled()].update(rows.unique().tolist())
-        return loss_of(model, rows)
-
-    monkeypatch.setattr(language_models, "loss_of", watch)
-    language_models.one_run("mha", 0, {**TINY_TEXT, "batch": 200}, text, "cpu")
-    assert seen == {True: {0}, False: {1}}
-
-
-def test_evaluations_do_not_count_as_training_time(monkeypatch):
-    """Let a step take a second, and a batch of an evaluation a hundred."""
-    now, loss_of = [0], language_models.loss_of
-
-    def slow(model, rows):
-        now[0] += 1 if torch.is_grad_enabled() else 100
-        return loss_of(model, rows)
-
-    monkeypatch.setattr(language_models, "loss_of", slow)
-    monkeypatch.setattr(study, "clock", lambda device: now[0])
-    run = language_models.one_run("mha", 0, TINY_TEXT, torch.arange(200) % 7, "cpu")
-    assert run["tokens_per_second"] == TINY_TEXT["batch"] * TINY_TEXT["tokens"]
 
 
 def test_intervals_over_seeds():
@@ -323,12 +253,12 @@ def test_models_without_circuits_are_refused(tmp_path):
 @pytest.mark.parametrize("name", dcmha_ablation.CONFIGURATIONS)
 def test_a_configuration_has_its_components_and_no_others(name):
     """Compare names and shapes of the parameters; the FFN of the control alone has another width."""
-    size = language_models.SMALL
+    size = dcmha_ablation.SMALL
     model = IHAForCausalLM(dcmha_ablation.config_of(name, size))
     found = {key: tuple(value.shape) for key, value in model.model.layers[0].named_parameters()}
     plain = {
         key: tuple(value.shape)
-        for key, value in IHAForCausalLM(language_models.build("mha", size)).model.layers[0].named_parameters()
+        for key, value in IHAForCausalLM(language_models.build(size)).model.layers[0].named_parameters()
     }
     hidden, heads, rank = 64, 4, {"rank_1": 1, "rank_4": 4}.get(name, 2)
     stages = [name] if name in ("pre", "post") else ["pre", "post"]
@@ -383,7 +313,7 @@ def test_all_configurations_start_from_the_same_weights(monkeypatch):
     monkeypatch.setattr(dcmha_ablation, "train", train)
     for name in ("mha", "wider", "all", "static"):
         run = dcmha_ablation.one_run(name, 0, TINY_TEXT, torch.zeros(1), "cpu")
-        trained = IHAForCausalLM(language_models.build("mha", TINY_TEXT))
+        trained = IHAForCausalLM(language_models.build(TINY_TEXT))
         trained.load_state_dict({**trained.state_dict(), **models["mha"]})
         trained.model.layers[0].self_attn.q_proj.weight.data[8:] = 0
         expected = head_diversity.curves_of(trained, name)
@@ -478,7 +408,7 @@ def test_a_line_is_the_sum_of_its_words():
     """Expect the same whatever the other examples of the batch are."""
     torch.manual_seed(0)
     size = {**TINY_TASKS, "fields": {**TINY_TASKS["fields"], "vocab_size": len(TOKENS) + 1}}
-    model = IHAForCausalLM(language_models.config_of("dcmha", size)).eval()
+    model = IHAForCausalLM(language_models.config_of(size, attention_kinds="dcmha")).eval()
     examples = [dcmha_tasks.draw(index, False, random.Random(index)) for index in (0, 61)]
     table = model.model.embed_tokens.weight
     with torch.no_grad():

@@ -1,0 +1,311 @@
+"""Test the protocol of comparisons, and the studies that keep to it: language models, equal cache and the ladder."""
+
+import argparse
+import json
+import math
+from statistics import mean
+
+import pytest
+import torch
+from torch import nn
+
+from common.command_io import UserError
+from experiments import equal_cache, ladder, language_models, protocol, study
+from experiments.language_models import VARIANTS, config_of, size_of
+from experiments.options import protocol_parser
+from kinds.model_cost import model as cost_of
+from modeling_iha import IHAForCausalLM
+
+
+FIELDS = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4}
+TINY = {"fields": FIELDS, "tokens_per_step": 64, "steps": 4}
+TEXT = (torch.arange(2000) * 7 % 50).to(torch.uint8)
+
+
+# The protocol
+
+
+@pytest.mark.parametrize(
+    ("best", "expected"), [(1.0, [1, 2, 0.5]), (4.0, [1, 2, 4, 8]), (0.25, [1, 2, 0.5, 0.25, 0.125])]
+)
+def test_a_rate_is_followed_as_long_as_the_loss_falls(best, expected):
+    tried = []
+
+    def loss_at(rate: float) -> float:
+        tried.append(rate)
+        return abs(math.log(rate / best))
+
+    assert protocol.walk(loss_at, 1.0, 2.0) == best and tried == expected
+
+
+def test_the_mixing_is_tuned_beside_the_best_rate_and_a_diverged_run_is_never_the_best():
+    def end_of(rate: float, mixing: float) -> float:
+        return math.nan if rate > protocol.FIRST_RATE else abs(math.log(mixing / 4))
+
+    rates = protocol.tune(end_of, has_mixing=True)
+    assert (rates.rate, rates.mixing) == (protocol.FIRST_RATE, 4.0)
+    assert [tried[:2] for tried in rates.tried[:3]] == [[4e-3, 1.0], [8e-3, 1.0], [2e-3, 1.0]]
+    assert protocol.tune(end_of, has_mixing=False).mixing == 1.0
+
+
+def test_common_weights_start_equal_and_the_others_do_not_change():
+    wide, narrow = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), nn.Sequential(nn.Linear(4, 2), nn.Identity())
+    before = narrow[0].weight.clone()
+    protocol.start_like(narrow, wide)
+    assert narrow[0].weight.equal(wide[0].weight[:2]) and not narrow[0].weight.equal(before)
+    kept = wide[0].weight[2].clone()
+    protocol.start_like(wide, narrow)
+    assert wide[0].weight[2].equal(kept) and wide[0].weight[:2].equal(narrow[0].weight)
+
+
+def options(tmp_path, *words: str) -> argparse.Namespace:
+    return protocol_parser("", "protocol", 0.1, ["base", "other"]).parse_args(["--output", str(tmp_path), *words])
+
+
+def compared(args: argparse.Namespace, spread: float) -> tuple[dict, dict, list]:
+    """Run the protocol with losses whose differences from the base scatter by `spread` over seeds."""
+    ran = []
+
+    def run(name: str, seed: int, rate: float, mixing: float) -> dict:
+        ran.append((name, seed, rate, mixing))
+        loss = 1.0 if name == "base" else 1.5 + spread * (-1) ** seed
+        return {"curve": [[0, 2.0], [10, loss + abs(rate - protocol.FIRST_RATE)]], "seconds": 1.0}
+
+    return *protocol.compare_tuned(args, {}, run, lambda name: name == "other"), ran
+
+
+def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path):
+    rates, runs, ran = compared(options(tmp_path / "narrow", "--most-seeds", "9"), 0.01)
+    assert {len(of_variant) for of_variant in runs.values()} == {6}
+    tuning = [seed for _, seed, _, _ in ran if seed == protocol.TUNING_SEED]
+    assert len(tuning) == 8  # three rates each, and two multiples of the mixing for one
+    assert [key[:2] for key in ran[8:]] == [(name, seed) for seed in range(6) for name in ("base", "other")]
+    for count, words in ((9, ["--most-seeds", "9"]), (3, ["--fewest-seeds", "2", "--most-seeds", "3"])):
+        runs = compared(options(tmp_path / f"wide-{count}", *words), 1.0)[1]
+        assert {len(of_variant) for of_variant in runs.values()} == {count}
+
+
+def test_a_comparison_goes_on_where_it_stopped(tmp_path):
+    few = compared(options(tmp_path, "--fewest-seeds", "2", "--most-seeds", "2"), 1.0)
+    more = compared(options(tmp_path, "--fewest-seeds", "4", "--most-seeds", "4"), 1.0)
+    assert [key[1] for key in more[2]] == [2, 2, 3, 3] and more[0] == few[0]
+
+
+def test_budgets_are_read_where_the_dearer_side_has_spent_what_the_cheaper_one_has():
+    def runs(*values: float, seconds: float) -> list[dict]:
+        return [{"curve": [[0, 10.0 + value], [10, value]], "seconds": seconds} for value in values]
+
+    sides = {"base": runs(1.0, 2.0, seconds=2.0), "dear": runs(0.5, 1.5, seconds=8.0)}
+    found = protocol.budgets(sides, "dear", "base", 2.0)
+    assert {name: each["cost"] for name, each in found.items()} == {"steps": 1.0, "FLOPs": 2.0, "time": 4.0}
+    assert [each["difference"]["mean"] for each in found.values()] == [-0.5, 4.5, 7.0]
+    cheap = protocol.budgets(sides, "base", "dear", 0.5)
+    assert [each["difference"]["mean"] for each in cheap.values()] == [0.5, -4.5, -7.0]
+
+
+def test_training_evaluates_the_mean_of_the_weights_and_mixing_has_its_own_rate():
+    torch.manual_seed(0)
+    model = IHAForCausalLM(config_of(size_of(TINY, 32, TEXT), **VARIANTS["iha_2"]))
+    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    seen = []
+
+    def evaluate(averaged: nn.Module, step: int) -> list[float]:
+        seen.append(averaged.model.embed_tokens.weight.clone())
+        return [0.0]
+
+    rows = language_models.rows_of(TEXT, torch.tensor([0, 40]), 32)
+    size = {"steps": 2, "rate": 1e-2, "mixing": 0.0, "average": 0.5}
+    states = []
+
+    def loss() -> torch.Tensor:
+        states.append(model.model.embed_tokens.weight.detach().clone())
+        return language_models.losses_of(model, rows).mean()
+
+    study.fit(model, loss, evaluate, size, lambda step: 1.0, 2)
+    states.append(model.model.embed_tokens.weight.detach())
+    assert seen[0].equal(states[0])
+    torch.testing.assert_close(seen[-1], (states[1] + states[2]) / 2)
+    moved = {name for name, value in model.named_parameters() if not value.equal(start[name])}
+    assert moved and not any(study.is_mixing(name) for name in moved)
+    assert any(study.is_mixing(name) for name in start)
+
+
+# Language models
+
+
+@pytest.mark.parametrize("tokens", [256, 512])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_have_equal_parameters_and_the_schedules_about_equal_flops(variant, tokens):
+    """Allow half a channel of the FFN, and count as PyTorch does."""
+    size = size_of(language_models.SMALL, tokens, torch.empty(20 * tokens))
+    config, base = config_of(size, **VARIANTS[variant]), config_of(size)
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in IHAForCausalLM(config).parameters())
+    assert count == cost_of(config, tokens).parameters
+    assert abs(count - cost_of(base, tokens).parameters) <= 3 * 64 * 5 / 2
+    if variant in ("iha_2", "iha_4"):
+        pseudo_heads = config.num_pseudo_heads
+        assert config.sliding_window == tokens // (2 * pseudo_heads**2)
+        assert list(config.attention_kinds) == ["iha"] * 4 + ["mha"]
+        assert config.layer_types == ["sliding_attention"] * 4 + ["full_attention"]
+        costs = [cost_of(each, tokens, "sdpa").training for each in (config, base)]
+        assert costs[0] / costs[1] == pytest.approx(1, abs=0.03)
+
+
+@pytest.fixture
+def run_protocol(tmp_path, monkeypatch, capsys):
+    """Return a function that runs a study with two seeds and then with three, and returns the table."""
+
+    def run(module, *words: str) -> dict:
+        monkeypatch.setattr(module, "SMALL", TINY)
+        (tmp_path / "text").write_bytes(TEXT.numpy().tobytes())
+        where = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--text", str(tmp_path / "text")]
+        for seeds in ("2", "3"):
+            module.main([*where, *words, "--tokens", "32", "--fewest-seeds", seeds, "--most-seeds", seeds])
+            ran = capsys.readouterr().out.count("step 4 of 4")
+            assert ran > 6 if seeds == "2" else ran == 2
+        name = module.__name__.split(".")[-1]
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        return json.loads((tmp_path / f"{name}.json").read_text())
+
+    return run
+
+
+def test_language_models_compare_and_go_on_where_they_stopped(run_protocol):
+    table = run_protocol(language_models, "--kinds", "mha", "iha_2")
+    base, row = table["rows"]
+    ends = {name: [curve[-1][1] for curve in curves] for name, curves in table["runs"]["32"].items()}
+    assert base["loss"]["values"] == ends["mha"] and row["loss"]["values"] == ends["iha_2"]
+    found = row["minus_base"]["steps"]["difference"]
+    assert found["mean"] == pytest.approx(mean(ends["iha_2"]) - mean(ends["mha"])) and "p_holm" in found
+    assert row["minus_base"]["FLOPs"]["cost"] > 1 and "minus_base" not in base
+    assert mean(part["mean"] for part in row["by_part"]) == pytest.approx(row["loss"]["mean"], rel=1e-5)
+    # One step after the start the sides are as close as their weights: they start equal and read the same rows.
+    starts = {name: curves[0][0][1] for name, curves in table["runs"]["32"].items()}
+    assert starts["mha"] == pytest.approx(starts["iha_2"], abs=0.2)
+
+
+def test_a_text_is_part_of_the_setting_and_long_enough(tmp_path):
+    args = argparse.Namespace(device="cpu")
+    texts = [torch.tensor(list(text.encode())) for text in ("To be, or not to be.", "To be, or not to me.")]
+    first, second = (language_models.setting_of(args, TINY, text) for text in texts)
+    assert first != second and first["text_sha256"] != second["text_sha256"]
+    with pytest.raises(UserError, match="has 639 bytes: expected at least 640"):
+        size_of(TINY, 32, torch.empty(639))
+    for tokens in (31, 65):
+        with pytest.raises(UserError, match="expected at least 32, at most 64"):
+            size_of(TINY, tokens, TEXT)
+    with pytest.raises(UserError, match="cannot be read"):
+        language_models.read_text(tmp_path / "missing")
+    (tmp_path / "empty").touch()
+    assert len(language_models.read_text(tmp_path / "empty")) == 0
+    assert len(language_models.read_text(None)) > 2_000_000
+
+
+def one_run(size: dict, text: torch.Tensor) -> dict:
+    return language_models.one_run({}, size, text, "cpu", "mha", 0, 1e-2, 1.0)
+
+
+def test_the_held_out_text_is_never_trained_on(monkeypatch):
+    """Make the bytes of the last tenth ones, all others zeros."""
+    text = torch.zeros(1000, dtype=torch.uint8)
+    text[900:] = 1
+    seen = {True: set(), False: set()}
+    losses_of = language_models.losses_of
+
+    def watch(model, rows):
+        seen[torch.is_grad_enabled()].update(rows.unique().tolist())
+        return losses_of(model, rows)
+
+    monkeypatch.setattr(language_models, "losses_of", watch)
+    one_run({**size_of(TINY, 32, text), "batch": 200}, text)
+    assert seen == {True: {0}, False: {1}}
+
+
+def test_evaluations_do_not_count_as_training_time(monkeypatch):
+    """Let a step take a second, and a batch of an evaluation a hundred."""
+    now, losses_of = [0], language_models.losses_of
+
+    def slow(model, rows):
+        now[0] += 1 if torch.is_grad_enabled() else 100
+        return losses_of(model, rows)
+
+    monkeypatch.setattr(language_models, "losses_of", slow)
+    monkeypatch.setattr(study, "clock", lambda device: now[0])
+    assert one_run(size_of(TINY, 32, TEXT), TEXT)["seconds"] == TINY["steps"]
+
+
+# Equal cache
+
+
+def test_interleaving_is_compared_with_a_cache_as_many_times_as_large(run_protocol, monkeypatch):
+    monkeypatch.setattr(equal_cache, "SERVED", {"fields": FIELDS, "tokens": 64})
+    monkeypatch.setattr(equal_cache, "REPEATS", 1)
+    table = run_protocol(equal_cache, "--kinds", "mha_g2", "iha_g1_p2", "--prompt", "8")
+    larger, row = table["rows"]
+    apart = mean(row["loss"]["values"]) - mean(larger["loss"]["values"])
+    assert row["minus_larger_cache"]["mean"] == pytest.approx(apart) and "minus_larger_cache" not in larger
+    assert larger["cached_bytes"] == 2 * row["cached_bytes"] == 4 * 2 * 2 * 4
+    assert row["seconds_per_token"] > 0
+
+
+# The ladder
+
+
+def test_lookups_ask_for_the_values_of_k_keys():
+    words, targets = ladder.draw("lookups", 3, 5, torch.Generator().manual_seed(0))
+    assert words.shape == (5, 32, 3) and targets.shape == (5, 32, 3)
+    assert (targets[:, :16] == ladder.IGNORED).all() and (words[:, :16, 2] == -1).all()
+    for row, answers in zip(words.tolist(), targets.tolist()):
+        value_of = {key: value - 16 for key, value, _ in row[:16]}
+        assert sorted(value_of) == list(range(16))
+        for question, expected in zip(row[16:], answers[16:]):
+            asked = [word - 24 - 16 * slot for slot, word in enumerate(question)]
+            assert len(set(asked)) == 3 and [value_of[key] for key in asked] == expected
+
+
+def test_offsets_ask_for_what_is_behind_and_nothing_before_the_start():
+    words, targets = ladder.draw("offsets", 4, 3, torch.Generator().manual_seed(0))
+    for row, answers in zip(words.squeeze(-1).tolist(), targets.tolist()):
+        for place, expected in enumerate(answers):
+            behind = [place - distance for distance in ladder.DISTANCES[:4]]
+            assert expected == [row[other] if other >= 0 else ladder.IGNORED for other in behind]
+
+
+@pytest.mark.parametrize("task", ladder.TASKS)
+def test_models_of_the_ladder_have_equal_parameters(task):
+    counts = {
+        sum(parameter.numel() for parameter in ladder.Model(variant, task, k).parameters())
+        for variant in ladder.VARIANTS
+        for k in ladder.NUMBERS
+    }
+    assert max(counts) - min(counts) <= 3 * ladder.FIELDS["hidden_size"]
+
+
+def test_a_token_of_the_ladder_sees_no_later_one():
+    torch.manual_seed(0)
+    model = ladder.Model("iha 2 x 2", "offsets", 2)
+    words, _ = ladder.draw("offsets", 2, 1, torch.Generator().manual_seed(0))
+    changed = words.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 8
+    with torch.no_grad():
+        before, after = model(words), model(changed)
+    torch.testing.assert_close(before[:, :20], after[:, :20])
+    assert not torch.allclose(before[:, 20:], after[:, 20:])
+
+
+def test_the_ladder_tunes_on_other_seeds_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "STEPS", 2)
+    monkeypatch.setattr(ladder, "TEST_ROWS", 4)
+    words = ["--tasks", "offsets", "--variants", "mha 2", "iha 2 x 2", "--seeds", "0", "1"]
+    where = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    ladder.main([*words, *where])
+    table = json.loads((tmp_path / "ladder.json").read_text())
+    assert [(row["variant"], row["k"]) for row in table["rows"]] == [
+        (variant, k) for variant in ("mha 2", "iha 2 x 2") for k in ladder.NUMBERS
+    ]
+    base, row = table["rows"][1], table["rows"][4]
+    assert row["minus_mha_2"]["mean"] == pytest.approx(row["right"]["mean"] - base["right"]["mean"])
+    assert all(rate > 0 and 0 <= wrong <= 1 for rate, wrong in row["tried"]) and len(row["tried"]) >= 3
+    monkeypatch.setattr(ladder, "learned", lambda *_: pytest.fail("A finished run is repeated."))
+    ladder.main([*words, *where])
