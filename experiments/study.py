@@ -154,6 +154,7 @@ def train(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     steps: int,
     rate: float,
+    share: Callable[[int, int], float] = lambda step, steps: (1 + math.cos(math.pi * step / steps)) / 2,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Train models of one shape at once with Adam: small ones take little more time together than one by itself.
 
@@ -161,14 +162,15 @@ def train(
         models: they differ in their weights only.
         draw: gives new inputs and targets, [models, rows, ...].
         loss: a number from the outputs and targets of one model.
-        rate: of learning at the start; it falls to 0 along a cosine. Gradients are clipped to a norm of 1.
+        rate: of learning, the highest. Gradients are clipped to a norm of 1.
+        share: of the rate at a step of so many; by default it falls to 0 along a cosine.
 
     Returns:
         A function from inputs [models, rows, ...] to the outputs of the trained models.
     """
     weights, buffers = stack_module_state(models)
     optimizer = torch.optim.Adam(weights.values(), lr=rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share(step, steps))
 
     def outputs(inputs: torch.Tensor) -> torch.Tensor:
         return vmap(lambda w, b, x: functional_call(models[0], (w, b), (x,)))(weights, buffers, inputs)

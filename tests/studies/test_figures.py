@@ -287,26 +287,39 @@ def relation_phrases() -> list[str]:
     return [*phrases, f"(p = {first}, {second} and {third})"]
 
 
+BUDGETS = ("steps", "FLOPs", "time")
+
+
+def with_p(value: dict, digits: int = 3) -> str:
+    """Return a difference with its corrected p-value, as the tables of the document write it."""
+    return f"{text(value, digits)} (p = {short(value['p_holm'])})"
+
+
 def language_phrases() -> list[str]:
-    by_kind, phrases = rows("language_models", "kind"), []
-    for kind, row in by_kind.items():
-        cells = [text(row["loss"]), "", "", text(row["loss_at_equal_flops"]), "", ""]
-        if kind != "mha":
-            equal, flops = (row[name] for name in ("loss_minus_mha", "loss_minus_mha_at_equal_flops"))
-            cells[1:3], cells[4:] = (text(equal), short(equal["p_holm"])), (text(flops), short(flops["p_holm"]))
-        name = "`iha`, P = 4" if kind == "iha" else f"`{kind}`"
-        phrases.append(line(name, *cells))
-    flops = "loss_minus_mha_at_equal_flops"
-    compared = {
-        (kind, name): by_kind[kind][name] for kind in by_kind if kind != "mha" for name in ("loss_minus_mha", flops)
-    }
-    decided = {key for key, value in compared.items() if value["p_holm"] < 0.05}
-    assert len(compared) == 14 and decided == {("hyper", "loss_minus_mha"), ("hyper", flops), ("simplicial", flops)}
-    iha = by_kind["iha"][flops]
+    phrases = []
+    for row in table("language_models")["rows"]:
+        compared = row.get("minus_base", {})
+        cells = [with_p(compared[budget]["difference"]) if compared else "" for budget in BUDGETS]
+        costs = [f"{compared[budget]['cost']:.2f}" if compared else "1" for budget in BUDGETS[1:]]
+        phrases.append(line(f"`{row['variant']}`", f"{row['rate']:g}", text(row["loss"]), *cells, *costs))
+    return phrases
+
+
+def cache_phrases() -> list[str]:
+    phrases = []
+    for row in table("equal_cache")["rows"]:
+        compared = [with_p(row["minus_base"][budget]["difference"]) if "minus_base" in row else "" for budget in BUDGETS]
+        larger = with_p(row["minus_larger_cache"]) if "minus_larger_cache" in row else ""
+        price = (f"{row['cached_bytes']:,}", f"{1000 * row['seconds_per_token']:.1f}")
+        phrases.append(line(f"`{row['variant']}`", *price, text(row["loss"]), *compared, larger))
+    return phrases
+
+
+def ladder_phrases() -> list[str]:
+    found = {(row["task"], row["variant"], row["k"]): row["right"] for row in table("ladder")["rows"]}
     return [
-        *phrases,
-        f'lower than that of "mha" by {text(by_kind["talking_heads"]["loss_minus_mha"], 4, -1)} nats per byte',
-        f'"iha" with P = 4 is {text(iha)} behind at equal FLOPs (p = {short(iha["p_holm"])})',
+        line(task, variant, *(text(found[task, variant, k], 2) for k in (2, 4, 8)))
+        for task, variant in dict.fromkeys(key[:2] for key in found)
     ]
 
 
