@@ -6,13 +6,14 @@ global "mha" layer over N tokens (IHA, Appendix C). `python -m benchmarks.cost` 
 """
 
 from modeling_iha import IHAConfig
+from modeling_iha.virtual_tokens import VirtualView
 
 from . import all_companions, companion_of
 from .cost import Cost, linear
 
 
 def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "sdpa") -> Cost:
-    """Return the cost of an attention module with its projections.
+    """Return the cost of an attention module with its projections, by the options of `config` for this layer.
 
     Raise a ValueError for a kind whose mechanism has no cost function."""
     if (between := companion_of(kind).cost) is None:
@@ -55,8 +56,9 @@ def head(config: IHAConfig, tokens: int) -> Cost:
 def model(config: IHAConfig, tokens: int, form: str = "sdpa") -> Cost:
     """Return the cost of a whole model with its language modeling head."""
     total = head(config, tokens)
-    for kind, layer_type in zip(config.attention_kinds, config.layer_types):
-        total += attention(config, kind, layer_type, tokens, form) + ffn(config, tokens)
+    for i, (kind, layer_type) in enumerate(zip(config.attention_kinds, config.layer_types)):
+        in_layer = VirtualView(config, options_of=lambda kind, i=i: config.options_of(kind).in_layer(i))
+        total += attention(in_layer, kind, layer_type, tokens, form) + ffn(config, tokens)  # type: ignore[arg-type]
         total += norm(config, tokens) + norm(config, tokens)
     return total
 

@@ -11,7 +11,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .forms import choose_form
 from .input_checks import check_mask_size
-from .mask_inputs import MaskInputs, MaskKey
+from .mask_inputs import MaskInputs, MaskKey, num_past_rows
 from .virtual_tokens import VirtualView, virtual_cache, virtual_positions
 from .window_blocks import beats_a_mask, has_varlen
 from .window_edge import keep_window_edge
@@ -99,14 +99,17 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
         return _custom_mask(inputs, key, layer_idx)
     batch_size, length = inputs.inputs_embeds.shape[:2]
     padding, cache, position_ids = inputs.attention_mask, inputs.past_key_values, inputs.position_ids
+    past_rows = num_past_rows(cache, layer_idx, key.past_queries)
     create_mask = create_sliding_window_causal_mask if key.is_sliding else create_causal_mask
     mask: Any = create_mask(
         config=VirtualView(config, sliding_window=(config.sliding_window or 0) * virtual),  # type: ignore[arg-type]
-        inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, length * virtual, 0),
+        inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, past_rows + length * virtual, 0),
         attention_mask=None if padding is None else padding.repeat_interleave(virtual, dim=1),
-        past_key_values=None if cache is None else virtual_cache(cache, virtual),
+        past_key_values=None if cache is None else virtual_cache(cache, virtual, past_rows),
         position_ids=None if position_ids is None else virtual_positions(position_ids, virtual),
         layer_idx=layer_idx,
+        # Without a mask attention is causal from the first key on, or has one query.
+        allow_is_causal_skip=past_rows == 0,
     )
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:
         mask = mask.clamp_min(LOWEST[torch.float64])
@@ -126,9 +129,12 @@ def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tens
     if inputs.past_key_values is not None:
         mask = mask[..., first : first + num_keys]
     mask = mask.repeat_interleave(virtual, dim=-1).repeat_interleave(virtual, dim=-2)
-    q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + past * virtual
+    # The mask of the past queries is not known: they see what the first new one sees up to themselves.
+    past_rows = num_past_rows(inputs.past_key_values, layer_idx, key.past_queries)
+    mask = torch.cat((mask[..., :1, :].expand(*mask.shape[:-2], past_rows, -1), mask), dim=-2)
+    q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + past * virtual - past_rows
     k = torch.arange(mask.shape[-1], device=mask.device) + first * virtual
-    hidden = (k > q) & (k // virtual == q // virtual)
+    hidden = (k > q) & ((k // virtual == q // virtual) | (q < past * virtual))
     if key.is_sliding:
         hidden |= k <= q - inputs.config.sliding_window * virtual
     return mask.masked_fill(hidden, LOWEST[mask.dtype])
