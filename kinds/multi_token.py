@@ -24,8 +24,8 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
     kernel[:, :, -1, options.key_kernel // 2] = 1
     group = options.head_group or heads
     mixing = torch.eye(group).repeat(heads // group, 1, 1)
-    state = {f"{name}_conv.weight": kernel for name in _acts(options.convolution)}
-    return state | {f"{name}_mix.weight": mixing for name in _acts(options.head_mixing)}
+    state = {f"{name}_conv.weight": kernel.clone() for name in _acts(options.convolution)}
+    return state | {f"{name}_mix.weight": mixing.clone() for name in _acts(options.head_mixing)}
 
 
 def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:

@@ -129,11 +129,12 @@ class MultiTokenAttention(ScoreMatrixAttention):
 
         `place` is that of the first of these queries among the keys."""
         key_states, cached = key_states.tensor_split((self.head_dim,), dim=-1)
-        if past_rows > 0:
-            # Before the first token there are no queries, and the mask hides all keys.
-            places = (torch.arange(past_rows, device=cached.device) + place).clamp_min(0)
-            past = cached.index_select(2, places).unflatten(3, (-1, self.head_dim)).transpose(2, 3).flatten(1, 2)
-            query_states = torch.cat((past, query_states), dim=2)
+        if past_rows == 0:
+            return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
+        # Before the first token there are no queries, and the mask hides all keys.
+        places = (torch.arange(past_rows, device=cached.device) + place).clamp_min(0)
+        past = cached.index_select(2, places).unflatten(3, (-1, self.head_dim)).transpose(2, 3).flatten(1, 2)
+        query_states = torch.cat((past, query_states), dim=2)
         output, weights = super().attend(query_states, key_states, value_states, attention_mask, place=place, **kwargs)
         return output[:, past_rows:], None if weights is None else weights[:, :, past_rows:]
 

@@ -66,7 +66,7 @@ def test_every_option_matches_reference(options):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 5])
 def test_blocks_of_any_size_compute_the_same(monkeypatch, window, size):
     """Compare packed documents in blocks of queries with a single block, forward and backward."""
     model, input_ids = random_model(multi_token({"query_kernel": 4}, window), dtype=torch.float64), random_ids(1, 17)

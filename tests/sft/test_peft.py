@@ -172,7 +172,7 @@ def test_learned_prompts(prompt_config, geometry, tmp_path):
 COMMAND = re.compile(r"^(?:trl|accelerate launch) .*(?:--use_peft|recipes/lora/).*$", re.MULTILINE)
 CARDS = {
     kind: small_config(vocab_size=300, attention_kinds=kind, rope_parameters=LONG_ROPE)
-    for kind in ("iha", "mha", "talking_heads", "gated", "knocking_heads", "dcmha")
+    for kind in ("iha", "mha", "talking_heads", "gated", "knocking_heads", "multi_token", "dcmha")
 }
 DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/SUPPORT.md", "sft/recipes/README.md")}
 NAMED = [
@@ -230,6 +230,9 @@ OWN_PARAMETERS = {
     "diff_v2": {"lambda_proj.weight": LINEAR},
     "knocking_heads": dict.fromkeys(("q_map.weight", "k_map.weight", "v_map.weight"), MIXES),
     "gated": {"output_gate.weight": LINEAR},
+    "multi_token": dict.fromkeys(
+        (f"{name}.weight" for name in ("score_conv", "weight_conv", "score_mix", "weight_mix")), MIXES
+    ),
     "dcmha": {
         **dict.fromkeys(("pre_base.weight", "post_base.weight"), MIXES),
         **{
