@@ -206,7 +206,7 @@ class DynamicallyComposableAndHyperFeatureSuite(
     attention_kinds = ["dcmha", "hyper_feature"]
 
 
-@leave_to_test_full(*ONCE)
+@pytest.mark.slow
 class MultiTokenAndKnockingHeadsSuite(
     CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
 ):

@@ -73,14 +73,12 @@ def _convolve(matrix, theta, seen):
     _, _, c_q, c_k = theta.shape
     convolved = []
     for h, of_head in enumerate(matrix):
-        padded = [torch.nn.functional.pad(row, (c_k // 2, c_k // 2)) for row in of_head]
+        # [i][j] holds the c_k keys around key j, and zeros before the first and behind the last.
+        around = [torch.nn.functional.pad(row, (c_k // 2, c_k // 2)).unfold(0, c_k, 1) for row in of_head]
         convolved.append([])
         for i in range(len(of_head)):
             rows = [a for a in range(c_q) if a == 0 or i - a in seen[i]]
-            entries = [
-                sum(theta[h, 0, c_q - 1 - a] @ padded[i - a][j : j + c_k] for a in rows) for j in range(len(of_head))
-            ]
-            convolved[h].append(torch.stack(entries))
+            convolved[h].append(sum(around[i - a] @ theta[h, 0, c_q - 1 - a] for a in rows))
     return convolved
 
 

@@ -172,7 +172,7 @@ def test_learned_prompts(prompt_config, geometry, tmp_path):
 COMMAND = re.compile(r"^(?:trl|accelerate launch) .*(?:--use_peft|recipes/lora/).*$", re.MULTILINE)
 CARDS = {
     kind: small_config(vocab_size=300, attention_kinds=kind, rope_parameters=LONG_ROPE)
-    for kind in ("iha", "mha", "talking_heads", "gated", "knocking_heads", "multi_token", "dcmha")
+    for kind in ("iha", "mha", "talking_heads", "gated", "knocking_heads", "dcmha")
 }
 DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/SUPPORT.md", "sft/recipes/README.md")}
 NAMED = [
