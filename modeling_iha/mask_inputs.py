@@ -89,7 +89,7 @@ def num_past_rows(cache: Cache | None, layer_idx: int, past_queries: int) -> int
     """Return how many rows of cached tokens a layer's mask has above those of the new tokens.
 
     They are `past_queries`, or all cached tokens where these are fewer."""
-    past = 0 if cache is None else cache.get_query_offset(layer_idx)
+    past = 0 if cache is None or past_queries == 0 else cache.get_query_offset(layer_idx)
     # The length of a static cache is a tensor, and a traced length a symbol.
     return min(past_queries, past) if isinstance(past, int) else past_queries
 

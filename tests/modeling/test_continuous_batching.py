@@ -33,6 +33,10 @@ MORE = {
         "gated_mlp": False,
     },
     "mha": {"attention_kinds": "mha"},
+    "multi_token_of_heads": {
+        "attention_kinds": "multi_token",
+        "attention_options": {"multi_token": {"convolution": None}},
+    },
 }
 
 
