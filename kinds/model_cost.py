@@ -5,6 +5,8 @@ pseudo-heads has P^2 times the query-key pairs of an "mha" layer, and with a win
 global "mha" layer over N tokens (IHA, Appendix C). `python -m benchmarks.cost` prints the table.
 """
 
+from typing import Any
+
 from modeling_iha import IHAConfig
 from modeling_iha.virtual_tokens import VirtualView
 
@@ -57,10 +59,19 @@ def model(config: IHAConfig, tokens: int, form: str = "sdpa") -> Cost:
     """Return the cost of a whole model with its language modeling head."""
     total = head(config, tokens)
     for i, (kind, layer_type) in enumerate(zip(config.attention_kinds, config.layer_types)):
-        in_layer = VirtualView(config, options_of=lambda kind, i=i: config.options_of(kind).in_layer(i))
-        total += attention(in_layer, kind, layer_type, tokens, form) + ffn(config, tokens)  # type: ignore[arg-type]
+        total += attention(_in_layer(config, i), kind, layer_type, tokens, form) + ffn(config, tokens)
         total += norm(config, tokens) + norm(config, tokens)
     return total
+
+
+def _in_layer(config: IHAConfig, layer_idx: int) -> IHAConfig:
+    """Show a config with the options as they hold in a layer, for the kinds whose layers differ."""
+
+    def options_of(kind: str) -> Any:
+        options = config.options_of(kind)
+        return options.in_layer(layer_idx) if hasattr(options, "in_layer") else options
+
+    return VirtualView(config, options_of=options_of)  # type: ignore[return-value]
 
 
 def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:

@@ -11,7 +11,6 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .configuration_iha import IHAConfig
-from .mask_inputs import num_past_rows
 from .score_matrix import MASKED, HeadMap, ScoreMatrixAttention
 
 
@@ -108,12 +107,22 @@ class MultiTokenAttention(ScoreMatrixAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        past_rows, place = num_past_rows(past_key_values, self.layer_idx, self.past_queries), 0
-        if past_rows > 0:  # before the cache takes the new tokens
-            _, first = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
-            place = past_key_values.get_query_offset(self.layer_idx) - first - past_rows
-        kwargs |= {"past_rows": past_rows, "place": place}
-        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        """Run as [`MultiHeadAttention.forward`] does, where a mask begins with rows for past queries (see `MaskKey`).
+
+        Raise a ValueError for cached tokens without such rows."""
+        place, length = 0, hidden_states.shape[1]
+        if past_key_values is not None and self.past_queries > 0:  # before the cache takes the new tokens
+            _, first = past_key_values.get_mask_sizes(length, self.layer_idx)
+            place = past_key_values.get_query_offset(self.layer_idx) - first
+            no_rows = attention_mask is None or attention_mask.shape[-2] == length
+            if isinstance(place, int) and place > 0 and no_rows:
+                raise ValueError(
+                    f"Layer {self.layer_idx} of kind 'multi_token' continues a cache, and its mask has no rows for "
+                    "past queries: pass attention_mask [batch, tokens], from which the model makes its masks."
+                )
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, place=place, **kwargs
+        )
 
     def attend(
         self,
@@ -121,16 +130,15 @@ class MultiTokenAttention(ScoreMatrixAttention):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        past_rows: int = 0,
         place: int = 0,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend with the queries of the `past_rows` tokens before the new ones, for which the mask has rows, too.
-
-        `place` is that of the first of these queries among the keys."""
+        """Attend with the past queries for which the mask has rows; `place` is that of the first new one's key."""
         key_states, cached = key_states.tensor_split((self.head_dim,), dim=-1)
+        past_rows = 0 if attention_mask is None else attention_mask.shape[-2] - query_states.shape[2]
         if past_rows == 0:
             return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
+        place = place - past_rows
         # Before the first token there are no queries, and the mask hides all keys.
         places = (torch.arange(past_rows, device=cached.device) + place).clamp_min(0)
         past = cached.index_select(2, places).unflatten(3, (-1, self.head_dim)).transpose(2, 3).flatten(1, 2)

@@ -18,7 +18,7 @@ class MaskKey(NamedTuple):
 
     layer_type: str  # "full_attention" or "sliding_attention"
     num_pseudo_heads: int  # virtual tokens per token
-    past_queries: int = 0  # queries before a query on which its attention depends
+    past_queries: int = 0  # queries of cached tokens that attention needs, whose rows the mask has above the others
 
     @property
     def is_sliding(self) -> bool:
@@ -83,15 +83,6 @@ class MaskInputs:
         if cache is None:
             return 0, length, 0
         return cache.get_query_offset(layer_idx), *cache.get_mask_sizes(length, layer_idx)
-
-
-def num_past_rows(cache: Cache | None, layer_idx: int, past_queries: int) -> int:
-    """Return how many rows of cached tokens a layer's mask has above those of the new tokens.
-
-    They are `past_queries`, or all cached tokens where these are fewer."""
-    past = 0 if cache is None or past_queries == 0 else cache.get_query_offset(layer_idx)
-    # The length of a static cache is a tensor, and a traced length a symbol.
-    return min(past_queries, past) if isinstance(past, int) else past_queries
 
 
 def document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, int]:

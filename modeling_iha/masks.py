@@ -11,7 +11,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .forms import choose_form
 from .input_checks import check_mask_size
-from .mask_inputs import MaskInputs, MaskKey, num_past_rows
+from .mask_inputs import MaskInputs, MaskKey
 from .virtual_tokens import VirtualView, virtual_cache, virtual_positions
 from .window_blocks import beats_a_mask, has_varlen
 from .window_edge import keep_window_edge
@@ -87,7 +87,9 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
 
 def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor | None:
     """Return the mask that Transformers makes for the core, over virtual tokens."""
-    config, virtual = inputs.config, key.num_pseudo_heads
+    config, virtual, past = inputs.config, key.num_pseudo_heads, inputs.key_span(layer_idx)[0]
+    # The length of a static cache is a tensor, and a traced length a symbol: rows of no query see nothing.
+    past_rows = min(key.past_queries, past) if isinstance(past, int) else key.past_queries
     if virtual > 1:
         check_mask_size(inputs, key, layer_idx)
     if inputs.has_custom_mask:
@@ -96,10 +98,9 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
                 f"attn_implementation={config._attn_implementation!r} takes no custom mask [batch, 1, queries, keys]: "
                 f"pass attention_mask [batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
             )
-        return _custom_mask(inputs, key, layer_idx)
+        return _custom_mask(inputs, key, layer_idx, past_rows)
     batch_size, length = inputs.inputs_embeds.shape[:2]
     padding, cache, position_ids = inputs.attention_mask, inputs.past_key_values, inputs.position_ids
-    past_rows = num_past_rows(cache, layer_idx, key.past_queries)
     create_mask = create_sliding_window_causal_mask if key.is_sliding else create_causal_mask
     mask: Any = create_mask(
         config=VirtualView(config, sliding_window=(config.sliding_window or 0) * virtual),  # type: ignore[arg-type]
@@ -108,7 +109,6 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
         past_key_values=None if cache is None else virtual_cache(cache, virtual, past_rows),
         position_ids=None if position_ids is None else virtual_positions(position_ids, virtual),
         layer_idx=layer_idx,
-        # Without a mask attention is causal from the first key on, or has one query.
         allow_is_causal_skip=past_rows == 0,
     )
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:
@@ -116,11 +116,11 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
     return mask
 
 
-def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor:
+def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int, past_rows: int) -> torch.Tensor:
     """Return the additive mask [batch, heads or 1, queries * P, keys * P] of a layer from a custom mask over tokens.
 
     The custom mask does not order the virtual tokens of one token, so they stay causal. A sliding layer keeps its
-    window."""
+    window. The past queries see what the first new query sees, up to themselves."""
     mask, virtual, dtype = inputs.attention_mask, key.num_pseudo_heads, inputs.inputs_embeds.dtype
     if mask.dtype == torch.bool:
         # The eager and flex cores add the mask to the scores: True would be 1.
@@ -129,8 +129,6 @@ def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tens
     if inputs.past_key_values is not None:
         mask = mask[..., first : first + num_keys]
     mask = mask.repeat_interleave(virtual, dim=-1).repeat_interleave(virtual, dim=-2)
-    # The mask of the past queries is not known: they see what the first new one sees up to themselves.
-    past_rows = num_past_rows(inputs.past_key_values, layer_idx, key.past_queries)
     mask = torch.cat((mask[..., :1, :].expand(*mask.shape[:-2], past_rows, -1), mask), dim=-2)
     q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + past * virtual - past_rows
     k = torch.arange(mask.shape[-1], device=mask.device) + first * virtual

@@ -117,8 +117,7 @@ class IHADecoderLayer(LlamaDecoderLayer):
 
     @property
     def mask_key(self) -> MaskKey:
-        attention = self.self_attn
-        return MaskKey(attention.layer_type, attention.num_pseudo_heads, attention.past_queries)
+        return MaskKey(self.self_attn.layer_type, self.self_attn.num_pseudo_heads, self.self_attn.past_queries)
 
 
 class IHAPreTrainedModel(LlamaPreTrainedModel):

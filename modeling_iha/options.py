@@ -16,9 +16,5 @@ class KindOptions:
 
     example: ClassVar[dict] = {}  # options other than the defaults, for tests and documents
 
-    def in_layer(self, layer_idx: int) -> "KindOptions":
-        """Return the options as they hold in the layer `layer_idx`."""
-        return self
-
     def check(self, config: LlamaConfig, kind: str) -> None:
         """Raise a ValueError for an `IHAConfig` whose layers of the kind cannot be built or would ignore a field."""

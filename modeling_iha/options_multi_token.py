@@ -47,6 +47,7 @@ class MultiTokenOptions(KindOptions):
     head_gate: bool = switch(False)
 
     def in_layer(self, layer_idx: int) -> "MultiTokenOptions":
+        """Return the options as they hold in the layer `layer_idx`."""
         return self if layer_idx % self.every == self.every // 2 else replace(self, convolution=None)
 
     def check(self, config: LlamaConfig, kind: str) -> None:

@@ -46,9 +46,7 @@ class VirtualView:
 
 
 def virtual_cache(cache: Cache, num_pseudo_heads: int, past_rows: int) -> Any:
-    """Show a cache of base keys and values with lengths in virtual tokens.
-
-    The `past_rows` last cached tokens count as queries, too."""
+    """Show a cache of base keys and values in virtual tokens, where the last `past_rows` are queries, too."""
 
     def get_mask_sizes(query_length: int, layer_idx: int) -> tuple[int, int]:
         length, offset = cache.get_mask_sizes((query_length - past_rows) // num_pseudo_heads, layer_idx)

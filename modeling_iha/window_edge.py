@@ -12,8 +12,7 @@ def keep_window_edge(past_key_values: Cache, layers: list[MaskKey], sliding_wind
 
     A window of W * P virtual tokens reaches from (n, p) back to (n - W, p + 1). All pseudo-heads but the last still
     see token n - W, which a cache for a window of W tokens has dropped. A window of one token needs this for every P:
-    its stock cache layer should drop every token, but drops none. The window of the oldest past query begins
-    `past_queries` tokens before that of the query."""
+    its stock cache layer should drop every token, but drops none. The first past query's window begins earlier."""
     for layer, key in zip(past_key_values.layers, layers):
         more = key.past_queries or int(key.num_pseudo_heads > 1 or sliding_window == 1)
         if not key.is_sliding or more == 0 or not layer.is_sliding:

@@ -161,6 +161,15 @@ def test_norm_and_gate_are_no_multi_head_attention():
         assert exact < found.keys() and not any(found[name].any() for name in exact)
 
 
+def test_a_mask_without_past_queries_is_refused():
+    """Continue a cache with a mask of one's own making, which the model takes as it is."""
+    model, input_ids = random_model(multi_token()), random_ids(1, 5)
+    cache = model(input_ids[:, :3]).past_key_values
+    masks = {model.model.layers[0].mask_key: torch.ones(1, 1, 2, 5, dtype=torch.bool).tril(3)}
+    with pytest.raises(ValueError, match="continues a cache, and its mask has no rows for past queries: pass"):
+        model(input_ids[:, 3:], attention_mask=masks, past_key_values=cache)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
