@@ -39,22 +39,25 @@ def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of a score matrix with its convolutions and mixing, and of the rows of past queries."""
     options, heads, d = config.options_of("multi_token"), config.num_attention_heads, config.head_dim
-    convolutions, mixings = len(_acts(options.convolution)), len(_acts(options.head_mixing))
-    past = convolutions * (options.query_kernel - 1)
-    per_pair = convolutions * heads * options.query_kernel * options.key_kernel
-    per_pair += mixings * heads * (options.head_group or heads)
-    plain = score_matrix(config, tokens, window, per_pair)
+    convolved, mixed = _acts(options.convolution), _acts(options.head_mixing)
+    past = len(convolved) * (options.query_kernel - 1)
+    kernel, group = options.query_kernel * options.key_kernel, options.head_group or heads
+    of_scores, of_weights = (
+        heads * ((name in convolved) * kernel + (name in mixed) * group) for name in ("score", "weight")
+    )
+    plain = score_matrix(config, tokens, window, of_scores + of_weights)
     # A cache for a window also holds the keys of the past queries' windows.
     cached = tokens if window is None else min(tokens, window - 1 + past)
     states = 2 * config.num_key_value_heads * d + (heads * d if past else 0)
-    pairs = (past + 1) * (cached + 1)
-    decode = pairs * (2 * heads * d + per_pair) + options.head_gate * heads * d
+    # One more token takes the scores of all past queries, which are composed for the weights that are convolved.
+    composed = options.query_kernel if "weight" in convolved else 1
+    products = heads * d * (past + 2) + composed * of_scores + of_weights
     gate = linear(tokens * heads, d, 1, bias=True) if options.head_gate else Cost()
     return Cost(
-        parameters=per_pair + options.head_norm * d + gate.parameters,
+        parameters=of_scores + of_weights + options.head_norm * d + gate.parameters,
         prefill=plain.prefill + gate.prefill,
         training=plain.training + gate.training,
-        decode=decode,
+        decode=products * (cached + 1) + gate.decode * heads,
         cache=states * cached,
         kept=plain.kept,
     )

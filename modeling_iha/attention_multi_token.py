@@ -30,18 +30,18 @@ class KeyQueryConvolution(nn.Module):
         init.ones_(self.weight[:, :, -1, self.weight.shape[-1] // 2])
 
     def forward(self, matrix: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return the convolution of a matrix [batch, H, rows, columns] that is 0 where a query sees no key.
+        """Return the last rows of the convolution of a matrix [batch, H, rows, columns], 0 where a query sees no key.
 
-        `counts` is bool, [batch or 1, 1 or H, rows, c_q], where [..., i, a] says whether the row a rows above row i
-        counts for it."""
+        `counts` is bool, [batch or 1, 1 or H, last rows, c_q]: whether what a row of the kernel reads counts."""
         heads, _, query_kernel, key_kernel = self.weight.shape
-        kernel, convolved = self.weight.to(matrix.dtype), torch.zeros_like(matrix)
-        for above in range(query_kernel):
-            # One row of the kernel at a time: whether it counts depends on the convolved row.
-            taps = kernel[:, :, query_kernel - 1 - above, None]
-            rows = nn.functional.conv2d(matrix, taps, padding=(0, key_kernel // 2), groups=heads)
-            rows = nn.functional.pad(rows, (0, 0, above, 0))[:, :, : matrix.shape[2]]
-            convolved = convolved + rows * counts[..., above, None]
+        kernel, convolved = self.weight.to(matrix.dtype), matrix.new_zeros(())
+        padded, length = nn.functional.pad(matrix, (0, 0, query_kernel - 1, 0)), counts.shape[-2]
+        # One row of the kernel at a time: whether it counts depends on the convolved row.
+        for row in range(query_kernel):
+            first = matrix.shape[2] - length + row
+            read, taps = padded[:, :, first : first + length], kernel[:, :, row, None]
+            rows = nn.functional.conv2d(read, taps, padding=(0, key_kernel // 2), groups=heads)
+            convolved = convolved + rows * counts[..., row, None]
         return convolved
 
 
@@ -143,8 +143,8 @@ class MultiTokenAttention(ScoreMatrixAttention):
         places = (torch.arange(past_rows, device=cached.device) + place).clamp_min(0)
         past = cached.index_select(2, places).unflatten(3, (-1, self.head_dim)).transpose(2, 3).flatten(1, 2)
         query_states = torch.cat((past, query_states), dim=2)
-        output, weights = super().attend(query_states, key_states, value_states, attention_mask, place=place, **kwargs)
-        return output[:, past_rows:], None if weights is None else weights[:, :, past_rows:]
+        kwargs |= {"first_row": past_rows, "place": place}
+        return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
 
     def attend_block(
         self,
@@ -159,14 +159,17 @@ class MultiTokenAttention(ScoreMatrixAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask = bias()
         visible = mask > MASKED
-        # The keys of the rows' own tokens and of those above them.
+        # The keys of the tokens whose rows the kernel reads, from the first one on.
         first = place + rows.stop - query.shape[2] - columns.start
-        own = torch.arange(query.shape[2], device=query.device)[:, None] + first
-        above = torch.arange(self.query_kernel, device=query.device)
-        keys = own - above
+        above = torch.arange(1 - self.query_kernel, 1, device=query.device)
+        keys = torch.arange(query.shape[2], device=query.device)[:, None] + first + above
         counts = visible.gather(-1, keys.clamp_min(0).expand(*visible.shape[:2], -1, -1)) & (keys >= 0)
         counts = counts | (above == 0)
-        return super().attend_block(query, key, value, lambda: mask, rows, columns, sight=(visible, counts), **kwargs)
+        # Weights of the block's own rows, and of those that these are convolved with.
+        own = rows.stop - rows.start
+        needed = own if self.weight_conv is None else own + self.query_kernel - 1
+        kwargs["sight"] = (visible, counts[..., -needed:, :], counts[..., -own:, :])
+        return super().attend_block(query, key, value, lambda: mask[..., -needed:, :], rows, columns, **kwargs)
 
     def compose(
         self,
@@ -176,21 +179,25 @@ class MultiTokenAttention(ScoreMatrixAttention):
         visible: torch.Tensor,
         counts: torch.Tensor,
     ) -> torch.Tensor:
-        """Convolve and mix scores or weights [batch, H, rows, columns]; `visible` says which keys a query sees."""
+        """Convolve and mix scores or weights [batch, H, rows, columns], and return the rows of `counts`.
+
+        `visible` says which keys a query sees, in all rows of the block."""
         if convolution is not None:
-            matrix = convolution(matrix.masked_fill(~visible, 0), counts).masked_fill(~visible, 0)
+            matrix = convolution(matrix.masked_fill(~visible[..., -matrix.shape[2] :, :], 0), counts)
+            matrix = matrix.masked_fill(~visible[..., -matrix.shape[2] :, :], 0)
         return matrix if mixing is None else mixing(matrix.unflatten(1, (self.num_groups, -1))).flatten(1, 2)
 
     def compose_scores(
-        self, scores: torch.Tensor, rows: slice, columns: slice, sight: tuple[torch.Tensor, torch.Tensor], **kwargs
+        self, scores: torch.Tensor, rows: slice, columns: slice, sight: tuple[torch.Tensor, ...], **kwargs
     ) -> torch.Tensor:
-        return self.compose(scores, self.score_conv, self.score_mix, *sight)
+        visible, counts, _ = sight
+        return self.compose(scores, self.score_conv, self.score_mix, visible, counts)
 
     def compose_weights(
-        self, weights: torch.Tensor, rows: slice, columns: slice, sight: tuple[torch.Tensor, torch.Tensor], **kwargs
+        self, weights: torch.Tensor, rows: slice, columns: slice, sight: tuple[torch.Tensor, ...], **kwargs
     ) -> torch.Tensor:
-        """Compose the weights, and keep those of the block's own rows."""
-        return self.compose(weights, self.weight_conv, self.weight_mix, *sight)[:, :, rows.start - rows.stop :]
+        visible, _, counts = sight
+        return self.compose(weights, self.weight_conv, self.weight_mix, visible, counts)
 
     def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.head_norm is not None:

@@ -60,14 +60,14 @@ def block_bias(
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest).unsqueeze(1)
 
 
-def query_blocks(query: torch.Tensor, size: int) -> list[slice]:
-    """Return the rows of each block of `size` queries of [batch, H, N, any].
+def query_blocks(query: torch.Tensor, size: int, first: int = 0) -> list[slice]:
+    """Return the rows of each block of `size` queries of [batch, H, N, any], from row `first` on.
 
     Under tracing one block takes all queries: a traced loop is unrolled and recompiled for every length."""
     length = query.shape[2]
     if is_tracing(query):
-        return [slice(0, length)]
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+        return [slice(first, length)]
+    return [slice(start, min(start + size, length)) for start in range(first, length, size)]
 
 
 def query_offset(length: int, num_keys: int) -> int:
@@ -183,14 +183,16 @@ class ScoreMatrixAttention(MultiHeadAttention):
         attention_mask: torch.Tensor | None,
         document_ids: torch.Tensor | None = None,
         sliding_window: int | None = None,
+        first_row: int = 0,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend with the queries from `first_row` on; those before it are past queries."""
         length, num_keys = query_states.shape[2], key_states.shape[2]
         offset = query_offset(length, num_keys)
         # A mask holds the window. No mask is made where the window reaches every key.
         window = None if document_ids is None else sliding_window
 
-        blocks = query_blocks(query_states, BLOCK)
+        blocks = query_blocks(query_states, BLOCK, first_row)
         outputs, weights = [], []
         for rows in blocks:
             reached = slice(max(0, rows.start - self.past_queries), rows.stop)

@@ -127,6 +127,18 @@ def test_products_of_other_kinds(variant):
     assert 0.75 < cost.model(config, tokens).prefill / counted < 1.25
 
 
+@pytest.mark.parametrize("variant", ["multi_token", "multi_token, other options"])
+@torch.no_grad()
+def test_decoding_with_past_queries(variant):
+    """Count all products of one token on a cache, the rows of past queries among them."""
+    config, tokens = small_config(**OTHER_KINDS[variant]), 24
+    model, cache = random_model(config), DynamicCache(config=config)
+    model.set_attn_implementation("eager")
+    model(random_ids(1, tokens), past_key_values=cache)
+    counted = multiply_adds(lambda: model(random_ids(1, 1), past_key_values=cache))
+    assert counted == cost.model(config, tokens, "eager").decode
+
+
 def test_flop_matched_window():
     """Give a sliding layer about as many pairs as a global MHA layer (IHA, Appendix C)."""
     tokens, virtual = 8192, 4
