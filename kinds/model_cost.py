@@ -5,14 +5,17 @@ pseudo-heads has P^2 times the query-key pairs of an "mha" layer, and with a win
 global "mha" layer over N tokens (IHA, Appendix C). `python -m benchmarks.cost` prints the table.
 """
 
+from typing import Any
+
 from modeling_iha import IHAConfig
+from modeling_iha.virtual_tokens import VirtualView
 
 from . import all_companions, companion_of
 from .cost import Cost, linear
 
 
 def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "sdpa") -> Cost:
-    """Return the cost of an attention module with its projections.
+    """Return the cost of an attention module with its projections, by the options of `config` for this layer.
 
     Raise a ValueError for a kind whose mechanism has no cost function."""
     if (between := companion_of(kind).cost) is None:
@@ -55,10 +58,20 @@ def head(config: IHAConfig, tokens: int) -> Cost:
 def model(config: IHAConfig, tokens: int, form: str = "sdpa") -> Cost:
     """Return the cost of a whole model with its language modeling head."""
     total = head(config, tokens)
-    for kind, layer_type in zip(config.attention_kinds, config.layer_types):
-        total += attention(config, kind, layer_type, tokens, form) + ffn(config, tokens)
+    for i, (kind, layer_type) in enumerate(zip(config.attention_kinds, config.layer_types)):
+        total += attention(_in_layer(config, i), kind, layer_type, tokens, form) + ffn(config, tokens)
         total += norm(config, tokens) + norm(config, tokens)
     return total
+
+
+def _in_layer(config: IHAConfig, layer_idx: int) -> IHAConfig:
+    """Show a config with the options as they hold in a layer, for the kinds whose layers differ."""
+
+    def options_of(kind: str) -> Any:
+        options = config.options_of(kind)
+        return options.in_layer(layer_idx) if hasattr(options, "in_layer") else options
+
+    return VirtualView(config, options_of=options_of)  # type: ignore[return-value]
 
 
 def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:

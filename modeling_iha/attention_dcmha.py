@@ -10,7 +10,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from .configuration_iha import IHAConfig
-from .score_matrix import ScoreMatrixAttention
+from .score_matrix import HeadMap, ScoreMatrixAttention
 
 
 class CompositionWeights(nn.Module):
@@ -74,27 +74,6 @@ class CompositionWeights(nn.Module):
         return torch.cat(weights, dim=-2).transpose(-1, -2).flatten(2, 3)
 
 
-class BaseMap(nn.Module):
-    """Apply the static composition A W_b of DCMHA, Equation 7.
-
-    `weight` [groups, M, M] holds W_b[m, n], the share of head m in head n."""
-
-    def __init__(self, config: IHAConfig):
-        super().__init__()
-        num_groups = config.options_of("dcmha").num_groups
-        group_size = config.num_attention_heads // num_groups
-        self.weight = nn.Parameter(torch.empty(num_groups, group_size, group_size))
-
-    def init_mechanism(self, config: IHAConfig):
-        """Start at the identity, the skip connection that the map replaces."""
-        identity = torch.eye(self.weight.shape[-1], device=self.weight.device, dtype=self.weight.dtype)
-        init.copy_(self.weight, identity.expand_as(self.weight))
-
-    def forward(self, attention: torch.Tensor) -> torch.Tensor:
-        """Compose attention [batch, groups, M, rows, columns] and keep its shape."""
-        return torch.einsum("bgmij,gmn->bgnij", attention, self.weight.to(attention.dtype))
-
-
 class DynamicallyComposableAttention(ScoreMatrixAttention):
     """Compose the scores and weights of heads by Dynamically Composable Multi-Head Attention (DCMHA, Equations 4, 7).
 
@@ -116,7 +95,9 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         dynamic = self.rank > 0 or options.gate
         for stage in ("pre", "post"):
             composes = options.stages in ("both", stage)
-            setattr(self, f"{stage}_base", BaseMap(config) if composes and options.base_map else None)
+            # W_b of Equation 7; its start, the identity, is the skip connection that it replaces.
+            base = HeadMap(self.num_groups, self.num_heads // self.num_groups)
+            setattr(self, f"{stage}_base", base if composes and options.base_map else None)
             for side in ("query", "key"):
                 weighs = composes and dynamic and options.sides in ("both", side)
                 setattr(self, f"{stage}_{side}", CompositionWeights(config) if weighs else None)
@@ -183,7 +164,7 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     def compose(
         self,
         attention: torch.Tensor,
-        base: BaseMap | None,
+        base: HeadMap | None,
         query_weights: torch.Tensor | None,
         key_weights: torch.Tensor | None,
     ) -> torch.Tensor:

@@ -11,6 +11,7 @@ from .attention_hyper_feature import HyperFeatureAttention
 from .attention_iha import InterleavedHeadAttention
 from .attention_knocking_heads import KnockingHeadsAttention
 from .attention_mha import MultiHeadAttention
+from .attention_multi_token import MultiTokenAttention
 from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
 
@@ -23,6 +24,7 @@ ATTENTION_CLASSES = {
     "diff_v2": DifferentialAttentionV2,
     "gated": GatedAttention,
     "knocking_heads": KnockingHeadsAttention,
+    "multi_token": MultiTokenAttention,
     "hyper_feature": HyperFeatureAttention,
     "hyper": HyperAttention,
     "simplicial": SimplicialAttention,

@@ -36,7 +36,7 @@ class MultiHeadAttention(LlamaAttention):
     # Submodules that mix heads. Their entries are of order 1, so an optimiser gives them a learning rate of their own
     # and no weight decay.
     mixing_modules: tuple[str, ...] = ()
-    num_pseudo_heads = 1  # virtual tokens that attention sees for each token
+    num_pseudo_heads, past_queries = 1, 0  # see `MaskKey`
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
     caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
 

@@ -9,6 +9,7 @@ from .options_gated import GateOptions
 from .options_hyper import HyperOptions
 from .options_hyper_feature import FeatureOptions
 from .options_knocking_heads import KnockingOptions
+from .options_multi_token import MultiTokenOptions
 from .options_pairs import PairOptions
 
 
@@ -20,6 +21,7 @@ OPTIONS_CLASSES = {
     "diff_v2": KindOptions,
     "gated": GateOptions,
     "knocking_heads": KnockingOptions,
+    "multi_token": MultiTokenOptions,
     "hyper_feature": FeatureOptions,
     "hyper": HyperOptions,
     "simplicial": PairOptions,

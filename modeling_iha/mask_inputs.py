@@ -18,6 +18,7 @@ class MaskKey(NamedTuple):
 
     layer_type: str  # "full_attention" or "sliding_attention"
     num_pseudo_heads: int  # virtual tokens per token
+    past_queries: int = 0  # queries of cached tokens that attention needs, whose rows the mask has above the others
 
     @property
     def is_sliding(self) -> bool:

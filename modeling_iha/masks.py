@@ -87,7 +87,9 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
 
 def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor | None:
     """Return the mask that Transformers makes for the core, over virtual tokens."""
-    config, virtual = inputs.config, key.num_pseudo_heads
+    config, virtual, past = inputs.config, key.num_pseudo_heads, inputs.key_span(layer_idx)[0]
+    # The length of a static cache is a tensor, and a traced length a symbol: rows of no query see nothing.
+    past_rows = min(key.past_queries, past) if isinstance(past, int) else key.past_queries
     if virtual > 1:
         check_mask_size(inputs, key, layer_idx)
     if inputs.has_custom_mask:
@@ -96,28 +98,29 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
                 f"attn_implementation={config._attn_implementation!r} takes no custom mask [batch, 1, queries, keys]: "
                 f"pass attention_mask [batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
             )
-        return _custom_mask(inputs, key, layer_idx)
+        return _custom_mask(inputs, key, layer_idx, past_rows)
     batch_size, length = inputs.inputs_embeds.shape[:2]
     padding, cache, position_ids = inputs.attention_mask, inputs.past_key_values, inputs.position_ids
     create_mask = create_sliding_window_causal_mask if key.is_sliding else create_causal_mask
     mask: Any = create_mask(
         config=VirtualView(config, sliding_window=(config.sliding_window or 0) * virtual),  # type: ignore[arg-type]
-        inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, length * virtual, 0),
+        inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, past_rows + length * virtual, 0),
         attention_mask=None if padding is None else padding.repeat_interleave(virtual, dim=1),
-        past_key_values=None if cache is None else virtual_cache(cache, virtual),
+        past_key_values=None if cache is None else virtual_cache(cache, virtual, past_rows),
         position_ids=None if position_ids is None else virtual_positions(position_ids, virtual),
         layer_idx=layer_idx,
+        allow_is_causal_skip=past_rows == 0,
     )
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:
         mask = mask.clamp_min(LOWEST[torch.float64])
     return mask
 
 
-def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor:
+def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int, past_rows: int) -> torch.Tensor:
     """Return the additive mask [batch, heads or 1, queries * P, keys * P] of a layer from a custom mask over tokens.
 
     The custom mask does not order the virtual tokens of one token, so they stay causal. A sliding layer keeps its
-    window."""
+    window. The past queries see what the first new query sees, up to themselves."""
     mask, virtual, dtype = inputs.attention_mask, key.num_pseudo_heads, inputs.inputs_embeds.dtype
     if mask.dtype == torch.bool:
         # The eager and flex cores add the mask to the scores: True would be 1.
@@ -126,9 +129,10 @@ def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tens
     if inputs.past_key_values is not None:
         mask = mask[..., first : first + num_keys]
     mask = mask.repeat_interleave(virtual, dim=-1).repeat_interleave(virtual, dim=-2)
-    q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + past * virtual
+    mask = torch.cat((mask[..., :1, :].expand(*mask.shape[:-2], past_rows, -1), mask), dim=-2)
+    q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + past * virtual - past_rows
     k = torch.arange(mask.shape[-1], device=mask.device) + first * virtual
-    hidden = (k > q) & (k // virtual == q // virtual)
+    hidden = (k > q) & ((k // virtual == q // virtual) | (q < past * virtual))
     if key.is_sliding:
         hidden |= k <= q - inputs.config.sliding_window * virtual
     return mask.masked_fill(hidden, LOWEST[mask.dtype])

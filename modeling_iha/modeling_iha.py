@@ -117,7 +117,7 @@ class IHADecoderLayer(LlamaDecoderLayer):
 
     @property
     def mask_key(self) -> MaskKey:
-        return MaskKey(self.self_attn.layer_type, self.self_attn.num_pseudo_heads)
+        return MaskKey(self.self_attn.layer_type, self.self_attn.num_pseudo_heads, self.self_attn.past_queries)
 
 
 class IHAPreTrainedModel(LlamaPreTrainedModel):

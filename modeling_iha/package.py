@@ -23,6 +23,7 @@ KIND_FILES = {
     "diff_v2": ("attention_diff_v2.py",),
     "gated": ("attention_gated.py", "options_gated.py", "option_fields.py"),
     "knocking_heads": ("attention_knocking_heads.py", "options_knocking_heads.py", "option_fields.py"),
+    "multi_token": ("attention_multi_token.py", "options_multi_token.py", *SCORES),
     "hyper_feature": ("attention_hyper_feature.py", "options_hyper_feature.py", *SCORES),
     "hyper": ("attention_hyper.py", "options_hyper.py", *PAIRS),
     "simplicial": ("attention_simplicial.py", *PAIRS),

@@ -9,10 +9,13 @@ from functools import partial
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
+from transformers import initialization as init
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
+from .configuration_iha import IHAConfig
 
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
@@ -57,14 +60,14 @@ def block_bias(
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest).unsqueeze(1)
 
 
-def query_blocks(query: torch.Tensor, size: int) -> list[slice]:
-    """Return the rows of each block of `size` queries of [batch, H, N, any].
+def query_blocks(query: torch.Tensor, size: int, first: int = 0) -> list[slice]:
+    """Return the rows of each block of `size` queries of [batch, H, N, any], from row `first` on.
 
     Under tracing one block takes all queries: a traced loop is unrolled and recompiled for every length."""
     length = query.shape[2]
     if is_tracing(query):
-        return [slice(0, length)]
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+        return [slice(first, length)]
+    return [slice(start, min(start + size, length)) for start in range(first, length, size)]
 
 
 def query_offset(length: int, num_keys: int) -> int:
@@ -96,6 +99,25 @@ def recomputed(function: Callable, num_blocks: int, *args, **kwargs):
 def join(blocks: list[torch.Tensor], dim: int) -> torch.Tensor:
     """Join the blocks in one tensor. Return a single block as it is: a caller may ask for its gradient."""
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=dim)
+
+
+class HeadMap(nn.Module):
+    """Map scores or weights linearly across the heads of each group.
+
+    `weight` [groups, M, M] holds in [g, m, n] the share of the group's head m in its head n after the map."""
+
+    def __init__(self, num_groups: int, group_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_groups, group_size, group_size))
+
+    def init_mechanism(self, config: IHAConfig):
+        """Start at the identity."""
+        identity = torch.eye(self.weight.shape[-1], device=self.weight.device, dtype=self.weight.dtype)
+        init.copy_(self.weight, identity.expand_as(self.weight))
+
+    def forward(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return scores or weights [batch, groups, M, rows, columns] after the map."""
+        return torch.einsum("bgmij,gmn->bgnij", matrix, self.weight.to(matrix.dtype))
 
 
 class ScoreMatrixAttention(MultiHeadAttention):
@@ -144,7 +166,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries.
 
-        `bias` makes the mask here, so that the backward pass does not keep it."""
+        The first `past_queries` queries, or fewer at the start, are those before the block. `bias` makes the mask
+        here, so that the backward pass does not keep it."""
         scores = self.compose_scores(self.raw_scores(query, key), rows, columns, **kwargs)
         weights = self.normalize_scores(scores, bias())
         weights = self.compose_weights(weights, rows, columns, **kwargs)
@@ -160,19 +183,22 @@ class ScoreMatrixAttention(MultiHeadAttention):
         attention_mask: torch.Tensor | None,
         document_ids: torch.Tensor | None = None,
         sliding_window: int | None = None,
+        first_row: int = 0,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend with the queries from `first_row` on; those before it are past queries."""
         length, num_keys = query_states.shape[2], key_states.shape[2]
         offset = query_offset(length, num_keys)
         # A mask holds the window. No mask is made where the window reaches every key.
         window = None if document_ids is None else sliding_window
 
-        blocks = query_blocks(query_states, BLOCK)
+        blocks = query_blocks(query_states, BLOCK, first_row)
         outputs, weights = [], []
         for rows in blocks:
-            columns = block_columns(attention_mask, rows, offset, window, num_keys)
-            visible = (attention_mask, document_ids, rows, columns, offset, window, query_states.device)
-            states = (query_states[:, :, rows], key_states[:, :, columns], value_states[:, :, columns])
+            reached = slice(max(0, rows.start - self.past_queries), rows.stop)
+            columns = block_columns(attention_mask, reached, offset, window, num_keys)
+            visible = (attention_mask, document_ids, reached, columns, offset, window, query_states.device)
+            states = (query_states[:, :, reached], key_states[:, :, columns], value_states[:, :, columns])
             bias = partial(block_bias, *visible)
             output, block_weights = recomputed(self.attend_block, len(blocks), *states, bias, rows, columns, **kwargs)
             outputs.append(output)

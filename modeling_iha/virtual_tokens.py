@@ -45,14 +45,14 @@ class VirtualView:
         return getattr(self._target, name)
 
 
-def virtual_cache(cache: Cache, num_pseudo_heads: int) -> Any:
-    """Show a cache of base keys and values with lengths in virtual tokens."""
+def virtual_cache(cache: Cache, num_pseudo_heads: int, past_rows: int) -> Any:
+    """Show a cache of base keys and values in virtual tokens, where the last `past_rows` are queries, too."""
 
     def get_mask_sizes(query_length: int, layer_idx: int) -> tuple[int, int]:
-        length, offset = cache.get_mask_sizes(query_length // num_pseudo_heads, layer_idx)
+        length, offset = cache.get_mask_sizes((query_length - past_rows) // num_pseudo_heads, layer_idx)
         return length * num_pseudo_heads, offset * num_pseudo_heads
 
     def get_query_offset(layer_idx: int) -> int:
-        return cache.get_query_offset(layer_idx) * num_pseudo_heads
+        return cache.get_query_offset(layer_idx) * num_pseudo_heads - past_rows
 
     return VirtualView(cache, get_query_offset=get_query_offset, get_mask_sizes=get_mask_sizes)

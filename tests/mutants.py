@@ -23,7 +23,7 @@ from common.command_io import ROOT
 # The first failure ends the run of a mutant, so the files that find most in a second come first.
 TESTS = (
     *("config", "choose_form", "window_blocks", "dcmha", "hyper_feature", "diff", "talking_heads"),
-    *("mechanisms", "reference", "hyper", "numerics", "generation", "packing", "masks"),
+    *("multi_token", "mechanisms", "reference", "hyper", "numerics", "generation", "packing", "masks"),
 )
 OPERATORS = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},

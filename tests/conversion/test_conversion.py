@@ -92,7 +92,7 @@ def test_nothing_is_dead_after_a_conversion_to_dcmha():
     assert (logits(model) - expected).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["talking_heads", "diff_v2", "gated", "knocking_heads"])
+@pytest.mark.parametrize("kind", ["talking_heads", "diff_v2", "gated", "knocking_heads", "multi_token"])
 def test_nothing_is_dead_after_a_conversion(kind):
     model = convert(tiny_source(), attention_kind=kind)
     # Weights that share memory would learn as one, and cannot be saved.

@@ -60,8 +60,8 @@ def test_every_companion_is_of_a_kind():
 
 
 def test_what_is_derived():
-    assert ATTENTION_KINDS == ["iha", "talking_heads", "diff_v2", "gated", "knocking_heads", "dcmha"]
-    of_scores = {"score_mix", "weight_mix", "pre_base", "post_base"}
+    assert ATTENTION_KINDS == ["iha", "talking_heads", "diff_v2", "gated", "knocking_heads", "multi_token", "dcmha"]
+    of_scores = {"score_mix", "weight_mix", "score_conv", "weight_conv", "pre_base", "post_base"}
     assert MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
 
 

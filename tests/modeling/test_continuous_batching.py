@@ -19,7 +19,8 @@ NEW_TOKENS = 7
 # Transformers 5.17 calls a page a block.
 PAGE = "page_size" if "page_size" in {field.name for field in fields(ContinuousBatchingConfig)} else "block_size"
 
-SUPPORTED = [name for name in GEOMETRIES if not name.startswith(("hyper", "simplicial", "dcmha"))] + ["hyper_feature"]
+SUPPORTED = [name for name in GEOMETRIES if not name.startswith(("hyper", "simplicial", "dcmha", "multi_token"))]
+SUPPORTED += ["hyper_feature"]
 MORE = {
     "shared_positions": {"pseudo_positions": "shared", "num_pseudo_heads": 3, "pseudo_collapse": "all_heads"},
     "schedule": {
@@ -32,6 +33,10 @@ MORE = {
         "gated_mlp": False,
     },
     "mha": {"attention_kinds": "mha"},
+    "multi_token_of_heads": {
+        "attention_kinds": "multi_token",
+        "attention_options": {"multi_token": {"convolution": None}},
+    },
 }
 
 
@@ -164,7 +169,7 @@ def test_pages_that_keep_one_token_less_are_noticed(name, monkeypatch):
     assert "version of Transformers lays pages out in another way. Use generate" in next(iter(outputs.values())).error
 
 
-@pytest.mark.parametrize("name", ["hyper", "hyper_linear", "simplicial", "dcmha"])
+@pytest.mark.parametrize("name", ["hyper", "hyper_linear", "simplicial", "dcmha", "multi_token"])
 def test_kinds_that_cache_more_are_refused(name):
     model = built(name)
     kind = model.config.attention_kinds[0]

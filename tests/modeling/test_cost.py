@@ -47,6 +47,19 @@ OTHER_KINDS = {
             "dcmha": {"rank": 1, "gate": False, "base_map": True, "stages": "pre", "sides": "query", "num_groups": 2}
         },
     },
+    "multi_token": {"attention_kinds": "multi_token"},
+    "multi_token, other options": {
+        "attention_kinds": ["mha", "multi_token", "multi_token", "multi_token"],
+        "num_hidden_layers": 4,
+        "attention_options": {
+            "multi_token": {
+                **{"query_kernel": 2, "key_kernel": 3, "every": 3, "head_mixing": "post", "head_group": 2},
+                **{"head_norm": True, "head_gate": True},
+            }
+        },
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 4,
+    },
     "hyper_feature": {
         "attention_kinds": "hyper_feature",
         "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
@@ -98,7 +111,9 @@ def test_cache_of_other_kinds(variant):
     assert sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) == cost.model(config, tokens).cache
 
 
-@pytest.mark.parametrize("variant", ["talking_heads", "diff", "dcmha", "dcmha, ablated", "hyper_feature"])
+@pytest.mark.parametrize(
+    "variant", ["talking_heads", "diff", "dcmha", "dcmha, ablated", "hyper_feature", "multi_token, other options"]
+)
 def test_products_of_other_kinds(variant):
     """Agree to a quarter with the count on eager, which computes every pair.
 
@@ -110,6 +125,18 @@ def test_products_of_other_kinds(variant):
     with torch.no_grad():
         counted = multiply_adds(lambda: model(random_ids(1, tokens), use_cache=False))
     assert 0.75 < cost.model(config, tokens).prefill / counted < 1.25
+
+
+@pytest.mark.parametrize("variant", ["multi_token", "multi_token, other options"])
+@torch.no_grad()
+def test_decoding_with_past_queries(variant):
+    """Count all products of one token on a cache, the rows of past queries among them."""
+    config, tokens = small_config(**OTHER_KINDS[variant]), 24
+    model, cache = random_model(config), DynamicCache(config=config)
+    model.set_attn_implementation("eager")
+    model(random_ids(1, tokens), past_key_values=cache)
+    counted = multiply_adds(lambda: model(random_ids(1, 1), past_key_values=cache))
+    assert counted == cost.model(config, tokens, "eager").decode
 
 
 def test_flop_matched_window():

@@ -27,8 +27,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from references.dcmha import group_gated_mlp
 
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.attention_dcmha import BaseMap, CompositionWeights
-from modeling_iha.score_matrix import BLOCK
+from modeling_iha.attention_dcmha import CompositionWeights
+from modeling_iha.score_matrix import BLOCK, HeadMap
 
 
 # The rows of DCMHA's Table 9, ranks, and groups of heads (Section 3.2).
@@ -126,7 +126,7 @@ def test_exact_start_from_llama(options):
     for module in model.modules():
         if isinstance(module, CompositionWeights):
             module.init_identity()
-        elif isinstance(module, BaseMap):
+        elif isinstance(module, HeadMap):
             module.init_mechanism(model.config)
     assert relative_error(model(input_ids).logits, expected.double()) < 1e-5
     model(input_ids, labels=input_ids).loss.backward()

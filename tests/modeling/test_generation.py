@@ -102,7 +102,7 @@ def test_a_cache_cut_too_short_is_refused():
     mha = random_model(small_config(attention_kinds="mha", **window))
     cache = DynamicCache(config=mha.config)
     logits_in_chunks(mha, random_ids(1, 5), [5], cache)
-    with pytest.raises(ValueError, match="sliding_window=3.*needs one more"):
+    with pytest.raises(ValueError, match="sliding_window=3.*needs 1 more"):
         random_model(small_config(**window))(random_ids(1, 1), past_key_values=cache)
 
 

@@ -23,6 +23,7 @@ from helpers import (
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from modeling_iha import input_checks
+from modeling_iha.mask_inputs import MaskKey
 
 
 FLASH = "flash_attention_2"
@@ -272,7 +273,7 @@ def test_no_mask_is_refused_where_none_is_built(monkeypatch):
 
     The input may go into a static cache or have an attention_mask that hides nothing.
     """
-    no_mask = {("full_attention", 2): None}
+    no_mask = {MaskKey("full_attention", 2): None}
     assert masks_for("sdpa", "global", 1, 65536, device="meta") == no_mask
     cache = StaticCache(config=small_config(), max_cache_len=70000)
     assert masks_for("sdpa", "global", 1, 65536, cache=cache, device="meta") == no_mask
@@ -290,7 +291,7 @@ def test_the_largest_mask(core, dtype, entry, monkeypatch):
     """Build a mask of exactly the limit, of the size that was counted, and refuse it with one byte less."""
     padding = torch.tensor([[0] + [1] * 6, [1] * 7])
     monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 2 * 14 * 14 * entry)
-    mask = masks_for(core, "global", 2, 7, padding, dtype=dtype)["full_attention", 2]
+    mask = masks_for(core, "global", 2, 7, padding, dtype=dtype)[MaskKey("full_attention", 2)]
     assert mask.numel() * mask.element_size() == input_checks.MAX_MASK_BYTES
     monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 2 * 14 * 14 * entry - 1)
     with pytest.raises(ValueError, match=f"{core}.*needs a mask"):

@@ -206,6 +206,13 @@ class DynamicallyComposableAndHyperFeatureSuite(
     attention_kinds = ["dcmha", "hyper_feature"]
 
 
+@pytest.mark.slow
+class MultiTokenAndKnockingHeadsSuite(
+    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
+):
+    attention_kinds = ["multi_token", "knocking_heads"]
+
+
 @leave_to_test_full(*ONCE, *LONG_INPUTS)
 class SimplicialAndHyperSuite(
     CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase

@@ -230,6 +230,9 @@ OWN_PARAMETERS = {
     "diff_v2": {"lambda_proj.weight": LINEAR},
     "knocking_heads": dict.fromkeys(("q_map.weight", "k_map.weight", "v_map.weight"), MIXES),
     "gated": {"output_gate.weight": LINEAR},
+    "multi_token": dict.fromkeys(
+        (f"{name}.weight" for name in ("score_conv", "weight_conv", "score_mix", "weight_mix")), MIXES
+    ),
     "dcmha": {
         **dict.fromkeys(("pre_base.weight", "post_base.weight"), MIXES),
         **{

@@ -1,0 +1,75 @@
+"""Describe kind "multi_token".
+
+A layer computes the multi-head attention that it replaces while its kernels are zero but for the one in the middle of
+the last row, and its mixing is the identity. A norm or a gate of the heads leaves no exact start.
+"""
+
+import torch
+
+from modeling_iha import IHAConfig
+
+from . import Companion
+from .cost import Cost, linear, score_matrix
+
+
+def _acts(where: str | None) -> list[str]:
+    """Return the names of what is convolved or mixed."""
+    return [name for name, stage in (("score", "pre"), ("weight", "post")) if where in ("both", stage)]
+
+
+def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
+    """Return kernels and mixing that change nothing."""
+    options, heads = config.options_of("multi_token"), config.num_attention_heads
+    kernel = torch.zeros(heads, 1, options.query_kernel, options.key_kernel)
+    kernel[:, :, -1, options.key_kernel // 2] = 1
+    group = options.head_group or heads
+    mixing = torch.eye(group).repeat(heads // group, 1, 1)
+    state = {f"{name}_conv.weight": kernel.clone() for name in _acts(options.convolution)}
+    return state | {f"{name}_mix.weight": mixing.clone() for name in _acts(options.head_mixing)}
+
+
+def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
+    """Return the differences of kernels and mixing from the exact start, and NaN for a norm and a gate."""
+    exact = start(config, torch.Generator(), "none")
+    own = dict(attention.named_parameters())
+    moved = {name: own[name] - value for name, value in exact.items() if name in own}
+    return moved | {name: torch.full_like(value, torch.nan) for name, value in own.items() if name.startswith("head_")}
+
+
+def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Return the cost of a score matrix with its convolutions and mixing, and of the rows of past queries."""
+    options, heads, d = config.options_of("multi_token"), config.num_attention_heads, config.head_dim
+    convolved, mixed = _acts(options.convolution), _acts(options.head_mixing)
+    past = len(convolved) * (options.query_kernel - 1)
+    kernel, group = options.query_kernel * options.key_kernel, options.head_group or heads
+    of_scores, of_weights = (
+        heads * ((name in convolved) * kernel + (name in mixed) * group) for name in ("score", "weight")
+    )
+    plain = score_matrix(config, tokens, window, of_scores + of_weights)
+    # A cache for a window also holds the keys of the past queries' windows.
+    cached = tokens if window is None else min(tokens, window - 1 + past)
+    states = 2 * config.num_key_value_heads * d + (heads * d if past else 0)
+    # One more token takes the scores of all past queries, which are composed for the weights that are convolved.
+    composed = options.query_kernel if "weight" in convolved else 1
+    products = heads * d * (past + 2) + composed * of_scores + of_weights
+    gate = linear(tokens * heads, d, 1, bias=True) if options.head_gate else Cost()
+    return Cost(
+        parameters=of_scores + of_weights + options.head_norm * d + gate.parameters,
+        prefill=plain.prefill + gate.prefill,
+        training=plain.training + gate.training,
+        decode=products * (cached + 1) + gate.decode * heads,
+        cache=states * cached,
+        kept=plain.kept,
+    )
+
+
+COMPANION = Companion(
+    card="multi-token attention: convolutions over neighbouring queries and keys, and a mixing of heads, change the "
+    "scores before the softmax and the weights after it. With a convolution over queries the KV cache also holds the "
+    "query of each token.",
+    paper="Golovneva, Wang, Weston and Sukhbaatar, 2025, [Multi-Token Attention](https://arxiv.org/abs/2504.00927)",
+    cost=cost,
+    start=start,
+    deviations=deviations,
+    control="weight_mix.weight",
+)

@@ -1,0 +1,205 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Define kind "multi_token" (Golovneva et al. 2025, Multi-Token Attention, arXiv 2504.00927)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from .configuration_iha import IHAConfig
+from .score_matrix import MASKED, HeadMap, ScoreMatrixAttention
+
+
+class KeyQueryConvolution(nn.Module):
+    """Convolve the scores or weights of every head over c_q queries and c_k keys (Equations 5 and 6).
+
+    `weight` [H, 1, c_q, c_k] is theta, as `torch.nn.functional.conv2d` takes it: its last row is for the query itself,
+    and its middle column for the key itself."""
+
+    def __init__(self, num_heads: int, query_kernel: int, key_kernel: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, 1, query_kernel, key_kernel))
+
+    def init_mechanism(self, config: IHAConfig):
+        """Start at the kernel that changes nothing, so that the layer starts as multi-head attention."""
+        init.zeros_(self.weight)
+        init.ones_(self.weight[:, :, -1, self.weight.shape[-1] // 2])
+
+    def forward(self, matrix: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the last rows of the convolution of a matrix [batch, H, rows, columns], 0 where a query sees no key.
+
+        `counts` is bool, [batch or 1, 1 or H, last rows, c_q]: whether what a row of the kernel reads counts."""
+        heads, _, query_kernel, key_kernel = self.weight.shape
+        kernel, convolved = self.weight.to(matrix.dtype), matrix.new_zeros(())
+        padded, length = nn.functional.pad(matrix, (0, 0, query_kernel - 1, 0)), counts.shape[-2]
+        # One row of the kernel at a time: whether it counts depends on the convolved row.
+        for row in range(query_kernel):
+            first = matrix.shape[2] - length + row
+            read, taps = padded[:, :, first : first + length], kernel[:, :, row, None]
+            rows = nn.functional.conv2d(read, taps, padding=(0, key_kernel // 2), groups=heads)
+            convolved = convolved + rows * counts[..., row, None]
+        return convolved
+
+
+class MultiTokenAttention(ScoreMatrixAttention):
+    """Convolve scores and weights over neighbouring queries and keys, and mix heads: multi-token attention.
+
+    The order is that of the authors' code: convolution, mixing, mask, softmax, convolution, mask, mixing, values, norm
+    and gate. The paper has the convolution in every fourth layer (option `every`), and norm and gate in all layers.
+
+    A convolution reads the rows of c_q - 1 earlier queries, each under its own mask. An earlier query's row counts as
+    zeros for a query that does not see its token: padding, another document, or a token outside the window. A window
+    layer takes values from the window alone. The rows of earlier queries bring in scores of up to `past_queries`
+    tokens before it.
+
+    A layer that convolves over queries caches the query of every token beside its key, H * head_dim more numbers. Any
+    stock cache thus holds the queries, crops and reorders them."""
+
+    mixing_modules = ("score_conv", "weight_conv", "score_mix", "weight_mix")
+    score_conv: KeyQueryConvolution | None
+    weight_conv: KeyQueryConvolution | None
+    score_mix: HeadMap | None
+    weight_mix: HeadMap | None
+
+    def __init__(self, config: IHAConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        options = config.options_of("multi_token").in_layer(layer_idx)
+        heads = config.num_attention_heads
+        self.query_kernel = options.query_kernel if options.convolution else 1
+        self.num_groups = heads // (options.head_group or heads)
+        stages = (("score", "pre"), ("weight", "post"))
+        for name, stage in stages:
+            convolves, mixes = (where in ("both", stage) for where in (options.convolution, options.head_mixing))
+            kernel = KeyQueryConvolution(heads, options.query_kernel, options.key_kernel) if convolves else None
+            setattr(self, f"{name}_conv", kernel)
+            setattr(self, f"{name}_mix", HeadMap(self.num_groups, heads // self.num_groups) if mixes else None)
+        # The weights of the past queries depend on the scores of theirs.
+        convolutions = [getattr(self, f"{name}_conv") for name, _ in stages]
+        self.past_queries = (options.query_kernel - 1) * sum(conv is not None for conv in convolutions)
+        self.caches_like_llama = self.past_queries == 0
+        self.head_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if options.head_norm else None
+        self.head_gate = nn.Linear(self.head_dim, 1) if options.head_gate else None
+
+    def project(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
+        past_key_values: Cache | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Project as Llama does, with the queries beside the cached keys."""
+        if past_key_values is None or self.past_queries == 0:
+            return super().project(hidden_states, position_embeddings, past_key_values)
+        query_states, key_states, value_states = super().project(hidden_states, position_embeddings, None)
+        of_group = query_states.unflatten(1, (key_states.shape[1], -1)).transpose(2, 3).flatten(3)
+        key_states = torch.cat((key_states, of_group), dim=-1)
+        key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        return query_states, key_states, value_states
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run as [`MultiHeadAttention.forward`] does, where a mask begins with rows for past queries (see `MaskKey`).
+
+        Raise a ValueError for cached tokens without such rows."""
+        place, length = 0, hidden_states.shape[1]
+        if past_key_values is not None and self.past_queries > 0:  # before the cache takes the new tokens
+            _, first = past_key_values.get_mask_sizes(length, self.layer_idx)
+            place = past_key_values.get_query_offset(self.layer_idx) - first
+            no_rows = attention_mask is None or attention_mask.shape[-2] == length
+            if isinstance(place, int) and place > 0 and no_rows:
+                raise ValueError(
+                    f"Layer {self.layer_idx} of kind 'multi_token' continues a cache, and its mask has no rows for "
+                    "past queries: pass attention_mask [batch, tokens], from which the model makes its masks."
+                )
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, place=place, **kwargs
+        )
+
+    def attend(
+        self,
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        place: int = 0,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend with the past queries for which the mask has rows; `place` is that of the first new one's key."""
+        key_states, cached = key_states.tensor_split((self.head_dim,), dim=-1)
+        past_rows = 0 if attention_mask is None else attention_mask.shape[-2] - query_states.shape[2]
+        if past_rows == 0:
+            return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
+        place = place - past_rows
+        # Before the first token there are no queries, and the mask hides all keys.
+        places = (torch.arange(past_rows, device=cached.device) + place).clamp_min(0)
+        past = cached.index_select(2, places).unflatten(3, (-1, self.head_dim)).transpose(2, 3).flatten(1, 2)
+        query_states = torch.cat((past, query_states), dim=2)
+        kwargs |= {"first_row": past_rows, "place": place}
+        return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
+
+    def attend_block(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: Callable[[], torch.Tensor],
+        rows: slice,
+        columns: slice,
+        place: int = 0,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = bias()
+        visible = mask > MASKED
+        # The keys of the tokens whose rows the kernel reads, from the first one on.
+        first = place + rows.stop - query.shape[2] - columns.start
+        above = torch.arange(1 - self.query_kernel, 1, device=query.device)
+        keys = torch.arange(query.shape[2], device=query.device)[:, None] + first + above
+        counts = visible.gather(-1, keys.clamp_min(0).expand(*visible.shape[:2], -1, -1)) & (keys >= 0)
+        counts = counts | (above == 0)
+        # Weights of the block's own rows, and of those that these are convolved with.
+        own = rows.stop - rows.start
+        needed = own if self.weight_conv is None else own + self.query_kernel - 1
+        kwargs["sight"] = (visible, counts[..., -needed:, :], counts[..., -own:, :])
+        return super().attend_block(query, key, value, lambda: mask[..., -needed:, :], rows, columns, **kwargs)
+
+    def compose(
+        self,
+        matrix: torch.Tensor,
+        convolution: KeyQueryConvolution | None,
+        mixing: HeadMap | None,
+        visible: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        """Convolve and mix scores or weights [batch, H, rows, columns], and return the rows of `counts`.
+
+        `visible` says which keys a query sees, in all rows of the block."""
+        if convolution is not None:
+            matrix = convolution(matrix.masked_fill(~visible[..., -matrix.shape[2] :, :], 0), counts)
+            matrix = matrix.masked_fill(~visible[..., -matrix.shape[2] :, :], 0)
+        return matrix if mixing is None else mixing(matrix.unflatten(1, (self.num_groups, -1))).flatten(1, 2)
+
+    def compose_scores(
+        self, scores: torch.Tensor, rows: slice, columns: slice, sight: tuple[torch.Tensor, ...], **kwargs
+    ) -> torch.Tensor:
+        visible, counts, _ = sight
+        return self.compose(scores, self.score_conv, self.score_mix, visible, counts)
+
+    def compose_weights(
+        self, weights: torch.Tensor, rows: slice, columns: slice, sight: tuple[torch.Tensor, ...], **kwargs
+    ) -> torch.Tensor:
+        visible, _, counts = sight
+        return self.compose(weights, self.weight_conv, self.weight_mix, visible, counts)
+
+    def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.head_norm is not None:
+            attn_output = self.head_norm(attn_output)
+        return attn_output if self.head_gate is None else attn_output * torch.sigmoid(self.head_gate(attn_output))

@@ -1,0 +1,187 @@
+"""Compare the options of kind "multi_token" with the loops of `references/multi_token.py`, and see nothing leak."""
+
+import pytest
+import torch
+from helpers import (
+    FP64,
+    LLAMA,
+    assert_attention_matches,
+    assert_close,
+    assert_gradients_match,
+    gradients,
+    logits_in_chunks,
+    packing,
+    padding,
+    random_ids,
+    random_model,
+    relative_error,
+    set_core,
+    small_config,
+    uncached_logits,
+)
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+from kinds.multi_token import deviations
+from modeling_iha import IHAConfig, IHAForCausalLM, score_matrix
+from modeling_iha.attention_multi_token import KeyQueryConvolution
+
+
+KERNELS = {"query_kernel": 3, "key_kernel": 5}
+OPTIONS = {
+    "pre": {**KERNELS, "convolution": "pre", "head_mixing": None},
+    "post": {**KERNELS, "convolution": "post", "head_mixing": None},
+    "mixing": {"convolution": None, "head_group": 2},
+    "pre, mixing after": {**KERNELS, "convolution": "pre", "head_mixing": "post"},
+    "post, mixing before": {**KERNELS, "convolution": "post", "head_mixing": "pre"},
+    "one query": {"query_kernel": 1, "key_kernel": 3},
+    "one key": {"query_kernel": 2, "key_kernel": 1},
+    "one head": {**KERNELS, "head_group": 1},
+    "norm": {**KERNELS, "head_norm": True},
+    "norm and gate": {**KERNELS, "head_norm": True, "head_gate": True},
+    "other layers": {**KERNELS, "every": 3, "head_gate": True},
+}
+
+
+def multi_token(options=None, window=None, **overrides):
+    return small_config(
+        attention_kinds="multi_token",
+        layer_types="full_attention" if window is None else "sliding_attention",
+        sliding_window=window,
+        attention_options={"multi_token": options or {}},
+        **{"num_hidden_layers": 1, "rms_norm_eps": 0.1, **overrides},
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_option_matches_reference(options):
+    """Compare a window layer on a cache of either type, too."""
+    layers = 2 if options == "other layers" else 1
+    config = multi_token(OPTIONS[options], 5, num_hidden_layers=layers, num_key_value_heads=1, use_qk_norm=True)
+    assert_attention_matches(config, FP64, dtype=torch.float64, length=8)
+    model, input_ids = random_model(config, dtype=torch.float64), random_ids(2, 19)
+    expected = uncached_logits(model, input_ids)
+    for cache in (None, StaticCache(config=config, max_cache_len=24)):
+        cached = logits_in_chunks(model, input_ids, [2, 1, 5, 1, 1, 3, 1, 1, 4], cache)
+        assert relative_error(cached, expected) < FP64
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("window", [None, 5])
+def test_blocks_of_any_size_compute_the_same(monkeypatch, window, size):
+    """Compare packed documents in blocks of queries with a single block, forward and backward."""
+    model, input_ids = random_model(multi_token({"query_kernel": 4}, window), dtype=torch.float64), random_ids(1, 17)
+    leaves, results = dict(model.named_parameters()), []
+    for block in (64, size):
+        monkeypatch.setattr(score_matrix, "BLOCK", block)
+        logits = model(input_ids, use_cache=False, **packing((7, 1, 9))[0]).logits
+        results.append((logits.detach(), gradients(logits, leaves)))
+    (expected, expected_gradients), (actual, actual_gradients) = results
+    assert relative_error(actual, expected) < FP64
+    assert_gradients_match(actual_gradients, expected_gradients, FP64)
+
+
+def test_the_convolution_is_that_of_pytorch():
+    """Where every row counts, pad with c_q - 1 rows above and c_k // 2 columns on either side, as the authors do."""
+    convolution, matrix = KeyQueryConvolution(4, 3, 5), torch.randn(2, 4, 7, 9)
+    torch.nn.init.normal_(convolution.weight)
+    padded = torch.nn.functional.pad(matrix, (2, 2, 2, 0))
+    expected = torch.nn.functional.conv2d(padded, convolution.weight, groups=4)
+    assert_close(convolution(matrix, torch.ones(1, 1, 7, 3, dtype=torch.bool)), expected)
+
+
+REAL = torch.tensor([[False] * 4 + [True] * 10])
+REACH = 4 + 2 * (3 - 1)  # a window of 4 tokens, and two convolutions over the 2 queries before a query
+# Inputs, window, token with the signal, and which of the 14 tokens must not see it; those in the last column do.
+SIGNALS = {
+    "future": ({}, None, 8, range(8), [8, 9, 13]),
+    "next document": (packing((6, 1, 7))[0], None, 7, range(7), [7, 13]),
+    "earlier document": (packing((6, 1, 7))[0], None, 5, range(6, 14), [5]),
+    "document of one token": (packing((6, 1, 7))[0], None, 6, [*range(6), *range(7, 14)], [6]),
+    "padding": (padding(REAL)[0], None, 3, range(4, 14), []),
+    "outside the window": ({}, 4, 2, [0, 1, *range(2 + REACH, 14)], range(2, 2 + REACH)),
+    "earlier document in the window": (packing((6, 1, 7))[0], 4, 5, range(6, 14), [5]),
+    "padding in the window": (padding(REAL)[0], 4, 3, range(4, 14), []),
+}
+
+
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", SIGNALS)
+@torch.no_grad()
+def test_nothing_leaks(name, core):
+    inputs, window, position, blind, seeing = SIGNALS[name]
+    # Kernels wider than the distance to every border.
+    kernels = {"query_kernel": 3, "key_kernel": 5} if window else {"query_kernel": 6, "key_kernel": 11}
+    model, input_ids = random_model(multi_token(kernels, window), dtype=torch.float64), random_ids(1, 14)
+    set_core(model, core)
+    other = input_ids.clone()
+    other[:, position] = 3 + (other[:, position] - 2) % 50
+    change = uncached_logits(model, input_ids, **inputs) - uncached_logits(model, other, **inputs)
+    moved = change.abs().amax(dim=(0, 2))
+    assert moved[list(blind)].max() < 1e-12
+    assert all(moved[i] > 1e-6 for i in seeing)
+
+
+@torch.no_grad()
+def test_values_come_from_the_window_alone():
+    model = random_model(multi_token(KERNELS, 4))
+    model.set_attn_implementation("eager")
+    weights = model(random_ids(1, 14), use_cache=False, output_attentions=True).attentions[0]
+    distance = torch.arange(14)[:, None] - torch.arange(14)
+    hidden = (distance < 0) | (distance >= 4)
+    assert (weights[..., hidden] == 0).all() and (weights[..., ~hidden] != 0).all()
+
+
+@pytest.mark.parametrize(("every", "layers"), [(1, range(8)), (2, [1, 3, 5, 7]), (3, [1, 4, 7]), (4, [2, 6])])
+def test_convolution_in_every_nth_layer(every, layers):
+    """Convolve in the authors' layers, and cache queries there only."""
+    model = random_model(multi_token({**KERNELS, "every": every}, num_hidden_layers=8))
+    assert [i for i, layer in enumerate(model.model.layers) if layer.self_attn.score_conv] == list(layers)
+    cache = model(random_ids(1, 5)).past_key_values
+    assert [layer.keys.shape[-1] for layer in cache.layers] == [8 + 2 * 8 * (i in layers) for i in range(8)]
+    assert all(layer.values.shape[-1] == 8 for layer in cache.layers)
+
+
+def test_a_new_layer_is_multi_head_attention():
+    """Start kernels and mixing at the identity: a Llama's weights give a Llama's logits."""
+    llama = random_model(LlamaConfig(**LLAMA), LlamaForCausalLM)
+    model = IHAForCausalLM(IHAConfig(attention_kinds="multi_token", **LLAMA)).eval()
+    missing, unexpected = model.load_state_dict(llama.state_dict(), strict=False)
+    names = {"score_conv", "score_mix", "weight_conv", "weight_mix"}
+    assert not unexpected and {name.split(".")[-2] for name in missing} == names
+    assert model.num_parameters() - llama.num_parameters() == 2 * 2 * (4 * 6 * 11 + 4 * 4)
+    assert_close(uncached_logits(model, random_ids(2, 9)), uncached_logits(llama, random_ids(2, 9)))
+
+
+def test_norm_and_gate_are_no_multi_head_attention():
+    config = multi_token({"head_norm": True, "head_gate": True, "every": 3}, num_hidden_layers=2)
+    for layer, kernels in zip(IHAForCausalLM(config).model.layers, (set(), {"score_conv", "weight_conv"})):
+        found = deviations(layer.self_attn, config)
+        exact = {f"{name}.weight" for name in {"score_mix", "weight_mix"} | kernels}
+        assert {name for name, deviation in found.items() if deviation.isnan().all()} == found.keys() - exact
+        assert exact < found.keys() and not any(found[name].any() for name in exact)
+
+
+def test_a_mask_without_past_queries_is_refused():
+    """Continue a cache with a mask of one's own making, which the model takes as it is."""
+    model, input_ids = random_model(multi_token()), random_ids(1, 5)
+    cache = model(input_ids[:, :3]).past_key_values
+    masks = {model.model.layers[0].mask_key: torch.ones(1, 1, 2, 5, dtype=torch.bool).tril(3)}
+    with pytest.raises(ValueError, match="continues a cache, and its mask has no rows for past queries: pass"):
+        model(input_ids[:, 3:], attention_mask=masks, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key_kernel": 4}, "key_kernel=4; it must be an odd"),
+        ({"convolution": "before"}, "convolution='before'; it must be 'both'"),
+        ({"head_group": 3}, "head_group=3, which does not divide num_attention_heads=4"),
+        ({"head_group": 2, "head_mixing": None}, "head_group=2 without head_mixing"),
+        ({"convolution": None, "head_mixing": None}, "leaves the scores alone"),
+        ({"every": 4}, r"every=4, for a convolution in layers 2, 6, \.\.\. \(counted from 0\), and none of them"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(Exception, match=message):
+        multi_token(options)
