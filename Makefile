@@ -17,7 +17,7 @@ help:
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=paper_decode for one)"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
-	@echo "make experiments  run the studies that need no checkpoint (about 80 minutes on one core); an interrupted run goes on"
+	@echo "make experiments  run the studies that need no checkpoint (about 8 hours on one core); an interrupted run goes on"
 	@echo "make lint   ruff and mypy"
 	@echo "make clean  remove .venv, .venv-oldest, .venv-vllm and outputs"
 
@@ -97,7 +97,8 @@ checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m checkpoints.make_checkpoints
 
 # From the cheapest to the dearest. Studies that fine-tune SmolLM2 for hours run by name only.
-STUDIES := theorem2_inclusion colliding_agents hyper_attention cpm3 polynomial_filters dcmha_tasks dcmha_ablation relation_composition language_models
+STUDIES := theorem2_inclusion colliding_agents hyper_attention cpm3 polynomial_filters dcmha_tasks dcmha_ablation relation_composition ladder \
+	equal_cache language_models
 experiments: .venv/installed
 	@set -e; for name in $(STUDIES); do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m experiments.$$name; \

@@ -308,10 +308,11 @@ def language_phrases() -> list[str]:
 def cache_phrases() -> list[str]:
     phrases = []
     for row in table("equal_cache")["rows"]:
-        compared = [with_p(row["minus_base"][budget]["difference"]) if "minus_base" in row else "" for budget in BUDGETS]
+        compared = row.get("minus_base", {})
+        cells = [with_p(compared[budget]["difference"]) if compared else "" for budget in BUDGETS]
         larger = with_p(row["minus_larger_cache"]) if "minus_larger_cache" in row else ""
         price = (f"{row['cached_bytes']:,}", f"{1000 * row['seconds_per_token']:.1f}")
-        phrases.append(line(f"`{row['variant']}`", *price, text(row["loss"]), *compared, larger))
+        phrases.append(line(f"`{row['variant']}`", *price, text(row["loss"]), *cells, larger))
     return phrases
 
 
