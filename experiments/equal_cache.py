@@ -18,11 +18,16 @@ from common.command_io import run_cli
 from experiments.options import add_text_option, protocol_parser
 
 
-# Variant -> its fields beside those of the size. "mha" with the smallest cache is the base.
+# Variant -> its fields beside those of the size. The first has the smallest cache, `control` one P times as large.
 VARIANTS: dict[str, dict] = {
     **{f"mha_g{groups}": {"num_key_value_heads": groups} for groups in (1, 2, 4)},
     **{
-        f"iha_g1_p{pseudo}": {"attention_kinds": "iha", "num_key_value_heads": 1, "num_pseudo_heads": pseudo}
+        f"iha_g1_p{pseudo}": {
+            "attention_kinds": "iha",
+            "num_key_value_heads": 1,
+            "num_pseudo_heads": pseudo,
+            "control": f"mha_g{pseudo}",
+        }
         for pseudo in (2, 4)
     },
 }
@@ -45,7 +50,7 @@ from matplotlib.figure import Figure
 from benchmarks.decode_model import NEW_TOKENS, greedy
 from benchmarks.harness import medians
 from experiments.language_models import FULL, SMALL, build, draw, read_text, rows_and_curves, setting_of, size_of
-from experiments.study import begin, correct_by_holm, differences, write
+from experiments.study import begin, write
 from kinds.model_cost import attention
 from modeling_iha import IHAForCausalLM
 
@@ -70,18 +75,6 @@ def add_prices(rows: list[dict], tokens: int) -> None:
         row["seconds_per_token"] = seconds / NEW_TOKENS
 
 
-def add_comparisons(rows: list[dict]) -> None:
-    """Add to each "iha" row its loss minus that of "mha" with P times its cache, on the same seeds."""
-    ends = {row["variant"]: row["loss"]["values"] for row in rows}
-    compared = []
-    for row in rows:
-        larger = f"mha_g{VARIANTS[row['variant']].get('num_pseudo_heads')}"
-        if larger in ends:
-            row["minus_larger_cache"] = differences(row["loss"]["values"], ends[larger])
-            compared.append(row["minus_larger_cache"])
-    correct_by_holm(compared)
-
-
 def plot(table: dict) -> Figure:
     """Plot the differences from the smallest cache, the loss by part of the row, and by the time of a token."""
     figure = Figure(figsize=(18, 5.5), layout="constrained")
@@ -103,7 +96,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = read_text(args.text)
     size = size_of(FULL if args.full else SMALL, args.tokens, text)
     rows, curves = rows_and_curves(args, size, VARIANTS, text)
-    add_comparisons(rows)
     add_prices(rows, args.prompt)
     write(args, plot, **setting_of(args, size, text), prompt=args.prompt, rows=rows, runs=curves)
 

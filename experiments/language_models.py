@@ -26,13 +26,24 @@ from common.command_io import UserError, one_line, run_cli
 from experiments.options import add_text_option, protocol_parser
 
 
-# Variant -> its fields beside those of the size; `window` is that of four layers in five, as a function of the length.
+# Variant -> its fields beside those of the size. `window` is that of four layers in five, as a function of the length;
+# `control` is another variant that it is compared with, besides the first.
 VARIANTS: dict[str, dict] = {
     "mha": {},
     "mha_stretched": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 0.25}},
     "global_local": {"window": lambda tokens: tokens // 16},
-    "iha_2": {"attention_kinds": "iha", "num_pseudo_heads": 2, "window": lambda tokens: tokens // 8},
-    "iha_4": {"attention_kinds": "iha", "num_pseudo_heads": 4, "window": lambda tokens: tokens // 32},
+    "iha_2": {
+        "attention_kinds": "iha",
+        "num_pseudo_heads": 2,
+        "window": lambda tokens: tokens // 8,
+        "control": "global_local",
+    },
+    "iha_4": {
+        "attention_kinds": "iha",
+        "num_pseudo_heads": 4,
+        "window": lambda tokens: tokens // 32,
+        "control": "global_local",
+    },
     **{kind: {"attention_kinds": kind} for kind in ("talking_heads", "diff", "diff_v2", "gated", "knocking_heads")},
     **{kind: {"attention_kinds": kind} for kind in ("hyper_feature", "dcmha")},
 }
@@ -53,11 +64,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 
-from experiments.protocol import AVERAGE, Rates, budgets, by_seed, compare_tuned, start_like
+from experiments.protocol import AVERAGE, BUDGETS, Rates, budgets, by_seed, compare_tuned, start_like
 from experiments.study import (
     begin,
     correct_by_holm,
-    detectable,
     fit,
     interval,
     legend_below,
@@ -106,6 +116,7 @@ def build(size: dict, **fields) -> IHAConfig:
     The layers with a window are of the kind that `attention_kinds` names, the others "mha".
     """
     fields = {"attention_kinds": "mha", **size["fields"], **fields}
+    fields.pop("control", None)
     heads = fields["num_attention_heads"]
     special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
     every = {"num_key_value_heads": heads, "num_pseudo_heads": heads, "max_position_embeddings": size["tokens"]}
@@ -182,11 +193,7 @@ def one_run(fields: dict, size: dict, text: torch.Tensor, device: str, *run) -> 
 
 
 def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list[dict]], fields: dict) -> dict:
-    """Return a row of the table; the first variant is the base."""
-    base = next(iter(runs))
-    cost, of_base = (
-        cost_of(config_of(size, **fields[each]), size["tokens"], "sdpa").training for each in (name, base)
-    )
+    """Return a row of the table, with the differences from the first variant and from the variant's own control."""
     config = config_of(size, **fields[name])
     row = {
         "tokens": size["tokens"],
@@ -197,10 +204,14 @@ def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list
         "loss": by_seed(runs[name], 1),
         "by_part": [by_seed(runs[name], 2 + part) for part in range(PARTS)],
         "seconds": interval([run["seconds"] for run in runs[name]]),
+        "control": fields[name].get("control"),
     }
-    if name != base:
-        row["minus_base"] = budgets(runs, name, base, cost / of_base)
-        row["smallest_detectable"] = detectable(row["minus_base"]["steps"]["difference"])
+    for key, other in (("minus_base", next(iter(runs))), ("minus_control", row["control"])):
+        if other in runs and other != name:
+            flops = [
+                cost_of(config_of(size, **fields[each]), size["tokens"], "sdpa").training for each in (name, other)
+            ]
+            row[key] = budgets(runs, name, other, flops[0] / flops[1])
     return row
 
 
@@ -216,22 +227,25 @@ def rows_and_curves(args: argparse.Namespace, size: dict, variants: dict[str, di
 
     rates, runs = compare_tuned(args, setting_of(args, size, text), run, has_mixing, f"{size['tokens']}-")
     rows = [summary(name, size, rates, runs, variants) for name in runs]
-    correct_by_holm([each["difference"] for row in rows for each in row.get("minus_base", {}).values()])
+    compared = [row[key] for row in rows for key in ("minus_base", "minus_control") if key in row]
+    correct_by_holm([each["difference"] for budgets_of in compared for each in budgets_of.values()])
     return rows, {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
 
 
 def draw(axes: Sequence[Axes], rows: list[dict]) -> None:
-    """Draw on two axes the differences from the base by budget, and the loss by part of the row."""
+    """Draw on two axes the differences from base and controls by budget, and the loss by part of the row."""
     apart, by_part = axes
-    compared = [row for row in rows if "minus_base" in row]
-    for offset, budget in enumerate(("steps", "FLOPs", "time")):
-        values = [row["minus_base"][budget]["difference"] for row in compared]
-        plot_bars(apart, values, offset, 3, label=f"equal {budget}")
+    base = rows[0]["variant"]
+    compared = {f"{row['variant']} - {base}": row["minus_base"] for row in rows if "minus_base" in row}
+    compared |= {
+        f"{row['variant']} - {row['control']}": row["minus_control"] for row in rows if "minus_control" in row
+    }
+    for offset, budget in enumerate(BUDGETS):
+        values = [each[budget]["difference"] for each in compared.values()]
+        plot_bars(apart, values, offset, len(BUDGETS), label=f"equal {budget}")
     apart.axhline(0, color="black", linewidth=0.5)
-    apart.set_xticks(range(len(compared)), [row["variant"] for row in compared], rotation=40, ha="right")
-    apart.set(
-        ylabel=f"loss minus that of {rows[0]['variant']}, 95% interval", title=f"rows of {rows[0]['tokens']} bytes"
-    )
+    apart.set_xticks(range(len(compared)), list(compared), rotation=40, ha="right")
+    apart.set(ylabel="difference of losses, 95% interval", title=f"rows of {rows[0]['tokens']} bytes")
     apart.legend(fontsize="small")
     for index, row in enumerate(rows):
         means = [part["mean"] - other["mean"] for part, other in zip(row["by_part"], rows[0]["by_part"])]

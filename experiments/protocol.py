@@ -29,6 +29,7 @@ from experiments.study import differences, interval, run_once
 
 TUNING_SEED = 1000
 FIRST_RATE, RATE_FACTOR, MIXING_FACTOR = 4e-3, 2.0, 4.0
+BUDGETS = ("steps", "FLOPs", "time")
 AVERAGE = 0.98  # of the running mean of the weights, by step
 
 
@@ -145,7 +146,7 @@ def budgets(runs: dict[str, list[dict]], name: str, base: str, flops: float) -> 
     """
     seconds = {each: median(run["seconds"] for run in runs[each]) for each in (name, base)}
     compared = {}
-    for budget, cost in (("steps", 1.0), ("FLOPs", flops), ("time", seconds[name] / seconds[base])):
+    for budget, cost in zip(BUDGETS, (1.0, flops, seconds[name] / seconds[base])):
         steps = runs[name][0]["curve"][-1][0]
         losses = [loss_at(run["curve"], steps * min(1.0, 1 / cost)) for run in runs[name]]
         of_base = [loss_at(run["curve"], steps * min(1.0, cost)) for run in runs[base]]

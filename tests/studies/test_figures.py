@@ -14,6 +14,7 @@ import pytest
 
 from common.command_io import ROOT
 from experiments import relation_composition, warm_start, warm_start_variants
+from experiments.protocol import BUDGETS
 from experiments.redraw import STUDIES
 from experiments.study import detectable, differences, interval
 
@@ -287,33 +288,39 @@ def relation_phrases() -> list[str]:
     return [*phrases, f"(p = {first}, {second} and {third})"]
 
 
-BUDGETS = ("steps", "FLOPs", "time")
-
-
 def with_p(value: dict, digits: int = 3) -> str:
     """Return a difference with its corrected p-value, as the tables of the document write it."""
     return f"{text(value, digits)} (p = {short(value['p_holm'])})"
 
 
-def language_phrases() -> list[str]:
+def compared_phrases(study: str) -> list[str]:
+    """Return for every row its differences from the base, and those from its control, by budget."""
     phrases = []
-    for row in table("language_models")["rows"]:
-        compared = row.get("minus_base", {})
-        cells = [with_p(compared[budget]["difference"]) if compared else "" for budget in BUDGETS]
-        costs = [f"{compared[budget]['cost']:.2f}" if compared else "1" for budget in BUDGETS[1:]]
-        phrases.append(line(f"`{row['variant']}`", f"{row['rate']:g}", text(row["loss"]), *cells, *costs))
+    for row in table(study)["rows"]:
+        for key, other in (("minus_base", table(study)["rows"][0]["variant"]), ("minus_control", row["control"])):
+            if key in row:
+                cells = [with_p(row[key][budget]["difference"]) for budget in BUDGETS]
+                costs = [f"{row[key][budget]['cost']:.2f}" for budget in BUDGETS[1:]]
+                phrases.append(line(f"`{row['variant']}` - `{other}`", *cells, *costs))
     return phrases
+
+
+def losses(study: str) -> str:
+    """Return the loss and the rate of each variant in a sentence."""
+    found = (f"`{row['variant']}` {text(row['loss'])} ({row['rate']:g})" for row in table(study)["rows"])
+    return ", ".join(found)
+
+
+def language_phrases() -> list[str]:
+    return [*compared_phrases("language_models"), losses("language_models")]
 
 
 def cache_phrases() -> list[str]:
-    phrases = []
-    for row in table("equal_cache")["rows"]:
-        compared = row.get("minus_base", {})
-        cells = [with_p(compared[budget]["difference"]) if compared else "" for budget in BUDGETS]
-        larger = with_p(row["minus_larger_cache"]) if "minus_larger_cache" in row else ""
-        price = (f"{row['cached_bytes']:,}", f"{1000 * row['seconds_per_token']:.1f}")
-        phrases.append(line(f"`{row['variant']}`", *price, text(row["loss"]), *cells, larger))
-    return phrases
+    prices = [
+        line(f"`{row['variant']}`", f"{row['cached_bytes']:,}", f"{1000 * row['seconds_per_token']:.1f}")
+        for row in table("equal_cache")["rows"]
+    ]
+    return [*compared_phrases("equal_cache"), losses("equal_cache"), *prices]
 
 
 def ladder_phrases() -> list[str]:
@@ -449,7 +456,9 @@ STUDIES_README = {
     "Hyper attention": (hyper_phrases, ()),
     "Colliding agents": (agents_phrases, ()),
     "Relation composition": (relation_phrases, ("4.7", "3.3")),
-    "Language models": (language_phrases, ("3.11",)),
+    "Language models": (language_phrases, ()),
+    "Equal cache": (cache_phrases, ()),
+    "Ladder": (ladder_phrases, ()),
     "DCMHA's synthetic tasks": (tasks_phrases, ()),
     "DCMHA's ablation": (ablation_phrases, ("0.003", "2.6%", "10%", "22%")),
     "The paper's own gains": (paper_phrases, ()),
