@@ -77,7 +77,7 @@ def add_prices(rows: list[dict], tokens: int) -> None:
 
 def plot(table: dict) -> Figure:
     """Plot the differences from the smallest cache, the loss by part of the row, and by the time of a token."""
-    figure = Figure(figsize=(18, 5.5), layout="constrained")
+    figure = Figure(figsize=(18, 5.5))
     *axes, price = figure.subplots(1, 3)
     draw(axes, table["rows"])
     for row in table["rows"]:

@@ -257,7 +257,7 @@ def draw(axes: Sequence[Axes], rows: list[dict]) -> None:
 def plot(table: dict) -> Figure:
     """Draw a line of plots for each length."""
     lengths = list(dict.fromkeys(row["tokens"] for row in table["rows"]))
-    figure = Figure(figsize=(14, 5.5 * len(lengths)), layout="constrained")
+    figure = Figure(figsize=(14, 5.5 * len(lengths)))
     for axes, tokens in zip(figure.subplots(len(lengths), 2, squeeze=False), lengths):
         draw(axes, [row for row in table["rows"] if row["tokens"] == tokens])
     return figure

@@ -512,11 +512,13 @@ def test_the_readme_says_what_was_learned():
 
 def test_the_first_screen_has_quality_and_cost():
     start = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[0].split())
-    (iha,) = (row for row in table("warm_start")["rows"] if row["variant"] == "iha_2")
+    iha = rows("language_models", "variant")["iha_4"]
+    ahead, behind = (iha[key]["FLOPs"]["difference"] for key in ("minus_base", "minus_control"))
     schedule = json.loads((ROOT / "benchmarks" / "results" / "schedule.json").read_text(encoding="utf-8"))
     ratios = [ratio for row in schedule["rows"] for ratio in row["ratios"].values()]
     assert len(ratios) == 6
-    assert f"the loss is {text(iha['loss_minus_mha'], 4, -1)} nats lower" in start
+    assert f"{text(ahead, 3, -1)} nats per byte ahead of ordinary attention at equal FLOPs" in start
+    assert f"{text(behind)} behind ordinary attention with windows" in start
     assert f"takes {span(ratios, '.2f')} times as long" in start
 
 
