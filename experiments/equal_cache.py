@@ -50,7 +50,7 @@ from matplotlib.figure import Figure
 from benchmarks.decode_model import NEW_TOKENS, greedy
 from benchmarks.harness import medians
 from experiments.language_models import FULL, SMALL, build, draw, read_text, rows_and_curves, setting_of, size_of
-from experiments.study import begin, write
+from experiments.study import begin, legend_below, write
 from kinds.model_cost import attention
 from modeling_iha import IHAForCausalLM
 
@@ -85,7 +85,7 @@ def plot(table: dict) -> Figure:
         price.errorbar(milliseconds, loss["mean"], yerr=loss["half_width"] or 0, marker="o", label=row["variant"])
         price.annotate(f" {row['cached_bytes']} bytes", (milliseconds, loss["mean"]), fontsize="small")
     price.set(xlabel=f"milliseconds for a token after {table['prompt']}", ylabel="loss, nats per byte, 95% interval")
-    price.legend(fontsize="small")
+    legend_below(price)
     return figure
 
 

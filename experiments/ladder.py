@@ -27,6 +27,7 @@ from experiments.options import study_parser
 
 
 TASKS = ("offsets", "lookups")
+NUMBERS = (2, 4, 8)
 # Variant -> its kind, heads and pseudo-heads.
 VARIANTS = {
     **{f"mha {heads}": ("mha", heads, 1) for heads in (2, 4, 8)},
@@ -38,6 +39,7 @@ VARIANTS = {
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__, "ladder", 6)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--numbers", nargs="+", type=int, choices=NUMBERS, default=NUMBERS, help="k (2, 4 and 8)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
     return parser.parse_args(argv)
 
@@ -73,7 +75,6 @@ FIELDS = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "n
 SIZE = {"fields": FIELDS, "tokens": 32}
 KEYS, VALUES = 16, 8
 DISTANCES = (1, 2, 3, 5, 7, 9, 12, 15)
-NUMBERS = (2, 4, 8)
 TUNING_SEEDS, FIRST_RATE = [1000, 1001], 8e-3
 STEPS, ROWS, TEST_ROWS = 800, 32, 512
 IGNORED = -100  # a target that is not asked for, as in PyTorch's cross entropy
@@ -181,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return run_once(path, partial(learned, variant, task, k, rate, seeds), setting)
 
     with sole_writer(args.output):
-        for task, k, variant in product(args.tasks, NUMBERS, args.variants):
+        for task, k, variant in product(args.tasks, args.numbers, args.variants):
             tried: dict[float, float] = {}
 
             def wrong(rate: float) -> float:

@@ -456,11 +456,11 @@ STUDIES_README = {
     "Hyper attention": (hyper_phrases, ()),
     "Colliding agents": (agents_phrases, ()),
     "Relation composition": (relation_phrases, ("4.7", "3.3")),
-    "Language models": (language_phrases, ()),
+    "Language models": (language_phrases, ("0.02",)),
     "Equal cache": (cache_phrases, ()),
     "Ladder": (ladder_phrases, ()),
     "DCMHA's synthetic tasks": (tasks_phrases, ()),
-    "DCMHA's ablation": (ablation_phrases, ("0.003", "2.6%", "10%", "22%")),
+    "DCMHA's ablation": (ablation_phrases, ("3.11", "0.003", "2.6%", "10%", "22%")),
     "The paper's own gains": (paper_phrases, ()),
     "Head diversity": (diversity_phrases, ("90%",)),
 }
