@@ -158,6 +158,8 @@ def run_protocol(tmp_path, monkeypatch, capsys):
 
     def run(module, *words: str) -> dict:
         monkeypatch.setattr(module, "SMALL", TINY)
+        monkeypatch.setattr(language_models, "HELD_OUT_ROWS", 4)
+        monkeypatch.setattr(language_models, "EVALUATIONS", 1)
         (tmp_path / "text").write_bytes(TEXT.numpy().tobytes())
         where = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--text", str(tmp_path / "text")]
         for seeds in ("2", "3"):
