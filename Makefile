@@ -17,7 +17,7 @@ help:
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=paper_decode for one)"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
-	@echo "make experiments  run the studies that need no checkpoint (about 8 hours on one core); an interrupted run goes on"
+	@echo "make experiments  run the studies that need no checkpoint (hours on one core); an interrupted run goes on"
 	@echo "make lint   ruff and mypy"
 	@echo "make clean  remove .venv, .venv-oldest, .venv-vllm and outputs"
 

@@ -5,14 +5,13 @@ added by itself to Transformer++ (405M parameters, the Pile). The paper finds th
 dynamic composition more than a static one, projections more than gates, weights of the queries or of the keys alone
 nearly as much as both, composing after the softmax far more than before it, and a rank of 2 the most.
 
-Here the components are added to "mha" in the models of language_models.py, on its text: within a seed every
-configuration starts from the same weights, as far as it has them, and sees the same rows in the same order; the rate
-falls to 0. As in the paper the FFN keeps its width, so a configuration has more parameters than "mha", at this size up
-to 22%, where the paper's R = 2 takes 2.6%. "wider" is the control: "mha" whose FFN makes it as large as "dcmha". Left
-out are what the paper's DCFormer++ has besides, local windows in every other layer and QK-norm. The models trained
-here also answer the question of head_diversity.py (Figure 5).
+Here the components are added to "mha" in models of two layers, which learn the text of language_models.py under the
+protocol of experiments/protocol.py. As in the paper the FFN keeps its width, so a configuration has more parameters
+than "mha", at this size up to 22%, where the paper's R = 2 takes 2.6%. "wider" is the control: "mha" whose FFN makes
+it as large as "dcmha". Left out are what the paper's DCFormer++ has besides, local windows in every other layer and
+QK-norm. The models trained here also answer the question of head_diversity.py (Figure 5).
 
-example: python -m experiments.dcmha_ablation --kinds mha pre post --seeds 0 1
+example: python -m experiments.dcmha_ablation --kinds mha pre post
 """
 
 import argparse
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.command_io import run_cli
-from experiments.options import add_text_option, comparison_parser
+from experiments.options import add_text_option, protocol_parser
 
 
 # Configuration -> perplexity in Table 9, options of kind "dcmha".
@@ -43,7 +42,7 @@ CONFIGURATIONS = {
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = comparison_parser(__doc__, "dcmha_ablation", 5, CONFIGURATIONS, CONFIGURATIONS)
+    parser = protocol_parser(__doc__, "dcmha_ablation", 0.02, CONFIGURATIONS)
     add_text_option(parser)
     return parser.parse_args(argv)
 
@@ -57,10 +56,10 @@ from matplotlib.figure import Figure
 
 from experiments.head_diversity import CIRCUITS, curves_of
 from experiments.language_models import as_large_as, build, read_text, setting_of, train
-from experiments.protocol import start_like
-from experiments.study import begin, compare, correct_by_holm, differences, interval, rise_and_fall, write
+from experiments.protocol import Rates, by_seed, compare_tuned, end, new_model
+from experiments.study import begin, correct_by_holm, differences, interval, write
 from kinds.model_cost import model as cost_of
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig
 
 
 SMALL = {
@@ -68,14 +67,12 @@ SMALL = {
     "tokens": 64,
     "batch": 8,
     "steps": 600,
-    "rate": 3e-3,
 }
 FULL = {
     "fields": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8},
     "tokens": 256,
     "batch": 64,
     "steps": 10000,
-    "rate": 6e-4,
 }
 # What the paper concludes: the first has a lower perplexity than the second.
 CLAIMS = [
@@ -99,14 +96,16 @@ def config_of(name: str, size: dict) -> IHAConfig:
     return build(size, **own)
 
 
-def one_run(name: str, seed: int, size: dict, text: torch.Tensor, device: str) -> dict:
+def one_run(size: dict, text: torch.Tensor, device: str, name: str, seed: int, rate: float, mixing: float) -> dict:
     """Return the run of `language_models.train`, and the mean of what the trained heads' components capture."""
-    torch.manual_seed(seed)
-    base = IHAForCausalLM(config_of("mha", size))
-    model = IHAForCausalLM(config_of(name, size))
-    start_like(model, base)
-    run = train(name, model.to(device), seed, size, text, partial(rise_and_fall, steps=size["steps"]))
+    model = new_model(config_of(name, size), config_of("mha", size), seed).to(device)
+    run = train(name, model, seed, size, text, rate, mixing)
     return {**run, **{circuit: curve.mean().item() for circuit, curve in curves_of(model.cpu(), name).items()}}
+
+
+def has_mixing(name: str) -> bool:
+    """Return if a configuration has a static composition, which learns at a rate of its own."""
+    return bool((CONFIGURATIONS[name][1] or {}).get("base_map"))
 
 
 def difference(lower: str, higher: str, runs: dict[str, list[dict]]) -> dict:
@@ -114,7 +113,7 @@ def difference(lower: str, higher: str, runs: dict[str, list[dict]]) -> dict:
 
     `paper_by` is the paper's difference, in nats per token.
     """
-    ends = {name: [run["curve"][-1][1] for run in runs[name]] for name in (lower, higher)}
+    ends = {name: [end(run) for run in runs[name]] for name in (lower, higher)}
     papers = [CONFIGURATIONS[name][0] for name in (lower, higher)]
     return {
         "lower": lower,
@@ -124,12 +123,13 @@ def difference(lower: str, higher: str, runs: dict[str, list[dict]]) -> dict:
     }
 
 
-def summary(name: str, size: dict, runs: dict[str, list[dict]]) -> dict:
+def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list[dict]]) -> dict:
     """Return a row of the table."""
     row = {
         "configuration": name,
         "parameters": cost_of(config_of(name, size), 1).parameters,
-        "loss": interval([run["curve"][-1][1] for run in runs[name]]),
+        **rates[name]._asdict(),
+        "loss": by_seed(runs[name], 1),
         "seconds": interval([run["seconds"] for run in runs[name]]),
         **{circuit: interval([run[circuit] for run in runs[name]]) for circuit in CIRCUITS},
     }
@@ -186,13 +186,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = FULL if args.full else SMALL
     text = read_text(args.text)
     setting = setting_of(args, size, text)
-    runs = compare(args, setting, lambda name, seed: one_run(name, seed, size, text, args.device))
-    rows = [summary(name, size, runs) for name in args.kinds]
+    rates, runs = compare_tuned(args, setting, partial(one_run, size, text, args.device), has_mixing)
+    rows = [summary(name, size, rates, runs) for name in args.kinds]
     claims = [difference(*claim, runs) for claim in CLAIMS if set(claim) <= set(args.kinds)]
     compared = [row for row in rows if "lower_than_mha" in row]
     correct_by_holm([each["by"] for each in (*(row["lower_than_mha"] for row in compared), *claims)])
     correct_by_holm([row[f"{circuit}_minus_mha"] for row in compared for circuit in CIRCUITS])
-    write(args, plot, **setting, seeds=args.seeds, rows=rows, claims=claims)
+    write(args, plot, **setting, rows=rows, claims=claims)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ question says which task it is; the loss is that of the answer. Each of the thre
 position, the sum of its words: that a name stands beside a word takes longer to learn than this study runs.
 
 In each task an eighth of the words are never the source of an answer in training, though they are in other tasks:
-"new" examples are those, "seen" ones combine a task and a source that training has combined, among other facts. Within
-a seed all kinds learn the same examples in the same order, and have as many parameters (a kind with more of them has a
-narrower FFN).
+"new" examples are those, "seen" ones combine a task and a source that training has combined, among other facts. The
+kinds are compared under the protocol of experiments/protocol.py, at equal steps and parameters (a kind with more of
+them has a narrower FFN). The rate of each is the best for the seen examples.
 
-example: python -m experiments.dcmha_tasks --kinds mha dcmha --seeds 0 1
+example: python -m experiments.dcmha_tasks --kinds mha dcmha
 """
 
 import argparse
@@ -31,7 +31,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from common.command_io import UserError, run_cli
-from experiments.options import comparison_parser
+from experiments.options import protocol_parser
 
 
 def size_of(width: int, layers: int, heads: int, **training: float) -> dict:
@@ -46,12 +46,13 @@ def size_of(width: int, layers: int, heads: int, **training: float) -> dict:
     return {"fields": fields, "tokens": 4, **training}
 
 
-SMALL = size_of(64, 2, 4, batch=64, steps=4000, rate=3e-3, test=32)
-FULL = size_of(256, 4, 8, batch=256, steps=20000, rate=1e-3, test=256)
+KINDS = ["mha", "dcmha", "talking_heads", "iha", "diff_v2", "gated", "knocking_heads", "multi_token"]
+SMALL = size_of(64, 2, 4, batch=64, steps=2000, test=32)
+FULL = size_of(256, 4, 8, batch=256, steps=20000, test=256)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = comparison_parser(__doc__, "dcmha_tasks", 3, ["mha", "dcmha", "talking_heads", "iha"])
+    parser = protocol_parser(__doc__, "dcmha_tasks", 0.05, KINDS)
     parser.add_argument("--steps", type=int, help=f"of training ({SMALL['steps']}, with --full {FULL['steps']})")
     return parser.parse_args(argv)
 
@@ -63,19 +64,10 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.language_models import config_of
-from experiments.study import (
-    begin,
-    compare,
-    correct_by_holm,
-    differences,
-    fit,
-    interval,
-    legend_below,
-    plot_bars,
-    rise_and_fall,
-    write,
-)
+from experiments.protocol import Rates, compare_tuned, fit, new_model
+from experiments.study import begin, correct_by_holm, differences, interval, legend_below, plot_bars, write
 from modeling_iha import IHAForCausalLM
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 EVALUATIONS, HELD_OUT = 10, 8
@@ -301,8 +293,8 @@ def right_by_task(model: IHAForCausalLM, batches: list[Batch]) -> list[float]:
     ]
 
 
-def train(kind: str, seed: int, size: dict, device: str) -> dict:
-    """Train a model; return its accuracies as they rise and, at the end, by task."""
+def train(size: dict, device: str, kind: str, seed: int, rate: float, mixing: float) -> dict:
+    """Train a model; return its shares of wrong answers as they fall and, at the end, of right ones by task."""
     generator = random.Random(seed)
     tests = {
         name: [
@@ -311,9 +303,8 @@ def train(kind: str, seed: int, size: dict, device: str) -> dict:
         ]
         for name in ("seen", "new")
     }
-    fields = {**size["fields"], "vocab_size": len(TOKENS) + 1}
-    torch.manual_seed(seed)
-    model = IHAForCausalLM(config_of({**size, "fields": fields}, attention_kinds=kind)).to(device)
+    size = {**size, "fields": {**size["fields"], "vocab_size": len(TOKENS) + 1}}
+    model = new_model(config_of(size, attention_kinds=kind), config_of(size), seed).to(device)
     right, steps = {}, size["steps"]
 
     def loss() -> torch.Tensor:
@@ -323,17 +314,21 @@ def train(kind: str, seed: int, size: dict, device: str) -> dict:
 
     def evaluate(trained: torch.nn.Module, step: int) -> list[float]:
         right.update({name: right_by_task(trained, batches) for name, batches in tests.items()})
-        shares = [mean(values) for values in right.values()]
-        print(f"{kind}, seed {seed}: step {step} of {steps}, {shares[0]:.3f} of seen examples right", flush=True)
-        return shares
+        wrong = [1 - mean(values) for values in right.values()]
+        print(f"{kind}, seed {seed}: step {step} of {steps}, {wrong[0]:.3f} of seen examples wrong", flush=True)
+        return wrong
 
-    curve, seconds = fit(model, loss, evaluate, size, partial(rise_and_fall, steps=steps), EVALUATIONS)
+    curve, seconds = fit(model, loss, evaluate, steps, rate, mixing, EVALUATIONS)
     return {
         "curve": curve,
         "right": right,
-        "examples_per_second": round(steps * size["batch"] / seconds),
+        "seconds": seconds,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
+
+
+def has_mixing(kind: str) -> bool:
+    return bool(ATTENTION_CLASSES[kind].mixing_modules)
 
 
 def groups() -> dict[str, list[int]]:
@@ -345,7 +340,7 @@ def groups() -> dict[str, list[int]]:
     return named
 
 
-def summary(kind: str, runs: dict[str, list[dict]]) -> dict:
+def summary(kind: str, rates: dict[str, Rates], runs: dict[str, list[dict]]) -> dict:
     """Return a kind's share of right answers in each group of tasks.
 
     The row also has the difference from "mha" on the same seeds.
@@ -353,7 +348,8 @@ def summary(kind: str, runs: dict[str, list[dict]]) -> dict:
     row = {
         "kind": kind,
         "parameters": runs[kind][0]["parameters"],
-        "examples_per_second": interval([run["examples_per_second"] for run in runs[kind]]),
+        **rates[kind]._asdict(),
+        "seconds": interval([run["seconds"] for run in runs[kind]]),
         "groups": {},
     }
     for name, (group, indices) in product(("seen", "new"), groups().items()):
@@ -365,7 +361,7 @@ def summary(kind: str, runs: dict[str, list[dict]]) -> dict:
 
 
 def plot(table: dict) -> Figure:
-    """Plot the shares of right answers by step, and at the end by group."""
+    """Plot the shares of wrong answers by step, and at the end of right ones by group."""
     rows, runs = table["rows"], table["runs"]
     figure = Figure(figsize=(16, 8))
     grid = figure.add_gridspec(2, 3)
@@ -376,7 +372,7 @@ def plot(table: dict) -> Figure:
             for share, style in zip(shares, ("-", ":")):
                 label = kind if run is of_kind[0] and style == "-" else None
                 by_step.plot(steps, share, style, color=f"C{index}", linewidth=0.8, label=label)
-    by_step.set(xlabel="step (seen examples solid, new ones dotted)", ylabel="right answers")
+    by_step.set(xlabel="step (seen examples solid, new ones dotted)", ylabel="wrong answers")
     legend_below(by_step)
     for line, name in enumerate(("seen", "new")):
         axes = figure.add_subplot(grid[line, 1:])
@@ -398,12 +394,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if size["steps"] < 1:
         raise UserError(f"--steps {args.steps}: expected at least 1.")
     setting = {**size, "device": args.device}
-    runs = compare(args, setting, lambda kind, seed: train(kind, seed, size, args.device))
-    rows = [summary(kind, runs) for kind in args.kinds]
+    rates, runs = compare_tuned(args, setting, partial(train, size, args.device), has_mixing)
+    rows = [summary(kind, rates, runs) for kind in args.kinds]
     groups_of = [group for row in rows for group in row["groups"].values()]
     correct_by_holm([each for group in groups_of for key, each in group.items() if key.endswith("_more_than_mha")])
     curves = {kind: [{"curve": run["curve"]} for run in of_kind] for kind, of_kind in runs.items()}
-    write(args, plot, **setting, seeds=args.seeds, rows=rows, runs=curves)
+    write(args, plot, **setting, rows=rows, runs=curves)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ example: python -m experiments.language_models --tokens 256 --kinds mha iha_2
 import argparse
 import hashlib
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.command_io import UserError, one_line, run_cli
@@ -46,6 +46,10 @@ VARIANTS: dict[str, dict] = {
     },
     **{kind: {"attention_kinds": kind} for kind in ("talking_heads", "diff", "diff_v2", "gated", "knocking_heads")},
     **{kind: {"attention_kinds": kind} for kind in ("hyper_feature", "dcmha")},
+    "multi_token": {  # the authors' model: every fourth layer convolves, norm and gate are on
+        "attention_kinds": "multi_token",
+        "attention_options": {"multi_token": {"every": 4, "head_norm": True, "head_gate": True}},
+    },
 }
 
 
@@ -64,11 +68,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 
-from experiments.protocol import AVERAGE, BUDGETS, Rates, budgets, by_seed, compare_tuned, start_like
+from experiments.protocol import BUDGETS, Rates, budgets, by_seed, compare_tuned, fit, new_model
 from experiments.study import (
     begin,
     correct_by_holm,
-    fit,
     interval,
     legend_below,
     plot_bars,
@@ -89,7 +92,7 @@ FULL = {
     "tokens_per_step": 32768,
     "steps": 10000,
 }
-WARM_UP, EVALUATIONS, HELD_OUT_ROWS, PARTS = 40, 10, 64, 8
+EVALUATIONS, HELD_OUT_ROWS, PARTS = 10, 64, 8
 
 
 def read_text(path: Path | None) -> torch.Tensor:
@@ -151,8 +154,10 @@ def losses_of(model: IHAForCausalLM, rows: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.transpose(1, 2).float(), rows[:, 1:], reduction="none")
 
 
-def train(name: str, model: IHAForCausalLM, seed: int, size: dict, text: torch.Tensor, schedule: Callable) -> dict:
-    """Train a model, where it is, on the rows of a seed.
+def train(
+    name: str, model: IHAForCausalLM, seed: int, size: dict, text: torch.Tensor, rate: float, mixing: float
+) -> dict:
+    """Train a model, where it is, on the rows of a seed, with a rate and a multiple of it for the mixing.
 
     Return the seconds, and a curve of the step, the held-out loss, and the losses in PARTS of the row in their order.
     """
@@ -171,25 +176,16 @@ def train(name: str, model: IHAForCausalLM, seed: int, size: dict, text: torch.T
         print(f"{name}, seed {seed}: step {step} of {steps}, held-out loss {mean:.4f}", flush=True)
         return [mean, *(part.mean().item() for part in losses.chunk(PARTS))]
 
-    curve, seconds = fit(model, loss, evaluate, size, schedule, EVALUATIONS)
+    curve, seconds = fit(model, loss, evaluate, steps, rate, mixing, EVALUATIONS)
     return {"curve": curve, "seconds": seconds}
 
 
-def warm_up(step: int) -> float:
-    """Return the share of the learning rate at a step: all of it after WARM_UP steps."""
-    return min(1.0, (step + 1) / WARM_UP)
-
-
-def one_run(fields: dict, size: dict, text: torch.Tensor, device: str, *run) -> dict:
-    """Train a new model of a variant; `run` is its name, the seed, the rate, and the multiple of it for the mixing."""
-    name, seed, rate, mixing = run
-    torch.manual_seed(seed)
-    base = IHAForCausalLM(build(size))
-    torch.manual_seed(seed)
-    model = IHAForCausalLM(config_of(size, **fields))
-    start_like(model, base)
-    size = {**size, "rate": rate, "mixing": mixing, "average": AVERAGE}
-    return train(name, model.to(device), seed, size, text, warm_up)
+def one_run(
+    fields: dict, size: dict, text: torch.Tensor, device: str, name: str, seed: int, rate: float, mixing: float
+) -> dict:
+    """Train a new model of a variant, `name`, as `train` does."""
+    model = new_model(config_of(size, **fields), build(size), seed).to(device)
+    return train(name, model, seed, size, text, rate, mixing)
 
 
 def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list[dict]], fields: dict) -> dict:
@@ -218,8 +214,8 @@ def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list
 def rows_and_curves(args: argparse.Namespace, size: dict, variants: dict[str, dict], text: torch.Tensor) -> tuple:
     """Run the protocol for the chosen `variants` at a size; return the rows of the table and the curves by variant."""
 
-    def run(name: str, *rest) -> dict:
-        return one_run(variants[name], size, text, args.device, name, *rest)
+    def run(name: str, *seed_and_rates) -> dict:
+        return one_run(variants[name], size, text, args.device, name, *seed_and_rates)
 
     def has_mixing(name: str) -> bool:
         kinds = config_of(size, **variants[name]).attention_kinds

@@ -76,8 +76,8 @@ def protocol_parser(doc: str, study: str, effect: float, variants: Iterable[str]
     parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kinds", nargs="+", choices=variants, default=variants, metavar="VARIANT")
-    parser.add_argument("--fewest-seeds", type=int, default=6)
-    parser.add_argument("--most-seeds", type=int, default=6, help="where the intervals are wider than --effect")
+    parser.add_argument("--fewest-seeds", type=int, default=6, help="seeds of every variant (6)")
+    parser.add_argument("--most-seeds", type=int, default=12, help="where intervals are wider than --effect (12)")
     parser.add_argument("--effect", type=float, default=effect, help=f"smallest one worth having ({effect})")
     return parser
 

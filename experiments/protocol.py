@@ -13,6 +13,7 @@
 
 import argparse
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -22,14 +23,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from common.command_io import sole_writer
+from common.command_io import UserError, sole_writer
 from experiments.study import differences, interval, run_once
+from kinds import is_mixing
+from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 TUNING_SEED = 1000
 FIRST_RATE, RATE_FACTOR, MIXING_FACTOR = 4e-3, 2.0, 4.0
 BUDGETS = ("steps", "FLOPs", "time")
+WARM_UP = 40  # steps
 AVERAGE = 0.98  # of the running mean of the weights, by step
 
 
@@ -52,6 +57,74 @@ def start_like(model: nn.Module, base: nn.Module) -> None:
             if name in shared:
                 common = tuple(slice(min(sizes)) for sizes in zip(parameter.shape, shared[name].shape))
                 parameter[common] = shared[name][common]
+
+
+def new_model(config: IHAConfig, base: IHAConfig, seed: int) -> IHAForCausalLM:
+    """Build a variant's model of a seed, with the weights that it shares with the first variant's model, `base`."""
+    torch.manual_seed(seed)
+    like = IHAForCausalLM(base)
+    torch.manual_seed(seed)
+    model = IHAForCausalLM(config)
+    start_like(model, like)
+    return model
+
+
+def fit(
+    model: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    evaluate: Callable[[nn.Module, int], list[float]],
+    steps: int,
+    rate: float,
+    mixing: float,
+    evaluations: int,
+) -> tuple[list[list[float]], float]:
+    """Train a model with AdamW, and evaluate a running mean of its weights.
+
+    Args:
+        loss: gives the loss of the next batch.
+        evaluate: gives what the curve says of a model at a step; it is called without gradients.
+        rate: is constant after WARM_UP steps.
+        mixing: the multiple of the rate with which the mixing modules learn.
+        evaluations: how many there are, besides that of the end.
+
+    Returns:
+        the curve, [step, *evaluate(model, step)] each, and the seconds of training, without evaluations.
+    """
+    device = next(model.parameters()).device.type
+    groups = [
+        {"params": [weight for name, weight in model.named_parameters() if is_mixing(name) == mixes], "lr": of_group}
+        for mixes, of_group in ((False, rate), (True, rate * mixing))
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGE))
+    curve, seconds, start = [], 0.0, clock(device)
+    for step in range(steps + 1):
+        if step % max(1, steps // evaluations) == 0 or step == steps:
+            seconds += clock(device) - start
+            with torch.no_grad():
+                curve.append([step, *evaluate(average.module, step)])
+            start = clock(device)
+        if step == steps:
+            break
+        optimizer.zero_grad()
+        loss().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        average.update_parameters(model)
+    return curve, seconds
+
+
+def clock(device: str) -> float:
+    """Return the seconds that this process has taken on the CPU, or those of the clock on a GPU.
+
+    Other processes on the machine do not lengthen the former.
+    """
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.monotonic()
 
 
 def walk(loss_at: Callable[[float], float], start: float, factor: float) -> float:
@@ -99,7 +172,16 @@ def compare_tuned(
 
     Returns:
         the rates, and the runs by seed, of each variant.
+
+    Raises:
+        UserError: for other numbers of seeds than 1 <= fewest <= most.
     """
+
+    if not 1 <= args.fewest_seeds <= args.most_seeds:
+        raise UserError(
+            f"--fewest-seeds {args.fewest_seeds} --most-seeds {args.most_seeds}: expected at least one seed, and at "
+            "most --most-seeds."
+        )
 
     def result(name: str, seed: int, rate: float, mixing: float) -> dict:
         path = args.output / f"{prefix}{name}-{rate:g}-{mixing:g}-{seed}.json"

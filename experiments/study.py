@@ -3,10 +3,8 @@
 import argparse
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -16,14 +14,10 @@ from matplotlib.figure import Figure
 from scipy import stats
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from benchmarks.harness import environment, save_plot
-from common.command_io import ROOT, UserError, check_output_file, read_json, sole_writer, write_json
+from common.command_io import ROOT, UserError, check_output_file, read_json, write_json
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
-
-
-MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
 
 
 # Runs and results
@@ -63,18 +57,6 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
     if record.pop("setting", None) != setting:
         raise UserError(f"{path} comes from a run of another setting: remove it, or choose another --output.")
     return record
-
-
-def compare(args: argparse.Namespace, setting: dict, run: Callable[[str, int], dict]) -> dict[str, list[dict]]:
-    """Return for each of `args.kinds` what `run(kind, seed)` returned for each seed.
-
-    The runs go seed by seed, so that a study that is stopped has compared all kinds on the seeds it has.
-    """
-    runs = {kind: [] for kind in args.kinds}
-    with sole_writer(args.output):
-        for seed, kind in product(args.seeds, args.kinds):
-            runs[kind].append(run_once(args.output / f"{kind}-{seed}.json", partial(run, kind, seed), setting))
-    return runs
 
 
 def learned_rows(args: argparse.Namespace, learned: Callable[..., dict], cases: Iterable[dict]) -> list[dict]:
@@ -154,7 +136,7 @@ def train(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     steps: int,
     rate: float,
-    share: Callable[[int, int], float] = lambda step, steps: (1 + math.cos(math.pi * step / steps)) / 2,
+    share: Callable[[int, int], float] | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Train models of one shape at once with Adam: small ones take little more time together than one by itself.
 
@@ -163,14 +145,17 @@ def train(
         draw: gives new inputs and targets, [models, rows, ...].
         loss: a number from the outputs and targets of one model.
         rate: of learning, the highest. Gradients are clipped to a norm of 1.
-        share: of the rate at a step of so many; by default it falls to 0 along a cosine.
+        share: returns the share of the rate at a step of so many. `None` lets the rate fall to 0 along a cosine.
 
     Returns:
         A function from inputs [models, rows, ...] to the outputs of the trained models.
     """
     weights, buffers = stack_module_state(models)
     optimizer = torch.optim.Adam(weights.values(), lr=rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share(step, steps))
+    if share is None:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    else:
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share(step, steps))
 
     def outputs(inputs: torch.Tensor) -> torch.Tensor:
         return vmap(lambda w, b, x: functional_call(models[0], (w, b), (x,)))(weights, buffers, inputs)
@@ -186,70 +171,6 @@ def train(
         optimizer.step()
         schedule.step()
     return torch.no_grad()(outputs)
-
-
-def fit(
-    model: nn.Module,
-    loss: Callable[[], torch.Tensor],
-    evaluate: Callable[[nn.Module, int], list[float]],
-    size: dict,
-    schedule: Callable[[int], float],
-    evaluations: int,
-) -> tuple[list[list[float]], float]:
-    """Train a model with AdamW for size["steps"] steps.
-
-    Args:
-        loss: gives the loss of the next batch.
-        evaluate: gives what the curve says of the model at a step; it is called without gradients.
-        size: with "mixing" a multiple of the rate for the mixing modules, and with "average" the factor of the running
-            mean of the weights that is evaluated, besides the steps and the rate.
-        schedule: the share of size["rate"] at a step.
-        evaluations: how many there are, besides that of the end.
-
-    Returns:
-        the curve, [step, *evaluate(model, step)] each, and the seconds of training, without evaluations.
-    """
-    device, steps = next(model.parameters()).device.type, size["steps"]
-    groups = [
-        {"params": [weight for name, weight in model.named_parameters() if is_mixing(name) == mixing], "lr": rate}
-        for mixing, rate in ((False, size["rate"]), (True, size["rate"] * size.get("mixing", 1.0)))
-    ]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(size["average"])) if "average" in size else None
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-    curve, seconds, start = [], 0.0, clock(device)
-    for step in range(steps + 1):
-        if step % max(1, steps // evaluations) == 0 or step == steps:
-            seconds += clock(device) - start
-            with torch.no_grad():
-                curve.append([step, *evaluate(average.module if average else model, step)])
-            start = clock(device)
-        if step == steps:
-            break
-        optimizer.zero_grad()
-        loss().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
-        if average:
-            average.update_parameters(model)
-    return curve, seconds
-
-
-def is_mixing(name: str) -> bool:
-    """Return if a parameter of this name belongs to a mixing module."""
-    return not MIXING_MODULES.isdisjoint(name.split("."))
-
-
-def clock(device: str) -> float:
-    """Return the seconds that this process has taken on the CPU, or those of the clock on a GPU.
-
-    Other processes on the machine do not lengthen the former.
-    """
-    if device == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.monotonic()
 
 
 def rise_and_fall(step: int, steps: int) -> float:

@@ -19,6 +19,10 @@ from modeling_iha.attention_mha import MultiHeadAttention
 from .cost import Cost
 
 
+# The modules that mix heads or collapse pseudo-heads, with entries of order 1.
+MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
+
+
 @dataclass(frozen=True)
 class Companion:
     """Hold the `COMPANION` of a companion file.
@@ -67,6 +71,11 @@ def companion_of(kind: str) -> Companion:
 def all_companions() -> dict[str, Companion]:
     """Return the companion of every kind, in the order of `ATTENTION_CLASSES`."""
     return {kind: companion_of(kind) for kind in ATTENTION_CLASSES}
+
+
+def is_mixing(name: str) -> bool:
+    """Return if a parameter of this name belongs to a module of `MIXING_MODULES`."""
+    return not MIXING_MODULES.isdisjoint(name.split("."))
 
 
 def own_modules(model: torch.nn.Module) -> list[str]:

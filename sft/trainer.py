@@ -22,15 +22,13 @@ from trl import SFTTrainer
 
 from common.checkpoint_io import check_finite
 from common.command_io import UserError, file_sha256, one_line, read_json, write_json
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from kinds import is_mixing
 from sft.arguments import RunArguments
 from sft.base_model import lora_config
 from sft.data import IGNORED_LABEL
 from sft.distributed import OPTIMIZER_STATES, DistributedTrainer
 
 
-# The modules that mix heads or collapse pseudo-heads, with entries of order 1.
-MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
 # The file of a Trainer checkpoint that holds the size and SHA-256 of all others.
 CHECKSUMS = "checksums.json"
 SAMPLE_TOKENS = 64
@@ -161,7 +159,7 @@ class RecipeTrainer(DistributedTrainer):
 
     def _mixing_weights(self, model: torch.nn.Module | None = None) -> list[torch.nn.Parameter]:
         parameters = (self.model if model is None else model).named_parameters()
-        return [value for name, value in parameters if value.requires_grad and MIXING_MODULES & set(name.split("."))]
+        return [value for name, value in parameters if value.requires_grad and is_mixing(name)]
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers goes by names, and would decay vectors such as those of differential attention's lambda.

@@ -19,7 +19,6 @@ from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_talking_heads import TalkingHeadsAttention
 from modeling_iha.package import shipped_code
-from sft.trainer import MIXING_MODULES
 
 
 # Converters whose subject is one kind.
@@ -62,7 +61,7 @@ def test_every_companion_is_of_a_kind():
 def test_what_is_derived():
     assert ATTENTION_KINDS == ["iha", "talking_heads", "diff_v2", "gated", "knocking_heads", "multi_token", "dcmha"]
     of_scores = {"score_mix", "weight_mix", "score_conv", "weight_conv", "pre_base", "post_base"}
-    assert MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
+    assert kinds.MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
 
 
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)

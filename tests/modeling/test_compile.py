@@ -79,7 +79,7 @@ def test_forward(geometry, core):
     model = geometry_model(geometry)
     set_core(model, core)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    for length in (9, 7, 12):
+    for length in (9, 7, 5, 12, 6):
         input_ids = random_ids(2, length)
         assert_close(compiled(input_ids, use_cache=False).logits, uncached_logits(model, input_ids))
     assert graphs() == 2
@@ -90,8 +90,7 @@ def test_forward(geometry, core):
     ("geometry", "inputs"),
     [
         *product(["global", "hybrid"], ["plain", "padded", "packed"]),
-        # test_forward compiles plain inputs.
-        *product([geometry for geometry in GEOMETRIES if geometry not in IHA], ["packed"]),
+        *product([geometry for geometry in GEOMETRIES if geometry not in IHA], ["plain", "packed"]),
     ],
 )
 def test_backward(geometry, inputs):

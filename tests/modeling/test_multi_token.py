@@ -81,7 +81,7 @@ def test_blocks_of_any_size_compute_the_same(monkeypatch, window, size):
 
 
 def test_the_convolution_is_that_of_pytorch():
-    """Where every row counts, pad with c_q - 1 rows above and c_k // 2 columns on either side, as the authors do."""
+    """Pad with c_q - 1 rows above and c_k // 2 columns on either side, as the authors do, where every row counts."""
     convolution, matrix = KeyQueryConvolution(4, 3, 5), torch.randn(2, 4, 7, 9)
     torch.nn.init.normal_(convolution.weight)
     padded = torch.nn.functional.pad(matrix, (2, 2, 2, 0))

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from common.command_io import UserError
-from experiments import equal_cache, ladder, language_models, protocol, study
+from experiments import equal_cache, ladder, language_models, protocol
 from experiments.language_models import VARIANTS, config_of, size_of
 from experiments.options import protocol_parser
+from kinds import is_mixing
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 
@@ -42,6 +43,7 @@ def test_the_mixing_is_tuned_beside_the_best_rate_and_a_diverged_run_is_never_th
     def end_of(rate: float, mixing: float) -> float:
         return math.nan if rate > protocol.FIRST_RATE else abs(math.log(mixing / 4))
 
+    assert protocol.tune(lambda rate, mixing: math.nan if rate > 2e-3 else 1.0, has_mixing=False).rate == 2e-3
     rates = protocol.tune(end_of, has_mixing=True)
     assert (rates.rate, rates.mixing) == (protocol.FIRST_RATE, 4.0)
     assert [tried[:2] for tried in rates.tried[:3]] == [[4e-3, 1.0], [8e-3, 1.0], [2e-3, 1.0]]
@@ -85,6 +87,13 @@ def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path):
         assert {len(of_variant) for of_variant in runs.values()} == {count}
 
 
+def test_impossible_numbers_of_seeds_are_refused(tmp_path):
+    for words in (["--most-seeds", "5"], ["--fewest-seeds", "0"]):
+        with pytest.raises(UserError, match="expected at least one seed"):
+            compared(options(tmp_path, *words), 1.0)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_comparison_goes_on_where_it_stopped(tmp_path):
     few = compared(options(tmp_path, "--fewest-seeds", "2", "--most-seeds", "2"), 1.0)
     more = compared(options(tmp_path, "--fewest-seeds", "4", "--most-seeds", "4"), 1.0)
@@ -103,7 +112,7 @@ def test_budgets_are_read_where_the_dearer_side_has_spent_what_the_cheaper_one_h
     assert [each["difference"]["mean"] for each in cheap.values()] == [0.5, -4.5, -7.0]
 
 
-def test_training_evaluates_the_mean_of_the_weights_and_mixing_has_its_own_rate():
+def test_training_evaluates_the_mean_of_the_weights_and_mixing_has_its_own_rate(monkeypatch):
     torch.manual_seed(0)
     model = IHAForCausalLM(config_of(size_of(TINY, 32, TEXT), **VARIANTS["iha_2"]))
     start = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -114,20 +123,20 @@ def test_training_evaluates_the_mean_of_the_weights_and_mixing_has_its_own_rate(
         return [0.0]
 
     rows = language_models.rows_of(TEXT, torch.tensor([0, 40]), 32)
-    size = {"steps": 2, "rate": 1e-2, "mixing": 0.0, "average": 0.5}
+    monkeypatch.setattr(protocol, "AVERAGE", 0.5)
     states = []
 
     def loss() -> torch.Tensor:
         states.append(model.model.embed_tokens.weight.detach().clone())
         return language_models.losses_of(model, rows).mean()
 
-    study.fit(model, loss, evaluate, size, lambda step: 1.0, 2)
+    protocol.fit(model, loss, evaluate, 2, 1e-2, 0.0, 2)
     states.append(model.model.embed_tokens.weight.detach())
     assert seen[0].equal(states[0])
     torch.testing.assert_close(seen[-1], (states[1] + states[2]) / 2)
     moved = {name for name, value in model.named_parameters() if not value.equal(start[name])}
-    assert moved and not any(study.is_mixing(name) for name in moved)
-    assert any(study.is_mixing(name) for name in start)
+    assert moved and not any(is_mixing(name) for name in moved)
+    assert any(is_mixing(name) for name in start)
 
 
 # Language models
@@ -156,16 +165,17 @@ def test_variants_have_equal_parameters_and_the_schedules_about_equal_flops(vari
 def run_protocol(tmp_path, monkeypatch, capsys):
     """Return a function that runs a study with two seeds and then with three, and returns the table."""
 
-    def run(module, *words: str) -> dict:
+    def run(module, kinds: list[str], *words: str) -> dict:
         monkeypatch.setattr(module, "SMALL", TINY)
         monkeypatch.setattr(language_models, "HELD_OUT_ROWS", 4)
         monkeypatch.setattr(language_models, "EVALUATIONS", 1)
         (tmp_path / "text").write_bytes(TEXT.numpy().tobytes())
         where = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--text", str(tmp_path / "text")]
         for seeds in ("2", "3"):
-            module.main([*where, *words, "--tokens", "32", "--fewest-seeds", seeds, "--most-seeds", seeds])
+            of_run = ["--kinds", *kinds, "--fewest-seeds", seeds, "--most-seeds", seeds]
+            module.main([*where, *words, *of_run, "--tokens", "32"])
             ran = capsys.readouterr().out.count("step 4 of 4")
-            assert ran > 6 if seeds == "2" else ran == 2
+            assert ran > 6 if seeds == "2" else ran == len(kinds)
         name = module.__name__.split(".")[-1]
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         return json.loads((tmp_path / f"{name}.json").read_text())
@@ -174,7 +184,7 @@ def run_protocol(tmp_path, monkeypatch, capsys):
 
 
 def test_language_models_compare_and_go_on_where_they_stopped(run_protocol):
-    table = run_protocol(language_models, "--kinds", "mha", "iha_2")
+    table = run_protocol(language_models, ["mha", "iha_2"])
     base, row = table["rows"]
     ends = {name: [curve[-1][1] for curve in curves] for name, curves in table["runs"]["32"].items()}
     assert base["loss"]["values"] == ends["mha"] and row["loss"]["values"] == ends["iha_2"]
@@ -182,9 +192,36 @@ def test_language_models_compare_and_go_on_where_they_stopped(run_protocol):
     assert found["mean"] == pytest.approx(mean(ends["iha_2"]) - mean(ends["mha"])) and "p_holm" in found
     assert row["minus_base"]["FLOPs"]["cost"] > 1 and "minus_base" not in base
     assert mean(part["mean"] for part in row["by_part"]) == pytest.approx(row["loss"]["mean"], rel=1e-5)
-    # One step after the start the sides are as close as their weights: they start equal and read the same rows.
-    starts = {name: curves[0][0][1] for name, curves in table["runs"]["32"].items()}
-    assert starts["mha"] == pytest.approx(starts["iha_2"], abs=0.2)
+
+
+def one_run(size: dict, text: torch.Tensor, variant: str = "mha", seed: int = 0) -> dict:
+    return language_models.one_run(VARIANTS[variant], size, text, "cpu", variant, seed, 1e-2, 1.0)
+
+
+def test_variants_of_a_seed_start_from_common_weights_and_read_the_same_rows(monkeypatch):
+    train, losses_of = language_models.train, language_models.losses_of
+    started, read = [], []
+
+    def watch_start(name, model, *others):
+        started.append({name: value.detach().clone() for name, value in model.named_parameters()})
+        read.append([])
+        return train(name, model, *others)
+
+    def watch_rows(model, rows):
+        read[-1].append(rows)
+        return losses_of(model, rows)
+
+    monkeypatch.setattr(language_models, "train", watch_start)
+    monkeypatch.setattr(language_models, "losses_of", watch_rows)
+    for variant, seed in (("mha", 0), ("iha_2", 0), ("mha", 1)):
+        one_run(size_of(TINY, 32, TEXT), TEXT, variant, seed)
+    mha, iha, of_other_seed = started
+    assert mha.keys() < iha.keys()
+    for name, value in mha.items():
+        common = tuple(slice(min(sizes)) for sizes in zip(value.shape, iha[name].shape))
+        assert iha[name][common].equal(value[common]), name
+    assert torch.cat(read[0]).equal(torch.cat(read[1])) and not torch.cat(read[0]).equal(torch.cat(read[2]))
+    assert not mha["model.embed_tokens.weight"].equal(of_other_seed["model.embed_tokens.weight"])
 
 
 def test_a_text_is_part_of_the_setting_and_long_enough(tmp_path):
@@ -202,10 +239,6 @@ def test_a_text_is_part_of_the_setting_and_long_enough(tmp_path):
     (tmp_path / "empty").touch()
     assert len(language_models.read_text(tmp_path / "empty")) == 0
     assert len(language_models.read_text(None)) > 2_000_000
-
-
-def one_run(size: dict, text: torch.Tensor) -> dict:
-    return language_models.one_run({}, size, text, "cpu", "mha", 0, 1e-2, 1.0)
 
 
 def test_the_held_out_text_is_never_trained_on(monkeypatch):
@@ -233,7 +266,7 @@ def test_evaluations_do_not_count_as_training_time(monkeypatch):
         return losses_of(model, rows)
 
     monkeypatch.setattr(language_models, "losses_of", slow)
-    monkeypatch.setattr(study, "clock", lambda device: now[0])
+    monkeypatch.setattr(protocol, "clock", lambda device: now[0])
     assert one_run(size_of(TINY, 32, TEXT), TEXT)["seconds"] == TINY["steps"]
 
 
@@ -243,8 +276,8 @@ def test_evaluations_do_not_count_as_training_time(monkeypatch):
 def test_interleaving_is_compared_with_a_cache_as_many_times_as_large(run_protocol, monkeypatch):
     monkeypatch.setattr(equal_cache, "SERVED", {"fields": FIELDS, "tokens": 64})
     monkeypatch.setattr(equal_cache, "REPEATS", 1)
-    table = run_protocol(equal_cache, "--kinds", "mha_g2", "iha_g1_p2", "--prompt", "8")
-    larger, row = table["rows"]
+    table = run_protocol(equal_cache, ["mha_g1", "mha_g2", "iha_g1_p2"], "--prompt", "8")
+    _, larger, row = table["rows"]
     apart = row["minus_control"]["steps"]["difference"]
     assert apart["mean"] == pytest.approx(mean(row["loss"]["values"]) - mean(larger["loss"]["values"]))
     assert row["control"] == "mha_g2" and "minus_control" not in larger and "p_holm" in apart
@@ -303,6 +336,8 @@ def test_the_ladder_tunes_on_other_seeds_and_goes_on_where_it_stopped(tmp_path, 
     words = ["--tasks", "offsets", "--numbers", "2", "4", "--variants", "mha 2", "iha 2 x 2", "--seeds", "0", "1"]
     where = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path)]
     ladder.main([*words, *where])
+    names = {path.stem.split("-", 3)[3] for path in (tmp_path / "runs").glob("*.json")}
+    assert {name.rpartition("-")[2] for name in names} == {"1000_1001", "0_1"}
     table = json.loads((tmp_path / "ladder.json").read_text())
     assert [(row["variant"], row["k"]) for row in table["rows"]] == [
         (variant, k) for k in (2, 4) for variant in ("mha 2", "iha 2 x 2")
