@@ -29,18 +29,20 @@ class KeyQueryConvolution(nn.Module):
         init.zeros_(self.weight)
         init.ones_(self.weight[:, :, -1, self.weight.shape[-1] // 2])
 
-    def forward(self, matrix: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return the last rows of the convolution of a matrix [batch, H, rows, columns], 0 where a query sees no key.
+    def forward(self, matrix: torch.Tensor, length: int, counts: torch.Tensor | None) -> torch.Tensor:
+        """Return the last `length` rows of the convolution of a matrix [batch, H, rows, columns].
 
-        `counts` is bool, [batch or 1, 1 or H, last rows, c_q]: whether what a row of the kernel reads counts."""
+        The matrix is 0 where a query sees no key. `counts` is bool, [batch or 1, 1 or H, length, c_q]: whether what a
+        row of the kernel reads counts, `None` where every row does."""
         heads, _, query_kernel, key_kernel = self.weight.shape
         kernel, convolved = self.weight.to(matrix.dtype), matrix.new_zeros(())
-        padded, length = nn.functional.pad(matrix, (0, 0, query_kernel - 1, 0)), counts.shape[-2]
+        read = nn.functional.pad(matrix, (0, 0, query_kernel - 1, 0))[:, :, matrix.shape[2] - length :]
+        if counts is None:
+            return nn.functional.conv2d(read, kernel, padding=(0, key_kernel // 2), groups=heads)
         # One row of the kernel at a time: whether it counts depends on the convolved row.
         for row in range(query_kernel):
-            first = matrix.shape[2] - length + row
-            read, taps = padded[:, :, first : first + length], kernel[:, :, row, None]
-            rows = nn.functional.conv2d(read, taps, padding=(0, key_kernel // 2), groups=heads)
+            of_row = read[:, :, row : row + length], kernel[:, :, row, None]
+            rows = nn.functional.conv2d(*of_row, padding=(0, key_kernel // 2), groups=heads)
             convolved = convolved + rows * counts[..., row, None]
         return convolved
 
@@ -136,6 +138,8 @@ class MultiTokenAttention(ScoreMatrixAttention):
         """Attend with the past queries for which the mask has rows; `place` is that of the first new one's key."""
         key_states, cached = key_states.tensor_split((self.head_dim,), dim=-1)
         past_rows = 0 if attention_mask is None else attention_mask.shape[-2] - query_states.shape[2]
+        # Without a mask each row is 0 where its query sees no key, and hidden from no later query.
+        kwargs["all_count"] = attention_mask is None and kwargs.get("document_ids") is None
         if past_rows == 0:
             return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
         place = place - past_rows
@@ -155,20 +159,22 @@ class MultiTokenAttention(ScoreMatrixAttention):
         rows: slice,
         columns: slice,
         place: int = 0,
+        all_count: bool = False,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask = bias()
-        visible = mask > MASKED
-        # The keys of the tokens whose rows the kernel reads, from the first one on.
-        first = place + rows.stop - query.shape[2] - columns.start
-        above = torch.arange(1 - self.query_kernel, 1, device=query.device)
-        keys = torch.arange(query.shape[2], device=query.device)[:, None] + first + above
-        counts = visible.gather(-1, keys.clamp_min(0).expand(*visible.shape[:2], -1, -1)) & (keys >= 0)
-        counts = counts | (above == 0)
+        visible, counts = mask > MASKED, None
+        if not all_count:
+            # The keys of the tokens whose rows the kernel reads, from the first one on.
+            first = place + rows.stop - query.shape[2] - columns.start
+            above = torch.arange(1 - self.query_kernel, 1, device=query.device)
+            keys = torch.arange(query.shape[2], device=query.device)[:, None] + first + above
+            counts = visible.gather(-1, keys.clamp_min(0).expand(*visible.shape[:2], -1, -1)) & (keys >= 0)
+            counts = counts | (above == 0)
         # Weights of the block's own rows, and of those that these are convolved with.
         own = rows.stop - rows.start
         needed = own if self.weight_conv is None else own + self.query_kernel - 1
-        kwargs["sight"] = (visible, counts[..., -needed:, :], counts[..., -own:, :])
+        kwargs["sight"] = (visible, counts, needed, own)
         return super().attend_block(query, key, value, lambda: mask[..., -needed:, :], rows, columns, **kwargs)
 
     def compose(
@@ -176,28 +182,31 @@ class MultiTokenAttention(ScoreMatrixAttention):
         matrix: torch.Tensor,
         convolution: KeyQueryConvolution | None,
         mixing: HeadMap | None,
+        length: int,
         visible: torch.Tensor,
-        counts: torch.Tensor,
+        counts: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Convolve and mix scores or weights [batch, H, rows, columns], and return the rows of `counts`.
+        """Convolve and mix scores or weights [batch, H, rows, columns].
 
-        `visible` says which keys a query sees, in all rows of the block."""
+        Return the last `length` rows, or all if there are fewer. `visible` and `counts` say in all rows of the block
+        which keys a query sees, and which rows count for it."""
         if convolution is not None:
-            matrix = convolution(matrix.masked_fill(~visible[..., -matrix.shape[2] :, :], 0), counts)
+            sees, counts = visible[..., -length:, :], None if counts is None else counts[..., -length:, :]
             matrix = matrix.masked_fill(~visible[..., -matrix.shape[2] :, :], 0)
+            matrix = convolution(matrix, sees.shape[2], counts).masked_fill(~sees, 0)
         return matrix if mixing is None else mixing(matrix.unflatten(1, (self.num_groups, -1))).flatten(1, 2)
 
     def compose_scores(
-        self, scores: torch.Tensor, rows: slice, columns: slice, sight: tuple[torch.Tensor, ...], **kwargs
+        self, scores: torch.Tensor, rows: slice, columns: slice, sight: tuple, **kwargs
     ) -> torch.Tensor:
-        visible, counts, _ = sight
-        return self.compose(scores, self.score_conv, self.score_mix, visible, counts)
+        visible, counts, needed, _ = sight
+        return self.compose(scores, self.score_conv, self.score_mix, needed, visible, counts)
 
     def compose_weights(
-        self, weights: torch.Tensor, rows: slice, columns: slice, sight: tuple[torch.Tensor, ...], **kwargs
+        self, weights: torch.Tensor, rows: slice, columns: slice, sight: tuple, **kwargs
     ) -> torch.Tensor:
-        visible, _, counts = sight
-        return self.compose(weights, self.weight_conv, self.weight_mix, visible, counts)
+        visible, counts, _, own = sight
+        return self.compose(weights, self.weight_conv, self.weight_mix, own, visible, counts)
 
     def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.head_norm is not None:

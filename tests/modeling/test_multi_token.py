@@ -86,7 +86,8 @@ def test_the_convolution_is_that_of_pytorch():
     torch.nn.init.normal_(convolution.weight)
     padded = torch.nn.functional.pad(matrix, (2, 2, 2, 0))
     expected = torch.nn.functional.conv2d(padded, convolution.weight, groups=4)
-    assert_close(convolution(matrix, torch.ones(1, 1, 7, 3, dtype=torch.bool)), expected)
+    for counts in (None, torch.ones(1, 1, 7, 3, dtype=torch.bool)):
+        assert_close(convolution(matrix, 7, counts), expected)
 
 
 REAL = torch.tensor([[False] * 4 + [True] * 10])
