@@ -9,6 +9,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.utils.import_utils import is_tracing
 
 from .configuration_iha import IHAConfig
 from .score_matrix import MASKED, HeadMap, ScoreMatrixAttention
@@ -171,6 +172,9 @@ class MultiTokenAttention(ScoreMatrixAttention):
             keys = torch.arange(query.shape[2], device=query.device)[:, None] + first + above
             counts = visible.gather(-1, keys.clamp_min(0).expand(*visible.shape[:2], -1, -1)) & (keys >= 0)
             counts = counts | (above == 0)
+            # A GPU would wait for the answer.
+            if counts.device.type == "cpu" and not is_tracing(counts) and counts.all():
+                counts = None
         # Weights of the block's own rows, and of those that these are convolved with.
         own = rows.stop - rows.start
         needed = own if self.weight_conv is None else own + self.query_kernel - 1
