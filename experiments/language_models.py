@@ -3,8 +3,8 @@
 "Interleaved Head Attention" compares global attention, global and local attention, talking heads, Diff Transformer and
 its own schedule, four layers with a window of N / (2 P^2) to one global layer, at equal FLOPs (Section 5, Appendix C).
 DCMHA claims a lower loss than Llama's attention (its Figure 4 and Table 4). Here these and the other kinds learn the
-bytes of a text under the protocol of experiments/protocol.py, for each length N of a row. All have the same number of
-parameters: a variant with more of them has a narrower FFN.
+bytes of a text in rows of N under the protocol of experiments/protocol.py. All have the same number of parameters: a
+variant with more of them has a narrower FFN. The tables of other lengths than 256 have the length in their name.
 
 - `mha_stretched` is "mha" with positions times 4, which "iha" with P = 4 has for its virtual tokens: the control for
   positions that are wider apart.
@@ -13,7 +13,7 @@ parameters: a variant with more of them has a narrower FFN.
 The text is the source of Python's standard library, in the order of its modules, or that of `--text`. Its last tenth
 is held out. The loss is also given for each eighth of a row.
 
-example: python -m experiments.language_models --tokens 256 --kinds mha iha_2
+example: python -m experiments.language_models --tokens 512 --kinds mha iha_2
 """
 
 import argparse
@@ -55,9 +55,12 @@ VARIANTS: dict[str, dict] = {
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = protocol_parser(__doc__, "language_models", 0.02, VARIANTS)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512], help="lengths of rows (256 and 512)")
+    parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
     add_text_option(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.tokens != 256:
+        args.study += f"_{args.tokens}"
+    return args
 
 
 if __name__ == "__main__":
@@ -251,11 +254,9 @@ def draw(axes: Sequence[Axes], rows: list[dict]) -> None:
 
 
 def plot(table: dict) -> Figure:
-    """Draw a line of plots for each length."""
-    lengths = list(dict.fromkeys(row["tokens"] for row in table["rows"]))
-    figure = Figure(figsize=(14, 5.5 * len(lengths)))
-    for axes, tokens in zip(figure.subplots(len(lengths), 2, squeeze=False), lengths):
-        draw(axes, [row for row in table["rows"] if row["tokens"] == tokens])
+    """Plot the differences of losses by budget, and the loss by part of the row."""
+    figure = Figure(figsize=(14, 5.5))
+    draw(figure.subplots(1, 2), table["rows"])
     return figure
 
 
@@ -272,10 +273,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    text, size, rows, curves = read_text(args.text), FULL if args.full else SMALL, [], {}
-    for tokens in dict.fromkeys(args.tokens):
-        of_length, curves[tokens] = rows_and_curves(args, size_of(size, tokens, text), VARIANTS, text)
-        rows += of_length
+    text = read_text(args.text)
+    size = size_of(FULL if args.full else SMALL, args.tokens, text)
+    rows, curves = rows_and_curves(args, size, VARIANTS, text)
     write(args, plot, **setting_of(args, size, text), rows=rows, runs=curves)
 
 

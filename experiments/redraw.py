@@ -4,6 +4,7 @@ example: python -m experiments.redraw polynomial_filters language_models
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -31,8 +32,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Draw the plots and write them."""
     args = parse_arguments(argv)
     for name in args.studies:
-        table, study = read_json(RESULTS / f"{name}.json"), import_module(f"experiments.{name}")
-        save_plot(study.plot(table), args.results / f"{name}.png")
+        module = re.sub(r"_\d+$", "", name)  # the number is a setting of the table
+        save_plot(
+            import_module(f"experiments.{module}").plot(read_json(RESULTS / f"{name}.json")),
+            args.results / f"{name}.png",
+        )
         print(f"Wrote {args.results / name}.png", flush=True)
 
 

@@ -176,9 +176,10 @@ def run_protocol(tmp_path, monkeypatch, capsys):
             module.main([*where, *words, *of_run, "--tokens", "32"])
             ran = capsys.readouterr().out.count("step 4 of 4")
             assert ran > 6 if seeds == "2" else ran == len(kinds)
-        name = module.__name__.split(".")[-1]
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        return json.loads((tmp_path / f"{name}.json").read_text())
+        (table,), (plot,) = (list(tmp_path.glob(f"*.{suffix}")) for suffix in ("json", "png"))
+        assert table.stem == module.__name__.split(".")[-1] + "_32" * (module is language_models)
+        assert plot.stem == table.stem and plot.read_bytes().startswith(b"\x89PNG")
+        return json.loads(table.read_text())
 
     return run
 
@@ -186,7 +187,7 @@ def run_protocol(tmp_path, monkeypatch, capsys):
 def test_language_models_compare_and_go_on_where_they_stopped(run_protocol):
     table = run_protocol(language_models, ["mha", "iha_2"])
     base, row = table["rows"]
-    ends = {name: [curve[-1][1] for curve in curves] for name, curves in table["runs"]["32"].items()}
+    ends = {name: [curve[-1][1] for curve in curves] for name, curves in table["runs"].items()}
     assert base["loss"]["values"] == ends["mha"] and row["loss"]["values"] == ends["iha_2"]
     found = row["minus_base"]["steps"]["difference"]
     assert found["mean"] == pytest.approx(mean(ends["iha_2"]) - mean(ends["mha"])) and "p_holm" in found
