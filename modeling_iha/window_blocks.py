@@ -92,20 +92,23 @@ def window_attention(
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
     # The first queries see every key before them. As views they would keep all states for the backward pass. The other
-    # queries go in blocks, the last one padded.
-    first, _ = core(module, *(states[:, :, :window].contiguous() for states in (query, key, value)), None, **kwargs)
+    # queries go in blocks, the last one padded. The gradient of a split is one concatenation.
+    first_query, query = query.split((window, length - window), dim=2)
+    first_states = (states.contiguous() for states in (first_query, key[:, :, :window], value[:, :, :window]))
+    first, _ = core(module, *first_states, None, **kwargs)
     block = block_size(window)
-    reach, end = window - 1, -(length - window) % block
+    end = -(length - window) % block
     if end > 0:  # even a padding of nothing copies
         query, key, value = (torch.nn.functional.pad(states, (0, 0, 0, end)) for states in (query, key, value))
 
     def key_blocks(states: torch.Tensor) -> torch.Tensor:
-        return states[:, :, 1:].unfold(2, block + reach, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
+        # The first key is one that no query of the block sees: without it autograd would fill a slice of the states.
+        return states.unfold(2, block + window, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
-    query = query[:, :, window:].unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
+    query = query.unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
     i = torch.arange(block, device=query.device)[:, None]
-    j = torch.arange(block + reach, device=query.device)
-    mask = ((i <= j) & (j <= i + reach))[None, None]
+    j = torch.arange(block + window, device=query.device)
+    mask = ((i < j) & (j <= i + window))[None, None]
     rest, _ = core(module, query, key_blocks(key), key_blocks(value), mask, **kwargs)
     return torch.cat((first, rest.reshape(batch, -1, *rest.shape[2:])[:, : length - window]), dim=1), None
 

@@ -175,7 +175,7 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
         # Keys and values of the blocks, which overlap; of a single row they are kept as views, unless they are
         # repeated for each head of a group.
         window = config.sliding_window * virtual
-        blocked = 2 * query * (1 + (window - 1) / block_size(window))
+        blocked = 2 * query * (1 + window / block_size(window))
         of_attention += (blocked - 2 * key) * compute * (setting.batch > 1 or groups < heads)
         attention_working = (2 * query + blocked) * compute
     elif form == "eager":
