@@ -7,6 +7,7 @@ and weights after the last step of Adam to 1e-6.
 import json
 import sys
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,12 +37,6 @@ GEOMETRIES = {
     "tied": {"tie_word_embeddings": True},
     "window": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
 }
-MIXING = sorted(
-    f"model.layers.{layer}.self_attn.{module}.weight"
-    for layer in range(2)
-    for module in ("q_mix", "k_mix", "v_mix", "collapse")
-)
-
 
 # Only the processes that need DeepSpeed find it there: where it is installed, accelerate imports it each time.
 DEEPSPEED = Path(sys.prefix) / "deepspeed"
@@ -49,7 +44,9 @@ DEEPSPEED = Path(sys.prefix) / "deepspeed"
 
 def launch(config: str, *command: str) -> None:
     """Do in this process what `accelerate launch` does; the processes that it starts print to the same terminal."""
-    launch_command(launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), *command]))
+    args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), *command])
+    with ThreadPoolExecutor() as threads:  # in the main thread the launcher would keep the signals of pytest
+        threads.submit(launch_command, args).result()
 
 
 def launcher_environment(config: str, *options: str) -> dict[str, str]:
@@ -163,12 +160,6 @@ def test_fsdp2_trains_like_one_process(sharded):
     assert record["sharded"] == set(record["gradients"])
 
 
-def test_mixing_weights_keep_their_group_under_fsdp2(sharded):
-    *others, (names, rate, decay) = torch.load(sharded / "full.pt", weights_only=True)["groups"]
-    assert (sorted(names), rate, decay) == (MIXING, pytest.approx(40e-4), 0.0)
-    assert not set(MIXING) & {name for group, *_ in others for name in group}
-
-
 def test_an_interrupted_run_with_sharded_state_dicts_resumes(sharded):
     assert (sharded / "shards" / "checkpoint-4" / "pytorch_model_fsdp_0").is_dir()
     record = assert_same_run(sharded, "shards", in_one_process(sharded, "tied", "shards", batch=4, max_steps=4))
@@ -181,7 +172,7 @@ def test_adapters_are_merged_under_fsdp2(sharded):
     one = in_one_process(sharded, "plain", "lora", batch=4, use_peft="true", lora_dropout=0)
     record = assert_same_run(sharded, "lora", one)
     assert record["class"] == "FSDPPeftModelForCausalLM"
-    assert len(record["gradients"]) == 2 * 7 * 2 + len(MIXING)
+    assert len(record["gradients"]) == 2 * (7 * 2 + 4)  # in each layer pairs for the projections, and the mixing
     assert (sharded / "lora" / "checkpoint-2" / "adapter_model.safetensors").exists()
 
 

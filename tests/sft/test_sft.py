@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import SLOW, last_line, random_model
+from helpers import SLOW, random_model
 from tiny_training import (
     byte_tokenizer,
     recipe,
@@ -147,21 +147,6 @@ def test_what_does_not_fit_the_model_is_refused_before_rows_are_tokenized(
     monkeypatch.setattr(train, "training_rows", lambda *_: pytest.fail("the rows were read"))
     with pytest.raises(UserError, match=named):
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
-
-
-@pytest.mark.parametrize(
-    "module, arguments, named",
-    [
-        (train, ["--learning_rat", "1"], "learning_rat"),
-        (make_reasoning_data, ["absent/rows", "--rows", "2", "--generator", "absent"], "absent"),
-        (train, ["--attn_implementation", "absent"], "absent"),
-    ],
-)
-def test_a_mistake_is_one_line(module, arguments, named, cli, tiny, rows_file, tmp_path):
-    if module is train:
-        arguments = ["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run"), *arguments]
-    code, _, err = cli(module, *arguments)
-    assert code == 1 and named in last_line(err)
 
 
 # Reasoning rows

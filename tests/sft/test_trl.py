@@ -123,8 +123,8 @@ def test_grpo_takes_a_step(directory, tmp_path):
 def test_trainers_and_adapters_load_remote_code_by_path(directory, tmp_path):
     """Load policy, reference, reward model and adapters in one process: DPO loads the reference itself."""
     tiny_tokenizer().save_pretrained(directory)
-    adapters = LoraConfig(target_modules=PROJECTIONS, modules_to_save=MIXING, init_lora_weights=False)
-    adapted = get_peft_model(IHAForCausalLM.from_pretrained(directory), adapters)
+    fields = {"target_modules": PROJECTIONS, "modules_to_save": MIXING, "init_lora_weights": False}
+    adapted = get_peft_model(IHAForCausalLM.from_pretrained(directory), LoraConfig(task_type="CAUSAL_LM", **fields))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if ".modules_to_save." in name:
