@@ -76,7 +76,8 @@ def answering(arguments, start):
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
                 break
             except OSError:
-                assert time.monotonic() < deadline, "no server answers"
+                ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                assert ended is None and time.monotonic() < deadline, "no server answers"
                 time.sleep(0.2)
         yield url
     finally:
