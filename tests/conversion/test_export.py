@@ -2,9 +2,12 @@
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
-from pathlib import Path
+from contextlib import redirect_stdout
+from functools import cache, partial
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
@@ -62,30 +65,37 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def program(checkpoint):
-    """Export the model of `checkpoint` as a program of `torch.export`, which needs no other package."""
-    return export.export(checkpoint[0], "dynamo")
+def exported(checkpoint, tmp_path_factory):
+    """Return a function that exports the checkpoint by the command, once to a format, and returns where."""
+
+    @cache
+    def exported(export_format):
+        needs(export_format)
+        out = tmp_path_factory.mktemp(export_format) / "exported"
+        arguments = ["export", str(checkpoint[1]), str(out), "--format", export_format, "--try", PROMPT]
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+            patch.setattr(sys, "argv", arguments)
+            export.main()
+        assert "32 of 32 greedy tokens are the model's" in printed.getvalue()
+        assert [path.name for path in out.parent.iterdir()] == ["exported"]
+        return out
+
+    return exported
 
 
 @pytest.mark.parametrize("export_format", export.FORMATS)
-def test_an_export_decodes_what_the_model_does(checkpoint, export_format, cli, tmp_path):
-    needs(export_format)
-    model, directory = checkpoint
-    out = tmp_path / "exported"
-    code, printed, error = cli(export, directory, out, "--format", export_format, "--try", PROMPT)
-    assert code == 0, error
-    assert "32 of 32 greedy tokens are the model's" in printed
+def test_an_export_decodes_what_the_model_does(checkpoint, exported, export_format):
+    model, out = checkpoint[0], exported(export_format)
     readme = (out / "README.md").read_text(encoding="utf-8")
-    assert f"run_exported.py . '{PROMPT}'" in readme and str(tmp_path) not in readme
-    assert not [path.name for path in tmp_path.iterdir() if path != out]
+    assert f"run_exported.py . '{PROMPT}'" in readme and str(out.parent) not in readme
 
-    exported = run_exported.load(out)
+    runners = run_exported.load(out)
     assert export_format != "openvino" or "openvino.tools.ovc.telemetry_stub" in sys.modules
     # One row and three, shorter and longer than the prompts that were traced.
     for lengths in [(9, 5), (1,), (20, 3, 11), (30,)]:
-        assert export.verify(model, exported, prompts(*lengths), 12).passed
+        assert export.verify(model, runners, prompts(*lengths), 12).passed
     break_one_parameter(model)
-    assert not export.verify(model, exported, prompts(9, 5), 12).passed
+    assert not export.verify(model, runners, prompts(9, 5), 12).passed
     break_one_parameter(model)  # the sign is back
 
 
@@ -101,15 +111,12 @@ def test_every_kind_exports(layers, export_format, tmp_path):
         assert export.verify(model, exported, prompts(*lengths), 12).passed
 
 
-def test_a_fresh_process_runs_an_export(checkpoint, program, tmp_path):
+def test_a_fresh_process_runs_an_export(checkpoint, exported, tmp_path):
     """Run the copy of the loop that the export holds, without this repository, up to each row's end."""
-    model, _ = checkpoint
-    program.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "run.py").write_text(Path(run_exported.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    model, out = checkpoint[0], exported("dynamo")
     texts = [PROMPT, "the"]
     process = subprocess.run(
-        [sys.executable, "-I", tmp_path / "run.py", tmp_path, *texts, "--max-new-tokens", "20"],
+        [sys.executable, "-I", out / "run_exported.py", out, *texts, "--max-new-tokens", "20"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -127,10 +134,10 @@ def test_a_fresh_process_runs_an_export(checkpoint, program, tmp_path):
     assert process.stdout.splitlines() == expected
 
 
-def test_an_export_that_differs_is_not_kept(checkpoint, program, cli, monkeypatch, tmp_path):
+def test_an_export_that_differs_is_not_kept(checkpoint, exported, cli, monkeypatch, tmp_path):
     def export_another(model, export_format):
         break_one_parameter(model)
-        return program
+        return SimpleNamespace(save_pretrained=partial(shutil.copytree, exported("dynamo"), dirs_exist_ok=True))
 
     monkeypatch.setattr(export, "export", export_another)
     code, _, error = cli(export, checkpoint[1], tmp_path / "new" / "out", "--format", "dynamo", "--try", PROMPT)

@@ -8,6 +8,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 
 import openai
@@ -23,6 +24,7 @@ from conversion_scripts import serve
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
 
+Process = get_context("fork").Process  # a new interpreter would take seconds to import PyTorch
 CHAT = [{"role": "user", "content": "the people of the state"}]
 NEW_TOKENS = 8
 
@@ -61,40 +63,38 @@ def reply(model):
 
 
 @contextmanager
-def serving(checkpoint, home, *options):
-    """Yield the address of a server on the loopback interface."""
+def answering(arguments, start):
+    """Yield the address of the server that `start` starts with these arguments, in a process that it returns."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    with open(home / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "conversion_scripts.serve", checkpoint, "--host", "127.0.0.1"]
-            + ["--port", str(port), "--device", "cpu", *options],
-            cwd=ROOT,
-            env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
-            stdout=log,
-            stderr=log,
-        )
+    process = start([*arguments, "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"])
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
     try:
-        deadline = time.monotonic() + 60
         while True:
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
                 break
             except OSError:
-                running = process.poll() is None and time.monotonic() < deadline
-                assert running, (home / "log").read_text()
+                ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                assert ended is None and time.monotonic() < deadline, "no server answers"
                 time.sleep(0.2)
         yield url
     finally:
-        process.terminate()
-        process.wait(timeout=30)
+        process.kill()  # a fork stays with the threads of its parent if it is asked to end
+        (process.join if isinstance(process, Process) else process.wait)(30)
 
 
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
-    with serving(checkpoint, tmp_path_factory.mktemp("server")) as url:
+    environment = os.environ | {"HF_HOME": str(tmp_path_factory.mktemp("server")), "HF_HUB_OFFLINE": "1"}
+
+    def start(arguments):
+        return subprocess.Popen(
+            [sys.executable, "-m", "conversion_scripts.serve", *arguments], cwd=ROOT, env=environment
+        )
+
+    with answering([checkpoint], start) as url:
         yield url
 
 
@@ -112,12 +112,18 @@ def test_openai_client(server, checkpoint, reply):
     assert "".join(pieces) == text and len(pieces) > NEW_TOKENS // 2
 
 
-def test_continuous_batching_answers_clients_together(checkpoint, model, tmp_path):
+def test_continuous_batching_answers_clients_together(checkpoint, model):
     """Ask three questions of different lengths at once, one of them as a stream."""
     chats = [[{"role": "user", "content": text}] for text in ("the", "the people of the state", "of the union " * 5)]
     # By default the pages take most of the memory there is.
     pages = ["--cb-block-size", "4", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "16"]
-    with serving(checkpoint, tmp_path, "--continuous-batching", *pages) as url:
+
+    def start(arguments):
+        process = Process(target=serve.main, args=(arguments,))
+        process.start()
+        return process
+
+    with answering([checkpoint, "--continuous-batching", *pages], start) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
 
         def ask(chat):

@@ -4,7 +4,6 @@ import errno
 import json
 import re
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ from tiny_training import with_template
 from transformers import LlamaConfig
 
 from benchmarks import cost
-from common.command_io import UserError, run_cli, run_module
+from common.command_io import UserError, run_module
 from conversion_scripts import serve
 from modeling_iha import cpu_precision
-from sft import make_reasoning_data, score_reasoning
+from sft import make_reasoning_data, score_reasoning, train
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,9 @@ MISTAKES = [
     (cost, [*PRESET, "--tokens", "0"], "--tokens 0: expected at least 1"),
     (cost, [*PRESET, "--tokens", "-3"], "--tokens -3: expected at least 1"),
     (cost, [*PRESET, "--tokens", "8", "--bytes", "0"], "--bytes 0: expected at least 1"),
+    (make_reasoning_data, ["OUT/a.jsonl", "--rows", "1", "--generator", "absent"], "absent"),
     (make_reasoning_data, ["OUT/a.jsonl", "--rows", "0"], "--rows 0: expected at least 1"),
+    (train, "--model_name_or_path m --dataset_name d --learning_rat 1".split(), "unknown key 'learning_rat'"),
     (make_reasoning_data, ["OUT/a.jsonl", "--rows", "1", "--seed", "-1"], "--seed -1: expected at least 0"),
     (
         make_reasoning_data,
@@ -136,47 +137,47 @@ MISTAKES = [
 ]
 
 
-def fail(module, arguments, monkeypatch, capsys):
-    """Run a command that must exit with 1, and return its errors."""
-    monkeypatch.setattr(sys, "argv", ["command", *arguments])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        run_cli(module.main)
-    output = capsys.readouterr()
-    assert stopped.value.code == 1
-    assert output.out == ""
-    return [line for line in output.err.splitlines() if line.startswith("Error: ")]
+@pytest.fixture
+def fail(cli):
+    """Return a function that runs a command, which must exit with 1, and returns its errors."""
+
+    def fail(module, *arguments):
+        code, out, err = cli(module, *arguments)
+        assert (code, out) == (1, "")
+        return [line for line in err.splitlines() if line.startswith("Error: ")]
+
+    return fail
 
 
 @pytest.mark.parametrize(
     ("module", "arguments", "message"), MISTAKES, ids=[f"{m.__name__} {' '.join(a):.60}" for m, a, _ in MISTAKES]
 )
-def test_a_mistake_is_one_line(module, arguments, message, files, tmp_path, monkeypatch, capsys):
+def test_a_mistake_is_one_line(module, arguments, message, files, tmp_path, monkeypatch, fail):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = {path: path.read_bytes() for path in files.rglob("*") if path.is_file()}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         names = {"IN": str(files), "OUT": str(tmp_path / "new"), "TAKEN": str(taken.getsockname()[1])}
         for name, value in names.items():
             arguments = [argument.replace(name, value) for argument in arguments]
-        lines = fail(module, arguments, monkeypatch, capsys)
+        lines = fail(module, *arguments)
     assert len(lines) == 1
     assert re.search(message.replace("IN", str(files)), lines[0])
     assert list(tmp_path.iterdir()) == []
     assert {path: path.read_bytes() for path in files.rglob("*") if path.is_file()} == before
 
 
-def test_a_server_without_its_libraries_names_them(monkeypatch, capsys):
+def test_a_server_without_its_libraries_names_them(monkeypatch, fail):
     monkeypatch.setattr(serve, "is_serve_available", lambda: False)
-    (line,) = fail(serve, ["--port", "0"], monkeypatch, capsys)
+    (line,) = fail(serve, "--port", "0")
     assert "pip install 'transformers[serving]'" in line
 
 
-def test_a_directory_that_cannot_be_written_is_found_first(monkeypatch, capsys, tmp_path):
+def test_a_directory_that_cannot_be_written_is_found_first(monkeypatch, fail, tmp_path):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "touch", refuse)
-    (line,) = fail(make_reasoning_data, [str(tmp_path / "a" / "b.jsonl"), "--rows", "1"], monkeypatch, capsys)
+    (line,) = fail(make_reasoning_data, tmp_path / "a" / "b.jsonl", "--rows", "1")
     assert line.endswith("b.jsonl cannot be written: Permission denied.")
 
 

@@ -276,6 +276,7 @@ def test_what_a_push_stores(directory, hub, push, monkeypatch):
     assert repository.private and repository.references["v1"] == sha and len(repository.commits) == 2
     assert set(files) == CHECKPOINT | {".gitattributes"}
     assert all(files[name].content == (directory / name).read_bytes() for name in CHECKPOINT)
+    assert {name for name, file in files.items() if file.lfs} == {"model.safetensors"}
     assert f"Published: {hub.endpoint}/me/iha/commit/{sha}" in out and f'"me/iha", revision="{sha}"' in out
     assert hub.collections == {"me/iha-0123": ["me/iha"]}
     assert loaded == [{}, {"revision": sha, "hub_cache": constants.HF_HUB_CACHE}]

@@ -7,7 +7,6 @@ FSDP runs on the CPU here, where accelerate alone would train under DDP in silen
 import json
 import sys
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -19,6 +18,7 @@ import torch  # noqa: E402
 from accelerate import Accelerator, PartialState  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
+from tiny_training import leave_figures_empty  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
@@ -77,7 +77,7 @@ class Recorder(TrainerCallback):
 def train_run(plan: dict) -> None:
     """Call sft/train.py with {"arguments": [...], "record": file}, and "flash_attention_2" as in fake_flash.py.
 
-    The plan may also hold "environment" and "interrupted_at" (a step).
+    The plan may also hold "environment", "interrupted_at" (a step), and "packages", a directory with DeepSpeed.
     """
     make = MixingTrainer.__init__
 
@@ -88,6 +88,10 @@ def train_run(plan: dict) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in plan.get("environment", {}).items():
             patch.setenv(name, value)
+        if "packages" in plan:
+            patch.syspath_prepend(plan["packages"])
+            compile_nothing()
+        leave_figures_empty(patch)
         fake_flash.install(patch)
         patch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", ALL_ATTENTION_FUNCTIONS["flash_attention_2"])
         patch.setattr(MixingTrainer, "__init__", make_with_recorder)
@@ -128,15 +132,13 @@ def shard_on_cpu() -> None:
 
 def compile_nothing() -> None:
     """Have DeepSpeed do without its shared-memory operator, which it would compile for minutes."""
-    if find_spec("deepspeed") is not None:
-        import deepspeed.ops
+    import deepspeed.ops
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 if __name__ == "__main__":
     shard_on_cpu()
-    compile_nothing()
     for plan in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         (train_run if "arguments" in plan else tensor_parallel_step)(plan)
     torch.distributed.destroy_process_group()

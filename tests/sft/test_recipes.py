@@ -83,7 +83,7 @@ def test_the_first_stage_of_long_context_leaves_its_rope_base_and_positions_in_t
 
 def test_the_five_mechanisms_of_the_paper_train_on_equal_budgets(rows_file, tmp_path):
     small = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
-    small |= {"num_hidden_layers": 10, "max_position_embeddings": 256}
+    small |= {"num_hidden_layers": 5, "max_position_embeddings": 256}
     rates, tokens = set(), set()
     for name in MECHANISMS:
         fields = {**small, "num_pseudo_heads": 2} if name == "iha" else small

@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from helpers import SLOW, last_line, random_model
+from helpers import SLOW, random_model
 from tiny_training import (
     byte_tokenizer,
-    interrupted_at,
     recipe,
     saved,
     sizes,
@@ -18,14 +17,12 @@ from tiny_training import (
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
-from common.checkpoint_io import load_in_clean_process
 from common.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM, cpu_precision
 from sft import make_reasoning_data, score_reasoning, train
 from sft.arguments import RecipeParser
 from sft.base_model import prepare_model, run_config
 from sft.data import load_rows
-from sft.trainer import MixingTrainer
 
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
@@ -43,47 +40,25 @@ def test_a_run_says_that_the_cpu_has_no_products_of_its_dtype(half, tiny, rows_f
     assert capsys.readouterr().err.count(SLOW) == bool(half)
 
 
-def test_a_recipe_saves_a_checkpoint_that_stands_alone(tiny, rows_file, tmp_path):
+def test_a_recipe_saves_a_whole_checkpoint(tiny, rows_file, tmp_path):
     output = tmp_path / "demo"
     train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, output)])
 
     losses = json.loads((output / "loss.json").read_text())
     assert [step for step, _ in losses["train"]] == [1, 2, 3, 4]
     assert {2, 4} <= {step for step, _ in losses["eval"]}
-    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     final = output / "final"
     assert not list(output.glob(".final*"))
     assert {"model.safetensors", "modeling_iha.py", "tokenizer.json", "chat_template.jinja", "README.md"} <= {
         file.name for file in final.iterdir()
     }
-    prompt = [{"role": "user", "content": "1+1?"}]
-    reply = load_in_clean_process(final, prompt=prompt, max_new_tokens=4)
     trained = IHAForCausalLM.from_pretrained(final)
     source = IHAForCausalLM.from_pretrained(tiny)
     changed = {key for key, value in trained.state_dict().items() if not torch.equal(value, source.state_dict()[key])}
     assert {key for key in trained.state_dict() if "_mix" in key or "collapse" in key} <= changed
-    inputs = with_template("smollm2.jinja").apply_chat_template(
-        prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
-    here = trained.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
-    assert reply["token_ids"] == here[0, inputs["input_ids"].shape[1] :].tolist()
-
     with pytest.raises(UserError, match="has finished"):
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, output)])
-
-
-def test_an_interrupted_run_with_adapters_resumes_to_the_same_losses(tiny, rows_file, tmp_path, capsys):
-    command = ["--config", recipe("demo"), "--use_peft", "true"]
-    train.main([*command, *sizes(tiny, rows_file, tmp_path / "whole", max_steps=6)])
-    output = tmp_path / "interrupted"
-    with interrupted_at(MixingTrainer, 6):
-        train.main([*command, *sizes(tiny, rows_file, output, max_steps=6)])
-    assert not (output / "final").exists()
-    train.main([*command, *sizes(tiny, rows_file, output, max_steps=6)])
-    assert f"Resuming from {output / 'checkpoint-4'}" in capsys.readouterr().out
-    whole, resumed = (json.loads((tmp_path / run / "loss.json").read_text()) for run in ("whole", "interrupted"))
-    assert resumed == whole
 
 
 @pytest.mark.parametrize("kind", ["iha", pytest.param("llama", marks=pytest.mark.slow)])
@@ -172,21 +147,6 @@ def test_what_does_not_fit_the_model_is_refused_before_rows_are_tokenized(
     monkeypatch.setattr(train, "training_rows", lambda *_: pytest.fail("the rows were read"))
     with pytest.raises(UserError, match=named):
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
-
-
-@pytest.mark.parametrize(
-    "module, arguments, named",
-    [
-        (train, ["--learning_rat", "1"], "learning_rat"),
-        (make_reasoning_data, ["absent/rows", "--rows", "2", "--generator", "absent"], "absent"),
-        (train, ["--attn_implementation", "absent"], "absent"),
-    ],
-)
-def test_a_mistake_is_one_line(module, arguments, named, cli, tiny, rows_file, tmp_path):
-    if module is train:
-        arguments = ["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run"), *arguments]
-    code, _, err = cli(module, *arguments)
-    assert code == 1 and named in last_line(err)
 
 
 # Reasoning rows

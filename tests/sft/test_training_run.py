@@ -48,6 +48,7 @@ from sft.trainer import (
 
 
 STEPS = 6
+WRITE_FIGURE = sft_run._write_figure
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
 
@@ -61,8 +62,7 @@ def tiny(tmp_path_factory) -> str:
 
 
 def command(model: str, rows: str, output: Path, **overrides) -> list[str]:
-    values = {"max_steps": STEPS, "sample_prompts": 0, **overrides}
-    return ["--config", recipe("demo"), *sizes(model, rows, output, **values)]
+    return ["--config", recipe("demo"), *sizes(model, rows, output, **{"max_steps": STEPS, **overrides})]
 
 
 def parse(model, rows, output, **overrides) -> tuple[RunArguments, SFTConfig]:
@@ -613,6 +613,7 @@ def test_the_best_checkpoint_is_kept_and_ends_as_the_final_model(tiny, rows_file
 
 def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sft_run, "publish", lambda directory, repo_id: print(f"Published: {repo_id}/{directory.name}"))
+    monkeypatch.setattr(sft_run, "_write_figure", WRITE_FIGURE)
     output, base = tmp_path / "run", shutil.copytree(tiny, tmp_path / "base")
     arguments = {"max_steps": 4, "sample_prompts": 2, "push_repo_id": "me/model", "eval_on_start": "false"}
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
@@ -660,6 +661,7 @@ def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypat
         assert fact in card, fact
     assert str(tmp_path) not in card and str(Path(rows_file).parent) not in card
     assert (output / "final" / "curves.png").read_bytes() == (output / "curves.png").read_bytes()
+    assert all((output / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "curves.png"))
     assert not (output / "README.md").exists()
     assert not (output / ".lock").exists()
 

@@ -1,11 +1,21 @@
-"""Test that TRL's own trainers of preferences and rewards take a step."""
+"""Test that TRL's own trainers of preferences and rewards take a step, and that they and PEFT load remote code."""
 
 import math
 
 import pytest
 import torch
 from datasets import Dataset
-from helpers import EVERY_KIND, GEOMETRIES, random_model, small_config
+from helpers import (
+    EVERY_KIND,
+    GEOMETRIES,
+    PROJECTIONS,
+    assert_close,
+    random_ids,
+    random_model,
+    small_config,
+    uncached_logits,
+)
+from peft import LoraConfig, get_peft_model
 from tiny_sources import tiny_tokenizer
 from trl import (
     DPOConfig,
@@ -18,6 +28,7 @@ from trl import (
 
 from common.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification
+from modeling_iha.attention_iha import InterleavedHeadAttention
 
 
 WORDS = sorted(word for word in tiny_tokenizer().get_vocab() if word.isalpha())
@@ -25,6 +36,8 @@ PREFERENCES = [
     {"prompt": WORDS[i], "chosen": " ".join(WORDS[i : 2 * i + 2]), "rejected": " ".join(WORDS[2 * i : i : -1])}
     for i in range(1, 7)
 ]
+
+MIXING = sorted(InterleavedHeadAttention.mixing_modules)
 
 
 @pytest.fixture(params=["hybrid", "every_kind"])
@@ -107,14 +120,31 @@ def test_grpo_takes_a_step(directory, tmp_path):
 
 
 @pytest.mark.parametrize("directory", ["hybrid"], indirect=True)
-def test_trainers_load_remote_code_by_path(directory, tmp_path):
-    """Load policy, reference and reward model with `trust_remote_code`: DPO loads the reference itself."""
+def test_trainers_and_adapters_load_remote_code_by_path(directory, tmp_path):
+    """Load policy, reference, reward model and adapters in one process: DPO loads the reference itself."""
     tiny_tokenizer().save_pretrained(directory)
+    fields = {"target_modules": PROJECTIONS, "modules_to_save": MIXING, "init_lora_weights": False}
+    adapted = get_peft_model(IHAForCausalLM.from_pretrained(directory), LoraConfig(task_type="CAUSAL_LM", **fields))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".modules_to_save." in name:
+                parameter.mul_(1.5)
+    adapted.save_pretrained(tmp_path / "adapter")
     program = """
+import torch
 from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
-result = {}
+base = AutoModelForCausalLM.from_pretrained(request["model"], trust_remote_code=True)
+adapted = [
+    PeftModel.from_pretrained(base, request["adapter"]),
+    AutoPeftModelForCausalLM.from_pretrained(request["adapter"], trust_remote_code=True),
+]
+with torch.no_grad():
+    logits = [model.eval()(torch.tensor(request["input_ids"])).logits.tolist() for model in adapted]
+result = {"adapters": {"logits": logits, "modules": [type(base).__module__]}}
 for trainer_class, config_class in ((DPOTrainer, DPOConfig), (RewardTrainer, RewardConfig)):
     arguments = config_class(**request["arguments"], trust_remote_code=True)
     trainer = trainer_class(request["model"], args=arguments, train_dataset=Dataset.from_list(request["rows"]))
@@ -127,7 +157,10 @@ for trainer_class, config_class in ((DPOTrainer, DPOConfig), (RewardTrainer, Rew
     }
 """
     request = {"model": str(directory), "rows": PREFERENCES, "arguments": arguments(tmp_path)}
+    request |= {"adapter": str(tmp_path / "adapter"), "input_ids": random_ids(2, 9).tolist()}
     answer = run_in_clean_process(program, request)
+    for logits in answer["adapters"]["logits"]:
+        assert_close(torch.tensor(logits), uncached_logits(adapted.eval(), random_ids(2, 9)))
     assert answer["DPOTrainer"]["classes"] == ["IHAForCausalLM"] * 2
     assert answer["DPOTrainer"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert answer["RewardTrainer"]["classes"] == ["IHAForSequenceClassification"]
