@@ -733,21 +733,6 @@ def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, offline, monkey
     assert prompts["gsm8k"].startswith("Ann has 3")
 
 
-@pytest.fixture(scope="module")
-def places(tiny, tmp_path_factory) -> dict[str, Path]:
-    """Save models without a tokenizer, without a chat template and with a short context, and a file of the user."""
-    folder = tmp_path_factory.mktemp("places")
-    tiny_source().save_pretrained(folder / "MUTE")
-    save_tiny_source(folder / "PLAIN")
-    settings = json.loads((folder / "PLAIN" / "tokenizer_config.json").read_text())
-    (folder / "PLAIN" / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
-    (folder / "PLAIN" / "chat_template.jinja").unlink(missing_ok=True)
-    save_tiny_source(folder / "SHORT", max_position_embeddings=128)
-    (folder / "FILES").mkdir()
-    (folder / "FILES" / "notes.txt").write_text("mine")
-    return {"TINY": tiny, "SMOKE": data.SMOKE, **{path.name: path for path in folder.iterdir()}}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -771,9 +756,19 @@ def places(tiny, tmp_path_factory) -> dict[str, Path]:
     ],
 )
 def test_mistakes_get_one_line_before_anything_is_generated(
-    arguments, message, places, tmp_path, offline, monkeypatch, capsys
+    arguments, message, tiny, tmp_path, offline, monkeypatch, capsys
 ):
     monkeypatch.setattr(RecordedModel, "_replies", fails(AssertionError("something is generated")))
+    mute, plain, short, files = (tmp_path / name for name in ("mute", "plain", "short", "files"))
+    tiny_source().save_pretrained(mute)
+    save_tiny_source(plain)
+    settings = json.loads((plain / "tokenizer_config.json").read_text())
+    (plain / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    save_tiny_source(short, max_position_embeddings=128)
+    files.mkdir()
+    (files / "notes.txt").write_text("mine")
+    places = {"TINY": tiny, "MUTE": mute, "PLAIN": plain, "SHORT": short, "FILES": files, "SMOKE": data.SMOKE}
     model, suite, *options = [str(places.get(a, a)).replace("OUT/", f"{tmp_path}/") for a in arguments.split()]
     output = ["--output", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["run", model, "--suite", suite, *output, *options])
@@ -782,7 +777,7 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
     assert stopped.value.code == 1 and len(errors) == 1
     assert re.search(message, errors[0]), errors[0]
-    assert (places["FILES"] / "notes.txt").read_text() == "mine" and not (tmp_path / "out" / "results.json").exists()
+    assert (files / "notes.txt").read_text() == "mine" and not (tmp_path / "out" / "results.json").exists()
 
 
 def test_a_second_run_in_one_output_is_refused(tiny, tmp_path, monkeypatch):
