@@ -41,9 +41,4 @@ def projected_heads(x, weights, name, count, options, positions):
     base = linear(x, weights, f"{name}_proj").reshape(len(x), count, options.head_dim)
     if f"{name}_norm.weight" in weights:
         base = rms_norm(base, weights[f"{name}_norm.weight"], options.norm_eps)
-    of_tokens = [
-        rotate(vector, position, options.inv_freq, options.rope_scaling)
-        for row, position in zip(base, positions)
-        for vector in row
-    ]
-    return torch.stack(of_tokens).reshape(base.shape)
+    return rotate(base, positions[:, None], options.inv_freq, options.rope_scaling)

@@ -88,12 +88,9 @@ def _heads(x, weights, config, positions, order, sharing):
         k = rms_norm(k, weights["k_norm.weight"], config.rms_norm_eps)
     inv_freq = llama_inv_freq(width, config.rope_parameters["rope_theta"])
 
-    def turned(vectors):
-        return torch.stack([rotate(vectors[n], positions[n], inv_freq) for n in range(length)])
-
     members = [0 if sharing else a for a in range(order - 1)]
-    queries = [turned(q[:, h]) for h in range(config.num_attention_heads)]
-    keys = [[turned(k[:, a, g]) for a in members] for g in range(groups)]
+    queries = [rotate(q[:, h], positions, inv_freq) for h in range(config.num_attention_heads)]
+    keys = [[rotate(k[:, a, g], positions, inv_freq) for a in members] for g in range(groups)]
     values = [[v[:, a, g] for a in members] for g in range(groups)]
     return queries, keys, values
 
@@ -102,13 +99,7 @@ def _attend(query, keys, values, tuples, is_linear):
     """Return the output `[d]` of one head for one query, 0 where it sees no tuple."""
     if not tuples:
         return torch.zeros_like(query)
-    scores, of_tuples = [], []
-    for positions in tuples:
-        key, value = 1.0, 1.0
-        for a, j in enumerate(positions):
-            key, value = key * keys[a][j], value * values[a][j]
-        scores.append((query * key).sum() / math.sqrt(len(query)))
-        of_tuples.append(value)
-    scores = torch.stack(scores)
-    attention = scores if is_linear else torch.softmax(scores, dim=0)
-    return attention @ torch.stack(of_tuples)
+    of_member = [list(tokens) for tokens in zip(*tuples)]
+    key, value = (math.prod(x[tokens] for x, tokens in zip(states, of_member)) for states in (keys, values))
+    scores = key @ query / math.sqrt(len(query))
+    return (scores if is_linear else torch.softmax(scores, dim=0)) @ value

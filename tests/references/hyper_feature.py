@@ -31,7 +31,7 @@ def attention(hidden_states, weights, config, layer_idx, **inputs):
         # Component i of a vector of width w turns by theta^(-2i / w) per position (RoFormer, 3.2.2).
         inv_freq = llama_inv_freq(width // order, theta)
         features = vectors.split(width // order, dim=-1)
-        return [torch.stack([rotate(*of_token, inv_freq) for of_token in zip(x, positions)]) for x in features]
+        return [rotate(x, positions, inv_freq) for x in features]
 
     rows = []
     for x, positions, is_real, document in zip(hidden_states, *default_inputs(hidden_states, **inputs)):

@@ -145,18 +145,16 @@ def _rotate_all(pseudo, positions, options):
     rotated = []
     for p, x in enumerate(pseudo):
         virtual = positions * options.num_pseudo_heads + p if options.pseudo_positions == "interleaved" else positions
-        rotated.append(
-            torch.stack([rotate(*of_token, options.inv_freq, options.rope_scaling) for of_token in zip(x, virtual)])
-        )
+        rotated.append(rotate(x, virtual, options.inv_freq, options.rope_scaling))
     return rotated
 
 
-def rotate(vector: Tensor, position: Tensor, inv_freq: Tensor, scaling: float = 1.0) -> Tensor:
-    """Rotate one `[d]` vector in Llama's half-split convention: component i turns with component i + d/2."""
-    angle = position * inv_freq
+def rotate(vectors: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float = 1.0) -> Tensor:
+    """Rotate vectors `[..., d]` at positions `[...]` as Llama does: component i turns with component i + d/2."""
+    angle = positions[..., None] * inv_freq
     cos, sin = torch.cos(angle) * scaling, torch.sin(angle) * scaling
-    first, second = vector.chunk(2)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin])
+    first, second = vectors.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def visible_keys(v, num_pseudo, window, is_real, document):

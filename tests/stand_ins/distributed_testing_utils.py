@@ -24,8 +24,11 @@ def _set_rank_device(rank: int) -> None:
 
 
 def _start_rank_processes(fn, args: tuple, nprocs: int) -> None:
-    """Run fn(rank, *args) in `nprocs` fresh processes and raise if one of them did."""
-    mp.spawn(fn, args=args, nprocs=nprocs)
+    """Run fn(rank, *args) in `nprocs` processes and raise if one of them did.
+
+    They are forked, because new interpreters would take seconds to import PyTorch.
+    """
+    mp.start_processes(fn, args=args, nprocs=nprocs, start_method="fork")
 
 
 def _run_rank(rank: int, fn, args: tuple, world_size: int, port: int) -> None:
