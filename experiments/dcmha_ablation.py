@@ -103,11 +103,6 @@ def one_run(size: dict, text: torch.Tensor, device: str, name: str, seed: int, r
     return {**run, **{circuit: curve.mean().item() for circuit, curve in curves_of(model.cpu(), name).items()}}
 
 
-def has_mixing(name: str) -> bool:
-    """Return if a configuration has a static composition, which learns at a rate of its own."""
-    return bool((CONFIGURATIONS[name][1] or {}).get("base_map"))
-
-
 def difference(lower: str, higher: str, runs: dict[str, list[dict]]) -> dict:
     """Return how much lower the loss of one configuration is than that of another on the same seeds.
 
@@ -186,7 +181,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = FULL if args.full else SMALL
     text = read_text(args.text)
     setting = setting_of(args, size, text)
-    rates, runs = compare_tuned(args, setting, partial(one_run, size, text, args.device), has_mixing)
+    rates, runs = compare_tuned(
+        args, setting, partial(one_run, size, text, args.device), partial(config_of, size=size)
+    )
     rows = [summary(name, size, rates, runs) for name in args.kinds]
     claims = [difference(*claim, runs) for claim in CLAIMS if set(claim) <= set(args.kinds)]
     compared = [row for row in rows if "lower_than_mha" in row]

@@ -66,8 +66,7 @@ from matplotlib.figure import Figure
 from experiments.language_models import config_of
 from experiments.protocol import Rates, compare_tuned, fit, new_model
 from experiments.study import begin, correct_by_holm, differences, interval, legend_below, plot_bars, write
-from modeling_iha import IHAForCausalLM
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 EVALUATIONS, HELD_OUT = 10, 8
@@ -293,6 +292,11 @@ def right_by_task(model: IHAForCausalLM, batches: list[Batch]) -> list[float]:
     ]
 
 
+def model_of(size: dict, kind: str) -> IHAConfig:
+    """Return the config of a kind, with the parameters of "mha"."""
+    return config_of({**size, "fields": {**size["fields"], "vocab_size": len(TOKENS) + 1}}, attention_kinds=kind)
+
+
 def train(size: dict, device: str, kind: str, seed: int, rate: float, mixing: float) -> dict:
     """Train a model; return its shares of wrong answers as they fall and, at the end, of right ones by task."""
     generator = random.Random(seed)
@@ -303,8 +307,7 @@ def train(size: dict, device: str, kind: str, seed: int, rate: float, mixing: fl
         ]
         for name in ("seen", "new")
     }
-    size = {**size, "fields": {**size["fields"], "vocab_size": len(TOKENS) + 1}}
-    model = new_model(config_of(size, attention_kinds=kind), config_of(size), seed).to(device)
+    model = new_model(model_of(size, kind), model_of(size, "mha"), seed).to(device)
     right, steps = {}, size["steps"]
 
     def loss() -> torch.Tensor:
@@ -325,10 +328,6 @@ def train(size: dict, device: str, kind: str, seed: int, rate: float, mixing: fl
         "seconds": seconds,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
-
-
-def has_mixing(kind: str) -> bool:
-    return bool(ATTENTION_CLASSES[kind].mixing_modules)
 
 
 def groups() -> dict[str, list[int]]:
@@ -394,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if size["steps"] < 1:
         raise UserError(f"--steps {args.steps}: expected at least 1.")
     setting = {**size, "device": args.device}
-    rates, runs = compare_tuned(args, setting, partial(train, size, args.device), has_mixing)
+    rates, runs = compare_tuned(args, setting, partial(train, size, args.device), partial(model_of, size))
     rows = [summary(kind, rates, runs) for kind in args.kinds]
     groups_of = [group for row in rows for group in row["groups"].values()]
     correct_by_holm([each for group in groups_of for key, each in group.items() if key.endswith("_more_than_mha")])

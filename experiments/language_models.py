@@ -82,7 +82,6 @@ from experiments.study import (
 )
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 SMALL = {
@@ -220,11 +219,10 @@ def rows_and_curves(args: argparse.Namespace, size: dict, variants: dict[str, di
     def run(name: str, *seed_and_rates) -> dict:
         return one_run(variants[name], size, text, args.device, name, *seed_and_rates)
 
-    def has_mixing(name: str) -> bool:
-        kinds = config_of(size, **variants[name]).attention_kinds
-        return any(ATTENTION_CLASSES[kind].mixing_modules for kind in kinds)
+    def config(name: str) -> IHAConfig:
+        return config_of(size, **variants[name])
 
-    rates, runs = compare_tuned(args, setting_of(args, size, text), run, has_mixing, f"{size['tokens']}-")
+    rates, runs = compare_tuned(args, setting_of(args, size, text), run, config, f"{size['tokens']}-")
     rows = [summary(name, size, rates, runs, variants) for name in runs]
     compared = [row[key] for row in rows for key in ("minus_base", "minus_control") if key in row]
     correct_by_holm([each["difference"] for budgets_of in compared for each in budgets_of.values()])

@@ -69,6 +69,12 @@ def new_model(config: IHAConfig, base: IHAConfig, seed: int) -> IHAForCausalLM:
     return model
 
 
+def has_mixing(config: IHAConfig) -> bool:
+    """Return if a model has mixing modules, which learn at a rate of their own."""
+    with torch.device("meta"):
+        return any(is_mixing(name) for name, _ in IHAForCausalLM(config).named_parameters())
+
+
 def fit(
     model: nn.Module,
     loss: Callable[[], torch.Tensor],
@@ -142,7 +148,7 @@ def walk(loss_at: Callable[[float], float], start: float, factor: float) -> floa
     return start
 
 
-def tune(end_of: Callable[[float, float], float], has_mixing: bool) -> Rates:
+def tune(end_of: Callable[[float, float], float], mixes: bool) -> Rates:
     """Return the best rates by the loss at the end of a run, a function of the rate and of the mixing's multiple."""
     tried = []
 
@@ -152,14 +158,14 @@ def tune(end_of: Callable[[float, float], float], has_mixing: bool) -> Rates:
         return loss if math.isfinite(loss) else math.inf
 
     rate = walk(loss_at, FIRST_RATE, RATE_FACTOR)
-    return Rates(rate, walk(partial(loss_at, rate), 1.0, MIXING_FACTOR) if has_mixing else 1.0, tried)
+    return Rates(rate, walk(partial(loss_at, rate), 1.0, MIXING_FACTOR) if mixes else 1.0, tried)
 
 
 def compare_tuned(
     args: argparse.Namespace,
     setting: dict,
     run: Callable[[str, int, float, float], dict],
-    has_mixing: Callable[[str], bool],
+    config_of: Callable[[str], IHAConfig],
     prefix: str = "",
 ) -> tuple[dict[str, Rates], dict[str, list[dict]]]:
     """Tune each of `args.kinds`, the variants, and run it on seeds 0, 1, ... as the protocol says.
@@ -167,7 +173,7 @@ def compare_tuned(
     Args:
         run: returns from a variant, a seed, a rate and a multiple for the mixing a record with a "curve", whose last
             entry ends with the loss, [step, loss, ...], and the "seconds" of training.
-        has_mixing: if a variant has mixing modules.
+        config_of: returns the config of a variant.
         prefix: of the names of the runs.
 
     Returns:
@@ -189,7 +195,8 @@ def compare_tuned(
 
     with sole_writer(args.output):
         rates = {
-            name: tune(lambda *rates: end(result(name, TUNING_SEED, *rates)), has_mixing(name)) for name in args.kinds
+            name: tune(lambda *rates: end(result(name, TUNING_SEED, *rates)), has_mixing(config_of(name)))
+            for name in args.kinds
         }
         runs = {name: [] for name in args.kinds}
         for seed in count():

@@ -20,6 +20,9 @@ from modeling_iha import IHAForCausalLM
 
 FIELDS = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4}
 TINY = {"fields": FIELDS, "tokens_per_step": 64, "steps": 4}
+MHA, IHA, DCMHA = (
+    language_models.build({"fields": FIELDS, "tokens": 32}, attention_kinds=kind) for kind in ("mha", "iha", "dcmha")
+)
 TEXT = (torch.arange(2000) * 7 % 50).to(torch.uint8)
 
 
@@ -43,11 +46,11 @@ def test_the_mixing_is_tuned_beside_the_best_rate_and_a_diverged_run_is_never_th
     def end_of(rate: float, mixing: float) -> float:
         return math.nan if rate > protocol.FIRST_RATE else abs(math.log(mixing / 4))
 
-    assert protocol.tune(lambda rate, mixing: math.nan if rate > 2e-3 else 1.0, has_mixing=False).rate == 2e-3
-    rates = protocol.tune(end_of, has_mixing=True)
+    assert protocol.tune(lambda rate, mixing: math.nan if rate > 2e-3 else 1.0, mixes=False).rate == 2e-3
+    rates = protocol.tune(end_of, mixes=True)
     assert (rates.rate, rates.mixing) == (protocol.FIRST_RATE, 4.0)
     assert [tried[:2] for tried in rates.tried[:3]] == [[4e-3, 1.0], [8e-3, 1.0], [2e-3, 1.0]]
-    assert protocol.tune(end_of, has_mixing=False).mixing == 1.0
+    assert protocol.tune(end_of, mixes=False).mixing == 1.0
 
 
 def test_common_weights_start_equal_and_the_others_do_not_change():
@@ -58,6 +61,12 @@ def test_common_weights_start_equal_and_the_others_do_not_change():
     kept = wide[0].weight[2].clone()
     protocol.start_like(wide, narrow)
     assert wide[0].weight[2].equal(kept) and wide[0].weight[:2].equal(narrow[0].weight)
+
+
+def test_a_kind_has_mixing_if_its_options_leave_it_any():
+    static = language_models.build({"fields": FIELDS, "tokens": 32}, attention_kinds="dcmha")
+    static.attention_options = {"dcmha": {"base_map": True}}
+    assert [protocol.has_mixing(config) for config in (MHA, IHA, DCMHA, static)] == [False, True, False, True]
 
 
 def options(tmp_path, *words: str) -> argparse.Namespace:
@@ -73,7 +82,7 @@ def compared(args: argparse.Namespace, spread: float) -> tuple[dict, dict, list]
         loss = 1.0 if name == "base" else 1.5 + spread * (-1) ** seed
         return {"curve": [[0, 2.0], [10, loss + abs(rate - protocol.FIRST_RATE)]], "seconds": 1.0}
 
-    return *protocol.compare_tuned(args, {}, run, lambda name: name == "other"), ran
+    return *protocol.compare_tuned(args, {}, run, {"base": MHA, "other": IHA}.__getitem__), ran
 
 
 def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path):
