@@ -28,15 +28,17 @@ if __name__ == "__main__":
 from benchmarks.harness import save_plot
 
 
+def study_of(name: str) -> str:
+    """Return the module of a table, whose name may end with the number that is a setting of it."""
+    return "experiments." + re.sub(r"_\d+$", "", name)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw the plots and write them."""
     args = parse_arguments(argv)
     for name in args.studies:
-        module = re.sub(r"_\d+$", "", name)  # the number is a setting of the table
-        save_plot(
-            import_module(f"experiments.{module}").plot(read_json(RESULTS / f"{name}.json")),
-            args.results / f"{name}.png",
-        )
+        table = read_json(RESULTS / f"{name}.json")
+        save_plot(import_module(study_of(name)).plot(table), args.results / f"{name}.png")
         print(f"Wrote {args.results / name}.png", flush=True)
 
 

@@ -15,7 +15,7 @@ import pytest
 from common.command_io import ROOT
 from experiments import relation_composition, warm_start, warm_start_variants
 from experiments.protocol import BUDGETS
-from experiments.redraw import STUDIES
+from experiments.redraw import STUDIES, study_of
 from experiments.study import detectable, differences, interval
 
 
@@ -312,7 +312,8 @@ def losses(study: str) -> str:
 
 
 def language_phrases() -> list[str]:
-    return [*compared_phrases("language_models"), losses("language_models")]
+    tables = ("language_models", "language_models_512")
+    return [phrase for name in tables for phrase in (*compared_phrases(name), losses(name))]
 
 
 def cache_phrases() -> list[str]:
@@ -567,7 +568,7 @@ def spreads(value) -> list[dict]:
 
 @pytest.mark.parametrize("study", sorted(set(STUDIES) - OLDER))
 def test_a_table_names_its_command_and_has_the_value_of_every_seed(study):
-    assert table(study)["command"] == "not recorded" or f"experiments.{study}" in table(study)["command"]
+    assert table(study)["command"] == "not recorded" or study_of(study) in table(study)["command"]
     for each in spreads(table(study)):
         again = interval(each["values"]) if "half_width" in each else {"mean": fmean(each["values"])}
         assert each["mean"] == pytest.approx(again["mean"])
@@ -576,7 +577,7 @@ def test_a_table_names_its_command_and_has_the_value_of_every_seed(study):
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_plot_is_drawn_from_its_table(study):
-    figure = import_module(f"experiments.{study}").plot(table(study))
+    figure = import_module(study_of(study)).plot(table(study))
     for axes in figure.axes:
         # A bar that does not start at 0 misleads.
         if axes.patches and axes.get_yscale() == "linear":
