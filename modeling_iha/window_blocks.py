@@ -92,24 +92,20 @@ def window_attention(
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
     # The first queries see every key before them. As views they would keep all states for the backward pass. The other
-    # queries go in blocks, the last one padded. The gradient of a split is one concatenation.
-    first_query, query = query.split((window, length - window), dim=2)
-    first_states = (states.contiguous() for states in (first_query, key[:, :, :window], value[:, :, :window]))
-    first, _ = core(module, *first_states, None, **kwargs)
+    # queries go in blocks, the last one padded. The first key of a block is one that none of its queries sees: without
+    # it, and for a slice of all queries, autograd would fill zeros as long as the states.
+    start, query = query.split((window, length - window), dim=2)
+    first, _ = core(module, *(states[:, :, :window].contiguous() for states in (start, key, value)), None, **kwargs)
     block = block_size(window)
     end = -(length - window) % block
     if end > 0:  # even a padding of nothing copies
         query, key, value = (torch.nn.functional.pad(states, (0, 0, 0, end)) for states in (query, key, value))
-
-    def key_blocks(states: torch.Tensor) -> torch.Tensor:
-        # The first key is one that no query of the block sees: without it autograd would fill a slice of the states.
-        return states.unfold(2, block + window, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
-
     query = query.unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
+    key, value = (each.unfold(2, block + window, block).permute(0, 2, 1, 4, 3).flatten(0, 1) for each in (key, value))
     i = torch.arange(block, device=query.device)[:, None]
     j = torch.arange(block + window, device=query.device)
     mask = ((i < j) & (j <= i + window))[None, None]
-    rest, _ = core(module, query, key_blocks(key), key_blocks(value), mask, **kwargs)
+    rest, _ = core(module, query, key, value, mask, **kwargs)
     return torch.cat((first, rest.reshape(batch, -1, *rest.shape[2:])[:, : length - window]), dim=1), None
 
 

@@ -165,7 +165,7 @@ def test_forms_of_a_window_layer(monkeypatch):
         window_layer.prepare(form, TOKENS, 4, 16)()
         shapes[form], masks = masks, []
     assert shapes == {
-        "layer": [None, (1, 1, 128, 191)],
+        "layer": [None, (1, 1, 128, 192)],
         "layer, dense mask": [(1, 1, 512, 512)],
         "bare SDPA, dense mask": [(512, 512)],
     }
@@ -211,4 +211,4 @@ def test_what_the_default_is_compared_with(monkeypatch):
     runs["sdpa"]()
     assert calls == [(torch.bfloat16, 256)]
     runs["default"]()
-    assert calls[1:] == [(torch.float32, None), (torch.float32, 128 + 31)]
+    assert calls[1:] == [(torch.float32, None), (torch.float32, 128 + 32)]
