@@ -29,8 +29,8 @@ from benchmarks.harness import save_plot
 
 
 def study_of(name: str) -> str:
-    """Return the module of a table, whose name may end with the number that is a setting of it."""
-    return "experiments." + re.sub(r"_\d+$", "", name)
+    """Return the module of a table, whose name may end with a setting: a number, "full" or both."""
+    return "experiments." + re.sub(r"(_\d+)?(_full)?$", "", name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

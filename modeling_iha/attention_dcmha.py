@@ -92,13 +92,11 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         options = config.options_of("dcmha")
         self.num_heads, self.num_groups = config.num_attention_heads, options.num_groups
         self.rank = options.rank
-        dynamic = self.rank > 0 or options.gate
+        dynamic, group_size = self.rank > 0 or options.gate, self.num_heads // self.num_groups
         for stage in ("pre", "post"):
             composes = options.stages in ("both", stage)
             # W_b of Equation 7; its start, the identity, is the skip connection that it replaces.
-            base = (
-                HeadMap(self.num_groups, self.num_heads // self.num_groups) if composes and options.base_map else None
-            )
+            base = HeadMap(self.num_groups, group_size) if composes and options.base_map else None
             setattr(self, f"{stage}_base", base)
             for side in ("query", "key"):
                 weighs = composes and dynamic and options.sides in ("both", side)

@@ -139,7 +139,7 @@ class MultiTokenAttention(ScoreMatrixAttention):
         """Attend with the past queries for which the mask has rows; `place` is that of the first new one's key."""
         key_states, cached = key_states.tensor_split((self.head_dim,), dim=-1)
         past_rows = 0 if attention_mask is None else attention_mask.shape[-2] - query_states.shape[2]
-        # Without a mask each row is 0 where its query sees no key, and hidden from no later query.
+        # Without a mask no token is hidden, so the convolution counts every row of scores.
         kwargs["all_count"] = attention_mask is None and kwargs.get("document_ids") is None
         if past_rows == 0:
             return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)

@@ -22,8 +22,9 @@ from common.command_io import ROOT
 
 # The first failure ends the run of a mutant, so the files that find most in a second come first.
 TESTS = (
-    *("config", "choose_form", "window_blocks", "dcmha", "hyper_feature", "diff", "talking_heads"),
+    *("config", "choose_form", "window_blocks", "dcmha", "hyper_feature", "diff", "talking_heads", "knocking_heads"),
     *("multi_token", "mechanisms", "reference", "hyper", "numerics", "generation", "packing", "masks"),
+    *("companions", "continuous_batching"),
 )
 OPERATORS = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -68,22 +69,25 @@ def text_of(path: Path, number: int) -> str:
     return ast.unparse(tree)
 
 
-def run_tests(copy: Path, log: Path) -> None:
-    """Run the tests of the copy up to the first failure, with their output in the log, and exit."""
+def run_tests(copy: Path, log: Path, changed: str) -> None:
+    """Run the tests of the copy up to the first failure, with their output in the log, and exit.
+
+    The tests of the changed file come first.
+    """
     import pytest
 
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(copy)
-    tests = [f"tests/modeling/test_{name}.py" for name in TESTS]
+    tests = [f"tests/modeling/test_{name}.py" for name in sorted(TESTS, key=lambda name: name not in changed)]
     os._exit(pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:warnings", *tests]))
 
 
-def killer(copy: Path, timeout: float) -> str | None:
-    """Return the test of the copy that fails, None if all pass."""
+def killer(copy: Path, timeout: float, changed: str = "") -> str | None:
+    """Return the test of the copy that fails, None if all pass; `changed` is the name of the changed file."""
     log = copy.with_name("log")
-    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, log))
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, log, changed))
     process.start()
     process.join(timeout)
     if process.is_alive():
@@ -127,7 +131,7 @@ def main() -> None:
             start, (path, number) = time.monotonic(), mutants[name]
             original = path.read_text(encoding="utf-8")
             path.write_text(text_of(path, number), encoding="utf-8")
-            killers[name] = killer(copy, arguments.timeout)
+            killers[name] = killer(copy, arguments.timeout, path.stem)
             path.write_text(original, encoding="utf-8")
             survivors = [name for name in killers if killers[name] is None]
             write_json(arguments.output, {"survivors": survivors, "killers": killers})

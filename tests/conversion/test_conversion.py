@@ -786,8 +786,8 @@ def test_real_weights(num_pseudo_heads, tmp_path, monkeypatch, cli):
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
     )
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    lengths = ("--tokens", 64, "--max-new-tokens", 8)
+    lengths = ("--tokens", 200, "--max-new-tokens", 16)
     code, _, err = cli(verify_conversion, source, tmp_path / "iha", *lengths, "--json", tmp_path / "figures")
     assert code == 0, err
     figures = json.loads((tmp_path / "figures").read_text())
-    assert figures["tokens"] == 64 and figures["converted"]["greedy_tokens"] == 8
+    assert figures["tokens"] == 200 and figures["converted"]["greedy_tokens"] == 16

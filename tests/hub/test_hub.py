@@ -148,6 +148,19 @@ def test_a_conversion_from_the_hub_says_where_it_is_from(trained):
     assert json.loads((trained.parent / "iha" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
+def test_what_a_second_push_uploads(hub, first, trained):
+    """Store weights as LFS objects, and upload only changed files, each once."""
+    repository = hub.repositories["me/iha"]
+    files, newer = repository.commits[first], hub.head("me/iha")
+    assert {name for name in files if name.endswith(".py")} == IHA_CODE
+    assert {name for name, file in files.items() if file.lfs} == {"model.safetensors"}
+    assert b"base_model: me/llama" in files["README.md"].content
+    changed = {name for name in files.keys() | newer.keys() if files.get(name) != newer.get(name)}
+    assert changed == {"model.safetensors", "modeling_iha.py"}
+    puts = [path for method, path in hub.calls if method == "PUT"]
+    assert len(puts) == len(set(puts)) and ("POST", "/api/validate-yaml") in hub.calls
+
+
 def test_load_by_id_at_a_revision(hub, first, trained, second, tmp_path, monkeypatch):
     """Load by commit, tag and branch, and with every head, in a process without this package; save again."""
     for name, value in hub.environment(tmp_path / "home").items():

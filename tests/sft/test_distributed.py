@@ -37,6 +37,11 @@ GEOMETRIES = {
     "tied": {"tie_word_embeddings": True},
     "window": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
 }
+MIXING = sorted(
+    f"model.layers.{layer}.self_attn.{module}.weight"
+    for layer in range(2)
+    for module in ("q_mix", "k_mix", "v_mix", "collapse")
+)
 
 # Only the processes that need DeepSpeed find it there: where it is installed, accelerate imports it each time.
 DEEPSPEED = Path(sys.prefix) / "deepspeed"
@@ -160,6 +165,12 @@ def test_fsdp2_trains_like_one_process(sharded):
     assert record["sharded"] == set(record["gradients"])
 
 
+def test_mixing_weights_keep_their_group_under_fsdp2(sharded):
+    *others, (names, rate, decay) = torch.load(sharded / "full.pt", weights_only=True)["groups"]
+    assert (sorted(names), rate, decay) == (MIXING, pytest.approx(40e-4), 0.0)
+    assert not set(MIXING) & {name for group, *_ in others for name in group}
+
+
 def test_an_interrupted_run_with_sharded_state_dicts_resumes(sharded):
     assert (sharded / "shards" / "checkpoint-4" / "pytorch_model_fsdp_0").is_dir()
     record = assert_same_run(sharded, "shards", in_one_process(sharded, "tied", "shards", batch=4, max_steps=4))
@@ -172,7 +183,7 @@ def test_adapters_are_merged_under_fsdp2(sharded):
     one = in_one_process(sharded, "plain", "lora", batch=4, use_peft="true", lora_dropout=0)
     record = assert_same_run(sharded, "lora", one)
     assert record["class"] == "FSDPPeftModelForCausalLM"
-    assert len(record["gradients"]) == 2 * (7 * 2 + 4)  # in each layer pairs for the projections, and the mixing
+    assert len(record["gradients"]) == 2 * 7 * 2 + len(MIXING)
     assert (sharded / "lora" / "checkpoint-2" / "adapter_model.safetensors").exists()
 
 

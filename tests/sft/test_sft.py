@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import SLOW, random_model
+from helpers import SLOW, last_line, random_model
 from tiny_training import (
     byte_tokenizer,
     recipe,
@@ -17,6 +17,7 @@ from tiny_training import (
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
+from common.checkpoint_io import load_in_clean_process
 from common.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM, cpu_precision
 from sft import make_reasoning_data, score_reasoning, train
@@ -40,7 +41,7 @@ def test_a_run_says_that_the_cpu_has_no_products_of_its_dtype(half, tiny, rows_f
     assert capsys.readouterr().err.count(SLOW) == bool(half)
 
 
-def test_a_recipe_saves_a_whole_checkpoint(tiny, rows_file, tmp_path):
+def test_a_recipe_saves_a_checkpoint_that_stands_alone(tiny, rows_file, tmp_path):
     output = tmp_path / "demo"
     train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, output)])
 
@@ -53,10 +54,18 @@ def test_a_recipe_saves_a_whole_checkpoint(tiny, rows_file, tmp_path):
     assert {"model.safetensors", "modeling_iha.py", "tokenizer.json", "chat_template.jinja", "README.md"} <= {
         file.name for file in final.iterdir()
     }
+    prompt = [{"role": "user", "content": "1+1?"}]
+    reply = load_in_clean_process(final, prompt=prompt, max_new_tokens=4)
     trained = IHAForCausalLM.from_pretrained(final)
     source = IHAForCausalLM.from_pretrained(tiny)
     changed = {key for key, value in trained.state_dict().items() if not torch.equal(value, source.state_dict()[key])}
     assert {key for key in trained.state_dict() if "_mix" in key or "collapse" in key} <= changed
+    inputs = with_template("smollm2.jinja").apply_chat_template(
+        prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    here = trained.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
+    assert reply["token_ids"] == here[0, inputs["input_ids"].shape[1] :].tolist()
+
     with pytest.raises(UserError, match="has finished"):
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, output)])
 
@@ -147,6 +156,12 @@ def test_what_does_not_fit_the_model_is_refused_before_rows_are_tokenized(
     monkeypatch.setattr(train, "training_rows", lambda *_: pytest.fail("the rows were read"))
     with pytest.raises(UserError, match=named):
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
+
+
+def test_an_attention_implementation_that_does_not_exist_is_one_line(cli, tiny, rows_file, tmp_path):
+    options = sizes(tiny, rows_file, tmp_path / "run", attn_implementation="absent")
+    code, _, err = cli(train, "--config", recipe("demo"), *options)
+    assert code == 1 and "absent" in last_line(err)
 
 
 # Reasoning rows
