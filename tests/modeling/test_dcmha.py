@@ -63,6 +63,20 @@ def dcmha_config(window=None, options=None, **overrides):
 # The layer and its cache
 
 
+@pytest.mark.parametrize(
+    ("options", "modules"),
+    [
+        ({}, {"pre_query", "pre_key", "post_query", "post_key"}),
+        ({"stages": "post", "sides": "key", "base_map": True}, {"post_base", "post_key"}),
+        ({"stages": "pre", "rank": 0, "gate": False, "base_map": True}, {"pre_base"}),
+    ],
+)
+def test_a_layer_has_the_modules_of_its_options_only(options, modules):
+    """Count the modules here, because the reference composes with those that it finds."""
+    layer = random_model(dcmha_config(options=options, num_hidden_layers=1)).model.layers[0].self_attn
+    assert {name for name, _ in layer.named_children() if name.startswith(("pre_", "post_"))} == modules
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_option_matches_reference(options):
     """Compare with a window, QK norm and one group of keys; the cache holds the key-wise weights, too."""
