@@ -159,6 +159,23 @@ def _optional_file(location: str, name: str) -> str | None:
     return file
 
 
+def check_no_adapter(source: str | os.PathLike) -> None:
+    """Refuse a checkpoint with a LoRA adapter, because Transformers would load the base that the adapter names.
+
+    Raise `UserError`.
+    """
+    location, _ = _locate(source)
+    try:
+        adapter = _optional_file(location, "adapter_config.json")
+    except Exception as error:
+        raise UserError(f"{source} has no usable configuration: {_reason(error)}") from error
+    if adapter is not None:
+        raise UserError(
+            f"{source} holds a LoRA adapter (adapter_config.json), and a load would take the base model that it "
+            "names: merge the adapter into its base (merge_and_unload of PEFT) and save that, or remove its files."
+        )
+
+
 def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None:
     """Return the generation config of a directory or Hub id, or `None` if it has none.
 
@@ -304,6 +321,7 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
     finite in that dtype, or if there is a generation config that cannot be read.
     """
     location, arguments = _locate(source)
+    check_no_adapter(source)
     if "gguf_file" in arguments:
         arguments["quantization_config"] = GgufConfig(dequantize=True)
     else:
@@ -357,6 +375,8 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, **arguments)
+        # What was read is a class of Transformers, whatever code of its own the source names.
+        tokenizer.init_kwargs.pop("auto_map", None)
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     except Exception as error:
         raise UserError(f"{source} has no usable tokenizer: {_reason(error)}") from error

@@ -188,8 +188,9 @@ def _check_destination(dst: Path) -> None:
         raise UserError(
             f"{dst} already exists and is not an empty directory: remove it or choose another output path."
         )
-    if os.path.ismount(dst):
-        raise UserError(f"{dst} is a mount point, which no new directory can replace: choose a path inside it.")
+    if os.path.ismount(dst) or os.path.realpath(dst) == os.getcwd():
+        where = "a mount point" if os.path.ismount(dst) else "the current directory"
+        raise UserError(f"{dst} is {where}, which no new directory can replace: choose a path inside it.")
     parent = next(parent for parent in dst.parents if os.path.lexists(parent))
     if not parent.is_dir():
         raise UserError(f"{dst} cannot be made: {parent} is not a directory.")

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 
-from common.checkpoint_io import load_config, load_model, load_tokenizer
+from common.checkpoint_io import check_no_adapter, load_config, load_model, load_tokenizer
 from common.command_io import UserError, new_directory, one_line
 from model_cards.render import markdown, render_card, source_license, source_name
 from modeling_iha.configuration_iha import SIZES
@@ -52,8 +52,8 @@ def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:
 def check_known(entries: dict, known: set[str]) -> None:
     """Raise a `UserError` that names the first field of a source config that is set and not `known`."""
     for field, value in entries.items():
-        # An extension of the architecture that is switched off changes nothing.
-        if field not in known and not field.startswith("_") and value:
+        # An extension of the architecture that is switched off changes nothing. Without `is_causal` a mask does.
+        if field not in known and not field.startswith("_") and (value or (field, value) == ("is_causal", False)):
             raise UserError(
                 f"The source config sets {field}={value!r}, which this conversion does not know. If it does not "
                 "change the model's output, remove it from config.json."
@@ -67,15 +67,6 @@ def check_sizes(sizes: dict[str, int]) -> None:
             raise UserError(
                 f"The source config has {field}={value!r}; it must be a whole number from 1 to {LARGEST_SIZE}."
             )
-
-
-def check_no_adapter(src: str) -> None:
-    """Raise `UserError` if `src` is the directory of a LoRA adapter, for which Transformers would load its base."""
-    if (Path(src) / "adapter_config.json").exists():
-        raise UserError(
-            f"{src} is the directory of a LoRA adapter (adapter_config.json), not of a model: merge it into its base "
-            "model (merge_and_unload of PEFT), save that and convert it."
-        )
 
 
 def check_iha(source: str, config: PreTrainedConfig) -> None:
@@ -127,25 +118,31 @@ def fill(
 def read_source(
     src: str, check: Callable[[PreTrainedConfig], object], dtype: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """Return the model, of the class that its config names, and the tokenizer of the checkpoint `src`.
+    """Return the model, of the class that its config names, and the tokenizer of the checkpoint `src`, if it has one.
 
-    The tokenizer is `None`, with a warning, if `src` is a directory without the files of one. Loading takes long, so
-    `check` refuses by the config what can be refused without weights. Raise `UserError`.
+    Loading takes long, so `check` refuses by the config what can be refused without weights. Raise `UserError`.
     """
     check_no_adapter(src)
     check(load_config(src))
     source = load_model(src, dtype)
-    tokenizer = None
-    if Path(src).is_dir() and not any(path.name.startswith(TOKENIZER_FILES) for path in Path(src).iterdir()):
-        # Some of Transformers' tokenizers are built without any file, and know no word.
-        print(f"{src} holds no tokenizer, so the converted checkpoint has none: add one to use it.", file=sys.stderr)
-    else:
-        tokenizer = load_tokenizer(src, source.config.vocab_size)
+    tokenizer = read_tokenizer(src, source.config.vocab_size)
     print(
         f"Converting {source.config.model_type}, {source.num_parameters():,} parameters, {source.dtype}",
         flush=True,
     )
     return source, tokenizer
+
+
+def read_tokenizer(src: str, vocab_size: int) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of a source, or `None`, with a warning, if it is a directory without the files of one.
+
+    Raise `UserError`.
+    """
+    if Path(src).is_dir() and not any(path.name.startswith(TOKENIZER_FILES) for path in Path(src).iterdir()):
+        # Some of Transformers' tokenizers are built without any file, and know no word.
+        print(f"{src} holds no tokenizer, so the converted checkpoint has none: add one to use it.", file=sys.stderr)
+        return None
+    return load_tokenizer(src, vocab_size)
 
 
 def describe(src: str, model_type: str, how: str = "", exact_length: int | None = None) -> str:
@@ -175,7 +172,7 @@ def write_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         if section is not None:
-            base_model, license = None if Path(src).exists() else src, source_license(src)
+            base_model, license = None if Path(src).expanduser().exists() else src, source_license(src)
             card = render_card(model.config, Path(dst).name, base_model=base_model, license=license, details=section)
             (directory / "README.md").write_text(card, encoding="utf-8")
     print(f"Wrote {dst}, {model.num_parameters():,} parameters.")

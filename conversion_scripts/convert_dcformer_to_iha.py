@@ -30,8 +30,16 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedConfig
 
-from common.checkpoint_io import check_finite, load_config_dict, load_generation_config, load_tokenizer, load_weights
-from conversion_scripts.conversion import check_known, check_sizes, describe, fill, new_config, write_checkpoint
+from common.checkpoint_io import check_finite, load_config_dict, load_generation_config, load_weights
+from conversion_scripts.conversion import (
+    check_known,
+    check_sizes,
+    describe,
+    fill,
+    new_config,
+    read_tokenizer,
+    write_checkpoint,
+)
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -268,7 +276,7 @@ def main() -> None:
         # Loading takes long, so everything that can be refused without weights is refused first.
         config = iha_config(source)
         generation_config = load_generation_config(args.src)
-        tokenizer = load_tokenizer(args.src, config.vocab_size)
+        tokenizer = read_tokenizer(args.src, config.vocab_size)
         model = convert(source, load_weights(args.src))
         if generation_config is not None:
             model.generation_config = generation_config

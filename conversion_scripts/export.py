@@ -208,7 +208,7 @@ def main() -> None:
             )
         write_readme(directory, args, config, result)
     print(f"Wrote {args.out}: {figures}.")
-    print(f"Run it: python {Path(args.out) / 'run_exported.py'} {args.out} {shlex.quote(args.prompt)}")
+    print(f"Run it: {shlex.join(['python', str(Path(args.out) / 'run_exported.py'), str(args.out), args.prompt])}")
 
 
 if __name__ == "__main__":

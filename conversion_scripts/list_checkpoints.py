@@ -101,7 +101,7 @@ def _card(directory: Path) -> ModelCard | None:
         return None
     try:
         return ModelCard((directory / "README.md").read_text(encoding="utf-8"), ignore_metadata_errors=True)
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, TypeError, ValueError, yaml.YAMLError):
         return None
 
 
@@ -114,7 +114,8 @@ def _results(directory: Path, card: ModelCard | None) -> list[str]:
         except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
             continue  # somebody else's file
         results += [f"{entry.task_id} {entry.value}" for entry in entries]
-    for result in card.data.get("eval_results", []) if card else []:
+    stated = card.data.get("eval_results") if card else None
+    for result in stated if isinstance(stated, list) else []:
         value = f"{result.metric_value:.4g}" if isinstance(result.metric_value, float) else result.metric_value
         results.append(f"{result.dataset_name} {result.metric_type} {value}")
     return results

@@ -39,9 +39,10 @@ if __name__ == "__main__":
 
 import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from common.checkpoint_io import load_config, load_in_clean_process
-from common.foreign_code import refuse_foreign_code
+from common.foreign_code import CUSTOM_GENERATE, refuse_foreign_code
 from hub.checks import EVAL_RESULTS, LOADED_NAMES, check_checkpoint, check_links, check_secrets, checkpoint_files
 from hub.client import check_repo_id, commit_of, download, hub_api, hub_errors, snippet, status_of
 from model_cards.render import render_card, with_name
@@ -50,6 +51,8 @@ from modeling_iha.package import PACKAGE
 
 # Weights by the names under which Transformers looks for them, in one file or several, of any variant.
 WEIGHTS = re.compile(r"(pytorch_)?model([.-][\w.-]+)?\.(safetensors|bin)(\.index(\.\w+)?\.json)?")
+# A load takes an adapter's base in the place of the weights beside it.
+ADAPTER = re.compile(r"adapter_(config\.json|model[\w.-]*\.(safetensors|bin))")
 # What git refuses in the name of a tag (git check-ref-format).
 NO_TAG = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|^[-./]|[./]$|^@?$")
 
@@ -123,7 +126,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else render_card(load_config(directory), repo_id)
         card = ModelCard(text, ignore_metadata_errors=False)
-    except (ValueError, yaml.YAMLError) as error:
+    except (TypeError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} has metadata that cannot be read: {one_line(error)}") from error
     added = False
     for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):
@@ -209,6 +212,8 @@ def _difference(api: HfApi, stage: Path, repo_id: str, revision: str) -> Differe
         for path in found.missing_paths
         if path in LOADED_NAMES | code
         or WEIGHTS.fullmatch(path)
+        or ADAPTER.fullmatch(path)
+        or path.startswith((f"{CHAT_TEMPLATE_DIR}/", f"{Path(CUSTOM_GENERATE).parent}/"))
         or (new_weights and path.startswith(f"{EVAL_RESULTS}/"))  # of the weights that were there before
     ]
     return Difference(changed, superseded)

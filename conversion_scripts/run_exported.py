@@ -100,10 +100,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.directory, trust_remote_code=True)
     stop = exported.generation_config.eos_token_id
     stop = set(stop if isinstance(stop, list) else [] if stop is None else [stop])
-    tokens, _ = greedy(exported, tokenizer(args.prompts).input_ids, args.max_new_tokens, stop)
-    for prompt, row in zip(args.prompts, tokens.tolist()):
+    prompts = tokenizer(args.prompts).input_ids
+    tokens, _ = greedy(exported, prompts, args.max_new_tokens, stop)
+    for text, prompt, row in zip(args.prompts, prompts, tokens.tolist()):
         end = next((i for i, token in enumerate(row) if token in stop), len(row))
-        print(f"{prompt}{tokenizer.decode(row[:end])}")
+        # Some tokenizers strip the blank before the first token that they decode.
+        print(f"{text}{tokenizer.decode(prompt + row[:end])[len(tokenizer.decode(prompt)) :]}")
 
 
 if __name__ == "__main__":

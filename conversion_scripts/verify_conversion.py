@@ -43,7 +43,7 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from common.checkpoint_io import load_config, load_model, load_tokenizer
 from common.foreign_code import note_foreign_code
@@ -85,6 +85,8 @@ def run_model(model: PreTrainedModel, tokens: torch.Tensor, max_new_tokens: int)
     Neither is longer than N tokens, so N is the length up to which a conversion was checked.
     """
     prompt = tokens[None, :-max_new_tokens]
+    # A checkpoint's own settings may stop early, penalise tokens or search by beams.
+    model.generation_config = GenerationConfig(pad_token_id=0)
     generated = model.generate(  # type: ignore[operator]  # its mixin is not in the class's type
         prompt,
         attention_mask=torch.ones_like(prompt),

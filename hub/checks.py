@@ -11,11 +11,18 @@ import torch
 from huggingface_hub import constants, get_token
 from safetensors import SafetensorError, safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import (
+    CHAT_TEMPLATE_DIR,
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+)
 
 from common.checkpoint_io import (
     check_finite,
     check_index,
+    check_no_adapter,
     check_shapes,
     load_config,
     load_config_dict,
@@ -42,6 +49,7 @@ LOADED_NAMES = {
 }
 READ_BY_PEOPLE = {"LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png"}
 EVAL_RESULTS = ".eval_results"  # the Hub's folder of results, one YAML file for each source
+FOLDERS = {EVAL_RESULTS: "*.yaml", CHAT_TEMPLATE_DIR: "*.jinja"}
 PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
@@ -61,7 +69,7 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
     """Return the names in `directory` that make up the checkpoint, and those that do not (folders end in "/").
 
     The checkpoint consists of the weights that a load reads, the Python files that the config's `auto_map` leads to,
-    what Transformers and people read beside them, and results of evaluations. Raise `UserError` if `directory` is not
+    what Transformers and people read beside them, and the files of `FOLDERS`. Raise `UserError` if `directory` is not
     a saved model, or holds a pickle, which could run any code when it is loaded.
     """
     if not (directory / CONFIG_NAME).is_file():
@@ -69,12 +77,11 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
     entries = sorted(directory.iterdir())
     refuse_pickles(directory, [path.name for path in entries])
     belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | weight_files(directory)
-    results = sorted((directory / EVAL_RESULTS).glob("*.yaml"))
     names = [path.name for path in entries if path.is_file() and path.name in belongs]
-    others = [path.name + "/" * path.is_dir() for path in entries if path.name not in names]
-    if results:
-        others.remove(f"{EVAL_RESULTS}/")
-    return names + [f"{EVAL_RESULTS}/{path.name}" for path in results], others
+    inner = [path for folder, pattern in FOLDERS.items() for path in sorted((directory / folder).glob(pattern))]
+    folders = {path.parent.name for path in inner}
+    others = [path.name + "/" * path.is_dir() for path in entries if path.name not in {*names, *folders}]
+    return names + [f"{path.parent.name}/{path.name}" for path in inner], others
 
 
 def refuse_pickles(source: str | Path, names: list[str]) -> None:
@@ -133,6 +140,7 @@ def check_checkpoint(directory: Path, trust_code: bool) -> None:
     The code must be this package's byte for byte unless `trust_code`. Raise `UserError`.
     """
     refuse_foreign_code(directory, trust_code)
+    check_no_adapter(directory)
     config = load_config(directory)
     if load_generation_config(directory) is None:
         raise UserError(f"{directory} holds no {GENERATION_CONFIG_NAME}: save the model's generation config there.")

@@ -8,6 +8,7 @@ example: python -m model_cards.render smollm2-iha --name me/smollm2-iha --result
 import argparse
 import json
 import math
+import os
 import re
 import shlex
 from collections import Counter
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-from common.command_io import ROOT, UserError, read_json, run_cli, whole_file
+from common.command_io import ROOT, UserError, read_json, refusing, run_cli, whole_file
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -170,7 +171,8 @@ def _stated(source: str, name: str) -> str | None:
 
 def source_name(source: str) -> str:
     """Return the public name of a source on one line: the whole Hub id, or the last part of a local path."""
-    return one_printable_line(Path(source).name if Path(source).exists() else source)
+    path = os.path.expanduser(source)
+    return one_printable_line(Path(os.path.abspath(path)).name if os.path.exists(path) else source)
 
 
 def schedule(config: IHAConfig) -> str:
@@ -362,6 +364,8 @@ def update(directory: Path, name: str | None = None, results: dict | None = None
     if not path.is_file():
         raise UserError(f"{path} is missing: expected a checkpoint with its card, as the converters and sft/ write.")
     card = path.read_text(encoding="utf-8")
+    with refusing(f"{path} has metadata that cannot be read", TypeError, ValueError, yaml.YAMLError):
+        ModelCard(card)
     if name is not None:
         card = with_name(card, name)
     if results is not None:

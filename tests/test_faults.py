@@ -257,9 +257,9 @@ FAULTS = {
         ),
     },
     ("llama", "dcformer"): {"pickle of an object": (pickled_object, "a pickle of more than tensors")},
+    ("llama", "diffllama", "iha"): {"adapter": (write("adapter_config.json", "{}"), "holds a LoRA adapter")},
     ("llama",): {
         "no vocabulary": (lambda source: (source / "tokenizer.json").unlink(), "no usable tokenizer"),
-        "adapter": (write("adapter_config.json", "{}"), "is the directory of a LoRA adapter"),
         "tokenizer of another model": (
             lambda source: tiny_tokenizer(VOCAB_SIZE + 1).save_pretrained(source),
             "has the id 61, and the embedding has 61 rows",
@@ -438,6 +438,14 @@ def test_a_mount_point_is_no_destination(tmp_path, monkeypatch, run):
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
     code, out, err = run("llama", "no/such/source", tmp_path / "out")
     assert_refused(code, err, "is a mount point")
+    assert out == ""
+
+
+def test_the_current_directory_is_no_destination(tmp_path, monkeypatch, run):
+    """Refuse to replace the directory in which the shell of the user stands."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("llama", "no/such/source", ".")
+    assert_refused(code, err, "is the current directory")
     assert out == ""
 
 

@@ -298,9 +298,9 @@ def edit_weights(source, edit):
         save_file(weights, path, metadata={"format": "pt"})
 
 
-def edit_config(source, **changes):
-    """Change fields in the config.json of a checkpoint."""
-    path = source / "config.json"
+def edit_config(source, file="config.json", **changes):
+    """Change fields in the config.json, or another JSON file, of a checkpoint."""
+    path = source / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 

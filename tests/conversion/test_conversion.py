@@ -23,6 +23,7 @@ from tiny_sources import (
     VOCAB_SIZE,
     assert_equal_logits,
     continuation,
+    edit_config,
     edit_weights,
     logits,
     padded_logits,
@@ -275,6 +276,7 @@ def test_conversion_makes_no_second_copy_of_the_weights():
         ),
         (lambda config: setattr(config, "attn_logit_softcapping", 50.0), "attn_logit_softcapping=50.0"),
         (lambda config: setattr(config, "num_experts", 4), "num_experts=4"),
+        (lambda config: setattr(config, "is_causal", False), "is_causal=False"),
         (lambda config: setattr(config, "sliding_window", 9), "sliding_window=9"),
         (lambda config: setattr(config, "quantization_config", {"bits": 4}), "quantization_config="),
         (lambda config: config.rope_parameters.update(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
@@ -598,6 +600,24 @@ def test_verify_accepts_the_conversion(road, control, travel, tmp_path, cli):
     assert figures["converted"]["greedy_agreement"] == figures["converted"]["greedy_tokens"] == 20
     assert not figures["control"]["passed"] and figures["control"]["max_logit_difference"] > control
     assert figures["control"]["mean_kl"] > control / 100
+
+
+def test_verify_decodes_greedily_whatever_the_source_asks_for(converted, tmp_path, cli):
+    folder = shutil.copytree(converted, tmp_path / "both")
+    for model in ("source", "iha"):
+        settings = {"stop_strings": ["x"], "return_dict_in_generate": True, "max_time": 1e-6, "num_beams": 2}
+        edit_config(folder / model, "generation_config.json", **settings)
+    code, out, err = cli(verify_conversion, folder / "source", folder / "iha", *VERIFY)
+    assert code == 0 and "exact up to rounding" in out, err
+
+
+def test_a_tokenizer_with_code_of_its_own_is_saved_without_it(tmp_path, cli):
+    """Save the tokenizer as what it was read as, because the code that its source names is not copied."""
+    save_tiny_source(tmp_path / "source")
+    edit_config(tmp_path / "source", "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_x.X", None]})
+    code, _, err = cli(convert_llama_to_iha, tmp_path / "source", tmp_path / "iha", "--num-pseudo-heads", 2)
+    assert code == 0, err
+    assert "auto_map" not in json.loads((tmp_path / "iha" / "tokenizer_config.json").read_text())
 
 
 @pytest.mark.parametrize("kind", [arguments["attention_kind"] for arguments in OTHER_KINDS])

@@ -259,6 +259,11 @@ def test_mistakes_get_one_line_and_change_nothing(checkpoint, tmp_path, cli):
     ):
         code, _, err = cli(render, *arguments)
         assert code == 1 and message in last_line(err)
+    for number, metadata in enumerate(("a: [", "2024: x", "- a", "model-index: 3")):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / f"{number}" / "README.md").write_text(f"---\n{metadata}\n---\n")
+        code, _, err = cli(render, tmp_path / f"{number}", "--name", "a")
+        assert code == 1 and "has metadata that cannot be read" in last_line(err)
     assert (checkpoint / "README.md").read_bytes() == before and not (checkpoint / ".eval_results").exists()
 
 

@@ -135,6 +135,7 @@ REFUSED = {
     "a pickle": (put("pytorch_model.bin", b"x", True), "me/iha holds pytorch_model.bin: pickles are refused"),
     "other code": (put("modeling_iha.py", b"class IHAForCausalLM: pass\n"), "expects the class"),
     "no object": (put("generation_config.json", b"[]"), "me/iha/generation_config.json holds a list"),
+    "an adapter": (put("adapter_config.json", b"{}"), "me/iha holds a LoRA adapter"),
     "other sizes": (resize, "me/iha does not hold the weights its config asks for: model.embed_tokens.weight has"),
     "other content": (damage, "cannot be fetched whole"),
 }
@@ -307,6 +308,14 @@ def test_list_shows_no_control_characters(saved, tmp_path, cli):
     code, out, err = cli(list_checkpoints, tmp_path)
     assert code == 0 and (out + err).replace("\n", "").isprintable()
     assert "\\x1b[31mred\\u202e" in out and "me/\\x1b]0;title\\x07" in out and "\\x1b[2Jiha" in err
+
+
+@pytest.mark.parametrize("metadata", ["2024: x", "eval_results: 3", "- a"])
+def test_list_shows_a_checkpoint_whatever_its_card_says(metadata, saved, tmp_path, cli):
+    shutil.copytree(saved, tmp_path / "a")
+    (tmp_path / "a" / "README.md").write_text(f"---\n{metadata}\n---\n")
+    code, out, err = cli(list_checkpoints, tmp_path)
+    assert code == 0 and set(rows_of(out)) == {"checkpoint", "a"} and err == ""
 
 
 # A stranger's path

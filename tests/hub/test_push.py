@@ -85,8 +85,11 @@ def shard(directory):
 def test_only_the_checkpoint_is_listed(directory):
     (directory / ".eval_results").mkdir()
     (directory / ".eval_results" / "gsm8k.yaml").write_text("- value: 1\n")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "tools"}
+    tokenizer.save_pretrained(directory)
     names, others = checkpoint_files(directory)
-    assert set(names) == CHECKPOINT | {".eval_results/gsm8k.yaml"}
+    assert set(names) == CHECKPOINT | {".eval_results/gsm8k.yaml", "additional_chat_templates/tool_use.jinja"}
     assert set(others) == STRAY | {"checkpoint-5/"}
 
 
@@ -216,6 +219,7 @@ FAULTS = {
     ),
     "a card without metadata": (write("README.md", "A model."), "its license"),
     "a damaged card": (write("README.md", "---\na: [\n---\n"), "cannot be read"),
+    "a card with a number for a key": (write("README.md", "---\n2024: x\n---\n"), "cannot be read"),
 }
 
 
@@ -290,14 +294,27 @@ def test_what_a_push_stores(directory, hub, push, monkeypatch):
 
 
 def test_what_is_superseded_goes_in_the_same_commit(directory, hub, push):
-    """Remove the old file, which would be served, not the new shards, and keep what somebody added."""
+    """Remove the old file, which would be served, and what a load would take in its place or run.
+
+    Keep the new shards, and what somebody added.
+    """
     (directory / "old").mkdir()
     push()
     repository = hub.repositories["me/iha"]
     added = {
-        name: File(b"x", False) for name in ("LICENSE", ".eval_results/a.yaml", "vocab.json", "attention_diff.py")
+        name: File(b"x", False)
+        for name in (
+            *("LICENSE", ".eval_results/a.yaml", "vocab.json", "attention_diff.py", "adapter_config.json"),
+            *("custom_generate/generate.py", "additional_chat_templates/tool_use.jinja"),
+        )
     }
-    weights = {name: File(b"x", True) for name in ("model.fp16.safetensors", "pytorch_model.bin", "other.safetensors")}
+    weights = {
+        name: File(b"x", True)
+        for name in (
+            *("model.fp16.safetensors", "pytorch_model.bin", "other.safetensors"),
+            *("adapter_model.safetensors", "adapter_model.bin"),
+        )
+    }
     repository.commit("main", {**hub.head("me/iha"), **added, **weights})
     (directory / "chat_template.jinja").unlink()
     out = push()
