@@ -92,7 +92,8 @@ def absorbed_attention(
         if attention_mask is not None:
             # [batch, heads, i, N * j] as [batch, heads, i, j, N]
             mask = attention_mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+            lowest = torch.finfo(scores.dtype).min  # padding sees nothing, and -inf alone would give NaN
+            scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
         else:
             hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
             scores[..., -1] += hidden.triu(1)

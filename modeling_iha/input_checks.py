@@ -16,7 +16,7 @@ MAX_MASK_BYTES = 4 * 2**30
 def check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
     """Raise a ValueError for a dense mask above MAX_MASK_BYTES.
 
-    "eager" always builds a dense mask. "sdpa" builds one for windows, padding, packing and chunks on a cache."""
+    "eager" always builds a dense mask. "sdpa" builds one where `_maskless` in masks.py returns `None`."""
     config, embeds = inputs.config, inputs.inputs_embeds
     core, virtual = config._attn_implementation, key.num_pseudo_heads
     # An export may leave the sizes open.
@@ -54,12 +54,12 @@ def check_packing(inputs: MaskInputs, **kwargs) -> None:
     if is_tracing(inputs.inputs_embeds) or inputs.inputs_embeds.is_meta or inputs.has_custom_mask:
         return  # There are no values to look at, or a custom mask decides.
 
-    restarts = False
+    restarts, past = False, 0 if cache is None else int(cache.get_seq_length())
     if position_ids is not None and position_ids.shape[-1] > 1:
         restart = position_ids.diff(dim=-1) < 1
         if mask is not None:
-            # `generate` counts from the first real token, so positions of padding may restart.
-            real = mask[:, -position_ids.shape[-1] :].bool()
+            # `generate` counts from the first real token, so positions of padding may restart. A mask may be longer.
+            real = mask[:, : past + position_ids.shape[-1]][:, -position_ids.shape[-1] :].to(restart.device).bool()
             restart = restart & real[:, 1:] & real[:, :-1]
         restarts = bool(restart.any())
     if not restarts and (cu_seq_lens is None or len(cu_seq_lens) <= 2):
@@ -68,12 +68,8 @@ def check_packing(inputs: MaskInputs, **kwargs) -> None:
     if flash:
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         by_lengths = all(kwargs.get(name) is not None for name in names)
-        by_positions = (
-            restarts
-            and len(inputs.inputs_embeds) == 1
-            and (cache is None or cache.get_seq_length() == 0)
-            and bool((position_ids[:, 1:][restart] == position_ids[0, 0]).all())
-        )
+        one_row = restarts and past == 0 and len(inputs.inputs_embeds) == 1
+        by_positions = one_row and bool((position_ids[:, 1:][restart] == position_ids[0, 0]).all())
         apart = (by_lengths or by_positions) and (mask is None or bool(mask.all()))
         how = (
             "by cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k together, or in a batch of one row that "

@@ -70,17 +70,20 @@ class PagedRequests:
         # Transformers 5.17 takes the indices alone, and returns [keys, G, head_dim].
         self.takes_indices = "kwargs" not in inspect.signature(cache.update).parameters
         starts, lengths = cu_seq_lens_q[:-1].long(), cu_seq_lens_q.diff()
-        past = position_ids[0, starts]
+        past = position_ids[0, starts.clamp_max(position_ids.shape[1] - 1)]
         # A window's pages keep W tokens before the new ones: see `keep_page_edge`.
         kept = dict.fromkeys(self.layer_types, past)
         if "sliding_attention" in kept:
             kept["sliding_attention"] = past.clamp(max=model.config.sliding_window)
-        ends = {name: (cached + lengths).cumsum(0) for name, cached in kept.items()}
+        # Of a request without a new token, a fork whose prompt is in shared pages, no position tells the past.
+        read = kwargs["cu_seq_lens_k"]
+        read = read if isinstance(read, dict) else dict.fromkeys(kept, read)
+        ends = {name: (kept[name] + lengths).where(lengths > 0, read[name].diff()).cumsum(0) for name in kept}
         self.num_keys = {name: int(end[-1]) for name, end in ends.items()}
         # The row as a whole is not causal, so Transformers says is_causal=False for the time of the forward.
         config = VirtualView(model.config, is_causal=True)
         self.batches = []
-        for length in lengths.unique().tolist():
+        for length in lengths[lengths > 0].unique().tolist():
             rows = lengths == length
             tokens = starts[rows, None] + torch.arange(length, device=starts.device)
             keys = {name: _places(ends[name][rows], kept[name][rows] + length) for name in kept}

@@ -20,8 +20,8 @@ from .configuration_iha import IHAConfig
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
 BLOCK = 128
-# An additive mask hides a pair with the lowest number of its dtype. That of float16 is the highest of these.
-MASKED = torch.finfo(torch.float16).min
+# An additive mask hides a pair with the lowest number of its dtype or, in older code, -10000, in bfloat16 -9984.
+MASKED = -9984.0
 
 
 def block_bias(
@@ -130,7 +130,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
     def check_core(self):
         super().check_core()
         core = self.config._attn_implementation
-        if core is not None and ("flash" in core or "flex" in core):
+        if core not in (None, "eager", "sdpa"):
             raise ValueError(
                 f"Attention kind {self.config.attention_kinds[self.layer_idx]!r} changes the scores, which "
                 f"attn_implementation={core!r} never builds: use 'sdpa' or 'eager'."

@@ -150,6 +150,19 @@ def test_left_padded_batch_equals_each_row_alone(cpu_cores, core, geometry):
         assert_close(torch.stack(batch.logits)[:, i], torch.stack(alone.logits)[:, 0])
 
 
+@pytest.mark.parametrize("form", ["virtual", "base"], indirect=True)
+@pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
+def test_padding_that_goes_in_by_itself_stays_finite(geometry, form):
+    """Fill a static cache with one token at a time: a token of padding sees nothing, and its softmax has no score."""
+    model = random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}))
+    input_ids, mask = random_ids(2, 8), torch.tensor([[0] * 5 + [1] * 3, [1] * 8])
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(input_ids, attention_mask=mask, generation_config=GenerationConfig(**options))
+    options |= {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": 1}
+    actual = model.generate(input_ids, attention_mask=mask, generation_config=GenerationConfig(**options))
+    assert torch.equal(actual, expected)
+
+
 # Task heads
 
 

@@ -21,6 +21,8 @@ from helpers import (
     small_config,
 )
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import input_checks
 from modeling_iha.mask_inputs import MaskKey
@@ -118,6 +120,21 @@ def test_custom_masks_equal_the_padding_they_express(core, geometry):
     assert_close(torch.cat(logits, dim=1)[real], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["multi_token", "hyper", "hyper_feature", "simplicial", "iha"])
+@torch.no_grad()
+def test_a_custom_mask_of_older_code_hides_as_well(kind, dtype):
+    """Hide with -10000, as models did before masks had the lowest number of their dtype; linear kinds add no mask."""
+    linear = {kind: {"linear": True}} if kind.startswith("hyper") else {}
+    model = random_model(small_config(attention_kinds=kind, attention_options=linear), dtype=dtype)
+    input_ids, visible = random_ids(2, 9), causal_4d(torch.tensor([[0] * 3 + [1] * 6, [1] * 9]), "bool")
+    expected = model(input_ids, attention_mask=visible, use_cache=False).logits
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, -10000)
+    actual = model(input_ids, attention_mask=mask, use_cache=False).logits
+    assert_close(actual[0, 3:], expected[0, 3:])
+    assert_close(actual[1], expected[1])
+
+
 @torch.no_grad()
 def test_a_custom_mask_that_separates_documents():
     """Separate two documents in a row, which a padding mask can't express."""
@@ -127,6 +144,14 @@ def test_a_custom_mask_that_separates_documents():
     position_ids = torch.cat([torch.arange(4), torch.arange(5)])[None]
     logits = model(torch.cat([first, second], dim=1), attention_mask=mask, position_ids=position_ids).logits
     assert_close(logits, torch.cat([model(first).logits, model(second).logits], dim=1))
+
+
+@pytest.mark.parametrize("kind", ["talking_heads", "hyper"])
+def test_kinds_with_their_own_scores_refuse_a_core_that_they_never_call(kind, monkeypatch):
+    """Refuse it because Transformers makes no mask for a core that registers none."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "another", sdpa_attention_forward)
+    with pytest.raises(ValueError, match="'another' never builds: use 'sdpa' or 'eager'"):
+        random_model(small_config(attention_kinds=kind, attn_implementation="another"))
 
 
 def test_flash_refuses_a_custom_mask():
@@ -222,6 +247,22 @@ def test_packing_is_kept_apart_or_refused(core, case):
         with pytest.raises(ValueError, match="(?s)Packed documents.*keeps them apart by"):
             packing_error(model, **inputs)
         assert packing_error(llama, **inputs) > 0.1
+
+
+@pytest.mark.parametrize("core", MASKED_CORES)
+@torch.no_grad()
+def test_a_mask_may_cover_tokens_to_come(core):
+    """Look for documents among the tokens of the call: padding may restart positions, real tokens may not."""
+    model, to_come = geometry_model("global", core), torch.zeros(2, 8, dtype=torch.long)
+    padding = torch.tensor([[0] * 3 + [1] * 5, [1] * 8])
+    inputs = {"input_ids": random_ids(2, 8), "position_ids": positions(padding)}
+    expected = model(**inputs, attention_mask=padding).logits[padding.bool()]
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    longer = torch.cat((padding, to_come), dim=1)
+    assert_close(model(**inputs, attention_mask=longer, past_key_values=cache).logits[padding.bool()], expected)
+    inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with pytest.raises(ValueError, match="Packed documents"):
+        model(**inputs, attention_mask=torch.cat((torch.ones_like(padding), to_come), dim=1))
 
 
 @pytest.mark.parametrize("core", CORES)
