@@ -65,8 +65,10 @@ def check_comparable(runs: dict[str, dict]) -> list[str]:
         raise UserError(f"{', '.join(runs)} have no task in common.")
     for task in tasks:
         for name, other in others:
-            for what in ("task_hash", "samples_each", "shots", "generation"):
-                if first["tasks"][task][what] != other["tasks"][task][what]:
+            mine, theirs = first["tasks"][task], other["tasks"][task]
+            for what in (*NEEDED[1:], "chat"):
+                # Older results do not say whether the task was put as a chat.
+                if mine.get(what, theirs.get(what)) != theirs.get(what, mine.get(what)):
                     raise UserError(f"{task} has another {what} in {name} than in {first_name}: evaluate both alike.")
             if first["samples"][task].keys() != other["samples"][task].keys():
                 raise UserError(f"{task} has other examples in {name} than in {first_name}: give both one --limit.")
@@ -121,7 +123,7 @@ def markdown(runs: dict[str, dict], rows: list[dict], plot: str) -> str:
             line += [text(row["figures"][name]), text(row["differences"][name]), str(row["other_replies"][name])]
         cells.append(line)
     about = [
-        f"- {name}: {run['model']}, {run['model_dtype']}, checkpoint {run['checkpoint'][:12]}, "
+        f"- {name}: {run['model']}, {run['model_dtype']}, seed {run['seed']}, checkpoint {run['checkpoint'][:12]}, "
         f"commit {run['commit'][:12]}"
         for name, run in runs.items()
     ]

@@ -93,11 +93,20 @@ class RecordedModel(HFLM):
         """
         lengths, too_long, longest = defaultdict(list), Counter(), 0
         for request in requests:
-            lengths[request.task_name].append(len(self.tok_encode(request.args[0])))
+            prompt, needed = len(self.tok_encode(request.args[0])), 0
+            lengths[request.task_name].append(prompt)
             if request.request_type == "generate_until":
-                needed = lengths[request.task_name][-1] + request.args[1]["max_gen_toks"]
-                longest = max(longest, needed)
-                too_long[request.task_name] += needed > self.max_length
+                if (limit := request.args[1]["max_gen_toks"]) >= self.max_length:
+                    raise UserError(
+                        f"{request.task_name}: replies of {limit} tokens leave a prompt no room in a context of "
+                        f"{self.max_length}: lower --max-new-tokens."
+                    )
+                needed = prompt + limit
+            elif request.request_type == "loglikelihood":
+                needed = sum(map(len, self._encode_pair(*request.args))) - 1  # the last token is not read
+                self.counts[request.task_name]["truncated_prompts"] += needed > self.max_length
+            longest = max(longest, needed)
+            too_long[request.task_name] += needed > self.max_length
         if too_long.total() and not self.truncate:
             names = ", ".join(f"{task} ({count})" for task, count in too_long.items() if count)
             raise UserError(
@@ -136,7 +145,7 @@ class RecordedModel(HFLM):
         samples = [self.records.get(key) for key in dict.fromkeys(keys)]
         for sample in samples:
             self.counts[sample["task"]].update(
-                samples=1, truncated_prompts=sample["truncated"], unfinished_replies=sample["unfinished"]
+                samples=1, truncated_prompts=int(sample["truncated"]), unfinished_replies=int(sample["unfinished"])
             )
         return [self.records.get(key)["text"] for key in keys]
 

@@ -155,7 +155,12 @@ def evaluate(
 
 
 def summarise(
-    answer: dict, lengths: dict[str, list[int]], model: RecordedModel, tasks: dict[str, ConfigurableTask], directory
+    answer: dict,
+    lengths: dict[str, list[int]],
+    model: RecordedModel,
+    tasks: dict[str, ConfigurableTask],
+    directory: Path | None,
+    use_chat: bool,
 ) -> dict:
     """Return one entry a task: its metrics with standard errors, and what they were measured on."""
     summary = {}
@@ -173,6 +178,7 @@ def summarise(
             "samples_each": tasks[name].config.repeats,
             "shots": tasks[name].config.num_fewshot or 0,
             "generation": tasks[name].config.generation_kwargs,
+            "chat": use_chat and bool(tasks[name].config.metadata.get("chat")),
             "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)},
             "truncated_prompts": model.counts[name]["truncated_prompts"],
             "unfinished_replies": model.counts[name]["unfinished_replies"],
@@ -284,7 +290,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
             if args.data is not None and (args.data / name).is_file()
         },
         "seconds": round(time.monotonic() - started),
-        "tasks": summarise(answer, lengths, model, tasks, args.data),
+        "tasks": summarise(answer, lengths, model, tasks, args.data, not args.no_chat),
     }
     results["ruler"] = report.ruler_means(results["tasks"])
     for name, rows in answer["samples"].items():

@@ -24,7 +24,9 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
 # column of a row -> the names under which its turns hold the role and the text
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 # Of a turn, what a chat template may render and `to_messages` does not read.
-UNREAD_KEYS = ("tool_calls", "function_call", "reasoning_content", "thinking")
+UNREAD_KEYS = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
+# Of a row, what TRL would give to the template.
+UNREAD_COLUMNS = ("tools", "chat_template_kwargs")
 IGNORED_LABEL = -100
 # Kind of a dataset's rows, the column that holds them -> its type.
 KINDS = {"messages": List({"role": Value("string"), "content": Value("string")}), "text": Value("string")}
@@ -57,6 +59,8 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
         )
     if len(columns) > 1:
         raise UserError(f"{where}: columns 'messages' and 'conversations' both hold turns; remove one of them.")
+    if lost := [name for name in UNREAD_COLUMNS if row.get(name)]:
+        raise UserError(f"{where}: column '{lost[0]}' would be lost; write it into the turns, or remove the column.")
     turns = row[column := columns[0]]
     if not isinstance(turns, list) or not turns:
         raise UserError(f"{where}, column '{column}': expected a list with at least one turn, got {turns!r:.80}.")

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
 from sft.base_model import prepare_model, run_config
-from sft.data import KINDS, check_split, load_rows, rendering, to_messages
+from sft.data import KINDS, UNREAD_COLUMNS, check_split, load_rows, rendering, to_messages
 from sft.run import run_recipe
 from sft.trainer import RecipeTrainer
 from sft.training_rows import split_rows
@@ -60,8 +60,10 @@ def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
             )
     pair = {}
     for column in ("chosen", "rejected"):
-        messages = to_messages({"messages": [*row["prompt"], *row[column]]}, f"{where}, 'prompt' and '{column}'")
-        length = len(row["prompt"])
+        turns = {name: row.get(name) for name in ("system", *UNREAD_COLUMNS)}
+        turns["messages"] = [*row["prompt"], *row[column]]
+        messages = to_messages(turns, f"{where}, 'prompt' and '{column}'")
+        length = len(messages) - len(row[column])
         pair |= {"prompt": messages[:length], column: messages[length:]}
     if pair["prompt"][-1]["role"] != "user":
         raise UserError(f"{where}, column 'prompt': the last turn must be the user's.")

@@ -265,7 +265,7 @@ class RecipeTrainer(DistributedTrainer):
 
     def _get_learning_rate(self) -> float:
         # Asked for at the one moment that both rates are still those of the step just taken.
-        self._mixing_rate_of_step = self.lr_scheduler.get_last_lr()[-1]
+        self._mixing_rate_of_step = float(self.lr_scheduler.get_last_lr()[-1])  # torchao's rates are tensors
         return super()._get_learning_rate()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

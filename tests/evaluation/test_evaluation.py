@@ -553,6 +553,22 @@ def test_prompts_that_do_not_fit_are_refused_or_counted(tmp_path):
     ids = tiny_tokenizer()(long[2].args[0], return_tensors="pt")["input_ids"][:, -10:]  # the question is at the end
     expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=[2, 3])[0, 10:]
     assert reply == tiny_tokenizer().decode(expected, skip_special_tokens=True)
+    # A cut prompt makes no room for a reply as long as the context.
+    for limit in (16, 20):
+        with pytest.raises(UserError, match=f"task: replies of {limit} tokens leave .* lower --max-new-tokens"):
+            cutting.check_prompts(requests(1, 1, {"do_sample": False, "max_gen_toks": limit}))
+
+
+def test_contexts_of_likelihoods_that_do_not_fit_are_refused_or_counted(tmp_path):
+    """Take 16 tokens and the one that they predict, of which lm-eval would cut the first ones without a word."""
+    model, texts = tiny_source(max_position_embeddings=16), (" ".join(WORDS[:16]), " ".join(WORDS[:17]))
+    fitting, long = (Instance("loglikelihood", {}, (text, f" {WORDS[0]}"), 0, ("t", 0, 1)) for text in texts)
+    assert recorded(tmp_path / "a", model).check_prompts([fitting]) == {"t": [16]}
+    with pytest.raises(UserError, match="1 prompts do not fit: .* up to 17 tokens and the context has 16: t "):
+        recorded(tmp_path / "b", model).check_prompts([fitting, long])
+    cutting = recorded(tmp_path / "c", model, truncate=True)
+    cutting.check_prompts([fitting, long])
+    assert cutting.counts["t"]["truncated_prompts"] == 1
 
 
 def test_losses_of_a_text_are_those_of_a_direct_call(tmp_path):
@@ -656,6 +672,10 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, cap
     results["tasks"]["gsm8k"]["generation"] = {}
     file.write_text(json.dumps(results))
     assert "gsm8k has another generation in tuned than in base" in refused(base, tuned)
+    results = json.loads((base / "results.json").read_text())
+    results["tasks"]["gsm8k"]["chat"] = not results["tasks"]["gsm8k"]["chat"]
+    file.write_text(json.dumps(results))
+    assert "gsm8k has another chat in tuned than in base" in refused(base, tuned)
     file.write_text(json.dumps(results | {"tasks": {}}))
     assert "no task in common" in refused(base, tuned)
     for damaged in ({}, *(results | {"tasks": tasks} for tasks in ({"gsm8k": {}}, {"gsm8k": 1}, [], None))):
@@ -667,9 +687,10 @@ def test_cut_prompts_are_reported(tmp_path, offline, monkeypatch, capsys):
     monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
     save_tiny_source(tmp_path / "short", max_position_embeddings=128)
     arguments = [str(tmp_path / "short"), "--suite", "smoke", "--tasks", "niah_single_1", "--truncate-prompts"]
-    results = run.main([*arguments, "--dtype", "bfloat16", "--output", str(tmp_path / "out")])
-    assert results["tasks"]["niah_single_1@512"]["truncated_prompts"] == 2
-    assert "niah_single_1@512: 2 prompts were cut to fit" in (tmp_path / "out" / "report.md").read_text()
+    results = run.main([*arguments, "--limit", "1", "--dtype", "bfloat16", "--output", str(tmp_path / "out")])
+    counts = [results["tasks"]["niah_single_1@512"][name] for name in ("truncated_prompts", "unfinished_replies")]
+    assert counts[0] == 1 and not any(isinstance(count, bool) for count in counts)
+    assert "niah_single_1@512: 1 prompts were cut to fit" in (tmp_path / "out" / "report.md").read_text()
     if results["device"] == "cpu":
         assert SLOW in capsys.readouterr().err
 

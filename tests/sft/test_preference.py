@@ -328,6 +328,7 @@ PAIR = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{**ASSISTANT, "con
         ({**PAIR, "chosen": [USER, ASSISTANT]}, ["column 'chosen'", "first turn", "assistant"]),
         ({**PAIR, "prompt": [USER, ASSISTANT]}, ["column 'prompt'", "last turn", "user"]),
         ({**PAIR, "rejected": [{**ASSISTANT, "content": " A\n"}]}, ["the same but for white space"]),
+        ({**PAIR, "tools": [{"name": "f"}]}, ["column 'tools' would be lost"]),
     ],
 )
 def test_a_bad_pair_is_named_with_its_column_before_the_model_is_loaded(unread, tmp_path, bad, named):
@@ -336,6 +337,11 @@ def test_a_bad_pair_is_named_with_its_column_before_the_model_is_loaded(unread, 
         train_dpo.main(command("dpo", unread, path, tmp_path / "run"))
     for part in ["pairs.jsonl, row 2", *named]:
         assert part in str(refused.value)
+
+
+def test_the_system_column_of_a_pair_begins_its_prompt():
+    system = {"role": "system", "content": "Be brief"}
+    assert train_dpo.to_pair({**PAIR, "system": "Be brief"}, "row 1") == {**PAIR, "prompt": [system, USER]}
 
 
 def test_pairs_that_teach_nothing_within_the_length_are_refused(tiny, pairs_file, tmp_path, capsys):

@@ -112,6 +112,8 @@ def test_both_openthoughts_schemas_become_messages(row):
         ({"messages": [{"role": "assistant", "content": " \n"}]}, ["turn 1", "the text is empty"]),
         ({"messages": [{"role": "assistant", "content": "A\ud83d"}]}, ["turn 1", "character 2", "surrogate"]),
         ({"messages": [{"role": "assistant", "content": "A", "tool_calls": [{"id": 1}]}]}, ["turn 1", "'tool_calls'"]),
+        ({"messages": [{"role": "assistant", "content": "A", "reasoning": "B"}]}, ["turn 1", "'reasoning' would be"]),
+        ({"messages": CONVERSATIONS[0], "tools": [{"name": "f"}]}, ["column 'tools' would be lost"]),
         ({"messages": CONVERSATIONS[0], "conversations": GOOD_TURNS}, ["'messages' and 'conversations' both"]),
         ('{"conversations": ', ["not valid JSON"]),
         ('{"conversations": [], "conversations": []}', ["the key 'conversations' is given twice"]),

@@ -23,6 +23,7 @@ import torch
 from helpers import random_model
 from safetensors.torch import load_file
 from tiny_training import byte_config, interrupted_at, recipe, saved, sizes, write_jsonl
+from torch.optim.lr_scheduler import LRScheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
 from trl.scripts import sft as trl_sft
@@ -202,6 +203,14 @@ def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path
     assert parse(("mixing_lr_multiplier", 3)).mixing_rate(1e-3) == pytest.approx(0.003)
     with pytest.raises(UserError, match="mixing_lr_multiplier=3 and mixing_learning_rate=0.02"):
         parse(("mixing_lr_multiplier", 3), ("mixing_learning_rate", 0.02))
+
+
+def test_rates_that_an_optimizer_keeps_as_tensors_are_logged_as_numbers(tiny, rows_file, tmp_path, monkeypatch):
+    rates = LRScheduler.get_last_lr
+    monkeypatch.setattr(LRScheduler, "get_last_lr", lambda self: [torch.tensor(rate) for rate in rates(self)])
+    train.main(command(tiny, rows_file, tmp_path / "run", max_steps=2))
+    logged = json.loads((tmp_path / "run" / "curves.json").read_text())["mixing_learning_rate"]
+    assert all(isinstance(rate, float) for _, rate in logged)
 
 
 # What a run is made of
