@@ -36,7 +36,7 @@ class IHAWeights(NamedTuple):
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate states [..., head_dim] by RoPE tables that broadcast to them."""
     half = states.shape[-1] // 2
-    # Fewer passes than states * cos + rotate_half(states) * sin, and equal to the last bit.
+    # This equals states * cos + rotate_half(states) * sin to the last bit, in fewer passes.
     sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
     return states * cos + states.roll(half, dims=-1) * sin
 
@@ -54,7 +54,7 @@ def absorbed_attention(
     """Return the output [batch, 1, H, head_dim] of one new token (IHA, Algorithm 1, steps 2 to 5).
 
     Args:
-        query: [batch, H, 1, head_dim], rotated as an "iha" layer caches keys.
+        query: [batch, H, 1, head_dim], rotated as the cached keys are.
         key, value: [batch, G, N, head_dim]. Without a mask the last one is the new token's.
         weights: those of the layer, with a collapse [H, P].
         scaling: factor of the scores.

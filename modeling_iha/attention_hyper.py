@@ -12,14 +12,15 @@ from .score_matrix import MASKED, block_bias, join, query_blocks, query_offset, 
 from .tuple_attention import PairAttention, TupleAttention, block_size
 
 
-# The linear form holds the running sums of this many tokens at a time, [batch, keys, CHUNK, head_dim, head_dim].
+# The linear form holds the running sums of this many tokens at a time.
+# They are [batch, heads, order - 1, CHUNK, head_dim, head_dim].
 CHUNK = 32
 
 
 class HyperAttention(PairAttention):
     """Attend by a softmax over all ordered pairs i >= j >= k: order 3 (Definitions G.1 and G.3).
 
-    See [`PairAttention`]. With `strict_order`, j > k, the first token has no pair, and its output is 0."""
+    See [`PairAttention`]. With `strict_order` (j > k) the first token has no pair, and its output is 0."""
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         options = config.options_of("hyper")

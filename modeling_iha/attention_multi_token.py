@@ -33,14 +33,14 @@ class KeyQueryConvolution(nn.Module):
     def forward(self, matrix: torch.Tensor, length: int, counts: torch.Tensor | None) -> torch.Tensor:
         """Return the last `length` rows of the convolution of a matrix [batch, H, rows, columns].
 
-        The matrix is 0 where a query sees no key. `counts` is bool, [batch or 1, 1 or H, length, c_q]: whether what a
-        row of the kernel reads counts, `None` where every row does."""
+        The matrix is 0 where a query sees no key. `counts` is bool, [batch or 1, 1 or H, length, c_q], True
+        where what a row of the kernel reads counts, and `None` where all count."""
         heads, _, query_kernel, key_kernel = self.weight.shape
         kernel, convolved = self.weight.to(matrix.dtype), matrix.new_zeros(())
         read = nn.functional.pad(matrix, (0, 0, query_kernel - 1, 0))[:, :, matrix.shape[2] - length :]
         if counts is None:
             return nn.functional.conv2d(read, kernel, padding=(0, key_kernel // 2), groups=heads)
-        # One row of the kernel at a time: whether it counts depends on the convolved row.
+        # Rows of the kernel go one by one, because the convolved row decides what counts.
         for row in range(query_kernel):
             of_row = read[:, :, row : row + length], kernel[:, :, row, None]
             rows = nn.functional.conv2d(*of_row, padding=(0, key_kernel // 2), groups=heads)
@@ -80,7 +80,7 @@ class MultiTokenAttention(ScoreMatrixAttention):
             kernel = KeyQueryConvolution(heads, options.query_kernel, options.key_kernel) if convolves else None
             setattr(self, f"{name}_conv", kernel)
             setattr(self, f"{name}_mix", HeadMap(self.num_groups, heads // self.num_groups) if mixes else None)
-        # The weights of the past queries depend on the scores of theirs.
+        # The weights of the past queries need scores of still earlier queries.
         convolutions = [getattr(self, f"{name}_conv") for name, _ in stages]
         self.past_queries = (options.query_kernel - 1) * sum(conv is not None for conv in convolutions)
         self.caches_like_llama = self.past_queries == 0
@@ -175,7 +175,7 @@ class MultiTokenAttention(ScoreMatrixAttention):
             # A GPU would wait for the answer.
             if counts.device.type == "cpu" and not is_tracing(counts) and counts.all():
                 counts = None
-        # Weights of the block's own rows, and of those that these are convolved with.
+        # The weights of the block's rows and of the rows convolved with them.
         own = rows.stop - rows.start
         needed = own if self.weight_conv is None else own + self.query_kernel - 1
         kwargs["sight"] = (visible, counts, needed, own)

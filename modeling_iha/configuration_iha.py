@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.versions import require_version
 
 
-# First, so that an older or newer Transformers is named rather than some import that it lacks.
+# This comes first: another Transformers is then named, not an import that it lacks.
 require_version("transformers>=5.17,<6")
 
 from huggingface_hub.dataclasses import strict
@@ -42,7 +42,7 @@ CHOICES = {
     "pseudo_collapse": ("per_head", "all_heads"),
     "hidden_act": tuple(ACT2FN),
 }
-MAX_LAYERS = 10_000  # a list of a damaged config.json's number of layers may fill the memory
+MAX_LAYERS = 10_000  # a damaged config.json may ask for lists that fill the memory
 # A saved config.json names all of them.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Numbers of the config and of its `rope_parameters`, alone or in lists, by what they must be.

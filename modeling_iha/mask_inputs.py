@@ -18,7 +18,7 @@ class MaskKey(NamedTuple):
 
     layer_type: str  # "full_attention" or "sliding_attention"
     num_pseudo_heads: int  # virtual tokens per token
-    past_queries: int = 0  # queries of cached tokens that attention needs, whose rows the mask has above the others
+    past_queries: int = 0  # queries of cached tokens that attention needs; the mask's first rows are theirs
 
     @property
     def is_sliding(self) -> bool:
@@ -42,7 +42,7 @@ class MaskInputs:
     def has_custom_mask(self) -> bool:
         return self.attention_mask is not None and self.attention_mask.ndim == 4
 
-    # A cached answer is one that waits for a GPU.
+    # Cached, because the answer waits for a GPU.
     @cached_property
     def may_be_packed(self) -> bool:
         """Return whether positions restart in an input that has neither mask nor cache.

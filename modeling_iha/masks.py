@@ -62,7 +62,7 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
     # Traced lengths and documents have no values.
     if config._attn_implementation != "sdpa" or inputs.has_custom_mask or is_tracing(embeds):
         return None
-    # The mask of one token on a static cache may go to a compiled forward, and its keys need not end with the token.
+    # One token's mask on a static cache may go to a compiled forward, and the keys may go on after the token.
     if cache is not None and length == 1 and cache.is_compileable:
         return None
     past, num_keys, first = inputs.key_span(layer_idx)
@@ -88,7 +88,7 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
 def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor | None:
     """Return the mask that Transformers makes for the core, over virtual tokens."""
     config, virtual, past = inputs.config, key.num_pseudo_heads, inputs.key_span(layer_idx)[0]
-    # The length of a static cache is a tensor, and a traced length a symbol: rows of no query see nothing.
+    # A static cache's length is a tensor, a traced one a symbol. Rows without a query see nothing.
     past_rows = min(key.past_queries, past) if isinstance(past, int) else key.past_queries
     if virtual > 1:
         check_mask_size(inputs, key, layer_idx)

@@ -25,8 +25,8 @@ class MultiTokenOptions(KindOptions):
         query_kernel: c_q, the queries that a convolution covers: a query and those before it.
         key_kernel: c_k, the keys that a convolution covers, with the convolved one in the middle.
         convolution: whether scores before the softmax are convolved ("pre"), weights after it ("post"), or "both".
-        every: n, for the convolution in layers n // 2, n // 2 + n, ... only (counted from 0, the authors' layers for
-            n = 4). The other layers keep the rest.
+        every: n. Only layers n // 2, n // 2 + n, ... convolve (counted from 0; n = 4 gives the authors' layers). The
+            other layers keep the rest.
         head_mixing: where heads mix: "pre", "post" or "both".
         head_group: c_h, the heads of a group that mix; `None` for all heads.
         head_norm: whether each head's output is normed.

@@ -90,7 +90,7 @@ def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: i
 def recomputed(function: Callable, num_blocks: int, *args, **kwargs):
     """Return `function(*args, **kwargs)`.
 
-    With several blocks the backward pass computes each of them again and keeps nothing of them."""
+    With several blocks nothing of a block is kept, and the backward pass computes it again."""
     if torch.is_grad_enabled() and num_blocks > 1:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     return function(*args, **kwargs)
@@ -166,7 +166,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries.
 
-        The first `past_queries` queries, or fewer at the start, are those before the block. `bias` makes the mask
+        The queries begin with the `past_queries` before the block, or fewer at the start. `bias` makes the mask
         here, so that the backward pass does not keep it."""
         scores = self.compose_scores(self.raw_scores(query, key), rows, columns, **kwargs)
         weights = self.normalize_scores(scores, bias())

@@ -92,8 +92,8 @@ def window_attention(
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
     # The first queries see every key before them. As views they would keep all states for the backward pass. The other
-    # queries go in blocks, the last one padded. The first key of a block is one that none of its queries sees: without
-    # it, and for a slice of all queries, autograd would fill zeros as long as the states.
+    # queries go in blocks, the last one padded. No query of a block sees its first key. Without this key, or with
+    # slices of the queries, autograd would fill zeros as long as the states.
     start, query = query.split((window, length - window), dim=2)
     first, _ = core(module, *(states[:, :, :window].contiguous() for states in (start, key, value)), None, **kwargs)
     block = block_size(window)

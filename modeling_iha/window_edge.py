@@ -11,13 +11,13 @@ def keep_window_edge(past_key_values: Cache, layers: list[MaskKey], sliding_wind
     """Make the sliding layers of a fresh stock cache keep one more token where P > 1, and `past_queries` more.
 
     A window of W * P virtual tokens reaches from (n, p) back to (n - W, p + 1). All pseudo-heads but the last still
-    see token n - W, which a cache for a window of W tokens has dropped. A window of one token needs this for every P:
-    its stock cache layer should drop every token, but drops none. The first past query's window begins earlier."""
+    see token n - W, which a cache for a window of W tokens has dropped. A window of one token needs this for every P,
+    because its stock cache layer wrongly drops no token. The first past query's window begins earlier."""
     for layer, key in zip(past_key_values.layers, layers):
         more = key.past_queries or int(key.num_pseudo_heads > 1 or sliding_window == 1)
         if not key.is_sliding or more == 0 or not layer.is_sliding:
             continue
-        # A dynamic layer names its window, and a static layer has its length. A layer that is shorter by choice stays.
+        # A dynamic layer names its window, a static one its length. A layer that was made shorter keeps its length.
         name = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"
         if getattr(layer, name) != sliding_window:
             continue

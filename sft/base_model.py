@@ -159,7 +159,7 @@ def prepare_model(
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     """Return the adapters that `run` asks for, or None.
 
-    Modules of a kind's own (`own_modules`) are trained in full beside them. Raises `UserError` for a target that the
+    Modules of a kind's own (`own_modules`) are trained in full beside them. Raise `UserError` for a target that the
     model does not have, or that would not be trained.
     """
     config = get_peft_config(run)

@@ -1,4 +1,4 @@
-"""Continuous batching gives every request the tokens and log-probabilities that `generate` gives it alone."""
+"""Give every request of a batch the tokens and log-probabilities that `generate` gives it alone."""
 
 import logging
 from dataclasses import fields

@@ -355,11 +355,13 @@ def tasks_phrases() -> list[str]:
         for part in ("seen", "new")
         if group.get(f"{part}_more_than_mha", {}).get("p_holm", 1) < 0.05
     }
-    assert len(compared) == 96 and {kind for kind, _ in decided} == {"dcmha"}
+    assert len(compared) == 224
+    ahead = {kind: sum(name == kind for name, _ in decided) for kind in by_kind}
     seen, new = (groups["dcmha"]["all"][f"{part}_more_than_mha"] for part in ("seen", "new"))
     who = groups["dcmha"]["who"]
-    more = {kind: groups[kind]["all"]["seen_more_than_mha"] for kind in ("talking_heads", "iha")}
-    seconds = by_kind["dcmha"]["seconds"]["mean"] / by_kind["mha"]["seconds"]["mean"]
+    more = {kind: groups[kind]["all"]["seen_more_than_mha"] for kind in by_kind if kind != "mha"}
+    assert {kind for kind, value in more.items() if value["p_holm"] < 0.05} == {"dcmha", "diff_v2", "multi_token"}
+    seconds = {kind: row["seconds"]["mean"] / by_kind["mha"]["seconds"]["mean"] for kind, row in by_kind.items()}
     return [
         *phrases,
         ", ".join(f"`{kind}` {row['rate']:g}" for kind, row in by_kind.items()),
@@ -367,10 +369,17 @@ def tasks_phrases() -> list[str]:
         f"has {text(who['seen_more_than_mha'], 2)} more of the seen examples right than `mha` "
         f"(p = {short(who['seen_more_than_mha']['p_holm'])})",
         f"{text(new, 2)} more new examples right (p = {short(new['p_holm'])})",
-        f"ahead in {len(decided)} of {len(groups['dcmha'])} groups",
-        f"`talking_heads` has {text(more['talking_heads'], 2)} more right than `mha`, `iha` {text(more['iha'], 2)}",
-        f"does not find either ({groups['dcmha']['different']['seen']['mean']:.2f})",
-        f"takes {seconds:.2f} times as long",
+        f"`multi_token` has {text(more['multi_token'], 2)} more (p = {short(more['multi_token']['p_holm'])})",
+        f"ahead in {ahead['dcmha']} of {len(groups['dcmha'])} groups of tasks, seen or new, and `multi_token` in "
+        f"{ahead['multi_token']}",
+        f"does not find ({groups['dcmha']['different']['seen']['mean']:.2f}) and `multi_token` does "
+        f"({groups['multi_token']['different']['seen']['mean']:.2f})",
+        f"`diff_v2` has {text(more['diff_v2'], 2)} more of the seen examples right than `mha` "
+        f"(p = {short(more['diff_v2']['p_holm'])})",
+        f"`talking_heads` ({text(more['talking_heads'], 2)} more), `iha` ({text(more['iha'], 2)}), `gated` "
+        f"({text(more['gated'], 2)}) and `knocking_heads` ({text(more['knocking_heads'], 2)}) are undecided",
+        f"`dcmha` takes {seconds['dcmha']:.2f} times as long as one of `mha`, and one of `multi_token` "
+        f"{seconds['multi_token']:.2f} times",
     ]
 
 
@@ -514,11 +523,14 @@ def readme_phrases() -> list[str]:
     )
     filters = {(row["kind"], row["heads"]): row for row in table("polynomial_filters")["learned"]}
     ours, theirs = filters["iha", 4], filters["mha", 5]
+    right = {kind: f"{row['groups']['all']['seen']['mean']:.2f}" for kind, row in rows("dcmha_tasks", "kind").items()}
     return [
-        f"gains {gsm8k:.1f} points on GSM8K (54.2%, Maj@16) and {math:.1f} on MATH-500 (18.4%; standard errors "
-        f"{gsm8k_error:.1f} and {math_error:.1f})",
-        f"{ours['parameters']:,} parameters left {ours['error']['mean']:.4f} of the variance, "
-        f"{theirs['parameters']:,} of MHA {theirs['error']['mean']:.3f}",
+        f"beats global attention by {gsm8k:.1f} points on GSM8K (54.2%, Maj@16) and {math:.1f} on MATH-500 (18.4%; "
+        f"standard errors {gsm8k_error:.1f} and {math_error:.1f})",
+        f"IHA's {ours['parameters']:,} parameters left {ours['error']['mean']:.4f} of the variance and MHA's "
+        f"{theirs['parameters']:,} left {theirs['error']['mean']:.3f}",
+        f'`"multi_token"` gave {right["multi_token"]} of the answers right, `"dcmha"` {right["dcmha"]} and `"mha"` '
+        f"{right['mha']}",
     ]
 
 
