@@ -18,8 +18,8 @@ from common.command_io import ROOT
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "sft/recipes/README.md"]
-DOCUMENTS += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+PLACES = ("*.md", "docs/*.md", "*/README.md", "sft/recipes/README.md", "benchmarks/results/**/README.md")
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for place in PLACES for path in ROOT.glob(place))
 # What the README converts, and what it says that this model answers.
 SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
@@ -48,10 +48,11 @@ def test_what_is_linked_or_named_exists(document):
         elif fragment:
             headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
             missing += [f"{target}#{fragment}"] * (fragment not in map(anchor, headings))
-    for name in re.findall(r"\b(?:conversion_scripts|sft|tests|benchmarks|docs)/[\w/.]*\w", text):
+    for name in re.findall(r"(?<![\w-])(?:conversion_scripts|sft|tests|benchmarks|docs)/[\w/.]*\w", text):
         missing += [name] * ("NAME" not in Path(name).parts and not (ROOT / name).exists())
     for name in re.findall(r"python -m ((?:conversion_scripts|sft|benchmarks|experiments)[\w.]*)", text):
-        missing += [name] * (not (ROOT / name.replace(".", "/")).with_suffix(".py").exists())
+        known = name.endswith(".NAME") or (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
+        missing += [name] * (not known)
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     missing += [f"make {name}" for name in re.findall(r"`make ([\w-]+)`", text) if name not in targets]
     assert not missing

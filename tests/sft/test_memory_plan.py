@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, MistralConfig
 from trl import SFTConfig
 
-from common.command_io import UserError
+from common.command_io import ROOT, UserError, read_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, masks, window_blocks
 from sft import memory_plan, train
 from sft.arguments import RecipeParser
@@ -230,3 +230,57 @@ def test_a_layer_at_64k_keeps_what_the_plan_says(preset, kind, monkeypatch):
     assert planned == pytest.approx(measured, rel=0.05)
     # Eight GPUs share weights and optimizer; a layer is computed at a time.
     assert estimate(replace(setting, layout=Layout(8, True), checkpointing=True)).total < 80e9
+
+
+# A checkpoint of Qwen2.5-7B-Instruct's size, and one of SmolLM2's.
+QWEN_7B = {
+    **{"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28},
+    **{"num_attention_heads": 28, "num_key_value_heads": 4, "attention_bias": True, "max_position_embeddings": 32768},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+SMOLLM2 = {
+    **{"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
+    **{"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+}
+LAYOUTS = ("1 device", "8 devices, DDP", "8 devices, FSDP2", "8 devices, FSDP2, 8 share a sequence")
+# Start of a row of the table in sft/recipes/README.md -> recipes, and a preset or the fields of a checkpoint.
+PLANS = {
+    "`openthoughts`": (["openthoughts/sft", "openthoughts3/sft"], QWEN_7B),
+    "`lora`": (["lora/sft"], QWEN_7B),
+    "`long_context_64k`": (
+        ["long_context_64k/continued", "long_context_64k/sft"],
+        {**QWEN_7B, "max_position_embeddings": 65536, "rope_parameters": {"rope_type": "default", "rope_theta": 8e6}},
+    ),
+    "`paper_sft`, `pretrain`: 2.4B, 8192 tokens, IHA": (["paper_sft/sft", "pretrain/sft"], "paper-2.4b-iha"),
+    "`paper_sft`, `pretrain`: 2.4B, 8192 tokens, global": (["paper_sft/sft", "pretrain/sft"], "paper-2.4b-global"),
+    "`demo`": (["demo/sft"], SMOLLM2),
+}
+
+
+@pytest.mark.parametrize("start", PLANS)
+def test_the_documented_memory_is_that_of_the_plan(start, tmp_path, capsys):
+    recipes, model = PLANS[start]
+    options = ["--preset", model]
+    if not isinstance(model, str):
+        IHAConfig(num_pseudo_heads=2, pseudo_positions="shared", **model).save_pretrained(tmp_path)
+        options = ["--model_name_or_path", str(tmp_path), *["--use_cpu", "true"] * (model is SMOLLM2)]
+    text = (ROOT / "sft" / "recipes" / "README.md").read_text(encoding="utf-8")
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| {start}") and " GB |" in line)
+    documented = [cell.strip().removesuffix(" GB") for cell in row.split("|")[2:-1] if cell.strip()]
+    for name in recipes:
+        memory_plan.main(["--config", f"{ROOT}/sft/recipes/{name}.yaml", "--output_dir", str(tmp_path), *options])
+        lines = [line.rsplit(maxsplit=6) for line in capsys.readouterr().out.splitlines()]
+        totals = {line[0].strip(): float(line[-1]) for line in lines if line[0].strip() in LAYOUTS}
+        digits = 1 if model is SMOLLM2 else 0
+        assert [f"{totals[layout]:.{digits}f}" for layout in LAYOUTS][: len(documented)] == documented
+
+
+def test_the_documented_shares_of_the_measured_peak_are_those_of_the_table():
+    text = " ".join((ROOT / "sft" / "recipes" / "README.md").read_text(encoding="utf-8").split())
+    results = read_json(ROOT / "benchmarks" / "results" / "training_plan.json")
+    ratios = {(name, row["tokens"]): ratio for row in results["rows"] for name, ratio in row["ratios"].items()}
+    halves = [f"{ratio:.3f}" for (name, _), ratio in ratios.items() if "autocast" in name]
+    others = [f"{ratio:.3f}" for (name, _), ratio in ratios.items() if "autocast" not in name]
+    assert f"plan is {min(others)} to {max(others)} of the measured peak for eight configurations" in text
+    assert f"and {min(halves)} and {max(halves)} under bf16 autocast (`{results['command']}`" in text
+    assert len(others) == 2 * 8 and len(halves) == 2
