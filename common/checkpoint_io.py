@@ -356,6 +356,25 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
     return model
 
 
+def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
+    """Say on stderr that `source` holds weights in float32 or float64 and was loaded in fewer bits.
+
+    A config may name another dtype than the files have, and a load takes the config's. Only safetensors are looked at.
+    """
+    wide = []
+    for file in _weight_files(_locate(source)[0]):
+        if file.endswith(".safetensors"):
+            with safe_open(file, "pt") as tensors:
+                stored = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
+            wide += [name for name, bits in stored.items() if bits in ("F32", "F64")]
+    if wide and dtype.itemsize < torch.float32.itemsize:
+        print(
+            f"{len(wide)} tensors of {source} ({wide[0]} first) have more bits than {dtype}, in which its config has "
+            "them loaded: pass --dtype float32, or set dtype in its config.json, to keep them.",
+            file=sys.stderr,
+        )
+
+
 def note_slow_dtype(dtype: torch.dtype) -> None:
     """Say on stderr, for commands that compute on it, that this CPU has no products of `dtype`."""
     if dtype in cpu_precision.SLOW_DTYPES:

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 
-from common.checkpoint_io import check_no_adapter, load_config, load_model, load_tokenizer
+from common.checkpoint_io import check_no_adapter, load_config, load_model, load_tokenizer, note_rounding
 from common.command_io import UserError, new_directory, one_line
 from model_cards.render import markdown, render_card, source_license, source_name
 from modeling_iha.configuration_iha import SIZES
@@ -125,6 +125,8 @@ def read_source(
     check_no_adapter(src)
     check(load_config(src))
     source = load_model(src, dtype)
+    if dtype == "auto" and not src.endswith(".gguf"):
+        note_rounding(src, source.dtype)
     tokenizer = read_tokenizer(src, source.config.vocab_size)
     print(
         f"Converting {source.config.model_type}, {source.num_parameters():,} parameters, {source.dtype}",

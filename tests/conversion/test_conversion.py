@@ -611,6 +611,16 @@ def test_verify_decodes_greedily_whatever_the_source_asks_for(converted, tmp_pat
     assert code == 0 and "exact up to rounding" in out, err
 
 
+def test_weights_with_more_bits_than_the_config_says_are_named(tmp_path, cli):
+    """Convert float32 files whose config says float16, which a load rounds without a word; then keep them."""
+    save_tiny_source(tmp_path / "source")
+    edit_config(tmp_path / "source", dtype="float16")
+    for options, said in (([], True), (["--dtype", "float32"], False)):
+        out = tmp_path / f"iha{len(options)}"
+        code, _, err = cli(convert_llama_to_iha, tmp_path / "source", out, "--num-pseudo-heads", 2, *options)
+        assert code == 0 and ("have more bits than torch.float16" in err) == said, err
+
+
 def test_a_tokenizer_with_code_of_its_own_is_saved_without_it(tmp_path, cli):
     """Save the tokenizer as what it was read as, because the code that its source names is not copied."""
     save_tiny_source(tmp_path / "source")
