@@ -54,9 +54,10 @@ def check_packing(inputs: MaskInputs, **kwargs) -> None:
     if is_tracing(inputs.inputs_embeds) or inputs.inputs_embeds.is_meta or inputs.has_custom_mask:
         return  # There are no values to look at, or a custom mask decides.
 
-    restarts, past = False, 0 if cache is None else int(cache.get_seq_length())
+    restarts, past = False, 0
     if position_ids is not None and position_ids.shape[-1] > 1:
         restart = position_ids.diff(dim=-1) < 1
+        past = 0 if cache is None else int(cache.get_seq_length())
         if mask is not None:
             # `generate` counts from the first real token, so positions of padding may restart. A mask may be longer.
             real = mask[:, : past + position_ids.shape[-1]][:, -position_ids.shape[-1] :].to(restart.device).bool()
