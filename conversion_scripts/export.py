@@ -47,8 +47,8 @@ def parse_arguments() -> argparse.Namespace:
         "--max-new-tokens", type=int, default=16, help="number of tokens to decode greedily (default: 16)"
     )
     args = parser.parse_args()
-    if args.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens {args.max_new_tokens}: expected at least 1")
+    if args.max_new_tokens < 2:  # the first token takes no step of decoding
+        parser.error(f"--max-new-tokens {args.max_new_tokens}: expected at least 2")
     return args
 
 

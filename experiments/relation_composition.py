@@ -3,8 +3,8 @@
 "Interleaved Head Attention", Appendix D. A random boolean m x m matrix R is read as m^2 tokens in one sequence;
 at entry (i, j) the model says whether R o R, or R o R o R, holds there. The paper's model is one layer that is not
 causal, with H = P = 8, 40,000 training examples, learning rates 1e-3 and 1e-4, and a patience of 10 epochs. The paper
-claims that IHA has the highest test accuracy on both tasks at both rates, by up to 4.7 (binary) and 3.3 points (ternary) over
-2-simplicial attention, which comes second (Figure 3).
+claims that IHA has the highest test accuracy on both tasks at both rates, by up to 4.7 (binary) and 3.3 points
+(ternary) over 2-simplicial attention, which comes second (Figure 3).
 
 The paper does not give width, FFN, positions, batch, optimiser, seeds and the longest run. Here: a width of 16 per
 head, a two-matrix FFN of 4 widths, learned embeddings of an entry's row and column and no RoPE, batches of 64, AdamW

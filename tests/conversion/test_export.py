@@ -135,6 +135,12 @@ def test_a_fresh_process_runs_an_export(checkpoint, exported, tmp_path):
     assert process.stdout.splitlines() == expected
 
 
+def test_a_prompt_without_tokens_is_refused_before_the_model_runs(exported, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run_exported.py", str(exported("dynamo")), PROMPT, ""])
+    with pytest.raises(SystemExit, match="a prompt has no tokens"):
+        run_exported.main()
+
+
 def test_an_export_that_differs_is_not_kept(checkpoint, exported, cli, monkeypatch, tmp_path):
     def export_another(model, export_format):
         break_one_parameter(model)
@@ -155,6 +161,8 @@ def llama(tmp_path):
 def test_what_cannot_be_exported_is_refused_before_any_work(checkpoint, llama, cli, monkeypatch, tmp_path):
     _, directory = checkpoint
     monkeypatch.setattr(export, "load_model", None)  # nothing reads weights
+    code, _, error = cli(export, directory, tmp_path / "out", "--format", "dynamo", "--max-new-tokens", 1)
+    assert code == 2 and "--max-new-tokens 1: expected at least 2" in last_line(error)
 
     def refusal(model, *arguments, out="out"):
         code, _, error = cli(export, model, tmp_path / out, *arguments)
