@@ -361,13 +361,16 @@ def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
 
     A config may name another dtype than the files have, and a load takes the config's. Only safetensors are looked at.
     """
+    location, arguments = _locate(source)
+    if arguments or dtype.itemsize >= torch.float32.itemsize:
+        return
     wide = []
-    for file in _weight_files(_locate(source)[0]):
+    for file in _weight_files(location):
         if file.endswith(".safetensors"):
             with safe_open(file, "pt") as tensors:
                 stored = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
             wide += [name for name, bits in stored.items() if bits in ("F32", "F64")]
-    if wide and dtype.itemsize < torch.float32.itemsize:
+    if wide:
         print(
             f"{len(wide)} tensors of {source} ({wide[0]} first) have more bits than {dtype}, in which its config has "
             "them loaded: pass --dtype float32, or set dtype in its config.json, to keep them.",

@@ -52,7 +52,7 @@ def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:
 def check_known(entries: dict, known: set[str]) -> None:
     """Raise a `UserError` that names the first field of a source config that is set and not `known`."""
     for field, value in entries.items():
-        # An extension of the architecture that is switched off changes nothing. Without `is_causal` a mask does.
+        # An extension that is switched off changes nothing, but is_causal=False takes the causal mask away.
         if field not in known and not field.startswith("_") and (value or (field, value) == ("is_causal", False)):
             raise UserError(
                 f"The source config sets {field}={value!r}, which this conversion does not know. If it does not "
@@ -125,7 +125,7 @@ def read_source(
     check_no_adapter(src)
     check(load_config(src))
     source = load_model(src, dtype)
-    if dtype == "auto" and not src.endswith(".gguf"):
+    if dtype == "auto":
         note_rounding(src, source.dtype)
     tokenizer = read_tokenizer(src, source.config.vocab_size)
     print(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.command_io import UserError, one_line, printable, run_cli
+from common.command_io import UserError, printable, refusing, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -123,11 +123,9 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
     `UserError` if the card cannot be read, states neither, or states something else.
     """
     path = directory / "README.md"
-    try:
+    with refusing(f"{path} has metadata that cannot be read", TypeError, ValueError, yaml.YAMLError):
         text = path.read_text(encoding="utf-8") if path.is_file() else render_card(load_config(directory), repo_id)
         card = ModelCard(text, ignore_metadata_errors=False)
-    except (TypeError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} has metadata that cannot be read: {one_line(error)}") from error
     added = False
     for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):
         stated = card.data.get(name) or None

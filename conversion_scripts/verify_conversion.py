@@ -133,7 +133,7 @@ def verify(
 ) -> dict[str, Comparison]:
     """Compare two float32 models on `tokens` [N] and return the comparisons "converted" and "control".
 
-    Afterwards a parameter of `converted` is broken.
+    Afterwards a parameter of `converted` is broken, and both models have lost their generation settings.
     """
     reference = run_model(source, tokens, max_new_tokens)
     result = compare(reference, run_model(converted, tokens, max_new_tokens))

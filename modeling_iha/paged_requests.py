@@ -75,7 +75,7 @@ class PagedRequests:
         kept = dict.fromkeys(self.layer_types, past)
         if "sliding_attention" in kept:
             kept["sliding_attention"] = past.clamp(max=model.config.sliding_window)
-        # Of a request without a new token, a fork whose prompt is in shared pages, no position tells the past.
+        # A fork whose prompt is in shared pages has no new token: no position tells its past, and `read` does.
         read = kwargs["cu_seq_lens_k"]
         read = read if isinstance(read, dict) else dict.fromkeys(kept, read)
         ends = {name: (kept[name] + lengths).where(lengths > 0, read[name].diff()).cumsum(0) for name in kept}

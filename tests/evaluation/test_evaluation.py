@@ -553,6 +553,10 @@ def test_prompts_that_do_not_fit_are_refused_or_counted(tmp_path):
     ids = tiny_tokenizer()(long[2].args[0], return_tensors="pt")["input_ids"][:, -10:]  # the question is at the end
     expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=[2, 3])[0, 10:]
     assert reply == tiny_tokenizer().decode(expected, skip_special_tokens=True)
+    # One sample alone is counted as a number, too.
+    single = recorded(tmp_path / "c", model, truncate=True)
+    single.generate_until(requests(1, 1, {"do_sample": False, "max_gen_toks": 6}), disable_tqdm=True)
+    assert not any(isinstance(count, bool) for count in single.counts["task"].values())
     # A cut prompt makes no room for a reply as long as the context.
     for limit in (16, 20):
         with pytest.raises(UserError, match=f"task: replies of {limit} tokens leave .* lower --max-new-tokens"):
@@ -687,10 +691,9 @@ def test_cut_prompts_are_reported(tmp_path, offline, monkeypatch, capsys):
     monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
     save_tiny_source(tmp_path / "short", max_position_embeddings=128)
     arguments = [str(tmp_path / "short"), "--suite", "smoke", "--tasks", "niah_single_1", "--truncate-prompts"]
-    results = run.main([*arguments, "--limit", "1", "--dtype", "bfloat16", "--output", str(tmp_path / "out")])
-    counts = [results["tasks"]["niah_single_1@512"][name] for name in ("truncated_prompts", "unfinished_replies")]
-    assert counts[0] == 1 and not any(isinstance(count, bool) for count in counts)
-    assert "niah_single_1@512: 1 prompts were cut to fit" in (tmp_path / "out" / "report.md").read_text()
+    results = run.main([*arguments, "--dtype", "bfloat16", "--output", str(tmp_path / "out")])
+    assert results["tasks"]["niah_single_1@512"]["truncated_prompts"] == 2
+    assert "niah_single_1@512: 2 prompts were cut to fit" in (tmp_path / "out" / "report.md").read_text()
     if results["device"] == "cpu":
         assert SLOW in capsys.readouterr().err
 
