@@ -81,7 +81,7 @@ test-vllm: .venv-vllm/installed
 	$(VLLM) -m pytest vllm_iha/tests
 
 mutants: .venv/test-installed
-	$(RUN) tests/mutants.py
+	$(RUN) -m tests.mutants
 
 # From the cheapest to the dearest, so that what is broken shows early.
 bench: .venv/installed

@@ -26,7 +26,7 @@ setup(
         "flash": ["flash-attn-4[cu13]>=4.0.0b36; platform_system == 'Linux'"],
         "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [
-            *("brotli", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff"),
+            *("brotli", "coverage", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff"),
             *("bitsandbytes", "hqq", "torchao", "triton; platform_system == 'Linux'"),
             *("fastapi", "openai", "playwright", "pydantic", "rich", "uvicorn"),
         ],

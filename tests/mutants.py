@@ -1,13 +1,15 @@
 """Change one operator, constant or pair of arguments of the model at random, and see whether its tests fail.
 
-    python tests/mutants.py --count 40 --seed 0
+    python -m tests.mutants --count 40 --seed 0
 
 The changed copy of the repository lies in a temporary directory. The results keep every verdict, and a second start
-goes on from there. Each run of the tests is a fork of this process, which has imported PyTorch once.
+goes on from there. Each run of the tests is a fork of this process, which has imported PyTorch once. The first run has
+no change and records which lines each test runs: the tests of a changed line then come first.
 """
 
 import argparse
 import ast
+import json
 import multiprocessing
 import os
 import random
@@ -15,6 +17,8 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from common.command_io import ROOT
@@ -52,13 +56,17 @@ def mutate(node: ast.AST) -> bool:
     return True
 
 
-def mutants_of(path: Path) -> dict[str, tuple[Path, int]]:
-    """Return the arguments of `text_of`, by a description, for every mutant of a file."""
+def mutants_of(path: Path) -> dict[str, tuple[Path, int, int]]:
+    """Return path, number of the node and its line, by a description, for every mutant of a file."""
     mutants = {}
     for number, node in enumerate(ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
         before = ast.unparse(node) if isinstance(node, ast.expr) else ""
         if mutate(node) and (after := ast.unparse(node)) != before:
-            mutants[f"{path.name}:{node.lineno}:{node.col_offset}: {before}  ->  {after}"] = (path, number)
+            mutants[f"{path.name}:{node.lineno}:{node.col_offset}: {before}  ->  {after}"] = (
+                path,
+                number,
+                node.lineno,
+            )
     return mutants
 
 
@@ -69,25 +77,64 @@ def text_of(path: Path, number: int) -> str:
     return ast.unparse(tree)
 
 
-def run_tests(copy: Path, log: Path, changed: str) -> None:
-    """Run the tests of the copy up to the first failure, with their output in the log, and exit.
+class Recorder:
+    """Write the seconds of each test, and the lines of the model that it runs.
 
-    The tests of the changed file come first.
+    `output` becomes JSON: by the id of a test, "seconds" and "lines", the numbers of lines by the name of a file.
     """
+
+    def __init__(self, package: Path, output: Path):
+        from coverage import Coverage
+
+        self.output, self.tests = output, {}
+        self.coverage = Coverage(data_file=None, source=[str(package)])
+        self.coverage.start()
+
+    def pytest_runtest_logstart(self, nodeid):
+        self.coverage.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report):
+        self.tests.setdefault(report.nodeid, {"seconds": 0.0, "lines": {}})["seconds"] += report.duration
+
+    def pytest_sessionfinish(self, exitstatus):
+        self.coverage.stop()
+        if exitstatus:
+            return
+        data = self.coverage.get_data()
+        for file in data.measured_files():
+            for line, nodeids in data.contexts_by_lineno(file).items():
+                for nodeid in self.tests.keys() & nodeids:
+                    self.tests[nodeid]["lines"].setdefault(Path(file).name, []).append(line)
+        self.output.write_text(json.dumps(self.tests), encoding="utf-8")
+
+
+class Order:
+    """Put the tests that run a changed line first, the quickest before the others."""
+
+    def __init__(self, tests: dict, name: str, line: int):
+        self.seconds = {key: test["seconds"] for key, test in tests.items() if line in test["lines"].get(name, ())}
+
+    def pytest_collection_modifyitems(self, items):
+        items.sort(key=lambda item: self.seconds.get(item.nodeid, float("inf")))
+
+
+def run_tests(copy: Path, log: Path, make_plugin: Callable) -> None:
+    """Run the tests of the copy up to the first failure, with their output in the log, and exit."""
     import pytest
 
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(copy)
-    tests = [f"tests/modeling/test_{name}.py" for name in sorted(TESTS, key=lambda name: name not in changed)]
-    os._exit(pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:warnings", *tests]))
+    tests = [f"tests/modeling/test_{name}.py" for name in TESTS]
+    options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:warnings"]
+    os._exit(pytest.main([*options, *tests], [make_plugin()]))
 
 
-def killer(copy: Path, timeout: float, changed: str = "") -> str | None:
-    """Return the test of the copy that fails, None if all pass; `changed` is the name of the changed file."""
+def killer(copy: Path, timeout: float, make_plugin: Callable) -> str | None:
+    """Return the test of the copy that fails, None if all pass; a plugin of pytest sees or orders the tests."""
     log = copy.with_name("log")
-    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, log, changed))
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, log, make_plugin))
     process.start()
     process.join(timeout)
     if process.is_alive():
@@ -125,13 +172,16 @@ def main() -> None:
         names = sorted(mutants)
         random.Random(arguments.seed).shuffle(names)
         names = names[: arguments.count]
-        if not killers and (failed := killer(copy, arguments.timeout)):
+        recorded = arguments.output.with_suffix(".lines.json")
+        record = partial(Recorder, copy / "modeling_iha", recorded)
+        if not recorded.exists() and (failed := killer(copy, 3 * arguments.timeout, record)):
             sys.exit(f"Error: the tests fail without any change: {failed}")
+        tests = read_json(recorded)
         for name in (name for name in names if name not in killers):
-            start, (path, number) = time.monotonic(), mutants[name]
+            start, (path, number, line) = time.monotonic(), mutants[name]
             original = path.read_text(encoding="utf-8")
             path.write_text(text_of(path, number), encoding="utf-8")
-            killers[name] = killer(copy, arguments.timeout, path.stem)
+            killers[name] = killer(copy, arguments.timeout, partial(Order, tests, path.name, line))
             path.write_text(original, encoding="utf-8")
             survivors = [name for name in killers if killers[name] is None]
             write_json(arguments.output, {"survivors": survivors, "killers": killers})
