@@ -4,7 +4,7 @@
 
 The changed copy of the repository lies in a temporary directory. The results keep every verdict, and a second start
 goes on from there. Each run of the tests is a fork of this process, which has imported PyTorch once. The first run has
-no change and records which lines each test runs: the tests of a changed line then come first.
+no change and records which lines each test runs: later runs make the tests that run the changed line.
 """
 
 import argparse
@@ -108,14 +108,15 @@ class Recorder:
         self.output.write_text(json.dumps(self.tests), encoding="utf-8")
 
 
-class Order:
-    """Put the tests that run a changed line first, the quickest before the others."""
+class Selection:
+    """Keep the tests that run a changed line, the quickest first, or all where none does: it may run at import."""
 
     def __init__(self, tests: dict, name: str, line: int):
         self.seconds = {key: test["seconds"] for key, test in tests.items() if line in test["lines"].get(name, ())}
 
     def pytest_collection_modifyitems(self, items):
-        items.sort(key=lambda item: self.seconds.get(item.nodeid, float("inf")))
+        run_it = [item for item in items if item.nodeid in self.seconds]
+        items[:] = sorted(run_it, key=lambda item: self.seconds[item.nodeid]) or items
 
 
 def run_tests(copy: Path, log: Path, make_plugin: Callable) -> None:
@@ -132,7 +133,7 @@ def run_tests(copy: Path, log: Path, make_plugin: Callable) -> None:
 
 
 def killer(copy: Path, timeout: float, make_plugin: Callable) -> str | None:
-    """Return the test of the copy that fails, None if all pass; a plugin of pytest sees or orders the tests."""
+    """Return the test of the copy that fails, None if all pass; a plugin of pytest sees or selects the tests."""
     log = copy.with_name("log")
     process = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, log, make_plugin))
     process.start()
@@ -150,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40, help="mutants; more of them begin with the same ones")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for the tests of one mutant")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one mutant; thrice for the first run")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "mutants.json")
     arguments = parser.parse_args()
 
@@ -181,7 +182,7 @@ def main() -> None:
             start, (path, number, line) = time.monotonic(), mutants[name]
             original = path.read_text(encoding="utf-8")
             path.write_text(text_of(path, number), encoding="utf-8")
-            killers[name] = killer(copy, arguments.timeout, partial(Order, tests, path.name, line))
+            killers[name] = killer(copy, arguments.timeout, partial(Selection, tests, path.name, line))
             path.write_text(original, encoding="utf-8")
             survivors = [name for name in killers if killers[name] is None]
             write_json(arguments.output, {"survivors": survivors, "killers": killers})
