@@ -45,7 +45,7 @@ _NO_UNITS = {"and", "or", "if", "more", "less", "fewer", "most", "least", "not",
 # Sentences that do not say the answer.
 _DOUBT = re.compile(
     r"\b(?:not|no|or|between|might|may|could|would|perhaps|maybe|wait|however|in fact|actually|at (?:most|least))\b"
-    r"|n't\b|^\(?[A-E][.)]\s",
+    r"|n't\b|^\(?[A-E][.)]\s|\d:\d",
     re.IGNORECASE,
 )
 _ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)", re.IGNORECASE)

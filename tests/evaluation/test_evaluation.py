@@ -163,6 +163,11 @@ def test_the_program_in_a_reply(reply, code):
     assert replies.program(reply, {"f"}) == code
 
 
+@pytest.mark.parametrize("reply", ["The answer is 18:30.", "The ratio of girls to boys is 18:12."])
+def test_a_time_or_a_ratio_in_a_sentence_is_no_number(reply):
+    assert replies.math_answer(reply) is None
+
+
 REPLIES = list(read_jsonl(Path(__file__).with_name("replies.jsonl")))
 
 
