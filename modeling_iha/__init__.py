@@ -25,6 +25,8 @@ from .package import from_preset, save_pretrained
 
 IHAConfig.from_preset = classmethod(from_preset)
 IHAConfig.save_pretrained = save_pretrained
+# This `save_pretrained` ships the code: Transformers' own would copy that of every kind first.
+IHAConfig._auto_class = None
 
 AutoConfig.register(IHAConfig.model_type, IHAConfig)
 AutoModel.register(IHAConfig, IHAModel)

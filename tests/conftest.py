@@ -91,8 +91,11 @@ LONGEST = (
 )
 
 
-def pytest_collection_finish():
-    # Each later collection would walk through all that the imports have made, and several libraries collect often.
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap():
+    # Each later collection would walk through all that imports and earlier files have left, and several libraries
+    # collect often.
+    gc.collect()
     gc.freeze()
 
 

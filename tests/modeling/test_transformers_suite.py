@@ -117,6 +117,9 @@ class CommonTests:
 
     def setUp(self):
         self.model_tester = IHAModelTester(self)
+        # Messages for comparisons that hold print the tensors too.
+        torch.set_printoptions(threshold=0, edgeitems=1)
+        self.addCleanup(torch.set_printoptions, profile="default")
 
     def test_attention_outputs(self):
         """Expect what the attention weights of three kinds are.
