@@ -3,6 +3,9 @@ import os
 from functools import partial
 
 
+# Each collection would walk through all that the imports make.
+gc.disable()
+
 # The test models are tiny: more threads than one cost more than they give, most of all with several processes at a
 # time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -92,8 +95,9 @@ LONGEST = (
 
 
 def pytest_collection_finish():
-    # Each later collection would walk through all that the imports have made, and several libraries collect often.
+    # Several libraries collect often: what the imports have made, nothing need walk through again.
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):
