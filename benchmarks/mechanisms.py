@@ -28,11 +28,14 @@ FORMS = {
     for title, fields in mechanism.forms.items()
 }
 PARTS = ("training", "forward", "decoding")
+SIZES = {
+    **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 2048},
+    "max_position_embeddings": 8192,
+}
 
 
 def config_of(form: str) -> IHAConfig:
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 2048}
-    return IHAConfig.from_preset("tiny", **{**sizes, "max_position_embeddings": 8192, **FORMS[form]})
+    return IHAConfig.from_preset("tiny", **{**SIZES, **FORMS[form]})
 
 
 def prepare(form: str, tokens: int, part: str = "training") -> Callable[[], None]:

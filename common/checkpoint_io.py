@@ -444,7 +444,9 @@ def smollm2_gguf() -> Path:
 # The start of the program of a clean process. The finder blocks this package even if it is installed: a process in
 # which the Auto classes know "iha" would never execute the code that ships with the checkpoint.
 _BLOCK_PACKAGE = """
-import json, sys
+import gc, json, sys
+
+gc.disable()  # each collection would walk through all that the imports make, a quarter of their time
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -464,8 +466,10 @@ request = json.load(sys.stdin)
 
 _LOAD_AND_GENERATE = """
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+gc.freeze()
+gc.enable()
 model, info = AutoModelForCausalLM.from_pretrained(
     request["source"], revision=request["revision"], trust_remote_code=True, dtype="auto", output_loading_info=True
 )

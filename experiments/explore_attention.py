@@ -201,7 +201,7 @@ def change(before: Recorded, after: Recorded) -> list[list[float] | None]:
 
 
 def packed(content: bytes) -> str:
-    return base64.b64encode(gzip.compress(content, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()
 
 
 def page(tokens: list[str], kinds: dict[int, str], shapes: list[LayerShape], models: dict[str, Recorded]) -> str:

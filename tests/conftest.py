@@ -3,6 +3,9 @@ import os
 from functools import partial
 
 
+# Each collection would walk through all that the imports make.
+gc.disable()
+
 # The test models are tiny: more threads than one cost more than they give, most of all with several processes at a
 # time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -97,6 +100,7 @@ def frozen_heap():
     # collect often.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

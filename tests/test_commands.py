@@ -4,6 +4,7 @@ Launchers also start some by path. Imports between rooms go downwards. Tests sha
 """
 
 import ast
+import gc
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import sys
 
 import pytest
 
-from common.command_io import ROOT
+from common.command_io import ROOT, run_cli
 
 
 # Started by path, Python looks beside the script only. This line adds its checkout.
@@ -96,6 +97,16 @@ def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
         [sys.executable, "-c", HELP], input=json.dumps(names), cwd=ROOT, capture_output=True, text=True
     )
     assert process.returncode == 0, process.stderr
+
+
+def test_a_command_imports_without_the_garbage_collector_and_runs_with_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch")  # as before its imports
+    run_cli(lambda: None)
+    assert not gc.isenabled()
+    monkeypatch.undo()
+    states = []
+    run_cli(lambda: states.append(gc.isenabled()))
+    assert states == [True] and gc.isenabled()
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tests/**/*.py")), ids=lambda path: path.stem)

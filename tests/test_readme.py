@@ -23,8 +23,11 @@ DOCUMENTS = sorted(str(path.relative_to(ROOT)) for place in PLACES for path in R
 # What the README converts, and what it says that this model answers.
 SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
-# A tiny model needs no thirty steps, and its tokens are bytes.
-TINY_ARGUMENTS = {"sft/train.py": ["--max_steps", "2", "--max_length", "512", "--max_position_embeddings", "512"]}
+# A tiny model needs no thirty steps and no long replies, and its tokens are bytes.
+TINY_ARGUMENTS = {
+    "sft/train.py": ["--max_steps", "2", "--max_length", "512", "--max_position_embeddings", "512"],
+    "sft.score_reasoning": ["--max-new-tokens", "8"],
+}
 
 
 def anchor(heading: str) -> str:
@@ -93,7 +96,7 @@ def test_the_figure_is_what_its_script_draws(tmp_path, monkeypatch):
 def save_tiny_weights(directory: Path) -> None:
     """Save a tiny model that knows the README's answer by heart, and nothing else."""
     tokenizer = byte_tokenizer()
-    model = tiny_source(vocab_size=len(tokenizer))
+    model = tiny_source(vocab_size=len(tokenizer), num_hidden_layers=2)
     chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     tokens = tokenizer.apply_chat_template(chat, return_dict=True, return_tensors="pt")["input_ids"]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -30,9 +30,11 @@ metric_list: [{metric: exact_match}]
 }
 # One process for everything: starting lm-eval takes longer than all of its work here.
 PROGRAM = """
-import lm_eval
+sys.modules |= dict.fromkeys(("hqq", "torchao"))  # Transformers would import them, and nothing here needs them
+import lm_eval.evaluator
 from lm_eval.tasks import TaskManager
 
+lm_eval.evaluator.add_env_info = lambda storage: None  # it would run `pip list` each time
 tasks = TaskManager(include_path=request["tasks"], include_defaults=False)
 result = []
 for model in request["models"]:

@@ -4,6 +4,7 @@ python tests/sft/distributed_driver.py PLANS, a JSON list of the plans of `train
 FSDP runs on the CPU here, where accelerate alone would train under DDP in silence.
 """
 
+import gc
 import json
 import sys
 from contextlib import suppress
@@ -11,6 +12,8 @@ from pathlib import Path
 
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+gc.disable()  # as conftest.py does
+sys.modules |= dict.fromkeys(("hqq", "torchao"))  # Transformers would import them, and nothing here needs them
 
 import fake_flash  # noqa: E402
 import pytest  # noqa: E402
@@ -138,6 +141,8 @@ def compile_nothing() -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
     shard_on_cpu()
     for plan in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         (train_run if "arguments" in plan else tensor_parallel_step)(plan)

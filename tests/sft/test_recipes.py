@@ -114,7 +114,8 @@ def test_a_mixture_has_its_shares_of_the_tokens_whatever_the_lengths_of_rows():
     for max_length in (None, 16):
         rows = mix(parts, shares, max_length, seed=0)
         assert "x" not in rows.column_names
-        tokens = [sum(len(ids[:max_length]) for ids in rows["input_ids"] if ids[0] == value) for value in (1, 2, 3)]
+        read = list(rows["input_ids"])
+        tokens = [sum(len(ids[:max_length]) for ids in read if ids[0] == value) for value in (1, 2, 3)]
         assert [count / sum(tokens) for count in tokens] == pytest.approx(shares, abs=0.03)
     assert rows["input_ids"] == mix(parts, shares, 16, seed=0)["input_ids"]
     assert rows["input_ids"] != mix(parts, shares, 16, seed=1)["input_ids"]

@@ -43,6 +43,9 @@ def results(tmp_path_factory):
         monkeypatch.setattr(decode_model, "smollm2_gguf", lambda: directory / "llama")
         monkeypatch.setattr(training_plan, "FORMS", {"P = 2": training_plan.FORMS["P = 2"]})
         monkeypatch.setattr(window_layer, "WINDOW", 16)
+        for sizes in (mechanisms.SIZES, training_plan.SIZES):
+            monkeypatch.setitem(sizes, "hidden_size", 128)
+            monkeypatch.setitem(sizes, "intermediate_size", 128)
         for script in (mechanisms, prefill, training_plan, window_layer):  # one process less for each form
             monkeypatch.setattr(script, "extra_bytes", lambda prepare, sizes, small: prepare(*small)() or 1)
         for script in COMMANDS:

@@ -236,7 +236,8 @@ def test_a_row_is_printed_with_its_groups_below_it(capsys):
 
 @pytest.mark.parametrize("study", [cpm3, hyper_attention, polynomial_filters])
 def test_commands_in_small(study, tmp_path, monkeypatch, capsys):
-    for name, value in {"LENGTHS": (4,), "FILTERS": (4,), "SEQUENCES": 2, "REGRESSION_ROWS": 600}.items():
+    sizes = {"LENGTHS": (4,), "FILTERS": (4,), "SEQUENCES": 2, "REGRESSION_ROWS": 600, "VALUES": 2}
+    for name, value in sizes.items():
         if hasattr(study, name):
             monkeypatch.setattr(study, name, value)
     options = ("--seeds", "0", "1", "--steps", "2", "--output", tmp_path / "runs", "--results", tmp_path)

@@ -178,6 +178,7 @@ def run_protocol(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(module, "SMALL", TINY)
         monkeypatch.setattr(language_models, "HELD_OUT_ROWS", 4)
         monkeypatch.setattr(language_models, "EVALUATIONS", 1)
+        monkeypatch.setattr(protocol, "FIRST_RATE", 4.096)  # near the best one of so few steps: a short walk
         (tmp_path / "text").write_bytes(TEXT.numpy().tobytes())
         where = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--text", str(tmp_path / "text")]
         for seeds in ("2", "3"):

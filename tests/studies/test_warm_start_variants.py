@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from helpers import greedy, random_ids, random_model, relative_error, small_config, uncached_logits
 from tiny_sources import tiny_source
-from tiny_training import byte_tokenizer
+from tiny_training import byte_tokenizer, leave_figures_empty
 from transformers import LlamaForCausalLM
 
 from common.checkpoint_io import load_model
@@ -98,7 +98,8 @@ def test_the_exact_start_spreads_attention_evenly_and_collapses_to_the_last():
 def source(tmp_path, monkeypatch) -> LlamaForCausalLM:
     """Put a tiny Llama with a tokenizer of bytes in the place of SmolLM2."""
     tokenizer = byte_tokenizer()
-    model = tiny_source(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=512)
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    model = tiny_source(**ids, max_position_embeddings=512, num_hidden_layers=3)
     model.save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
     monkeypatch.setattr(study, "smollm2_gguf", lambda: tmp_path / "source")
@@ -213,6 +214,7 @@ def test_the_recipe_trains_only_the_mixing_where_the_backbone_is_frozen(source, 
         sft_train.main(list(map(str, arguments)))
 
     monkeypatch.setattr(warm_start, "run_module", run)
+    leave_figures_empty(monkeypatch)
     kept = {}
     measure = study.measure
 
