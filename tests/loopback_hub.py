@@ -136,7 +136,8 @@ class LoopbackHub:
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self) -> "LoopbackHub":
-        Thread(target=self.server.serve_forever, daemon=True).start()
+        # The server looks this often whether it shall end.
+        Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *exception) -> None:
@@ -304,6 +305,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     hub: LoopbackHub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # with it, each answer's content waits 40 ms for the client to confirm the headers
 
     def log_message(self, *arguments) -> None:
         pass
