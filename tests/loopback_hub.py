@@ -13,10 +13,11 @@ import base64
 import hashlib
 import json
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import prod
 from threading import RLock, Thread
@@ -29,6 +30,8 @@ from hub import client as hub_client
 
 TOKEN = "hf_loopback"
 LFS_SUFFIXES = (".safetensors", ".bin", ".gguf")
+# Every client reads the certificates of all authorities, to speak HTTP.
+ssl_context = cache(ssl.create_default_context)
 
 
 class HubError(Exception):
@@ -163,6 +166,7 @@ class LoopbackHub:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(ssl, "create_default_context", ssl_context)
 
     def add(self, repo_id: str, directory) -> str:
         """Put the files of `directory` into a new public repository, without HTTP, and return the commit."""
