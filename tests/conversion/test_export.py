@@ -142,19 +142,21 @@ def test_a_fresh_process_runs_an_export(checkpoint, exported, tmp_path):
 
 
 def test_a_prompt_without_tokens_is_refused_before_the_model_runs(exported, monkeypatch):
-    monkeypatch.setattr(run_exported, "load", None)  # nothing loads the graphs
     monkeypatch.setattr(sys, "argv", ["run_exported.py", str(exported("dynamo")), PROMPT, ""])
+    monkeypatch.setattr(run_exported, "load", None)  # nothing loads the graphs
     with pytest.raises(SystemExit, match="a prompt has no tokens"):
         run_exported.main()
 
 
 def test_an_export_that_differs_is_not_kept(checkpoint, exported, loaded, cli, monkeypatch, tmp_path):
+    directory, runners = exported("dynamo"), loaded("dynamo")
+
     def export_another(model, export_format):
         break_one_parameter(model)
-        return SimpleNamespace(save_pretrained=partial(shutil.copytree, exported("dynamo"), dirs_exist_ok=True))
+        return SimpleNamespace(save_pretrained=partial(shutil.copytree, directory, dirs_exist_ok=True))
 
     monkeypatch.setattr(export, "export", export_another)
-    monkeypatch.setattr(run_exported, "load", lambda directory: loaded("dynamo"))
+    monkeypatch.setattr(run_exported, "load", lambda directory: runners)
     code, _, error = cli(export, checkpoint[1], tmp_path / "new" / "out", "--format", "dynamo", "--try", PROMPT)
     assert code == 1 and "does not compute what" in last_line(error)
     assert not list(tmp_path.iterdir())
