@@ -96,13 +96,13 @@ def greedy(exported, prompts: list[list[int]], max_new_tokens: int, stop: set[in
 
 def main() -> None:
     args = parse_arguments()
-    exported = load(args.directory)
     tokenizer = AutoTokenizer.from_pretrained(args.directory, trust_remote_code=True)
-    stop = exported.generation_config.eos_token_id
-    stop = set(stop if isinstance(stop, list) else [] if stop is None else [stop])
     prompts = tokenizer(args.prompts).input_ids
     if not all(prompts):
         sys.exit("Error: a prompt has no tokens: give a longer text.")
+    exported = load(args.directory)
+    stop = exported.generation_config.eos_token_id
+    stop = set(stop if isinstance(stop, list) else [] if stop is None else [stop])
     tokens, _ = greedy(exported, prompts, args.max_new_tokens, stop)
     for text, prompt, row in zip(args.prompts, prompts, tokens.tolist()):
         end = next((i for i, token in enumerate(row) if token in stop), len(row))

@@ -99,7 +99,8 @@ def _check_file(path: Path, tree: ast.Module, siblings: set[str]) -> tuple[list[
         line = text.count("\n", 0, match.start(1)) + 1  # type: ignore[union-attr]  # `followed` matched it
         mistakes.append((line, f"this text is taken for an import of {name}; begin the line with another word"))
 
-    unguarded = set(get_imports(path)) - ALWAYS_INSTALLED
+    optional = absolute.keys() - siblings - ALWAYS_INSTALLED
+    unguarded = optional.intersection(get_imports(path) if optional else ())  # mostly none, and to look takes long
     for name, line in absolute.items():
         if name in siblings:
             mistakes.append((line, f"the absolute import of {name} is not copied; write `from .name import`"))

@@ -13,10 +13,11 @@ import base64
 import hashlib
 import json
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import prod
 from threading import RLock, Thread
@@ -29,6 +30,8 @@ from hub import client as hub_client
 
 TOKEN = "hf_loopback"
 LFS_SUFFIXES = (".safetensors", ".bin", ".gguf")
+# Every client reads the certificates of all authorities, to speak HTTP.
+ssl_context = cache(ssl.create_default_context)
 
 
 class HubError(Exception):
@@ -136,7 +139,8 @@ class LoopbackHub:
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self) -> "LoopbackHub":
-        Thread(target=self.server.serve_forever, daemon=True).start()
+        # The server looks this often whether it shall end.
+        Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *exception) -> None:
@@ -162,6 +166,7 @@ class LoopbackHub:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(ssl, "create_default_context", ssl_context)
 
     def add(self, repo_id: str, directory) -> str:
         """Put the files of `directory` into a new public repository, without HTTP, and return the commit."""
@@ -304,6 +309,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     hub: LoopbackHub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # with it, each answer's content waits 40 ms for the client to confirm the headers
 
     def log_message(self, *arguments) -> None:
         pass
