@@ -27,7 +27,7 @@ setup(
         "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [
             *("brotli", "coverage", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff"),
-            *("bitsandbytes", "hqq", "torchao", "triton; platform_system == 'Linux'"),
+            *("bitsandbytes", "torchao", "triton; platform_system == 'Linux'"),
             *("fastapi", "openai", "playwright", "pydantic", "rich", "uvicorn"),
         ],
     },

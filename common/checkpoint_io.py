@@ -465,6 +465,8 @@ request = json.load(sys.stdin)
 """
 
 _LOAD_AND_GENERATE = """
+import gc
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 

@@ -108,7 +108,10 @@ def task_hash(name: str) -> str:
 def check_chat_template(tasks: dict[str, ConfigurableTask], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` when a task is put to a chat model and the tokenizer cannot write a chat."""
     names = [name for name, task in tasks.items() if task.config.metadata.get("chat")]
-    if names and not tokenizer.chat_template:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if names and not template:
         raise UserError(
             f"The tokenizer has no chat template, which {', '.join(names)} need: add one (see sft/chat_templates), "
             f"give another --tokenizer, or put the questions as plain text with --no-chat."

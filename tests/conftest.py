@@ -15,21 +15,11 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from helpers import command, keep_base_states  # noqa: E402
 
-from common import checkpoint_io  # noqa: E402
 from common.command_io import ROOT  # noqa: E402
 from modeling_iha import IHAForCausalLM, attention_hyper, score_matrix, tuple_attention, window_blocks  # noqa: E402
 
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_hqq_in_clean_processes():
-    """Hide hqq from clean processes, because Transformers imports it and its import loads the whole compiler."""
-    with pytest.MonkeyPatch.context() as patch:
-        hide = "import sys; sys.modules['hqq'] = None\n"
-        patch.setattr(checkpoint_io, "_BLOCK_PACKAGE", hide + checkpoint_io._BLOCK_PACKAGE)
-        yield
 
 
 @pytest.fixture

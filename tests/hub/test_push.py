@@ -7,6 +7,7 @@ import ast
 import json
 import os
 import shutil
+from copy import deepcopy
 from functools import cache
 from threading import Event
 
@@ -95,7 +96,7 @@ def shard(directory):
 def test_only_the_checkpoint_is_listed(directory):
     (directory / ".eval_results").mkdir()
     (directory / ".eval_results" / "gsm8k.yaml").write_text("- value: 1\n")
-    tokenizer = tiny_tokenizer()
+    tokenizer = deepcopy(tiny_tokenizer())
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "tools"}
     tokenizer.save_pretrained(directory)
     names, others = checkpoint_files(directory)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 gc.disable()  # as conftest.py does
-sys.modules |= dict.fromkeys(("hqq", "torchao"))  # Transformers would import them, and nothing here needs them
 
 import fake_flash  # noqa: E402
 import pytest  # noqa: E402
