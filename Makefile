@@ -35,7 +35,7 @@ help:
 	@echo "Installing what the tests need (about two minutes)"
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev,export]"
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target .venv/deepspeed \
-		deepspeed hjson msgpack ninja py-cpuinfo
+		deepspeed einops hjson msgpack ninja py-cpuinfo
 # Transformers imports hqq wherever it finds it, which takes a second.
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target .venv/hqq hqq termcolor
 	$(RUN) tests/fetch_transformers_tests.py

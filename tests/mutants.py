@@ -28,7 +28,7 @@ from common.command_io import ROOT
 TESTS = (
     *("config", "choose_form", "window_blocks", "dcmha", "hyper_feature", "diff", "talking_heads", "knocking_heads"),
     *("multi_token", "mechanisms", "reference", "hyper", "numerics", "generation", "packing", "masks"),
-    *("companions", "continuous_batching"),
+    *("companions", "continuous_batching", "cost"),
 )
 OPERATORS = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},

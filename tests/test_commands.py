@@ -75,6 +75,13 @@ def test_a_command_starts_by_path(tmp_path):
     assert process.returncode == 0 and "usage:" in process.stdout, process.stderr
 
 
+def test_make_starts_the_mutants():
+    command = re.search(r"^mutants:.*\n\t\$\(RUN\) (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    process = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True)
+    assert process.returncode == 0 and b"usage:" in process.stdout, process.stderr
+
+
 # Starts each command of the request for its help, in one process; none may have imported PyTorch or Plotly after it.
 HELP = """
 import contextlib, io, json, os, runpy, sys

@@ -9,7 +9,9 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -774,6 +776,13 @@ def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, offline, monkey
     assert prompts["mbpp_5shot"].count("[DONE]") == 5 and prompts["mbpp_5shot"].endswith("[BEGIN]\n")
     run.main([*arguments, "--output", str(tmp_path / "b"), "--no-chat"])
     assert prompts["gsm8k"].startswith("Ann has 3")
+
+
+@pytest.mark.parametrize(("templates", "refused"), [({"tool_use": "x"}, True), ({"default": "x", "rag": "y"}, False)])
+def test_of_named_chat_templates_the_default_one_writes_a_chat(templates, refused):
+    task = SimpleNamespace(config=SimpleNamespace(metadata={"chat": True}))
+    with pytest.raises(UserError, match="no chat template, which gsm8k need") if refused else nullcontext():
+        run.check_chat_template({"gsm8k": task}, SimpleNamespace(chat_template=templates))
 
 
 @pytest.mark.parametrize(

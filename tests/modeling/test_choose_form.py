@@ -32,6 +32,14 @@ def test_one_token(grad):
     assert chosen(2, cached=500, grad=grad) is None
 
 
+def test_a_mask_that_is_passed_counts_as_many_keys():
+    model = random_model(small_config()).base_model
+    key = model.layers[0].mask_key
+    for keys, form in ((127, None), (128, "absorbed")):
+        mask = torch.ones(1, 1, key.num_pseudo_heads, keys * key.num_pseudo_heads, dtype=torch.bool)
+        assert model.prepared_mask(key, mask, torch.empty(1, 1, 32)).attention_form == form
+
+
 @torch.compiler.set_stance("force_eager")  # FlexAttention's block mask would be compiled
 def test_the_switch():
     assert chosen(1, cached=4096, form="virtual") is None and chosen(1, cached=1, form="base") == "absorbed"

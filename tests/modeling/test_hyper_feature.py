@@ -136,6 +136,7 @@ def test_scores_depend_on_distances_only(case):
     ("fields", "message"),
     [
         ({"orders": [1, 1.5, 1, 1]}, r"orders=\[1, 1.5, 1, 1\]; it must be"),
+        ({"orders": [1, 0, 1, 1]}, r"orders=\[1, 0, 1, 1\]; it must be"),
         ({"orders": [1, 2]}, r"orders=\[1, 2\].*one for each of 4 heads"),
         ({"orders": 3}, "orders=3 and head_dim=8.*even"),
         ({"orders": 8}, "orders=8 and head_dim=8.*even"),
