@@ -8,12 +8,12 @@ VLLM := .venv-vllm/bin/python
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
-	@echo "make test   lint and the tests (10 minutes on 2 cores)"
+	@echo "make test   lint and the tests (8 minutes on 2 cores)"
 	@echo "make test-full  the same with the slow tests"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (4 minutes)"
 	@echo "make vllm   set up .venv-vllm, where vLLM serves converted models on a CPU (vllm_iha/README.md)"
 	@echo "make test-vllm   the tests of the vLLM plugin, in .venv-vllm"
-	@echo "make mutants   change the model at random 40 times and see whether its tests fail (about an hour on one core); a second start goes on"
+	@echo "make mutants   change the model at random 40 times and see whether its tests fail (a quarter of an hour on one core); a second start goes on"
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=paper_decode for one)"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
