@@ -13,11 +13,15 @@ from references.iha import causal_lm
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from common.command_io import run_cli
+from common.command_io import ROOT, run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.kind_options import OPTIONS_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
+
+
+PLACES = ("*.md", "docs/*.md", "*/README.md", "sft/recipes/README.md", "benchmarks/results/**/README.md")
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for place in PLACES for path in ROOT.glob(place))
 
 
 # Tolerances

@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import DOCUMENTS
 
 from common.command_io import ROOT, run_cli
 
@@ -34,6 +35,18 @@ COMMANDS = sorted(
 )
 
 
+def documented_options(command: str) -> set[str]:
+    """Return the options that documents give to a command, in blocks or in the text."""
+    options = set()
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text(encoding="utf-8").replace("\\\n", " ")
+        for block, span in re.findall(r"^```(.*?)^```|(?<!`)`([^`]+)`", text, re.DOTALL | re.MULTILINE):
+            for line in block.splitlines() or [span.replace("\n", " ")]:
+                given = re.search(rf"\b{re.escape(command)}(?:\.py)?( [^;|&]*)", line.replace("/", "."))
+                options |= set(re.findall(r" (--[\w-]+)", given[1])) if given else set()
+    return options
+
+
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: f"{path.parent.name}.{path.stem}")
 def test_a_command_answers_help(path, monkeypatch, capsys):
     """Run it in this process, because the imports of a process of its own take 5 s."""
@@ -43,6 +56,8 @@ def test_a_command_answers_help(path, monkeypatch, capsys):
         runpy.run_module(module, run_name="__main__")
     out = " ".join(capsys.readouterr().out.lower().split())
     assert stop.value.code in (0, None) and "usage:" in out and "example" in out and path.stem in out
+    of_transformers = ["--continuous-batching"] if path.stem == "serve" else []
+    assert documented_options(module) <= {*re.findall(r"--[\w-]+", out), *of_transformers}
 
 
 @pytest.mark.parametrize("path", BY_PATH)

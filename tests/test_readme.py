@@ -4,12 +4,14 @@ import importlib.util
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
+from helpers import DOCUMENTS
 from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer
 
@@ -18,8 +20,6 @@ from common.command_io import ROOT
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PLACES = ("*.md", "docs/*.md", "*/README.md", "sft/recipes/README.md", "benchmarks/results/**/README.md")
-DOCUMENTS = sorted(str(path.relative_to(ROOT)) for place in PLACES for path in ROOT.glob(place))
 # What the README converts, and what it says that this model answers.
 SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
@@ -59,6 +59,16 @@ def test_what_is_linked_or_named_exists(document):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     missing += [f"make {name}" for name in re.findall(r"`make ([\w-]+)`", text) if name not in targets]
     assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_code_stands_in_fences_that_a_shell_can_read(document):
+    """A tool that wraps lines joins the commands of an indented block."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert not re.search(r"(?:^|\n\n|^#.*\n)(?: {4}|\t)\S.*", outside, re.MULTILINE)
+    for commands in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        subprocess.run(["bash", "-n"], input=commands, text=True, check=True)
 
 
 def test_the_tests_of_the_support_matrix_exist():
