@@ -444,9 +444,7 @@ def smollm2_gguf() -> Path:
 # The start of the program of a clean process. The finder blocks this package even if it is installed: a process in
 # which the Auto classes know "iha" would never execute the code that ships with the checkpoint.
 _BLOCK_PACKAGE = """
-import gc, json, sys
-
-gc.disable()  # each collection would walk through all that the imports make, a quarter of their time
+import json, sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -464,9 +462,12 @@ else:
 request = json.load(sys.stdin)
 """
 
+# Imported without the garbage collector, as `run_cli` does. PreTrainedModel is imported with the rest because
+# AutoModelForCausalLM would import it later.
 _LOAD_AND_GENERATE = """
 import gc
 
+gc.disable()
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 

@@ -3,8 +3,8 @@
     python -m tests.mutants --count 40 --seed 0
 
 The changed copy of the repository lies in a temporary directory. The results keep every verdict, and a second start
-goes on from there. Each run of the tests is a fork of this process, which has imported PyTorch once. The first run has
-no change and records which lines each test runs: later runs make the tests that run the changed line.
+goes on from there. Each run of the tests is a fork of this process, which has imported PyTorch once. The first run of
+a start has no change and records which lines each test runs: later runs make the tests that run the changed line.
 """
 
 import argparse
@@ -173,12 +173,13 @@ def main() -> None:
         names = sorted(mutants)
         random.Random(arguments.seed).shuffle(names)
         names = names[: arguments.count]
-        recorded = arguments.output.with_suffix(".lines.json")
+        remaining = [name for name in names if name not in killers]
+        recorded = Path(directory) / "lines.json"
         record = partial(Recorder, copy / "modeling_iha", recorded)
-        if not recorded.exists() and (failed := killer(copy, 3 * arguments.timeout, record)):
+        if remaining and (failed := killer(copy, 3 * arguments.timeout, record)):
             sys.exit(f"Error: the tests fail without any change: {failed}")
-        tests = read_json(recorded)
-        for name in (name for name in names if name not in killers):
+        tests = read_json(recorded) if remaining else {}
+        for name in remaining:
             start, (path, number, line) = time.monotonic(), mutants[name]
             original = path.read_text(encoding="utf-8")
             path.write_text(text_of(path, number), encoding="utf-8")

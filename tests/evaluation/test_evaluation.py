@@ -49,20 +49,6 @@ needs_data = pytest.mark.skipif(
 )
 
 
-SAVE_PLOT = report._save
-
-
-@pytest.fixture(autouse=True)
-def empty_plots(monkeypatch):
-    """Draw no plot, which takes as long as a small evaluation, unless a test is about plots."""
-    monkeypatch.setattr(report, "_save", lambda figure, path: path.touch())
-
-
-@pytest.fixture
-def plots(monkeypatch, empty_plots):
-    monkeypatch.setattr(report, "_save", SAVE_PLOT)
-
-
 @pytest.fixture(autouse=True)
 def confirmed(monkeypatch):
     """Let the few programs of these tests run where the system isolates none."""
@@ -624,7 +610,7 @@ def offline(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, plots, monkeypatch, capsys):
+def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch, capsys):
     output = tmp_path / "out"
     results = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
     assert set(results["tasks"]) == {
@@ -670,7 +656,7 @@ def two_runs(tiny, tmp_path) -> list[Path]:
     return runs
 
 
-def test_two_evaluations_are_compared_example_by_example(two_runs, plots, tmp_path):
+def test_two_evaluations_are_compared_example_by_example(two_runs, tmp_path):
     compare.main([*map(str, two_runs), "--output", str(tmp_path / "comparison.md")])
     text = (tmp_path / "comparison.md").read_text()
     assert "| niah_single_1@512 | string_match | 2 | 0.0 ± 0.0 | 50.0 ± 50.0 | 50.0 ± 50.0 | 1 |" in text

@@ -30,7 +30,6 @@ metric_list: [{metric: exact_match}]
 }
 # One process for everything: starting lm-eval takes longer than all of its work here.
 PROGRAM = """
-sys.modules["torchao"] = None  # Transformers would import it, and nothing here needs it
 import lm_eval.evaluator
 from lm_eval.tasks import TaskManager
 

@@ -17,9 +17,8 @@ from helpers import IHA_CODE, last_line, plant, random_model, small_config
 from huggingface_hub import constants
 from loopback_hub import Fault, File, HubError, LoopbackHub
 from tiny_sources import tiny_source, tiny_tokenizer
-from transformers import dynamic_module_utils
 
-from common import checkpoint_io, foreign_code
+from common import foreign_code
 from common.checkpoint_io import load_config, load_in_clean_process
 from common.command_io import UserError
 from conversion_scripts import (
@@ -34,7 +33,6 @@ from evaluation import run as evaluate
 from model_cards import render
 
 
-FORK = multiprocessing.get_context("fork")
 CARD = """---
 license: mit
 base_model: me/base
@@ -168,25 +166,8 @@ def test_pull_runs_known_code_only(hub, pull):
 
 
 def test_pull_runs_nothing_before_it_may(hub, pull, saved, tmp_path, monkeypatch):
-    """Refuse planted code, which a load with --trust-code runs.
-
-    The program of the clean process runs in a fork of this one, whose import of PyTorch is done.
-    """
-
-    def run_in_fork(program, request, **_):
-        def run():
-            dynamic_module_utils.HF_MODULES_CACHE = str(tmp_path / "modules")
-            exec(program, scope := {"request": request})
-            (tmp_path / "result").write_text(json.dumps(scope["result"]))
-
-        process = FORK.Process(target=run)
-        process.start()
-        process.join(300)
-        assert process.exitcode == 0
-        return json.loads((tmp_path / "result").read_text())
-
+    """Refuse planted code, which a load with --trust-code runs."""
     monkeypatch.setattr(pull_from_hub, "load_in_clean_process", load_in_clean_process)
-    monkeypatch.setattr(checkpoint_io, "run_in_clean_process", run_in_fork)
     planted, mark = shutil.copytree(saved, tmp_path / "planted"), tmp_path / "mark"
     names = plant(planted, mark)
     hub.add("me/iha", planted)
@@ -362,7 +343,7 @@ def test_from_a_llama_to_a_fetched_model(hub, tmp_path, monkeypatch, cli):
         # The process is killed before the load that it takes for granted would matter.
         patch.setattr(push_to_hub, "load_in_clean_process", lambda source, **arguments: None)
         hub.use(patch, tmp_path / "home")
-        process = FORK.Process(target=cli, args=(push_to_hub, *push))
+        process = multiprocessing.get_context("fork").Process(target=cli, args=(push_to_hub, *push))
         hub.faults.append(Fault("PUT", "/lfs/", process.kill))
         process.start()
         process.join(300)

@@ -3,12 +3,10 @@
 The real client speaks, in this process, to a stand-in for the Hub.
 """
 
-import ast
 import json
 import os
 import shutil
 from copy import deepcopy
-from functools import cache
 from threading import Event
 
 import pytest
@@ -34,14 +32,6 @@ CHECKPOINT = IHA_CODE | {
 STRAY = {".env", "notes.txt", "secret.py", "token", "train.log", "trainer_state.json", "wandb-key.json"}
 CARD = "---\nlicense: mit\nbase_model: me/base\n---\nA model.\n"
 SECRET = "hf_" + "a1B2" * 9
-
-
-@pytest.fixture(scope="module", autouse=True)
-def parse_once():
-    """Parse a text once, because all checkpoints here ship the same code and every push checks it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ast, "parse", cache(ast.parse))
-        yield
 
 
 @pytest.fixture(scope="module")

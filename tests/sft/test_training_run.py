@@ -483,7 +483,7 @@ def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(whole, tiny, 
     output, log = tmp_path / "run", tmp_path / "log"
     arguments = command(tiny, rows_file, output)
     forkserver = multiprocessing.get_context("forkserver")  # autograd cannot go on in a fork of this process
-    forkserver.set_forkserver_preload(["tests.sft.distributed_driver"])  # imports sft.train without collections
+    forkserver.set_forkserver_preload(["sft.train"])
 
     def train_and_die(when: str) -> str:
         process = forkserver.Process(target=train_until_killed, args=(when, arguments, log))

@@ -131,7 +131,6 @@ def test_trainers_and_adapters_load_remote_code_by_path(directory, tmp_path):
                 parameter.mul_(1.5)
     adapted.save_pretrained(tmp_path / "adapter")
     program = """
-sys.modules["torchao"] = None  # Transformers would import it, and nothing here needs it
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftModel
