@@ -12,6 +12,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.harness import arguments, inference, medians, ratios, reported, training, write
+from modeling_iha import IHAConfig
 from modeling_iha.mask_inputs import document_bounds
 from modeling_iha.window_blocks import maskless_attention
 
@@ -23,6 +24,7 @@ PASSES = {"forward": lambda form, states: inference(form, *states), "forward + b
 class Heads(torch.nn.Module):
     """Hold what Transformers' SDPA asks of an attention module."""
 
+    config = IHAConfig()
     num_key_value_groups = 1
     is_causal = True
 

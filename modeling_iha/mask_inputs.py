@@ -59,6 +59,14 @@ class MaskInputs:
             return False
         return is_tracing(self.inputs_embeds) or not bool(self.attention_mask.all())
 
+    @cached_property
+    def has_holes(self) -> bool:
+        """Return whether a mask [batch, keys] hides new tokens between those that it shows."""
+        if not self.may_be_padded:
+            return False
+        real = self.attention_mask[:, : self.inputs_embeds.shape[1]] != 0
+        return bool(((real[:, 1:] > real[:, :-1]).sum(dim=1) + real[:, 0] > 1).any())
+
     def document_ids(self, first: int, num_keys: int) -> torch.Tensor:
         """Return the document of each of `num_keys` keys from position `first` on, int [batch or 1, keys].
 

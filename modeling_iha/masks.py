@@ -43,13 +43,17 @@ def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, Lay
     Raise a ValueError for a custom mask that the core does not take, and for a dense mask above MAX_MASK_BYTES."""
     if inputs.past_key_values is not None:
         keep_window_edge(inputs.past_key_values, layers, inputs.config.sliding_window)
-    masks = {}
+    masks, embeds = {}, inputs.inputs_embeds
+    is_short = not is_tracing(embeds) and inputs.past_key_values is None
+    is_short = is_short and embeds.shape[1] <= (inputs.config.sliding_window or 0)
     for layer_idx, key in enumerate(layers):
         if key not in masks:
             form = choose_form(inputs, key, inputs.key_span(layer_idx)[1])
-            masks[key] = _maskless(inputs, key, layer_idx, form)
+            # A window that reaches every token hides nothing.
+            made = key._replace(layer_type="full_attention") if is_short else key
+            masks[key] = _maskless(inputs, made, layer_idx, form)
             if masks[key] is None:
-                mask = _dense_mask(inputs, key, layer_idx)
+                mask = _dense_mask(inputs, made, layer_idx)
                 # For one token of a static cache that holds nothing yet the core makes no mask.
                 masks[key] = LayerMask(mask, attention_form=None if mask is None and form == "absorbed" else form)
     return masks
@@ -70,9 +74,10 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
         return None
     if form == "absorbed":
         return LayerMask(document_ids=inputs.document_ids(first, num_keys), attention_form=form)
-    if past > 0:
+    # Documents are what lies between padding, so no document may have padding inside.
+    if past > 0 or inputs.has_holes:
         return None
-    varlen, window = has_varlen(embeds), (config.sliding_window or 0) * key.num_pseudo_heads
+    varlen, window = has_varlen(config, embeds), (config.sliding_window or 0) * key.num_pseudo_heads
     apart = inputs.may_be_packed or inputs.may_be_padded
     if key.is_sliding:
         needs_mask = not beats_a_mask(length * key.num_pseudo_heads, window, varlen)
@@ -107,7 +112,7 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
         inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, past_rows + length * virtual, 0),
         attention_mask=None if padding is None else padding.repeat_interleave(virtual, dim=1),
         past_key_values=None if cache is None else virtual_cache(cache, virtual, past_rows),
-        position_ids=None if position_ids is None else virtual_positions(position_ids, virtual),
+        position_ids=virtual_positions(position_ids, virtual) if inputs.may_be_packed else None,
         layer_idx=layer_idx,
         allow_is_causal_skip=past_rows == 0,
     )

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 from transformers.models.llama.modeling_llama import repeat_kv
 
+from .configuration_iha import IHAConfig
+
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -35,9 +37,13 @@ def beats_a_mask(length: int, window: int, varlen: bool) -> bool:
     return length - window > (0 if varlen else MIN_BLOCK)
 
 
-def has_varlen(states: torch.Tensor) -> bool:
-    """Return whether `varlen_attn` takes the states after autocast, which requires half precision on a GPU."""
-    if varlen_attn is None or states.device.type != "cuda":
+def has_varlen(config: IHAConfig, states: torch.Tensor) -> bool:
+    """Return whether `varlen_attn` computes the attention of the states after autocast.
+
+    It takes half precision on a GPU from Ampere on, heads of 8 to 256 entries by eights, and no dropout."""
+    if varlen_attn is None or states.device.type != "cuda" or config.attention_dropout:
+        return False
+    if config.head_dim % 8 or config.head_dim > 256 or torch.cuda.get_device_capability(states.device) < (8, 0):
         return False
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else states.dtype
@@ -67,7 +73,7 @@ def maskless_attention(
     """
     if document_bounds is None:
         return window_attention(core, module, query, key, value, sliding_window, **kwargs)
-    if has_varlen(query):
+    if has_varlen(module.config, query):
         return varlen_attention(document_bounds, module, query, key, value, sliding_window, **kwargs)
     # The gradient of a split is one concatenation; that of each slice would be a tensor as long as all documents.
     lengths = document_bounds[0].diff().tolist()
@@ -117,7 +123,6 @@ def varlen_attention(
     value: torch.Tensor,
     window: int | None,
     scaling: float,
-    dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Compute `maskless_attention` by one call of FlashAttention on the tokens of all rows."""

@@ -49,6 +49,9 @@ def inputs_of(case, rows, length):
     if case.endswith("padding"):
         real[0, slice(0, 13) if case == "left_padding" else slice(-13, None)] = 0
         inputs |= {"attention_mask": real, "position_ids": (real.cumsum(-1) - 1).clamp(min=0)}
+    if case == "hole":
+        real[0, 11:13] = 0
+        inputs["attention_mask"] = real
     if case.startswith("packed"):
         inputs["position_ids"] = torch.cat([torch.arange(20), torch.arange(length - 20)]).expand(rows, -1)
     return inputs
@@ -90,7 +93,7 @@ def test_blocks_equal_single_queries(small_blocks, length, window, packed):
     if packed:
         documents[1] = torch.arange(length) // 7
     module = torch.nn.Module()
-    module.num_key_value_groups = 2
+    module.config, module.num_key_value_groups = small_config(), 2
     weight = torch.randn(2, length, 4, 6, generator=generator, dtype=torch.float64)
     output, _ = maskless_attention(
         sdpa_attention_forward,
@@ -110,6 +113,7 @@ def test_the_gradient_of_a_document_is_as_long_as_the_document():
     """See no slice in the graph: its gradient is as long as all documents, and there is one for each of them."""
     states = torch.randn(3, 1, 2, 12, 4, requires_grad=True)
     module = torch.nn.Module()
+    module.config = small_config()
     bounds = document_bounds(torch.arange(12)[None] // 3)
     output, _ = maskless_attention(sdpa_attention_forward, bounds, module, *states.unbind())
     seen, todo = set(), [output.grad_fn]
@@ -143,6 +147,14 @@ def test_a_mask_long_enough_for_tokens_to_come(blocks):
             )
     assert blocks
     assert_close(logits["sdpa"], logits["eager"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_hidden_token_between_others(name, blocks):
+    """Let what follows the hidden tokens of a mask see what came before, which is no document of its own."""
+    model = random_model(small_config(**CONFIGS[name]))
+    assert_sdpa_is_eager(model, **inputs_of("hole", 2, LENGTH))
+    assert not blocks
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -220,7 +232,7 @@ def varlen(request, monkeypatch):
     counted.__signature__ = inspect.signature(request.param)
     monkeypatch.setattr(window_blocks, "varlen_attn", counted)
     for module in (window_blocks, masks_module):
-        monkeypatch.setattr(module, "has_varlen", lambda states: True)
+        monkeypatch.setattr(module, "has_varlen", lambda config, states: True)
     return lengths
 
 
@@ -229,7 +241,7 @@ def varlen(request, monkeypatch):
     [
         *product(
             [*CONFIGS, "global"],
-            ["plain", "left_padding", "right_padding", "packed", "packed_row"],
+            ["plain", "left_padding", "right_padding", "packed", "packed_row", "hole"],
             [varlen_stand_in],
         ),
         *product(["iha", "mha", "diff"], ["packed"], [varlen_stand_in_of_newer_torch]),
@@ -242,17 +254,42 @@ def test_varlen_equals_a_dense_mask(name, case, varlen):
     model = random_model(small_config(**fields))
     assert_sdpa_is_eager(model, **inputs_of(case, 1 if case == "packed_row" else 2, 30))
     calls = (2 if name == "diff" else 1) * sum(
-        layer == "sliding_attention" or case != "plain" for layer in model.config.layer_types
+        case != "hole" and (layer == "sliding_attention" or case != "plain") for layer in model.config.layer_types
     )
     assert len(varlen) == calls
 
 
 def test_where_varlen_is_taken(monkeypatch):
-    """Take it in half precision on a GPU, also where autocast makes it."""
-    half, full = (torch.empty(1, device="meta", dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-    assert not window_blocks.has_varlen(half)
-    cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
-    assert not window_blocks.has_varlen(full) and not window_blocks.has_varlen(cuda)
-    assert window_blocks.has_varlen(SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16))
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)  # needs a GPU
-    assert window_blocks.has_varlen(cuda)
+    """Take it in half precision on a GPU that has it, also where autocast makes it."""
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)  # these two need a GPU
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: autocast)
+    autocast = False
+
+    def takes(device="cuda", dtype=torch.float16, **fields):
+        states = SimpleNamespace(device=torch.device(device), dtype=dtype)
+        return window_blocks.has_varlen(small_config(**{"head_dim": 64, **fields}), states)
+
+    assert takes() and takes(dtype=torch.bfloat16) and takes(head_dim=256)
+    assert not takes("cpu") and not takes("meta") and not takes(dtype=torch.float32)
+    assert not takes(head_dim=20) and not takes(head_dim=264) and not takes(attention_dropout=0.1)
+    autocast = True
+    assert takes(dtype=torch.float32)
+    capability = (7, 5)
+    assert not takes()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("case", ["plain", "packed_row"])
+def test_a_window_that_reaches_every_token_is_no_window(name, case, blocks):
+    """Build no dense mask for it, though Transformers does where the row is just as long."""
+    for beyond in (0, 1):
+        config = small_config(**{**CONFIGS[name], "sliding_window": LENGTH + beyond})
+        config._attn_implementation = "sdpa"
+        inputs = inputs_of(case, 1, LENGTH)
+        key = MaskKey("sliding_attention", config.num_pseudo_heads)
+        mask = create_masks(
+            MaskInputs(config, torch.empty(1, LENGTH, 0), None, None, inputs.get("position_ids")), [key]
+        )
+        assert mask[key].attention_mask is None and (mask[key].document_ids is not None) == (case == "packed_row")
+        assert_sdpa_is_eager(random_model(config), **inputs)

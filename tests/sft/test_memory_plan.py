@@ -204,7 +204,7 @@ def test_the_window_of_a_preset_follows_the_length(capsys):
 def test_a_layer_at_64k_keeps_what_the_plan_says(preset, kind, monkeypatch):
     """Keep the paper's layers without memory, in bfloat16 through `varlen_attn` as on a GPU."""
     for module in (masks, window_blocks):
-        monkeypatch.setattr(module, "has_varlen", lambda states: True)
+        monkeypatch.setattr(module, "has_varlen", lambda config, states: True)
     length = 65536
     config = IHAConfig.from_preset(preset, max_position_embeddings=length, num_hidden_layers=1)
     with torch.device("meta"):
