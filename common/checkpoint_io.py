@@ -54,6 +54,9 @@ from modeling_iha.configuration_iha import MAX_LAYERS
 # The files of a checkpoint's directory that decide what is loaded.
 _LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
 
+# How the names of a tokenizer's files start: of Transformers, SentencePiece, BPE and Mistral.
+_TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
+
 # A word in the advice of other libraries that no command here can follow -> the text that replaces the advice.
 _ADVICE = {
     "trust_remote_code": "only code of its own could load it, and no command here runs the code of a checkpoint",
@@ -388,11 +391,22 @@ def note_slow_dtype(dtype: torch.dtype) -> None:
         )
 
 
+def lacks_tokenizer(source: str | os.PathLike) -> bool:
+    """Return whether `source` is a directory without the files of a tokenizer.
+
+    Some of Transformers' tokenizers are built without any file, and know no word.
+    """
+    path = Path(source).expanduser()
+    return path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir())
+
+
 def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `source`, a directory, a Hub id or a GGUF file.
 
     Raise `UserError` if there is none, or if one of its ids has no row in an embedding of `vocab_size` rows.
     """
+    if lacks_tokenizer(source):
+        raise UserError(f"{source} holds no tokenizer: save one beside the weights (tokenizer.save_pretrained).")
     location, arguments = _locate(source)
     try:
         with _quiet():

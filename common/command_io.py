@@ -356,7 +356,9 @@ def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
                 raise UserError(f"{path}, row {number}: not UTF-8 text ({error}).") from None
             # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, row {number}: not valid JSON ({error}).") from None
+                raise UserError(
+                    f"{path}, row {number}: not valid JSON ({error}); each line holds one object."
+                ) from None
             if not isinstance(row, dict):
                 raise UserError(f"{path}, row {number}: expected a JSON object, got {row!r:.80}.")
             yield row

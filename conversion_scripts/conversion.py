@@ -11,7 +11,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 
-from common.checkpoint_io import check_no_adapter, load_config, load_model, load_tokenizer, note_rounding
+from common.checkpoint_io import (
+    check_no_adapter,
+    lacks_tokenizer,
+    load_config,
+    load_model,
+    load_tokenizer,
+    note_rounding,
+)
 from common.command_io import UserError, new_directory, one_line
 from model_cards.render import markdown, render_card, source_license, source_name
 from modeling_iha.configuration_iha import SIZES
@@ -32,8 +39,6 @@ HARMLESS_FIELDS = {
 }
 # Attention cores count tokens in 32 bits.
 LARGEST_SIZE = 2**31 - 1
-# How the names of a tokenizer's files start: of Transformers, SentencePiece, BPE and Mistral.
-TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 Config = TypeVar("Config", bound=PreTrainedConfig)
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -51,6 +56,8 @@ def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:
 
 def check_known(entries: dict, known: set[str]) -> None:
     """Raise a `UserError` that names the first field of a source config that is set and not `known`."""
+    if entries.get("quantization_config"):
+        raise UserError("The weights of the source are quantized: convert the checkpoint from which they were made.")
     for field, value in entries.items():
         # An extension that is switched off changes nothing, but is_causal=False takes the causal mask away.
         if field not in known and not field.startswith("_") and (value or (field, value) == ("is_causal", False)):
@@ -140,8 +147,7 @@ def read_tokenizer(src: str, vocab_size: int) -> PreTrainedTokenizerBase | None:
 
     Raise `UserError`.
     """
-    if Path(src).is_dir() and not any(path.name.startswith(TOKENIZER_FILES) for path in Path(src).iterdir()):
-        # Some of Transformers' tokenizers are built without any file, and know no word.
+    if lacks_tokenizer(src):
         print(f"{src} holds no tokenizer, so the converted checkpoint has none: add one to use it.", file=sys.stderr)
         return None
     return load_tokenizer(src, vocab_size)

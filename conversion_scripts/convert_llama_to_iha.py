@@ -102,7 +102,7 @@ def iha_config(
     if (attention_kind == "iha") != (num_pseudo_heads is not None):
         raise UserError(
             f"attention kind {attention_kind!r} with num_pseudo_heads={num_pseudo_heads}: 'iha' needs a number of "
-            "pseudo-heads, and no other kind has any."
+            "pseudo-heads, such as --num-pseudo-heads 2, and no other kind has any."
         )
     if num_pseudo_heads is not None and num_pseudo_heads * source.max_position_embeddings > LARGEST_SIZE:
         raise UserError(

@@ -123,8 +123,14 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
     `UserError` if the card cannot be read, states neither, or states something else.
     """
     path = directory / "README.md"
+    config = load_config(directory)
+    if config.model_type != "iha" and not path.is_file():
+        raise UserError(
+            f"{directory} holds a {config.model_type!r} checkpoint without a model card: write one, README.md, with "
+            "license and base_model."
+        )
     with refusing(f"{path} has metadata that cannot be read", TypeError, ValueError, yaml.YAMLError):
-        text = path.read_text(encoding="utf-8") if path.is_file() else render_card(load_config(directory), repo_id)
+        text = path.read_text(encoding="utf-8") if path.is_file() else render_card(config, repo_id)
         card = ModelCard(text, ignore_metadata_errors=False)
     added = False
     for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):

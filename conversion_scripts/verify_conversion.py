@@ -193,8 +193,9 @@ def main() -> None:
     if results["control"].passed:
         raise UserError("The control with a broken parameter passed as well: this text cannot tell the models apart.")
     if not results["converted"].passed:
-        hint = " It has sliding layers: see its README.md for the lengths it is exact for, and set --tokens." * (
-            converted.config.sliding_window is not None
+        hint = (
+            " It has sliding layers: see its README.md for the lengths it is exact for, and set --tokens and "
+            "--max-new-tokens." * (converted.config.sliding_window is not None)
         )
         raise UserError(
             f"{args.dst} does not compute what {args.src} does: expected max |dlogit| < {MAX_LOGIT_DIFFERENCE:g} and "

@@ -285,12 +285,19 @@ class IHAConfig(LlamaConfig):
     def from_dict(cls, config_dict: dict, **kwargs):
         """Build a config as Transformers does, which reads every config.json through this method.
 
+        Fields among `kwargs` replace those of the file before the config is checked; fewer layers are its first ones.
         Raise a ValueError where a size is missing: the model would have Llama-7B's, whatever the weights beside it."""
         if missing := [name for name in SIZES if name not in config_dict]:
             raise ValueError(
                 f"This config.json names no {', '.join(missing)}: it is damaged or incomplete; copy it again, or add "
                 "them."
             )
+        ours = IHAConfig.__annotations__ | LlamaConfig.__annotations__
+        given = {name: kwargs.pop(name) for name in list(kwargs) if name in ours}
+        config_dict = config_dict | given
+        for name in {"attention_kinds", "layer_types", "no_rope_layers"} - given.keys():
+            if "num_hidden_layers" in given and isinstance(config_dict.get(name), list):
+                config_dict[name] = config_dict[name][: given["num_hidden_layers"]]
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:

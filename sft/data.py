@@ -247,14 +247,17 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool
     For a loss on the assistant's text only, refuse one that does not mark this text with its end-of-turn token.
     """
     if tokenizer.chat_template is None:
-        raise UserError("the tokenizer has no chat template: set chat_template_path (see sft/chat_templates).")
+        raise UserError(
+            "the tokenizer has no chat template: set chat_template_path, or --chat-template of sft.prepare (see "
+            "sft/chat_templates)."
+        )
     with rendering("a question and its answer"):
         learns_to_stop = not assistant_only or is_chat_template_stop_token_trained(tokenizer)
     if not learns_to_stop:
         raise UserError(
             "assistant_only_loss needs a chat template whose {% generation %} block holds the assistant's text and an "
-            "end-of-turn token that the tokenizer knows as one token: set chat_template_path to the template of this "
-            "tokenizer's family (see sft/chat_templates)."
+            "end-of-turn token that the tokenizer knows as one token: set chat_template_path, or --chat-template of "
+            "sft.prepare, to the template of this tokenizer's family (see sft/chat_templates)."
         )
 
 

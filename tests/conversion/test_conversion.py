@@ -278,7 +278,7 @@ def test_conversion_makes_no_second_copy_of_the_weights():
         (lambda config: setattr(config, "num_experts", 4), "num_experts=4"),
         (lambda config: setattr(config, "is_causal", False), "is_causal=False"),
         (lambda config: setattr(config, "sliding_window", 9), "sliding_window=9"),
-        (lambda config: setattr(config, "quantization_config", {"bits": 4}), "quantization_config="),
+        (lambda config: setattr(config, "quantization_config", {"bits": 4}), "weights of the source are quantized"),
         (lambda config: config.rope_parameters.update(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
         (
             lambda config: tiny_source("qwen2-sliding", layer_types=["chunked_attention"] * 6).config,

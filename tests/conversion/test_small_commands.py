@@ -101,7 +101,7 @@ MISTAKES = [
         for name, message in {
             "absent": "No such file",
             "empty": "empty.jsonl: no rows",
-            "cut": "cut.jsonl, row 2: not valid JSON",
+            "cut": "cut.jsonl, row 2: not valid JSON .*; each line holds one object",
             "list": "list.jsonl, row 1: expected a JSON object",
             "deep": "deep.jsonl, row 1: not valid JSON",
             "digits": "digits.jsonl, row 1: not valid JSON",

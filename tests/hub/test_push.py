@@ -15,7 +15,7 @@ from helpers import IHA_CODE, last_line, random_model, small_config
 from huggingface_hub import constants
 from loopback_hub import TOKEN, Fault, File, HubError, LoopbackHub
 from safetensors.torch import load_file, save_file
-from tiny_sources import tiny_tokenizer
+from tiny_sources import tiny_source, tiny_tokenizer
 
 from common.checkpoint_io import run_in_clean_process
 from common.command_io import UserError
@@ -355,6 +355,18 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
     card = hub.head("me/iha")["README.md"].content.decode()
     assert "license: mit" in card and "base_model: me/base" in card and "Mine." in card
     assert "correct one of them" in push("--license", "apache-2.0", "--base-model", "me/base")
+
+
+def test_a_llama_needs_a_card_of_its_own(hub, cli, tmp_path):
+    """Take a checkpoint that `convert_iha_to_llama` wrote, once somebody has written its card."""
+    tiny_source().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    arguments = (tmp_path, "me/llama", "--base-model", "none", "--license", "mit", "--dry-run")
+    code, _, error = cli(push_to_hub, *arguments)
+    assert code == 1 and "holds a 'llama' checkpoint without a model card" in last_line(error)
+    (tmp_path / "README.md").write_text("Mine.\n")
+    code, out, error = cli(push_to_hub, *arguments)
+    assert code == 0 and "README.md" in out, error
 
 
 def test_a_pull_request_leaves_the_branch_alone(directory, hub, push):

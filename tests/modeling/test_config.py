@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import small_config
-from transformers import AutoConfig
+import torch
+from helpers import random_model, small_config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import modeling_iha
 from modeling_iha import IHAConfig
@@ -195,6 +196,46 @@ def test_a_config_json_without_sizes_is_refused(tmp_path, missing):
         with pytest.raises(ValueError, match=f"config.json names no {', '.join(missing)}") as caught:
             read(tmp_path)
         assert len(str(caught.value).splitlines()) == 1
+
+
+OVERRIDES = {
+    "a window without a sliding layer": ({"sliding_window": 4}, "sliding_window=4 would have no effect"),
+    "no window": ({"layer_types": ["sliding_attention"] * 4}, "sliding_window=None with 'sliding_attention'"),
+    "NaN to come": ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0; it must be a number above 0"),
+    "no position": ({"pseudo_positions": "foo"}, "pseudo_positions='foo'; allowed are"),
+    "no option": ({"attention_options": {"iha": {"foo": 1}}}, "has the option 'foo'"),
+    "one name": ({"attention_kinds": "mha", "num_pseudo_heads": None}, {"attention_kinds": ["mha"] * 4}),
+    "a window": (
+        {"layer_types": "sliding_attention", "sliding_window": 8},
+        {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8},
+    ),
+    "the first layers": (
+        {"num_hidden_layers": 3},
+        {"attention_kinds": ["iha", "iha", "mha"], "layer_types": ["full_attention"] * 3, "no_rope_layers": [1] * 3},
+    ),
+    "more layers": ({"num_hidden_layers": 5}, "attention_kinds has 4 entries for num_hidden_layers=5"),
+    "of Transformers": ({"dtype": torch.bfloat16, "use_cache": False}, {"dtype": torch.bfloat16, "use_cache": False}),
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_fields_that_replace_those_of_a_file_are_checked_with_the_rest(name, tmp_path):
+    """Load with fields of the config among the arguments of `from_pretrained`."""
+    random_model(small_config(num_hidden_layers=4, attention_kinds=["iha", "iha", "mha", "iha"])).save_pretrained(
+        tmp_path
+    )
+    fields, expected = OVERRIDES[name]
+    if isinstance(expected, str):
+        for auto_class in (AutoConfig, AutoModelForCausalLM):
+            with pytest.raises(Exception, match=expected):
+                auto_class.from_pretrained(tmp_path, **fields)
+        return
+    config, unused = AutoConfig.from_pretrained(tmp_path, **fields, device_map="cpu", return_unused_kwargs=True)
+    assert unused["device_map"] == "cpu" and not fields.keys() - {"dtype"} & unused.keys()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **fields)
+    for each in (config, model.config):
+        assert {field: getattr(each, field) for field in expected} == expected
+    assert len(model.model.layers) == config.num_hidden_layers
 
 
 @pytest.mark.parametrize("layers", [10_001, 10**9])
