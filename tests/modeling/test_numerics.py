@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +67,14 @@ def test_half_precision(cpu_cores, dtype, core, how):
     assert_close(logits.float(), expected_logits, LOGITS[dtype])
     for name, gradient in gradients.items():
         assert_close(gradient, expected[name], GRADIENTS[dtype])
+
+
+@pytest.mark.parametrize("supported, slow", [(True, False), (False, True), (None, True)])
+def test_a_cpu_without_products_of_a_dtype_is_slow(supported, slow, monkeypatch):
+    """Ask oneDNN, and take a PyTorch that cannot ask it for slow."""
+    answers = {} if supported is None else {"_is_mkldnn_bf16_supported": lambda: supported}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**answers))
+    assert cpu_precision._is_slow("bf16") is slow
 
 
 @pytest.mark.parametrize("core", ["sdpa", "eager"])
