@@ -1,8 +1,8 @@
 """Compare the default of an "iha" layer with plain SDPA on the virtual sequence under dense masks.
 
 One attention module with the same weights runs a forward pass, a training step (forward and backward), and one token
-after N cached ones. It has width 512 and 8 heads of 64, and one row. The paper's schedule (four window layers and a
-global "mha" layer) is compared with five "mha" layers.
+after N cached ones, of one row and of 16 (batch decoding). It has width 512 and 8 heads of 64. The paper's schedule
+(four window layers and a global "mha" layer) is compared with five "mha" layers.
 
 Idle, the default may take at most 1.05 of SDPA's time, and beside busy processes 1.2: the command fails where it takes
 more. Results are kept for each CPU, in default_form/.
@@ -48,6 +48,7 @@ CASES = [
     ("forward", 2048, 4, None),
     *((part, 1024, 4, 64) for part in ("forward", "training")),
     *(("decoding", tokens, virtual, None) for tokens in (512, 8192) for virtual in (2, 4)),
+    *(("batch decoding", tokens, 4, None) for tokens in (8, 64, 512)),
 ]
 SCHEDULE_TOKENS = (4096, 8192)
 # What tells the rows of a CPU apart.
@@ -83,7 +84,7 @@ def prepare(module: Attention, states: torch.Tensor, part: str) -> Callable[[], 
         return training(module, [states.clone()], module.leaves())
     if part == "forward":
         return inference(module, states)
-    cache = cache_of(*torch.randn(2, 1, 8, states.shape[1], 64, dtype=states.dtype))
+    cache = cache_of(*torch.randn(2, len(states), 8, states.shape[1], 64, dtype=states.dtype))
     token = states[:, :1]
 
     @torch.no_grad()
@@ -104,7 +105,7 @@ def forms(dtype: torch.dtype, part: str, tokens: int, virtual: int, window: int 
         fields |= {"layer_types": "sliding_attention", "sliding_window": window}
     modules = {name: Attention(form, dtype, **fields) for name, form in (("default", None), ("sdpa", "virtual"))}
     modules["default"].load_state_dict(modules["sdpa"].state_dict())
-    states = torch.randn(1, tokens, 512, dtype=dtype)
+    states = torch.randn(16 if part == "batch decoding" else 1, tokens, 512, dtype=dtype)
     runs = {name: prepare(module, states, part) for name, module in modules.items()}
     return {"default": runs["default"], "sdpa": plain_sdpa()(runs["sdpa"])}
 
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count(), 8], help="numbers of threads")
     parser.add_argument("--busy", type=int, nargs="+", default=[0, os.cpu_count()], help="numbers of busy processes")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
-    parser.add_argument("--cases", nargs="+", help="parts to measure: forward, training, decoding, schedule (all)")
+    parser.add_argument("--cases", nargs="+", help="parts to measure, such as forward or 'batch decoding' (all)")
     args = parser.parse_args()
     cases = CASES + [("schedule", tokens, 4, None) for tokens in args.tokens or SCHEDULE_TOKENS]
     cases = [case for case in cases if args.cases is None or case[0] in args.cases]

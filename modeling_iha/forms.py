@@ -16,9 +16,9 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> str | None:
     """Return the form in which "iha" layers compute steps 2 to 5 of IHA, Algorithm 1.
 
     `None` is the algorithm as written, on the core of `attn_implementation`. `"absorbed"` computes one new token from
-    the cached base states (`absorbed_attention`), with fewer operations than it takes to expand their `num_keys`
-    tokens. `"recomputed"` keeps the base states only, and expands them again in the backward pass. No other place
-    decides the form. Raise a ValueError for an `attention_form` of another name.
+    the cached base states (`absorbed_attention`), without expanding their `num_keys` tokens. `"recomputed"` keeps the
+    base states only, and expands them again in the backward pass. No other place decides the form. Raise a ValueError
+    for an `attention_form` of another name.
     """
     config, form, (rows, length) = inputs.config, inputs.attention_form, inputs.inputs_embeds.shape[:2]
     if form not in (None, "virtual", "base"):
@@ -28,6 +28,6 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> str | None:
     is_plain = config._attn_implementation == "sdpa" and config.pseudo_collapse == "per_head"
     if length == 1 and is_plain and not config.attention_dropout:
         # On a CPU, expanding is faster for few tokens (benchmarks/default_form.py).
-        on_cpu = inputs.inputs_embeds.device.type == "cpu"
-        return None if on_cpu and form is None and rows * num_keys < 128 else "absorbed"
+        on_cpu, few = inputs.inputs_embeds.device.type == "cpu", num_keys < 64 or rows * num_keys < 128
+        return None if on_cpu and form is None and few else "absorbed"
     return "recomputed" if recomputes(form, key.num_pseudo_heads) and torch.is_grad_enabled() else None

@@ -25,10 +25,11 @@ def chosen(length, pseudo_heads=4, batch=1, cached=0, grad=False, form=None, cor
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_one_token(grad):
-    """Take the absorbed form from 128 cached keys on, counted over the rows of the batch."""
+    """Take the absorbed form from 64 cached keys in a row and 128 in the batch on."""
     assert chosen(1, cached=126, grad=grad) is None
     assert chosen(1, cached=127, grad=grad) == "absorbed"
-    assert chosen(1, cached=31, batch=4, grad=grad) == "absorbed"
+    assert chosen(1, cached=63, batch=2, grad=grad) == "absorbed"
+    assert chosen(1, cached=62, batch=64, grad=grad) is None
     assert chosen(2, cached=500, grad=grad) is None
 
 
