@@ -4,7 +4,7 @@ TRL ignores OpenThoughts' `system` column and does not rename its roles. It sile
 away. So both steps are done here, where a bad row can be named.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -163,14 +163,14 @@ def _suffix(path: Path) -> str:
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
 
 
-def _read_rows(files: list[Path]) -> Iterator[tuple[dict, str]]:
+def _read_rows(files: Sequence[Path]) -> Iterator[tuple[dict, str]]:
     """Yield the rows of files, each with what names it in errors."""
     for file in files:
         for number, row in enumerate(READERS[_suffix(file)](file), 1):
             yield row, f"{file}, row {number}"
 
 
-def _converted(files: list[Path], hashes: list[str], convert: Convert) -> Iterator[dict]:
+def _converted(files: tuple[Path, ...], hashes: tuple[str, ...], convert: Convert) -> Iterator[dict]:
     # `hashes` is not read: it makes the cached conversion of a file that has changed invalid.
     for row, where in _read_rows(files):
         yield convert(row, where)
@@ -213,7 +213,8 @@ def load_rows(
         if files:
             make = IterableDataset.from_generator if streaming else Dataset.from_generator
             hashes = ["" if streaming else file_sha256(file) for file in files]  # a stream is not cached
-            arguments = {"files": files, "hashes": hashes, "convert": convert}
+            # datasets takes a list for shards, and would give each worker other files.
+            arguments = {"files": tuple(files), "hashes": tuple(hashes), "convert": convert}
             return make(_converted, features=features, gen_kwargs=arguments)
         progress = {} if streaming else {"desc": "Converting rows"}
         return source.map(

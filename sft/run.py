@@ -169,6 +169,8 @@ def make_record(run: RunArguments, args: TrainingArguments) -> dict[str, dict]:
     values = args.to_dict() | {key: value for key, value in vars(args).items() if key in ("eos_token", "pad_token")}
     others = TrainingArguments.__dataclass_fields__.keys() - _TRAINER_KEYS | _FREE_KEYS
     recipe = {key: value for key, value in (asdict(run) | values).items() if key not in others}
+    if run.dataset_streaming:
+        recipe["dataloader_num_workers"] = args.dataloader_num_workers  # each reads shards of its own
     recipe["chat_template"] = template and hashlib.sha256(template.encode()).hexdigest()
     record = {
         "data": {"name": run.dataset_name, **_identify_data(run.dataset_name)},

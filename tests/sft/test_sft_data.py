@@ -27,7 +27,7 @@ from sft import prepare, train
 from sft.arguments import RunArguments
 from sft.data import load_rows, to_messages, tokenize
 from sft.trainer import MixingTrainer
-from sft.training_rows import check_rows, epoch_summary
+from sft.training_rows import check_rows, epoch_summary, split_rows
 from sft.training_rows import training_rows as rows_of_run
 
 
@@ -350,6 +350,30 @@ def test_a_stream_holds_out_its_first_rows(rows_file, tmp_path):
     args.max_length = 3
     with pytest.raises(UserError, match="no streamed row has a token to learn within max_length=3"):
         rows_of_run(run, args, tokenizer)
+
+
+def test_workers_stream_no_row_that_is_held_out(tmp_path):
+    folder, written = tmp_path / "rows", training_rows(20)
+    folder.mkdir()
+    for name, part in (("a", written[:10]), ("b", written[10:])):
+        write_jsonl(folder / f"{name}.jsonl", part)
+    keys = {"eval_size": 4, "dataset_streaming": True, "max_steps": 9, "dataloader_num_workers": 2}
+    run, args = run_of(folder, tmp_path, **keys, per_device_train_batch_size=1)
+    tokenizer = with_template("chatml.jinja")
+    rows, held_out = rows_of_run(run, args, tokenizer)
+    trained = [batch["input_ids"][0].tolist() for batch in trainer_of(args, rows, tokenizer).get_train_dataloader()]
+    expected = tokenize(load_rows(str(folder)), tokenizer, assistant_only=True)["input_ids"][:]
+    assert [*held_out["input_ids"], *trained] == expected
+
+
+def test_held_out_rows_of_a_stream_in_shards_are_for_one_process(tmp_path):
+    shards = {"parts": [1, 2]}
+    rows = IterableDataset.from_generator(lambda parts: ({"part": part} for part in parts), gen_kwargs=shards)
+    keys = {"eval_size": 1, "dataset_streaming": True, "max_steps": 2}
+    train_rows, held_out = split_rows(rows, *run_of("rows", tmp_path, **keys, dataloader_num_workers=1))
+    assert (list(held_out), list(train_rows)) == ([{"part": 1}], [{"part": 2}])
+    with pytest.raises(UserError, match="eval_size=1 of a stream in 2 shards needs one process"):
+        split_rows(rows, *run_of("rows", tmp_path, **keys, dataloader_num_workers=2))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
