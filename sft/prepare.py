@@ -7,6 +7,7 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -78,6 +79,7 @@ if __name__ == "__main__":
 
 import numpy as np
 from datasets import Dataset, Features, Value, load_from_disk
+from datasets import config as datasets_config
 from transformers import PreTrainedTokenizerBase
 
 from common.checkpoint_io import load_tokenizer
@@ -107,6 +109,11 @@ PERCENTILES = (1, 5, 25, 50, 75, 95, 99, 100)
 def is_prepared(name: str) -> bool:
     """Return whether `name` is a directory that this command made."""
     return (Path(name) / MANIFEST).is_file()
+
+
+def prepared_files(directory: Path) -> list[Path]:
+    """Return the files that hold what was prepared. Nothing else in the directory is read."""
+    return [directory / MANIFEST, *(directory / ROWS).glob("*.json"), *(directory / ROWS).glob("data-*.arrow")]
 
 
 def fingerprints(tokenizer: PreTrainedTokenizerBase, kind: str, assistant_only: bool) -> dict:
@@ -141,13 +148,28 @@ def load_prepared(directory: str, tokenizer: PreTrainedTokenizerBase, assistant_
     different = [name for name, value in made_for.items() if manifest.get(name) != value]
     if different:
         raise UserError(f"{directory} was prepared with another {' and '.join(different)}: prepare the rows again.")
+    linked = _linked(Path(directory))
     try:
-        rows = load_from_disk(str(Path(directory) / ROWS))
+        rows = load_from_disk(str(linked))
     except Exception as error:  # as many types as there are ways to damage a file
         raise UserError(f"{directory} cannot be read: {one_line(error)}. Prepare the rows again.") from error
     if len(rows) != manifest.get("rows"):
         raise UserError(f"{directory} holds {len(rows)} rows, its manifest {manifest.get('rows')}: prepare it again.")
     return rows
+
+
+def _linked(directory: Path) -> Path:
+    """Link the rows of a prepared directory into the cache of the datasets library, and return where.
+
+    datasets writes what a run makes of rows (cut, packed, held out) beside their files: into a directory that may be
+    read-only, and that other runs know by its content.
+    """
+    cache = Path(datasets_config.HF_DATASETS_CACHE) / "prepared" / _hash(str(directory.resolve()))
+    cache.mkdir(parents=True, exist_ok=True)
+    for file in prepared_files(directory):
+        with suppress(FileExistsError):
+            (cache / file.name).symlink_to(file.resolve())
+    return cache
 
 
 # Preparing

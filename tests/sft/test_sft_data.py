@@ -545,6 +545,21 @@ def test_prepared_rows_are_for_one_tokenizer_template_and_loss(rows_file, tiny, 
         check_rows(*run_of(tmp_path / "out", tmp_path, dataset_streaming=True, max_steps=2))
 
 
+def test_a_run_on_prepared_rows_leaves_them_as_they_are_and_resumes(rows_file, tiny, tmp_path):
+    prepared(rows_file, tmp_path / "out", tiny)
+    written = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
+    stopped, other = (
+        ["--config", recipe("demo"), *sizes(tiny, tmp_path / "out", tmp_path / name, max_length=length)]
+        for name, length in (("stopped", 128), ("other", 60))
+    )
+    with interrupted_at(MixingTrainer, 4):
+        train.main(stopped)
+    train.main(other)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")} == written
+    (tmp_path / "out" / "rows" / "cache-1.arrow").touch()  # what others who read the rows leave there
+    train.main(stopped)
+
+
 def test_a_damaged_preparation_is_refused(rows_file, tiny, tmp_path):
     prepared(rows_file, tmp_path / "out", tiny)
     run, args = run_of(tmp_path / "out", tmp_path)
