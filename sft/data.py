@@ -357,7 +357,7 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
         return [(dataset_name, 1.0)]
     with refusing(f"dataset_name: {dataset_name} cannot be read", OSError, ValueError, yaml.YAMLError):
         entries = read_yaml(file)
-    expected = "expected a list of {path: NAME, share: NUMBER}"
+    expected, seen = "expected a list of {path: NAME, share: NUMBER}", set()
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{dataset_name}: {expected}.")
     for number, entry in enumerate(entries, 1):
@@ -366,6 +366,12 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
         share = entry["share"]
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise UserError(f"{dataset_name}, entry {number}: share is {share!r:.80}: expected above 0 and at most 1.")
+        if (path := Path(entry["path"]).resolve()) in seen:
+            raise UserError(
+                f"{dataset_name}, entry {number}: {entry['path']} is listed twice, and rows held out of one entry "
+                "would be learned from the other: list it once, with the sum of the shares."
+            )
+        seen.add(path)
     total = sum(entry["share"] for entry in entries)
     if abs(total - 1) > 1e-6:
         raise UserError(f"{dataset_name}: the shares add up to {total:g}: expected 1.")
@@ -376,7 +382,8 @@ def mix(parts: list[Rows], shares: list[float], max_length: int | None, seed: in
     """Return rows of all parts in a random order, until the first is used up, each part with its share of the tokens.
 
     Args:
-        parts: as `tokenize` returns them; of several, only the columns of tokens are kept.
+        parts: as `tokenize` returns them; of several, the columns that all have are kept. TRL takes rows without
+            `messages` for no conversations, and refuses assistant_only_loss.
         shares: of the tokens, adding up to 1. A row is drawn with the probability share / mean length of its part.
         max_length: tokens to which a row is cut later; `None` for all.
         seed: of the order.
@@ -385,5 +392,6 @@ def mix(parts: list[Rows], shares: list[float], max_length: int | None, seed: in
         return parts[0]
     limit = np.inf if max_length is None else max_length
     rates = [share / np.minimum(column(part, "num_tokens"), limit).mean() for share, part in zip(shares, parts)]
-    parts = [part.select_columns(["input_ids", "labels", "num_tokens", "first_label"]) for part in parts]
+    names = [name for name in (*KINDS, *TOKEN_COLUMNS) if all(name in part.features for part in parts)]
+    parts = [part.select_columns(names) for part in parts]
     return interleave_datasets(parts, [rate / sum(rates) for rate in rates], seed=seed)

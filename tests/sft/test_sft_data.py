@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import datasets
@@ -307,6 +308,18 @@ def test_a_damaged_file_is_refused(name, content, named, streaming, tmp_path):
 
 
 # What a run reads
+
+
+def test_of_a_mixture_only_the_assistants_tokens_are_learned(rows_file, tmp_path):
+    write_jsonl(tmp_path / "other.jsonl", [conversation("Why?", "So it is.")])
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text(f"[{{path: {rows_file}, share: 0.5}}, {{path: {tmp_path / 'other.jsonl'}, share: 0.5}}]")
+    tokenizer = with_template("chatml.jinja")
+    run, args = run_of(mixture, tmp_path, per_device_train_batch_size=1)
+    trainer = trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer)
+    learned = {tokenizer.decode(batch["labels"][batch["labels"] >= 0]) for batch in trainer.get_train_dataloader()}
+    assert "So it is.<|im_end|>" in learned
+    assert all(re.fullmatch(r"(So it is|It is \d+)\.<\|im_end\|>", text) for text in learned)
 
 
 @pytest.mark.parametrize(
