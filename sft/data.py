@@ -25,6 +25,8 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 # Of a turn, what a chat template may render and `to_messages` does not read.
 UNREAD_KEYS = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
+# Of a turn, what other trainers read as "do not learn this turn".
+WEIGHT_KEYS = ("weight", "train")
 # Of a row, what TRL would give to the template.
 UNREAD_COLUMNS = ("tools", "chat_template_kwargs")
 IGNORED_LABEL = -100
@@ -74,11 +76,20 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
             raise UserError(f"{place}: expected an object with '{role_key}' and '{text_key}', got {turn!r:.80}.")
         if lost := [name for name in UNREAD_KEYS if turn.get(name)]:
             raise UserError(f"{place}: '{lost[0]}' would be lost; write it into '{text_key}' or drop the row.")
+        if ignored := [name for name in WEIGHT_KEYS if turn.get(name, 1) not in (1, None)]:
+            raise UserError(
+                f"{place}: '{ignored[0]}' is {turn[ignored[0]]!r:.80}, and the turn would be learned like any other: "
+                "expected 1, true or no such key; drop the turn or the row."
+            )
         role = turn[role_key]
         if not isinstance(role, str) or role not in ROLES:
             raise UserError(f"{place}: unknown role {role!r:.80}; known are {', '.join(ROLES)}.")
         content = _text(turn[text_key], f"{place}, '{text_key}'", may_be_empty=ROLES[role] == "system")
         messages.append({"role": ROLES[role], "content": content})
+    if row.get("system") and any(message["role"] == "system" for message in messages[1:]):
+        raise UserError(
+            f"{where}: column 'system' and a turn of '{column}' both hold a system prompt; remove one of them."
+        )
     if messages[-1]["role"] != "assistant":
         raise UserError(
             f"{where}, column '{column}': the last turn must be the assistant's, got {messages[-1]['role']}."
@@ -123,7 +134,7 @@ def _read_parquet(file: Path) -> Iterator[dict]:
 
 def _read_text(file: Path) -> Iterator[dict]:
     with open_plain_or_gzip(file) as content, refusing(f"{file}: not UTF-8 text", UnicodeDecodeError):
-        yield {"text": content.read().decode()}
+        yield {"text": content.read().decode("utf-8-sig")}  # an editor may have put a byte order mark first
 
 
 # What the name of a file ends with, without .gz -> what yields its rows; all but Parquet may be compressed.
@@ -265,9 +276,9 @@ def tokenize(
     """Add the token columns to rows of `messages` or `text`.
 
     `input_ids` and `labels` are lists of int, whole rows: TRL cuts or packs them. `num_tokens` is their length and
-    `first_label` the index of the first token with a label, -1 without one. With `assistant_only` the labels outside
-    the template's generation blocks are -100, so the loss covers the assistant's text and its end-of-turn token.
-    Plain text is learned whole, with an end-of-sequence token.
+    `first_label` the index of the first token that is learned, 1 or more, -1 without one. With `assistant_only` the
+    labels outside the template's generation blocks are -100, so the loss covers the assistant's text and its
+    end-of-turn token. Plain text is learned whole, with an end-of-sequence token.
 
     Raise `UserError` for a template that `check_chat_template` refuses or that fails on a row or renders nothing, and
     for plain text with `assistant_only` or without an end-of-sequence token.
@@ -288,7 +299,7 @@ def tokenize(
         if not ids:
             raise UserError(f"row {index + 1}: the chat template renders nothing; expected the text of its messages.")
         labels = [token if kept else IGNORED_LABEL for token, kept in zip(ids, mask, strict=True)]
-        first_label = mask.index(1) if 1 in mask else -1
+        first_label = mask.index(1, 1) if 1 in mask[1:] else -1  # nothing predicts the first token
         return {"input_ids": ids, "labels": labels, "num_tokens": len(ids), "first_label": first_label}
 
     progress = {} if isinstance(rows, IterableDataset) else {"desc": "Tokenizing", "num_proc": num_proc}

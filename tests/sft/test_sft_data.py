@@ -85,8 +85,9 @@ GOOD_TURNS = [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"
         {"source": "x", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
         {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
         {"messages": None, "system": None, "conversations": GOOD_TURNS},
+        {"conversations": [GOOD_TURNS[0] | {"train": None}, GOOD_TURNS[1] | {"weight": 1.0, "train": True}]},
     ],
-    ids=["openthoughts-114k", "openthoughts3", "messages", "columns-filled-with-null"],
+    ids=["openthoughts-114k", "openthoughts3", "messages", "columns-filled-with-null", "turns-to-learn"],
 )
 def test_both_openthoughts_schemas_become_messages(row):
     system = [{"role": "system", "content": "S"}] if row.get("system") else []
@@ -114,6 +115,12 @@ def test_both_openthoughts_schemas_become_messages(row):
         ({"messages": [{"role": "assistant", "content": "A\ud83d"}]}, ["turn 1", "character 2", "surrogate"]),
         ({"messages": [{"role": "assistant", "content": "A", "tool_calls": [{"id": 1}]}]}, ["turn 1", "'tool_calls'"]),
         ({"messages": [{"role": "assistant", "content": "A", "reasoning": "B"}]}, ["turn 1", "'reasoning' would be"]),
+        (
+            {"messages": [{"role": "assistant", "content": "A", "weight": 0}]},
+            ["turn 1", "'weight' is 0, and the turn"],
+        ),
+        ({"messages": [{"role": "assistant", "content": "A", "train": False}]}, ["turn 1", "'train' is False"]),
+        ({"system": "S", "messages": CONVERSATIONS[1]}, ["column 'system' and a turn of 'messages' both hold"]),
         ({"messages": CONVERSATIONS[0], "tools": [{"name": "f"}]}, ["column 'tools' would be lost"]),
         ({"messages": CONVERSATIONS[0], "conversations": GOOD_TURNS}, ["'messages' and 'conversations' both"]),
         ('{"conversations": ', ["not valid JSON"]),
@@ -216,6 +223,14 @@ def test_cut_rows_are_counted_and_rows_without_an_answer_refused(tmp_path, capsy
         rows_of_run(run, args, tokenizer)
 
 
+def test_rows_of_which_nothing_is_predicted_are_refused(rows_file, tmp_path):
+    tokenizer, keys = with_template("chatml.jinja"), {"max_length": 1, "assistant_only_loss": False}
+    with pytest.raises(UserError, match="20 rows have no assistant token left within max_length=1"):
+        rows_of_run(*run_of(rows_file, tmp_path, **keys), tokenizer)
+    with pytest.raises(UserError, match="no streamed row has a token to learn within max_length=1"):
+        rows_of_run(*run_of(rows_file, tmp_path, **keys, dataset_streaming=True, max_steps=2), tokenizer)
+
+
 def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> MixingTrainer:
     model = IHAForCausalLM(small_config(vocab_size=len(tokenizer)))
     return MixingTrainer(
@@ -272,8 +287,9 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
     text, tokenizer = "Größe 🙂\n\nEnd", byte_tokenizer()
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "with_bom.txt").write_text(text, encoding="utf-8-sig")
     write_jsonl(tmp_path / "rows.jsonl", [{"text": text}])
-    for name in ("a.txt", "b.txt.gz", "rows.jsonl"):
+    for name in ("a.txt", "b.txt.gz", "with_bom.txt", "rows.jsonl"):
         rows = load_rows(str(tmp_path / name))
         (row,) = tokenize(rows, tokenizer, assistant_only=False)
         assert tokenizer.decode(row["input_ids"]) == f"{text}<|im_end|>"
