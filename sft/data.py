@@ -181,8 +181,18 @@ def _read_rows(files: Sequence[Path]) -> Iterator[tuple[dict, str]]:
             yield row, f"{file}, row {number}"
 
 
-def _converted(files: tuple[Path, ...], hashes: tuple[str, ...], convert: Convert) -> Iterator[dict]:
-    # `hashes` is not read: it makes the cached conversion of a file that has changed invalid.
+def _code() -> dict[str, str]:
+    """Hash the source of this folder, as an argument that makes what another version has cached invalid.
+
+    datasets knows a function that can be imported by its name alone.
+    """
+    return {file.name: file_sha256(file) for file in sorted(Path(__file__).parent.glob("*.py"))}
+
+
+def _converted(
+    files: tuple[Path, ...], hashes: tuple[str, ...], code: dict[str, str], convert: Convert
+) -> Iterator[dict]:
+    # `hashes` and `code` are not read: they make the cached conversion invalid when a file or the code has changed.
     for row, where in _read_rows(files):
         yield convert(row, where)
 
@@ -225,12 +235,13 @@ def load_rows(
             make = IterableDataset.from_generator if streaming else Dataset.from_generator
             hashes = ["" if streaming else file_sha256(file) for file in files]  # a stream is not cached
             # datasets takes a list for shards, and would give each worker other files.
-            arguments = {"files": tuple(files), "hashes": tuple(hashes), "convert": convert}
+            arguments = {"files": tuple(files), "hashes": tuple(hashes), "code": _code(), "convert": convert}
             return make(_converted, features=features, gen_kwargs=arguments)
         progress = {} if streaming else {"desc": "Converting rows"}
         return source.map(
-            lambda row, index: convert(row, f"{name}, row {index + 1}"),
+            lambda row, index, code: convert(row, f"{name}, row {index + 1}"),
             with_indices=True,
+            fn_kwargs={"code": _code()},
             remove_columns=list(first),
             features=features,
             **progress,
@@ -293,7 +304,7 @@ def tokenize(
     else:
         encode = partial(_encode_text, tokenizer=tokenizer)
 
-    def token_columns(row: dict, index: int) -> dict:
+    def token_columns(row: dict, index: int, code: dict[str, str]) -> dict:
         with rendering(f"row {index + 1}"):
             ids, mask = encode(row)
         if not ids:
@@ -304,7 +315,7 @@ def tokenize(
 
     progress = {} if isinstance(rows, IterableDataset) else {"desc": "Tokenizing", "num_proc": num_proc}
     features = Features({**rows.features, **TOKEN_COLUMNS})
-    return rows.map(token_columns, with_indices=True, features=features, **progress)
+    return rows.map(token_columns, with_indices=True, fn_kwargs={"code": _code()}, features=features, **progress)
 
 
 def _encode_messages(

@@ -118,20 +118,23 @@ def prepared_files(directory: Path) -> list[Path]:
 
 def fingerprints(tokenizer: PreTrainedTokenizerBase, kind: str, assistant_only: bool) -> dict:
     """Return the entries of the manifest that say what token columns depend on besides the rows."""
+    template = str(tokenizer.chat_template) if kind == "messages" else None
     return {
         "kind": kind,
         "assistant_only_loss": assistant_only,
-        "tokenizer": _tokenizer_hash(tokenizer, with_end=kind == "text"),
-        "chat_template": _hash(str(tokenizer.chat_template)) if kind == "messages" else None,
+        "tokenizer": _tokenizer_hash(tokenizer, template or "eos_token"),
+        "chat_template": template and _hash(template),
     }
 
 
-def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase, with_end: bool) -> str:
+def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase, names: str) -> str:
+    """Hash the tokenizer, and its special tokens such as eos_token that are in `names`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     for state in ("truncation", "padding"):  # of the last call, not of the tokenizer
         content.pop(state, None)
-    return _hash(json.dumps([content, tokenizer.eos_token if with_end else None], sort_keys=True))
+    special = {name: token for name, token in tokenizer.special_tokens_map.items() if name in names}
+    return _hash(json.dumps([content, special], sort_keys=True))
 
 
 def _hash(text: str) -> str:

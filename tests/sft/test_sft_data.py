@@ -24,7 +24,7 @@ from trl import SFTConfig
 
 from common.command_io import UserError
 from modeling_iha import IHAForCausalLM
-from sft import prepare, train
+from sft import data, prepare, train
 from sft.arguments import RunArguments
 from sft.data import load_rows, to_messages, tokenize
 from sft.trainer import MixingTrainer
@@ -144,6 +144,24 @@ def test_a_changed_file_of_equal_size_and_time_is_read_again(suffix, tmp_path):
         (rows.to_json if suffix == "jsonl" else rows.to_parquet)(path)
         os.utime(path, ns=(0, 0))
         assert list(load_rows(str(path))) == [{"text": text}]
+
+
+@pytest.mark.parametrize("updated", ["_text", "_encode_messages"])
+def test_what_another_version_has_cached_is_made_again(updated, rows_file, tmp_path, monkeypatch):
+    def make() -> dict:
+        return tokenize(load_rows(rows_file), with_template("chatml.jinja"), assistant_only=True)[0]
+
+    old = make()
+    assert make() == old
+    bodies = {
+        "_text": lambda value, place, may_be_empty: value + "!",
+        "_encode_messages": lambda row, tokenizer, assistant_only: ([3, 4], [0, 1]),
+    }
+    monkeypatch.setattr(getattr(data, updated), "__code__", bodies[updated].__code__)
+    assert make() == old  # as long as the file is the same
+    (tmp_path / "data.py").write_text("# updated")
+    monkeypatch.setattr(data, "__file__", str(tmp_path / "data.py"))
+    assert make()["input_ids"] != old["input_ids"]
 
 
 def test_a_pipe_is_refused(tmp_path):
@@ -572,6 +590,23 @@ def test_prepared_rows_are_for_one_tokenizer_template_and_loss(rows_file, tiny, 
             rows_of_run(*run_of(tmp_path / "out", tmp_path, **keys), tokenizer)
     with pytest.raises(UserError, match="streaming is for rows that are not prepared"):
         check_rows(*run_of(tmp_path / "out", tmp_path, dataset_streaming=True, max_steps=2))
+
+
+def test_prepared_rows_are_for_one_end_of_sequence_token_of_the_template(rows_file, tiny, tmp_path):
+    template = tmp_path / "ends.jinja"
+    template.write_text(
+        "{% for message in messages %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template.read_text()
+    prepared(rows_file, tmp_path / "out", tiny, "--chat-template", template)
+    prepared(rows_file, tmp_path / "fixed", tiny)
+    # TRL's and `sft.train`'s key; where the template does not use it, it changes nothing.
+    keys = {"eos_token": "<|im_start|>"}
+    assert len(rows_of_run(*run_of(tmp_path / "fixed", tmp_path, **keys), with_template("smollm2.jinja"))[0]) == 20
+    assert len(rows_of_run(*run_of(tmp_path / "out", tmp_path), tokenizer)[0]) == 20
+    with pytest.raises(UserError, match="another tokenizer: prepare"):
+        rows_of_run(*run_of(tmp_path / "out", tmp_path, **keys), tokenizer)
 
 
 def test_a_run_on_prepared_rows_leaves_them_as_they_are_and_resumes(rows_file, tiny, tmp_path):
