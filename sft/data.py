@@ -4,7 +4,7 @@ TRL ignores OpenThoughts' `system` column and does not rename its roles. It sile
 away. So both steps are done here, where a bad row can be named.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,8 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 # Of a turn, what a chat template may render and `to_messages` does not read.
 UNREAD_KEYS = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
+# Of a turn, what other trainers read as "do not learn this turn".
+WEIGHT_KEYS = ("weight", "train")
 # Of a row, what TRL would give to the template.
 UNREAD_COLUMNS = ("tools", "chat_template_kwargs")
 IGNORED_LABEL = -100
@@ -74,11 +76,20 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
             raise UserError(f"{place}: expected an object with '{role_key}' and '{text_key}', got {turn!r:.80}.")
         if lost := [name for name in UNREAD_KEYS if turn.get(name)]:
             raise UserError(f"{place}: '{lost[0]}' would be lost; write it into '{text_key}' or drop the row.")
+        if ignored := [name for name in WEIGHT_KEYS if turn.get(name, 1) not in (1, None)]:
+            raise UserError(
+                f"{place}: '{ignored[0]}' is {turn[ignored[0]]!r:.80}, and the turn would be learned like any other: "
+                "expected 1, true or no such key; drop the turn or the row."
+            )
         role = turn[role_key]
         if not isinstance(role, str) or role not in ROLES:
             raise UserError(f"{place}: unknown role {role!r:.80}; known are {', '.join(ROLES)}.")
         content = _text(turn[text_key], f"{place}, '{text_key}'", may_be_empty=ROLES[role] == "system")
         messages.append({"role": ROLES[role], "content": content})
+    if row.get("system") and any(message["role"] == "system" for message in messages[1:]):
+        raise UserError(
+            f"{where}: column 'system' and a turn of '{column}' both hold a system prompt; remove one of them."
+        )
     if messages[-1]["role"] != "assistant":
         raise UserError(
             f"{where}, column '{column}': the last turn must be the assistant's, got {messages[-1]['role']}."
@@ -123,7 +134,7 @@ def _read_parquet(file: Path) -> Iterator[dict]:
 
 def _read_text(file: Path) -> Iterator[dict]:
     with open_plain_or_gzip(file) as content, refusing(f"{file}: not UTF-8 text", UnicodeDecodeError):
-        yield {"text": content.read().decode()}
+        yield {"text": content.read().decode("utf-8-sig")}  # an editor may have put a byte order mark first
 
 
 # What the name of a file ends with, without .gz -> what yields its rows; all but Parquet may be compressed.
@@ -163,15 +174,25 @@ def _suffix(path: Path) -> str:
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
 
 
-def _read_rows(files: list[Path]) -> Iterator[tuple[dict, str]]:
+def _read_rows(files: Sequence[Path]) -> Iterator[tuple[dict, str]]:
     """Yield the rows of files, each with what names it in errors."""
     for file in files:
         for number, row in enumerate(READERS[_suffix(file)](file), 1):
             yield row, f"{file}, row {number}"
 
 
-def _converted(files: list[Path], hashes: list[str], convert: Convert) -> Iterator[dict]:
-    # `hashes` is not read: it makes the cached conversion of a file that has changed invalid.
+def _code() -> dict[str, str]:
+    """Hash the source of this folder, as an argument that makes what another version has cached invalid.
+
+    datasets knows a function that can be imported by its name alone.
+    """
+    return {file.name: file_sha256(file) for file in sorted(Path(__file__).parent.glob("*.py"))}
+
+
+def _converted(
+    files: tuple[Path, ...], hashes: tuple[str, ...], code: dict[str, str], convert: Convert
+) -> Iterator[dict]:
+    # `hashes` and `code` are not read: they make the cached conversion invalid when a file or the code has changed.
     for row, where in _read_rows(files):
         yield convert(row, where)
 
@@ -213,12 +234,14 @@ def load_rows(
         if files:
             make = IterableDataset.from_generator if streaming else Dataset.from_generator
             hashes = ["" if streaming else file_sha256(file) for file in files]  # a stream is not cached
-            arguments = {"files": files, "hashes": hashes, "convert": convert}
+            # datasets takes a list for shards, and would give each worker other files.
+            arguments = {"files": tuple(files), "hashes": tuple(hashes), "code": _code(), "convert": convert}
             return make(_converted, features=features, gen_kwargs=arguments)
         progress = {} if streaming else {"desc": "Converting rows"}
         return source.map(
-            lambda row, index: convert(row, f"{name}, row {index + 1}"),
+            lambda row, index, code: convert(row, f"{name}, row {index + 1}"),
             with_indices=True,
+            fn_kwargs={"code": _code()},
             remove_columns=list(first),
             features=features,
             **progress,
@@ -267,9 +290,9 @@ def tokenize(
     """Add the token columns to rows of `messages` or `text`.
 
     `input_ids` and `labels` are lists of int, whole rows: TRL cuts or packs them. `num_tokens` is their length and
-    `first_label` the index of the first token with a label, -1 without one. With `assistant_only` the labels outside
-    the template's generation blocks are -100, so the loss covers the assistant's text and its end-of-turn token.
-    Plain text is learned whole, with an end-of-sequence token.
+    `first_label` the index of the first token that is learned, 1 or more, -1 without one. With `assistant_only` the
+    labels outside the template's generation blocks are -100, so the loss covers the assistant's text and its
+    end-of-turn token. Plain text is learned whole, with an end-of-sequence token.
 
     Raise `UserError` for a template that `check_chat_template` refuses or that fails on a row or renders nothing, and
     for plain text with `assistant_only` or without an end-of-sequence token.
@@ -284,18 +307,18 @@ def tokenize(
     else:
         encode = partial(_encode_text, tokenizer=tokenizer)
 
-    def token_columns(row: dict, index: int) -> dict:
+    def token_columns(row: dict, index: int, code: dict[str, str]) -> dict:
         with rendering(f"row {index + 1}"):
             ids, mask = encode(row)
         if not ids:
             raise UserError(f"row {index + 1}: the chat template renders nothing; expected the text of its messages.")
         labels = [token if kept else IGNORED_LABEL for token, kept in zip(ids, mask, strict=True)]
-        first_label = mask.index(1) if 1 in mask else -1
+        first_label = mask.index(1, 1) if 1 in mask[1:] else -1  # nothing predicts the first token
         return {"input_ids": ids, "labels": labels, "num_tokens": len(ids), "first_label": first_label}
 
     progress = {} if isinstance(rows, IterableDataset) else {"desc": "Tokenizing", "num_proc": num_proc}
     features = Features({**rows.features, **TOKEN_COLUMNS})
-    return rows.map(token_columns, with_indices=True, features=features, **progress)
+    return rows.map(token_columns, with_indices=True, fn_kwargs={"code": _code()}, features=features, **progress)
 
 
 def _encode_messages(
@@ -359,7 +382,7 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
         return [(dataset_name, 1.0)]
     with refusing(f"dataset_name: {dataset_name} cannot be read", OSError, ValueError, yaml.YAMLError):
         entries = read_yaml(file)
-    expected = "expected a list of {path: NAME, share: NUMBER}"
+    expected, seen = "expected a list of {path: NAME, share: NUMBER}", set()
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{dataset_name}: {expected}.")
     for number, entry in enumerate(entries, 1):
@@ -368,6 +391,12 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
         share = entry["share"]
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise UserError(f"{dataset_name}, entry {number}: share is {share!r:.80}: expected above 0 and at most 1.")
+        if (path := Path(entry["path"]).resolve()) in seen:
+            raise UserError(
+                f"{dataset_name}, entry {number}: {entry['path']} is listed twice, and rows held out of one entry "
+                "would be learned from the other: list it once, with the sum of the shares."
+            )
+        seen.add(path)
     total = sum(entry["share"] for entry in entries)
     if abs(total - 1) > 1e-6:
         raise UserError(f"{dataset_name}: the shares add up to {total:g}: expected 1.")
@@ -378,7 +407,8 @@ def mix(parts: list[Rows], shares: list[float], max_length: int | None, seed: in
     """Return rows of all parts in a random order, until the first is used up, each part with its share of the tokens.
 
     Args:
-        parts: as `tokenize` returns them; of several, only the columns of tokens are kept.
+        parts: as `tokenize` returns them; of several, the columns that all have are kept. TRL takes rows without
+            `messages` for no conversations, and refuses assistant_only_loss.
         shares: of the tokens, adding up to 1. A row is drawn with the probability share / mean length of its part.
         max_length: tokens to which a row is cut later; `None` for all.
         seed: of the order.
@@ -387,5 +417,6 @@ def mix(parts: list[Rows], shares: list[float], max_length: int | None, seed: in
         return parts[0]
     limit = np.inf if max_length is None else max_length
     rates = [share / np.minimum(column(part, "num_tokens"), limit).mean() for share, part in zip(shares, parts)]
-    parts = [part.select_columns(["input_ids", "labels", "num_tokens", "first_label"]) for part in parts]
+    names = [name for name in (*KINDS, *TOKEN_COLUMNS) if all(name in part.features for part in parts)]
+    parts = [part.select_columns(names) for part in parts]
     return interleave_datasets(parts, [rate / sum(rates) for rate in rates], seed=seed)

@@ -7,6 +7,7 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -78,6 +79,7 @@ if __name__ == "__main__":
 
 import numpy as np
 from datasets import Dataset, Features, Value, load_from_disk
+from datasets import config as datasets_config
 from transformers import PreTrainedTokenizerBase
 
 from common.checkpoint_io import load_tokenizer
@@ -109,22 +111,30 @@ def is_prepared(name: str) -> bool:
     return (Path(name) / MANIFEST).is_file()
 
 
+def prepared_files(directory: Path) -> list[Path]:
+    """Return the files that hold what was prepared. Nothing else in the directory is read."""
+    return [directory / MANIFEST, *(directory / ROWS).glob("*.json"), *(directory / ROWS).glob("data-*.arrow")]
+
+
 def fingerprints(tokenizer: PreTrainedTokenizerBase, kind: str, assistant_only: bool) -> dict:
     """Return the entries of the manifest that say what token columns depend on besides the rows."""
+    template = str(tokenizer.chat_template) if kind == "messages" else None
     return {
         "kind": kind,
         "assistant_only_loss": assistant_only,
-        "tokenizer": _tokenizer_hash(tokenizer, with_end=kind == "text"),
-        "chat_template": _hash(str(tokenizer.chat_template)) if kind == "messages" else None,
+        "tokenizer": _tokenizer_hash(tokenizer, template or "eos_token"),
+        "chat_template": template and _hash(template),
     }
 
 
-def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase, with_end: bool) -> str:
+def _tokenizer_hash(tokenizer: PreTrainedTokenizerBase, names: str) -> str:
+    """Hash the tokenizer, and its special tokens such as eos_token that are in `names`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     for state in ("truncation", "padding"):  # of the last call, not of the tokenizer
         content.pop(state, None)
-    return _hash(json.dumps([content, tokenizer.eos_token if with_end else None], sort_keys=True))
+    special = {name: token for name, token in tokenizer.special_tokens_map.items() if name in names}
+    return _hash(json.dumps([content, special], sort_keys=True))
 
 
 def _hash(text: str) -> str:
@@ -141,13 +151,28 @@ def load_prepared(directory: str, tokenizer: PreTrainedTokenizerBase, assistant_
     different = [name for name, value in made_for.items() if manifest.get(name) != value]
     if different:
         raise UserError(f"{directory} was prepared with another {' and '.join(different)}: prepare the rows again.")
+    linked = _linked(Path(directory))
     try:
-        rows = load_from_disk(str(Path(directory) / ROWS))
+        rows = load_from_disk(str(linked))
     except Exception as error:  # as many types as there are ways to damage a file
         raise UserError(f"{directory} cannot be read: {one_line(error)}. Prepare the rows again.") from error
     if len(rows) != manifest.get("rows"):
         raise UserError(f"{directory} holds {len(rows)} rows, its manifest {manifest.get('rows')}: prepare it again.")
     return rows
+
+
+def _linked(directory: Path) -> Path:
+    """Link the rows of a prepared directory into the cache of the datasets library, and return where.
+
+    datasets writes what a run makes of rows (cut, packed, held out) beside their files: into a directory that may be
+    read-only, and that other runs know by its content.
+    """
+    cache = Path(datasets_config.HF_DATASETS_CACHE) / "prepared" / _hash(str(directory.resolve()))
+    cache.mkdir(parents=True, exist_ok=True)
+    for file in prepared_files(directory):
+        with suppress(FileExistsError):
+            (cache / file.name).symlink_to(file.resolve())
+    return cache
 
 
 # Preparing

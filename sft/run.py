@@ -37,6 +37,7 @@ from model_cards.render import markdown, render_card, source_base_model, source_
 from sft.arguments import UNUSED_KEYS, RecipeParser, RunArguments, chat_template, check_values
 from sft.data import local_files, sources
 from sft.distributed import check_launch, check_resumable, whole_model
+from sft.prepare import is_prepared, prepared_files
 from sft.trainer import NotFiniteError, RecipeTrainer, checkpoint_to_resume, newest_complete_checkpoint
 
 
@@ -169,6 +170,8 @@ def make_record(run: RunArguments, args: TrainingArguments) -> dict[str, dict]:
     values = args.to_dict() | {key: value for key, value in vars(args).items() if key in ("eos_token", "pad_token")}
     others = TrainingArguments.__dataclass_fields__.keys() - _TRAINER_KEYS | _FREE_KEYS
     recipe = {key: value for key, value in (asdict(run) | values).items() if key not in others}
+    if run.dataset_streaming:
+        recipe["dataloader_num_workers"] = args.dataloader_num_workers  # each reads shards of its own
     recipe["chat_template"] = template and hashlib.sha256(template.encode()).hexdigest()
     record = {
         "data": {"name": run.dataset_name, **_identify_data(run.dataset_name)},
@@ -253,7 +256,7 @@ def _identify_data(name: str) -> dict[str, str | None]:
     if path.is_file():
         return {"sha256": file_sha256(path)}
     if path.is_dir():
-        return {"sha256": hash_files(file for file in path.rglob("*") if file.is_file())}
+        return {"sha256": hash_files(prepared_files(path) if is_prepared(name) else local_files(name))}
     local_files(name)  # refuses the name of a file that is not there
     with refusing(f"cannot load dataset {name!r}", DatasetNotFoundError, ValueError, ConnectionError):
         return {"revision": load_dataset_builder(name).hash}

@@ -123,6 +123,12 @@ def split_rows(rows: Rows, run: RunArguments, args: SFTConfig) -> tuple[Rows, Da
             raise UserError("eval_strategy and eval_on_start need rows to evaluate on: set eval_size.")
         return rows, None
     if isinstance(rows, IterableDataset):
+        if rows.num_shards > 1 and (args.world_size > 1 or args.dataloader_num_workers > 1):
+            # Each would pass over rows of its own shards, and not over those that are held out.
+            raise UserError(
+                f"eval_size={run.eval_size:g} of a stream in {rows.num_shards} shards needs one process that reads "
+                "it: set dataloader_num_workers to 0 and train in one process, set eval_size to 0, or do not stream."
+            )
         size = int(run.eval_size)
         first = list(islice(rows, size + 1))
         if len(first) <= size:

@@ -136,6 +136,7 @@ def test_a_single_source_is_left_alone():
         ("{path: a, share: 1}", "expected a list"),
         ("[{path: a}]", "entry 1"),
         ("[{path: a, path: b, share: 1}]", "the key 'path' is given twice"),
+        ("[{path: a, share: 0.5}, {path: ./a, share: 0.5}]", "entry 2: ./a is listed twice"),
         ("[{path: a, share: 0.5}, {path: b, share: .nan}]", "entry 2: share is nan"),
         ("[{path: a, share: true}]", "entry 1: share is True"),
         ("[{path: a, share: 0.5}, {path: b, share: 0.4}]", "add up to 0.9"),

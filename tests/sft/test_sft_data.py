@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import datasets
@@ -23,11 +24,11 @@ from trl import SFTConfig
 
 from common.command_io import UserError
 from modeling_iha import IHAForCausalLM
-from sft import prepare, train
+from sft import data, prepare, train
 from sft.arguments import RunArguments
 from sft.data import load_rows, to_messages, tokenize
 from sft.trainer import MixingTrainer
-from sft.training_rows import check_rows, epoch_summary
+from sft.training_rows import check_rows, epoch_summary, split_rows
 from sft.training_rows import training_rows as rows_of_run
 
 
@@ -84,8 +85,9 @@ GOOD_TURNS = [{"from": "user", "value": "Q"}, {"from": "assistant", "value": "A"
         {"source": "x", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
         {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
         {"messages": None, "system": None, "conversations": GOOD_TURNS},
+        {"conversations": [GOOD_TURNS[0] | {"train": None}, GOOD_TURNS[1] | {"weight": 1.0, "train": True}]},
     ],
-    ids=["openthoughts-114k", "openthoughts3", "messages", "columns-filled-with-null"],
+    ids=["openthoughts-114k", "openthoughts3", "messages", "columns-filled-with-null", "turns-to-learn"],
 )
 def test_both_openthoughts_schemas_become_messages(row):
     system = [{"role": "system", "content": "S"}] if row.get("system") else []
@@ -113,6 +115,12 @@ def test_both_openthoughts_schemas_become_messages(row):
         ({"messages": [{"role": "assistant", "content": "A\ud83d"}]}, ["turn 1", "character 2", "surrogate"]),
         ({"messages": [{"role": "assistant", "content": "A", "tool_calls": [{"id": 1}]}]}, ["turn 1", "'tool_calls'"]),
         ({"messages": [{"role": "assistant", "content": "A", "reasoning": "B"}]}, ["turn 1", "'reasoning' would be"]),
+        (
+            {"messages": [{"role": "assistant", "content": "A", "weight": 0}]},
+            ["turn 1", "'weight' is 0, and the turn"],
+        ),
+        ({"messages": [{"role": "assistant", "content": "A", "train": False}]}, ["turn 1", "'train' is False"]),
+        ({"system": "S", "messages": CONVERSATIONS[1]}, ["column 'system' and a turn of 'messages' both hold"]),
         ({"messages": CONVERSATIONS[0], "tools": [{"name": "f"}]}, ["column 'tools' would be lost"]),
         ({"messages": CONVERSATIONS[0], "conversations": GOOD_TURNS}, ["'messages' and 'conversations' both"]),
         ('{"conversations": ', ["not valid JSON"]),
@@ -136,6 +144,24 @@ def test_a_changed_file_of_equal_size_and_time_is_read_again(suffix, tmp_path):
         (rows.to_json if suffix == "jsonl" else rows.to_parquet)(path)
         os.utime(path, ns=(0, 0))
         assert list(load_rows(str(path))) == [{"text": text}]
+
+
+@pytest.mark.parametrize("updated", ["_text", "_encode_messages"])
+def test_what_another_version_has_cached_is_made_again(updated, rows_file, tmp_path, monkeypatch):
+    def make() -> dict:
+        return tokenize(load_rows(rows_file), with_template("chatml.jinja"), assistant_only=True)[0]
+
+    old = make()
+    assert make() == old
+    bodies = {
+        "_text": lambda value, place, may_be_empty: value + "!",
+        "_encode_messages": lambda row, tokenizer, assistant_only: ([3, 4], [0, 1]),
+    }
+    monkeypatch.setattr(getattr(data, updated), "__code__", bodies[updated].__code__)
+    assert make() == old  # as long as the file is the same
+    (tmp_path / "data.py").write_text("# updated")
+    monkeypatch.setattr(data, "__file__", str(tmp_path / "data.py"))
+    assert make()["input_ids"] != old["input_ids"]
 
 
 def test_a_pipe_is_refused(tmp_path):
@@ -215,6 +241,14 @@ def test_cut_rows_are_counted_and_rows_without_an_answer_refused(tmp_path, capsy
         rows_of_run(run, args, tokenizer)
 
 
+def test_rows_of_which_nothing_is_predicted_are_refused(rows_file, tmp_path):
+    tokenizer, keys = with_template("chatml.jinja"), {"max_length": 1, "assistant_only_loss": False}
+    with pytest.raises(UserError, match="20 rows have no assistant token left within max_length=1"):
+        rows_of_run(*run_of(rows_file, tmp_path, **keys), tokenizer)
+    with pytest.raises(UserError, match="no streamed row has a token to learn within max_length=1"):
+        rows_of_run(*run_of(rows_file, tmp_path, **keys, dataset_streaming=True, max_steps=2), tokenizer)
+
+
 def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> MixingTrainer:
     model = IHAForCausalLM(small_config(vocab_size=len(tokenizer)))
     return MixingTrainer(
@@ -271,8 +305,9 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
     text, tokenizer = "Größe 🙂\n\nEnd", byte_tokenizer()
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "with_bom.txt").write_text(text, encoding="utf-8-sig")
     write_jsonl(tmp_path / "rows.jsonl", [{"text": text}])
-    for name in ("a.txt", "b.txt.gz", "rows.jsonl"):
+    for name in ("a.txt", "b.txt.gz", "with_bom.txt", "rows.jsonl"):
         rows = load_rows(str(tmp_path / name))
         (row,) = tokenize(rows, tokenizer, assistant_only=False)
         assert tokenizer.decode(row["input_ids"]) == f"{text}<|im_end|>"
@@ -307,6 +342,18 @@ def test_a_damaged_file_is_refused(name, content, named, streaming, tmp_path):
 
 
 # What a run reads
+
+
+def test_of_a_mixture_only_the_assistants_tokens_are_learned(rows_file, tmp_path):
+    write_jsonl(tmp_path / "other.jsonl", [conversation("Why?", "So it is.")])
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text(f"[{{path: {rows_file}, share: 0.5}}, {{path: {tmp_path / 'other.jsonl'}, share: 0.5}}]")
+    tokenizer = with_template("chatml.jinja")
+    run, args = run_of(mixture, tmp_path, per_device_train_batch_size=1)
+    trainer = trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer)
+    learned = {tokenizer.decode(batch["labels"][batch["labels"] >= 0]) for batch in trainer.get_train_dataloader()}
+    assert "So it is.<|im_end|>" in learned
+    assert all(re.fullmatch(r"(So it is|It is \d+)\.<\|im_end\|>", text) for text in learned)
 
 
 @pytest.mark.parametrize(
@@ -350,6 +397,30 @@ def test_a_stream_holds_out_its_first_rows(rows_file, tmp_path):
     args.max_length = 3
     with pytest.raises(UserError, match="no streamed row has a token to learn within max_length=3"):
         rows_of_run(run, args, tokenizer)
+
+
+def test_workers_stream_no_row_that_is_held_out(tmp_path):
+    folder, written = tmp_path / "rows", training_rows(20)
+    folder.mkdir()
+    for name, part in (("a", written[:10]), ("b", written[10:])):
+        write_jsonl(folder / f"{name}.jsonl", part)
+    keys = {"eval_size": 4, "dataset_streaming": True, "max_steps": 9, "dataloader_num_workers": 2}
+    run, args = run_of(folder, tmp_path, **keys, per_device_train_batch_size=1)
+    tokenizer = with_template("chatml.jinja")
+    rows, held_out = rows_of_run(run, args, tokenizer)
+    trained = [batch["input_ids"][0].tolist() for batch in trainer_of(args, rows, tokenizer).get_train_dataloader()]
+    expected = tokenize(load_rows(str(folder)), tokenizer, assistant_only=True)["input_ids"][:]
+    assert [*held_out["input_ids"], *trained] == expected
+
+
+def test_held_out_rows_of_a_stream_in_shards_are_for_one_process(tmp_path):
+    shards = {"parts": [1, 2]}
+    rows = IterableDataset.from_generator(lambda parts: ({"part": part} for part in parts), gen_kwargs=shards)
+    keys = {"eval_size": 1, "dataset_streaming": True, "max_steps": 2}
+    train_rows, held_out = split_rows(rows, *run_of("rows", tmp_path, **keys, dataloader_num_workers=1))
+    assert (list(held_out), list(train_rows)) == ([{"part": 1}], [{"part": 2}])
+    with pytest.raises(UserError, match="eval_size=1 of a stream in 2 shards needs one process"):
+        split_rows(rows, *run_of("rows", tmp_path, **keys, dataloader_num_workers=2))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -519,6 +590,38 @@ def test_prepared_rows_are_for_one_tokenizer_template_and_loss(rows_file, tiny, 
             rows_of_run(*run_of(tmp_path / "out", tmp_path, **keys), tokenizer)
     with pytest.raises(UserError, match="streaming is for rows that are not prepared"):
         check_rows(*run_of(tmp_path / "out", tmp_path, dataset_streaming=True, max_steps=2))
+
+
+def test_prepared_rows_are_for_one_end_of_sequence_token_of_the_template(rows_file, tiny, tmp_path):
+    template = tmp_path / "ends.jinja"
+    template.write_text(
+        "{% for message in messages %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template.read_text()
+    prepared(rows_file, tmp_path / "out", tiny, "--chat-template", template)
+    prepared(rows_file, tmp_path / "fixed", tiny)
+    # TRL's and `sft.train`'s key; where the template does not use it, it changes nothing.
+    keys = {"eos_token": "<|im_start|>"}
+    assert len(rows_of_run(*run_of(tmp_path / "fixed", tmp_path, **keys), with_template("smollm2.jinja"))[0]) == 20
+    assert len(rows_of_run(*run_of(tmp_path / "out", tmp_path), tokenizer)[0]) == 20
+    with pytest.raises(UserError, match="another tokenizer: prepare"):
+        rows_of_run(*run_of(tmp_path / "out", tmp_path, **keys), tokenizer)
+
+
+def test_a_run_on_prepared_rows_leaves_them_as_they_are_and_resumes(rows_file, tiny, tmp_path):
+    prepared(rows_file, tmp_path / "out", tiny)
+    written = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
+    stopped, other = (
+        ["--config", recipe("demo"), *sizes(tiny, tmp_path / "out", tmp_path / name, max_length=length)]
+        for name, length in (("stopped", 128), ("other", 60))
+    )
+    with interrupted_at(MixingTrainer, 4):
+        train.main(stopped)
+    train.main(other)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")} == written
+    (tmp_path / "out" / "rows" / "cache-1.arrow").touch()  # what others who read the rows leave there
+    train.main(stopped)
 
 
 def test_a_damaged_preparation_is_refused(rows_file, tiny, tmp_path):

@@ -267,6 +267,28 @@ def test_what_changes_nothing_that_is_learned_may_differ(begun, capsys):
     assert f"began with torch 0.1 and continues with {record['versions']['torch']}" in capsys.readouterr().out
 
 
+def test_what_holds_no_rows_does_not_change_the_identity_of_data(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "A"}])
+    before = sft_run._identify_data(str(tmp_path))
+    (tmp_path / ".DS_Store").touch()
+    assert sft_run._identify_data(str(tmp_path)) == before
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "B"}])
+    assert sft_run._identify_data(str(tmp_path)) != before
+
+
+def test_a_stream_goes_on_with_as_many_workers(begun):
+    def keep(**overrides):
+        record = make_record(*parse(begun / "model", begun / "rows.jsonl", begun / "run", **overrides))
+        keep_record(record, begun / "run")
+
+    keep(dataloader_num_workers=2)
+    (begun / "run" / "checkpoint-2").rmdir()
+    keep(dataset_streaming="true")
+    (begun / "run" / "checkpoint-2").mkdir()
+    with pytest.raises(UserError, match="dataloader_num_workers was 0 and is 2"):
+        keep(dataset_streaming="true", dataloader_num_workers=2)
+
+
 def test_checkpoints_without_a_usable_record_are_refused(begun):
     arguments = command(begun / "model", begun / "rows.jsonl", begun / "run")
     (begun / "run" / RECORD).write_text("[]")
