@@ -36,6 +36,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from sft.base_model import prepare_model, run_config
+from sft.data import check_split
 from sft.run import run_recipe
 from sft.score_reasoning import check_positions, check_rows, is_right, read_rows
 from sft.trainer import RecipeTrainer
@@ -98,6 +99,7 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
         args.reward_weights = [1.0, FORMAT_WEIGHT]
     elif len(args.reward_weights) != 2:
         raise UserError(f"reward_weights {args.reward_weights}: expected two, of right answers and of the format.")
+    check_split(run.dataset_name, run.dataset_train_split)
     rows = load_prompts(run.dataset_name)
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     if args.use_transformers_continuous_batching:

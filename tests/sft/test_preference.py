@@ -67,7 +67,8 @@ def command(name: str, model: str, rows: str, output: Path, **overrides) -> list
     """Take a recipe to the size of a test."""
     lengths = {"num_generations": 2, "max_completion_length": 12} if name == "grpo" else {}
     values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bf16": "false"}
-    arguments = sizes(model, rows, output, **{"max_length": None, **values, **lengths, **overrides})
+    others = {"max_length": None, "sample_prompts": None, **values, **lengths}
+    arguments = sizes(model, rows, output, **{**others, **overrides})
     return ["--config", str(RECIPES / name / f"{name}.yaml"), *arguments]
 
 
@@ -389,7 +390,10 @@ def test_pairs_come_from_the_hub_as_well(monkeypatch):
         ("dpo", "beta", 0, "above 0"),
         *((name, "beta", value, "0 or more") for name in COMMANDS for value in (-1, "nan")),
         ("dpo", "label_smoothing", 2, "below 0.5"),
-        ("dpo", "dataset_train_split", "test", "no split"),
+        *((name, "dataset_train_split", "test", "no split") for name in COMMANDS),
+        *((name, "dataset_streaming", "true", "is not used here") for name in COMMANDS),
+        *((name, "sample_prompts", 1, "is not used here") for name in COMMANDS),
+        *((name, "memory_gb", 1, "is not used here") for name in COMMANDS),
         *(("grpo", key, 0, "above 0") for key in ("temperature", "repetition_penalty")),
         *(("grpo", key, 0, "at least 1") for key in ("max_completion_length", "steps_per_generation")),
         ("grpo", "max_completion_length", "null", "expected the tokens"),

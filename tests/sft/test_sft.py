@@ -103,6 +103,7 @@ def test_loss_falls_on_a_batch_seen_again_and_again(kind, tiny, tmp_path):
         ("a: [", [], ["invalid configuration"]),
         ("seed: 1\nlearning_rate: 1\nseed: 2", [], ["the key 'seed' is given twice"]),
         ("", ["--config"], ["--config needs a YAML file"]),
+        ("", ["--config=other.yaml"], ["--config is given twice: expected one YAML file"]),
         # A value of the file obeys the rules of the command line.
         *(
             (line, [], [line.split(":")[0]])

@@ -160,6 +160,12 @@ def test_an_impossible_value_is_refused_before_anything_is_loaded(tmp_path, monk
     assert not (tmp_path / "run").exists()
 
 
+def test_the_recipe_may_stand_behind_an_equals_sign(tmp_path):
+    _, path, *others = command("model", "rows", tmp_path)
+    run, args = RecipeParser(SFTConfig, "").parse([f"--config={path}", *others])
+    assert (run.mixing_lr_multiplier, args.logging_steps) == (40, 1)
+
+
 def test_what_may_be_null_or_a_list_stays_so(tmp_path):
     config = tmp_path / "sft.yaml"
     config.write_text(
@@ -201,6 +207,11 @@ def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path
     assert parse().mixing_rate(1e-3) == pytest.approx(0.04)
     assert parse(("mixing_learning_rate", 0.02)).mixing_rate(1e-3) == pytest.approx(0.02)
     assert parse(("mixing_lr_multiplier", 3)).mixing_rate(1e-3) == pytest.approx(0.003)
+    # As argparse takes it too.
+    dashes = ["--mixing-learning-rate=0.02", *command("model", "rows", tmp_path)]
+    run, args = RecipeParser(SFTConfig, "").parse(dashes)
+    check_values(run, args)
+    assert run.mixing_rate(1e-3) == pytest.approx(0.02)
     with pytest.raises(UserError, match="mixing_lr_multiplier=3 and mixing_learning_rate=0.02"):
         parse(("mixing_lr_multiplier", 3), ("mixing_learning_rate", 0.02))
 
