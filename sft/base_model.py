@@ -166,6 +166,24 @@ def prepare_model(
     return model, tokenizer
 
 
+def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Have `model` stop at the end-of-turn token of a chat template that `check_chat_template` takes.
+
+    Return the token, or None where the model stops at it anyway.
+    """
+    turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
+    encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    added = set(tokenizer.get_added_vocab().values())
+    learned = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    end = [token for token, kept in learned if kept and token in added][-1]
+    known = model.generation_config.eos_token_id
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if end in known:
+        return None
+    model.generation_config.eos_token_id = [*known, end]
+    return tokenizer.convert_ids_to_tokens(end)
+
+
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     """Return the adapters that `run` asks for, or None.
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import SLOW, last_line, random_model
 from tiny_training import (
+    byte_config,
     byte_tokenizer,
     recipe,
     saved,
@@ -14,7 +15,7 @@ from tiny_training import (
     with_template,
     write_jsonl,
 )
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
 from common.checkpoint_io import load_in_clean_process
@@ -88,6 +89,21 @@ def test_loss_falls_on_a_batch_seen_again_and_again(kind, tiny, tmp_path):
     assert losses[0] > 5 and losses[-1] < 0.2 * losses[0]
     model_class = {"iha": IHAForCausalLM, "llama": LlamaForCausalLM}[kind]
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")) is model_class
+
+
+@pytest.mark.parametrize("name", ["demo", "paper_sft"])
+def test_the_final_model_stops_at_the_end_of_a_turn(name, rows_file, tmp_path, capsys):
+    """Begin with a base that ends texts with another token."""
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    random_model(byte_config(eos_token_id=tokenizer.eos_token_id)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    short = {"max_steps": 1, "eval_size": 0, "eval_strategy": "no", "eval_on_start": "false", "bf16": "false"}
+    train.main(["--config", recipe(name), *sizes(tmp_path / "base", rows_file, tmp_path / "run", **short)])
+    ends = GenerationConfig.from_pretrained(tmp_path / "run" / "final").eos_token_id
+    assert set(ends) == set(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+    # The recipe of the paper names the token itself.
+    assert ("also stops at '<|im_end|>'" in capsys.readouterr().out) == (name == "demo")
 
 
 # Bad input
