@@ -31,6 +31,8 @@ UNUSED_KEYS = (
     *("model_revision", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     *("bnb_4bit_quant_storage", "lora_task_type", "dataset_config", "dataset_test_split", "ignore_bias_buffers"),
 )
+# What sft/train.py alone reads.
+KEYS_OF_SFT = ("dataset_streaming", "sample_prompts", "memory_gb")
 # Class of a trainer's arguments -> the figures of every evaluation, by which a checkpoint can be the best.
 BEST_BY = {
     "SFTConfig": ("loss", "mean_token_accuracy"),
@@ -111,15 +113,19 @@ class RecipeParser(TrlParser):
         Raise `UserError` for an unknown key or an impossible value.
         """
         self._given = argv
+        # TRL knows the form with a space only.
+        argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
         if argv[-1:] == ["--config"]:
             self.error("--config needs a YAML file")
+        if argv.count("--config") > 1:
+            self.error("--config is given twice: expected one YAML file")
         with refusing("invalid configuration", ValueError, TypeError, ImportError, yaml.YAMLError):
             if "--config" in argv:
                 read_yaml(argv[argv.index("--config") + 1])  # TRL would take the last of two equal keys
             return self.parse_args_and_config(argv)
 
     def set_defaults_with_config(self, **config) -> list[str]:
-        if RATES_OF_MIXING & {word.partition("=")[0].removeprefix("--") for word in self._given}:
+        if RATES_OF_MIXING & {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in self._given}:
             config = {key: value for key, value in config.items() if key not in RATES_OF_MIXING}
         hints = {key: hint for kind in self.dataclass_types for key, hint in get_type_hints(kind).items()}
         # A key that is true by default has a second action, --no_KEY.
@@ -216,7 +222,7 @@ def check_values(run: RunArguments, args: "TrainingArguments") -> None:
     for key, value in {**vars(args), **vars(run)}.items():
         if value == "":
             raise UserError(f"{key} is empty: give it a value, or leave it out.")
-    for key in UNUSED_KEYS:
+    for key in UNUSED_KEYS if type(args).__name__ == "SFTConfig" else UNUSED_KEYS + KEYS_OF_SFT:
         if getattr(run, key) != RunArguments.__dataclass_fields__[key].default:
             raise UserError(f"{key} is not used here: remove the key.")
     for allows, expected, keys in LIMITS:

@@ -16,6 +16,10 @@ from modeling_iha.modeling_iha import IHARotaryEmbedding
 from sft.arguments import RunArguments, chat_template
 
 
+# Keys of a recipe that change the configuration of the base model.
+CONFIG_KEYS = ("rope_theta", "max_position_embeddings", "sliding_window")
+
+
 def run_config(run: RunArguments, args: TrainingArguments, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
     """Return the configuration of the run's base model, or the one given in its place, without reading weights.
 
@@ -128,23 +132,29 @@ def _check_selective(config: PreTrainedConfig, run: RunArguments, args: Training
         )
 
 
+def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedModel:
+    """Load the run's base model in `run.dtype` with `config` of `run_config`. Raise `UserError`."""
+    model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
+    if run.attention_form is not None:
+        model.base_model.attention_form = run.attention_form
+    if run.attn_implementation is not None:
+        model.set_attn_implementation(run.attn_implementation)
+    return model
+
+
 def prepare_model(
     run: RunArguments, args: TrainingArguments, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model in `run.dtype` with `config` of `run_config`, and its tokenizer with the recipe's chat template.
+    """Load the model of `load_base_model`, and its tokenizer with the recipe's chat template.
 
     Raise `UserError`.
     """
     if args.model_init_kwargs:
         raise UserError("model_init_kwargs is not used here: set dtype and attn_implementation themselves.")
     template = chat_template(args)
-    model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
+    model = load_base_model(run, config)
     if args.device.type == "cpu":
         note_slow_dtype(torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype)
-    if run.attention_form is not None:
-        model.base_model.attention_form = run.attention_form
-    if run.attn_implementation is not None:
-        model.set_attn_implementation(run.attn_implementation)
     tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
     for key in ("eos_token", "pad_token"):
         if (token := getattr(args, key, None)) is not None and token not in tokenizer.get_vocab():
@@ -156,11 +166,29 @@ def prepare_model(
     return model, tokenizer
 
 
+def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Have `model` stop at the end-of-turn token of a chat template that `check_chat_template` takes.
+
+    Return the token, or None where the model stops at it anyway.
+    """
+    turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
+    encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    added = set(tokenizer.get_added_vocab().values())
+    learned = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    end = [token for token, kept in learned if kept and token in added][-1]
+    known = model.generation_config.eos_token_id
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if end in known:
+        return None
+    model.generation_config.eos_token_id = [*known, end]
+    return tokenizer.convert_ids_to_tokens(end)
+
+
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     """Return the adapters that `run` asks for, or None.
 
-    Modules of a kind's own (`own_modules`) are trained in full beside them. Raise `UserError` for a target that the
-    model does not have, or that would not be trained.
+    Modules of a kind's own (`own_modules`) are trained in full beside them. Raise `UserError` for a module that the
+    model does not have, or a target that would not be trained.
     """
     config = get_peft_config(run)
     if config is None:
@@ -173,6 +201,8 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
             raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
         if "lm_head" in targets:
             raise UserError("lora_target_modules: TRL's loss would pass over an adapter of lm_head: remove the name.")
+    if unknown := set(config.modules_to_save or ()) - names:  # which PEFT passes over
+        raise UserError(f"lora_modules_to_save: the model has no module named {', '.join(sorted(unknown))}.")
     config.target_modules = targets
     config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None
     return config

@@ -43,6 +43,7 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
     """
     _check_processes(args)
     _check_sharding(args)
+    _check_precision(args)
     parallelism = requested_parallelism(args)
     if parallelism.cp_size > 1:
         raise UserError(
@@ -113,6 +114,14 @@ def _check_sharding(args: TrainingArguments) -> None:
         version = (args.fsdp_plugin_args or {}).get("fsdp_version") or int(os.environ.get("FSDP_VERSION", 1))
         if version != 2:
             raise UserError(f"FSDP version {version}: expected 'fsdp_version: 2', as in {CONFIGS}/fsdp2.yaml.")
+
+
+def _check_precision(args: TrainingArguments) -> None:
+    if args.mixed_precision != "no" and not (args.bf16 or args.fp16):
+        raise UserError(
+            f"the accelerate config asks for mixed_precision: {args.mixed_precision}, and the recipe has neither bf16 "
+            "nor fp16: give --mixed_precision no to accelerate launch, or set bf16 or fp16 in the recipe."
+        )
 
 
 def _check_shared_sequence(run: RunArguments, args: TrainingArguments, parallelism: ParallelismConfig) -> None:

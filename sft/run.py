@@ -141,6 +141,11 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
         # Some values they look at in the first step only.
         raise UserError(f"the recipe cannot be trained: {one_line(error)}") from error
 
+    if (steps := trainer.state.global_step) < trainer.state.max_steps:
+        raise UserError(
+            f"Training ended after {steps} of {trainer.state.max_steps} steps, so there is no final model. Give the "
+            "same command again to continue from the newest checkpoint."
+        )
     model = whole_model(trainer)
     if is_main:
         write_losses(trainer.state.log_history, args.output_dir)
@@ -322,6 +327,7 @@ def save_final(
     trainer.check_weights()
     if run.use_peft:
         model = model.merge_and_unload()
+    model.config.use_cache = trainer.use_cache
     with new_directory(directory) as temporary:
         model.save_pretrained(temporary)
         trainer.processing_class.save_pretrained(temporary)

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 from trl import SFTConfig
 
-from sft.base_model import prepare_model, run_config
+from sft.base_model import prepare_model, run_config, stop_at_end_of_turn
 from sft.memory_plan import check_memory
 from sft.run import run_recipe
 from sft.trainer import MixingTrainer, SampleReplies
@@ -48,6 +48,8 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
         trainer.train_dataset = trainer.train_dataset.repeat(None)
     if eval_rows is not None:
         trainer.add_callback(SampleReplies(eval_rows, run.sample_prompts, tokenizer, trainer.accelerator))
+    if args.assistant_only_loss and (token := stop_at_end_of_turn(model, tokenizer)):
+        trainer.accelerator.print(f"The final model also stops at {token!r}, with which the rows end a turn.")
     trainer.accelerator.print(epoch_summary(trainer, train_rows))
     return trainer
 

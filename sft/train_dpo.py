@@ -32,7 +32,7 @@ from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
-from sft.base_model import prepare_model, run_config
+from sft.base_model import load_base_model, prepare_model, run_config
 from sft.data import KINDS, UNREAD_COLUMNS, check_split, load_rows, rendering, to_messages
 from sft.run import run_recipe
 from sft.trainer import RecipeTrainer
@@ -43,7 +43,7 @@ COLUMNS = ("prompt", "chosen", "rejected")
 
 
 class MixingDPOTrainer(RecipeTrainer, DPOTrainer):
-    """Train by preference optimisation, with the reference model loaded from where the model came."""
+    """Train by preference optimisation."""
 
 
 def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
@@ -115,9 +115,13 @@ def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
     if args.beta == 0:
         raise UserError("beta is 0, with which no answer is preferred: expected above 0.")
     pairs = load_pairs(run.dataset_name, run.dataset_train_split)
-    model, tokenizer = prepare_model(run, args, run_config(run, args))
+    config = run_config(run, args)
+    model, tokenizer = prepare_model(run, args, config)
     check_lengths(pairs, tokenizer, args)
-    return MixingDPOTrainer.of_recipe(run, args, model, tokenizer, split_rows(pairs, run, args))
+    # TRL would load it without what the recipe changes in the config. In the other two cases the model serves itself.
+    reference = None if run.use_peft or args.precompute_ref_log_probs else load_base_model(run, config)
+    rows = split_rows(pairs, run, args)
+    return MixingDPOTrainer.of_recipe(run, args, model, tokenizer, rows, ref_model=reference)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

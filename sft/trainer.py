@@ -15,9 +15,10 @@ import torch
 from accelerate import Accelerator, PartialState
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProgressCallback, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 from trl import SFTTrainer
 
 from common.checkpoint_io import check_finite
@@ -134,6 +135,8 @@ class RecipeTrainer(DistributedTrainer):
     Raise `UserError` before such weights are saved, and for a checkpoint that cannot be written.
     """
 
+    use_cache: bool  # of the base model's configuration, where the Trainer sets it to false
+
     def __init__(self, *args, mixing_learning_rate: float, **kwargs) -> None:
         self.mixing_learning_rate = mixing_learning_rate
         super().__init__(*args, **kwargs)
@@ -146,7 +149,8 @@ class RecipeTrainer(DistributedTrainer):
     @classmethod
     def of_recipe(cls, run: RunArguments, args: TrainingArguments, model, tokenizer, rows, **others) -> Self:
         """Build the trainer of a recipe; `rows` are those to train on, and those to evaluate on or None."""
-        return cls(
+        use_cache = model.config.use_cache
+        trainer = cls(
             model=model,
             args=args,
             train_dataset=rows[0],
@@ -156,6 +160,8 @@ class RecipeTrainer(DistributedTrainer):
             mixing_learning_rate=run.mixing_rate(args.learning_rate),
             **others,
         )
+        trainer.use_cache = use_cache
+        return trainer
 
     def _mixing_weights(self, model: torch.nn.Module | None = None) -> list[torch.nn.Parameter]:
         parameters = (self.model if model is None else model).named_parameters()
@@ -180,9 +186,22 @@ class RecipeTrainer(DistributedTrainer):
             optimizer.add_param_group(group)
         return optimizer
 
+    def get_train_dataloader(self) -> DataLoader:
+        loader = super().get_train_dataloader()
+        if has_length(loader) and len(loader) == 0:
+            raise UserError(
+                f"the {len(self.train_dataset)} rows to train on do not fill one batch, and the rest of a batch is "
+                "dropped (by dataloader_drop_last, and always by GRPO): lower the batch, or give more rows."
+            )
+        return loader
+
     def train(self, *args, **kwargs):
         try:
             return super().train(*args, **kwargs)
+        except UserError as error:
+            if "in DataLoader worker" in str(error):  # PyTorch puts the traceback of its process into the message
+                raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2].strip()) from error
+            raise
         finally:
             # An open bar would take the line that says why a run has stopped.
             for callback in self.callback_handler.callbacks:
@@ -253,8 +272,8 @@ class RecipeTrainer(DistributedTrainer):
     def _load_best_model(self) -> None:
         if fault := file_fault(best := Path(self.state.best_model_checkpoint)):
             raise UserError(
-                f"load_best_model_at_end: {best} cannot be loaded: {fault}. Set the key to false to take the last "
-                "weights."
+                f"load_best_model_at_end: {best} cannot be loaded: {fault}. Remove it and the checkpoints after it, "
+                "and give the same command again: it trains them anew."
             )
         super()._load_best_model()
 

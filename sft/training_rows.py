@@ -152,7 +152,8 @@ def epoch_summary(trainer: MixingTrainer, rows: Rows) -> str:
     num_tokens, sequences = column(rows, "num_tokens"), len(trainer.train_dataset)
     limit = cut_length(args)
     tokens = num_tokens.sum() if limit is None else np.minimum(num_tokens, limit).sum()
-    per_epoch = math.ceil(sequences / batch_size)
+    dropped = sequences % (batch_size // args.gradient_accumulation_steps) if args.dataloader_drop_last else 0
+    per_epoch = math.ceil((sequences - dropped) / batch_size)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     packed = f" packed into {sequences:,} sequences" if args.packing else ""
     return (

@@ -245,6 +245,9 @@ def as_launched(patch, environment: dict[str, str], state: DistributedType, proc
         fsdp_plugin_args=None,
         deepspeed=None,
         pad_to_multiple_of=None,
+        mixed_precision=environment.get("ACCELERATE_MIXED_PRECISION", "no"),
+        bf16=False,
+        fp16=False,
     )
 
 
@@ -361,6 +364,15 @@ def test_the_command_refuses_a_launch_before_it_looks_at_the_model(monkeypatch, 
     options = arguments(workplace, "absent", "refused", 2)
     with pytest.raises(UserError, match="FSDP would silently train unsharded"):
         train.main(options)
+
+
+def test_a_number_type_that_only_the_launcher_asks_for_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(UserError, match="mixed_precision: bf16, and the recipe has neither"):
+        train.main(arguments(tmp_path, "absent", "refused", 2))
+    # With a recipe that says so too the run goes on to its rows.
+    with pytest.raises(UserError, match="no such file"):
+        train.main(arguments(tmp_path, "absent", "refused", 2, bf16="true"))
 
 
 def test_a_model_that_was_not_wrapped_is_refused():

@@ -325,4 +325,8 @@ def test_adapters_of_a_model_without_mixing_weights():
     assert config.modules_to_save is None and config.target_modules == {"q_proj"}
     with pytest.raises(UserError, match="no module named q_projj"):
         lora_config(run(use_peft=True, lora_target_modules=["q_projj"]), model)
+    with pytest.raises(UserError, match="lora_modules_to_save: the model has no module named lm_heda"):
+        lora_config(run(use_peft=True, lora_modules_to_save=["lm_heda", "embed_tokens"]), model)
+    config = lora_config(run(use_peft=True, lora_modules_to_save=["lm_head"]), model)
+    assert config.modules_to_save == ["lm_head"]
     assert lora_config(run(), model) is None

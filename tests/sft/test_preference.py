@@ -67,7 +67,8 @@ def command(name: str, model: str, rows: str, output: Path, **overrides) -> list
     """Take a recipe to the size of a test."""
     lengths = {"num_generations": 2, "max_completion_length": 12} if name == "grpo" else {}
     values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bf16": "false"}
-    arguments = sizes(model, rows, output, **{"max_length": None, **values, **lengths, **overrides})
+    others = {"max_length": None, "sample_prompts": None, **values, **lengths}
+    arguments = sizes(model, rows, output, **{**others, **overrides})
     return ["--config", str(RECIPES / name / f"{name}.yaml"), *arguments]
 
 
@@ -118,6 +119,7 @@ def test_a_recipe_trains_every_weight_the_mixing_at_its_own_rate(name, runs, tin
         rewards = [entry["rewards/reward_of_text/mean"] for entry in steps]
         assert [entry["reward"] for entry in steps] == pytest.approx(rewards)  # no reply has the format
         assert {entry["rewards/solution_format/mean"] for entry in steps} == {0}
+        assert abs(steps[0]["kl"]) < 1e-6
 
     source = IHAForCausalLM.from_pretrained(tiny if name == "dpo" else runs["dpo"] / "final").state_dict()
     trained = IHAForCausalLM.from_pretrained(runs[name] / "final").state_dict()
@@ -179,6 +181,18 @@ def test_the_reference_of_adapters_has_the_mixing_of_the_start(tiny, pairs_file,
         start.compute_ref_log_probs(trainer.accelerator.unwrap_model(trainer.model).merge_and_unload(), inputs)
     )
     assert (policy - expected).abs().min() > 0.1
+
+
+def test_the_reference_has_what_the_recipe_changes_in_the_config(tiny, pairs_file, rows_file, tmp_path):
+    changes = {"rope_theta": 5e5, "sliding_window": 4}
+    others = {"max_steps": 1, "eval_size": 0, "eval_strategy": "no", "save_strategy": "no"}
+    trainer = build("dpo", tiny, pairs_file, tmp_path, **changes, **others)
+    trainer.train()
+    step = trainer.state.log_history[0]
+    assert abs(step["rewards/chosen"]) < 1e-5 and abs(step["rewards/rejected"]) < 1e-5
+    with pytest.raises(UserError, match="^rope_theta, sliding_window with beta=0.04: TRL loads the reference"):
+        build("grpo", tiny, rows_file, tmp_path, **changes)
+    assert build("grpo", tiny, rows_file, tmp_path, **changes, **others, beta=0).ref_model is None
 
 
 def test_replies_are_drawn_and_weighed_as_if_each_were_alone(tiny, rows_file, tmp_path):
@@ -389,7 +403,10 @@ def test_pairs_come_from_the_hub_as_well(monkeypatch):
         ("dpo", "beta", 0, "above 0"),
         *((name, "beta", value, "0 or more") for name in COMMANDS for value in (-1, "nan")),
         ("dpo", "label_smoothing", 2, "below 0.5"),
-        ("dpo", "dataset_train_split", "test", "no split"),
+        *((name, "dataset_train_split", "test", "no split") for name in COMMANDS),
+        *((name, "dataset_streaming", "true", "is not used here") for name in COMMANDS),
+        *((name, "sample_prompts", 1, "is not used here") for name in COMMANDS),
+        *((name, "memory_gb", 1, "is not used here") for name in COMMANDS),
         *(("grpo", key, 0, "above 0") for key in ("temperature", "repetition_penalty")),
         *(("grpo", key, 0, "at least 1") for key in ("max_completion_length", "steps_per_generation")),
         ("grpo", "max_completion_length", "null", "expected the tokens"),

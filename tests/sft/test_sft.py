@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import SLOW, last_line, random_model
 from tiny_training import (
+    byte_config,
     byte_tokenizer,
     recipe,
     saved,
@@ -14,7 +15,7 @@ from tiny_training import (
     with_template,
     write_jsonl,
 )
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
 from common.checkpoint_io import load_in_clean_process
@@ -58,6 +59,7 @@ def test_a_recipe_saves_a_checkpoint_that_stands_alone(tiny, rows_file, tmp_path
     reply = load_in_clean_process(final, prompt=prompt, max_new_tokens=4)
     trained = IHAForCausalLM.from_pretrained(final)
     source = IHAForCausalLM.from_pretrained(tiny)
+    assert trained.config.use_cache and source.config.use_cache
     changed = {key for key, value in trained.state_dict().items() if not torch.equal(value, source.state_dict()[key])}
     assert {key for key in trained.state_dict() if "_mix" in key or "collapse" in key} <= changed
     inputs = with_template("smollm2.jinja").apply_chat_template(
@@ -90,6 +92,21 @@ def test_loss_falls_on_a_batch_seen_again_and_again(kind, tiny, tmp_path):
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")) is model_class
 
 
+@pytest.mark.parametrize("name", ["demo", "paper_sft"])
+def test_the_final_model_stops_at_the_end_of_a_turn(name, rows_file, tmp_path, capsys):
+    """Begin with a base that ends texts with another token."""
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    random_model(byte_config(eos_token_id=tokenizer.eos_token_id)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    short = {"max_steps": 1, "eval_size": 0, "eval_strategy": "no", "eval_on_start": "false", "bf16": "false"}
+    train.main(["--config", recipe(name), *sizes(tmp_path / "base", rows_file, tmp_path / "run", **short)])
+    ends = GenerationConfig.from_pretrained(tmp_path / "run" / "final").eos_token_id
+    assert set(ends) == set(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+    # The recipe of the paper names the token itself.
+    assert ("also stops at '<|im_end|>'" in capsys.readouterr().out) == (name == "demo")
+
+
 # Bad input
 
 
@@ -103,6 +120,7 @@ def test_loss_falls_on_a_batch_seen_again_and_again(kind, tiny, tmp_path):
         ("a: [", [], ["invalid configuration"]),
         ("seed: 1\nlearning_rate: 1\nseed: 2", [], ["the key 'seed' is given twice"]),
         ("", ["--config"], ["--config needs a YAML file"]),
+        ("", ["--config=other.yaml"], ["--config is given twice: expected one YAML file"]),
         # A value of the file obeys the rules of the command line.
         *(
             (line, [], [line.split(":")[0]])

@@ -22,7 +22,7 @@ import pytest
 import torch
 from helpers import random_model
 from safetensors.torch import load_file
-from tiny_training import byte_config, interrupted_at, recipe, saved, sizes, write_jsonl
+from tiny_training import byte_config, interrupted_at, recipe, saved, sizes, training_rows, write_jsonl
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, SFTTrainer
@@ -160,6 +160,12 @@ def test_an_impossible_value_is_refused_before_anything_is_loaded(tmp_path, monk
     assert not (tmp_path / "run").exists()
 
 
+def test_the_recipe_may_stand_behind_an_equals_sign(tmp_path):
+    _, path, *others = command("model", "rows", tmp_path)
+    run, args = RecipeParser(SFTConfig, "").parse([f"--config={path}", *others])
+    assert (run.mixing_lr_multiplier, args.logging_steps) == (40, 1)
+
+
 def test_what_may_be_null_or_a_list_stays_so(tmp_path):
     config = tmp_path / "sft.yaml"
     config.write_text(
@@ -201,6 +207,11 @@ def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path
     assert parse().mixing_rate(1e-3) == pytest.approx(0.04)
     assert parse(("mixing_learning_rate", 0.02)).mixing_rate(1e-3) == pytest.approx(0.02)
     assert parse(("mixing_lr_multiplier", 3)).mixing_rate(1e-3) == pytest.approx(0.003)
+    # As argparse takes it too.
+    dashes = ["--mixing-learning-rate=0.02", *command("model", "rows", tmp_path)]
+    run, args = RecipeParser(SFTConfig, "").parse(dashes)
+    check_values(run, args)
+    assert run.mixing_rate(1e-3) == pytest.approx(0.02)
     with pytest.raises(UserError, match="mixing_lr_multiplier=3 and mixing_learning_rate=0.02"):
         parse(("mixing_lr_multiplier", 3), ("mixing_learning_rate", 0.02))
 
@@ -472,6 +483,37 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(how, whole, tiny,
     assert_same_run(output, whole)
 
 
+def test_a_bad_row_that_a_worker_reads_is_one_line(tiny, tmp_path):
+    bad = {"conversations": [{"from": "user", "value": "Q"}, {"from": "assistant", "value": " "}]}
+    rows = write_jsonl(tmp_path / "rows.jsonl", [*training_rows(4), bad])
+    streamed = {"dataset_streaming": "true", "dataloader_num_workers": 1, "per_device_train_batch_size": 2}
+    others = {"eval_size": 0, "eval_strategy": "no", "eval_on_start": "false", "save_strategy": "no"}
+    with pytest.raises(UserError) as refused:
+        train.main(command(tiny, rows, tmp_path / "run", **streamed, **others))
+    assert str(refused.value).startswith(f"{rows}, row 5, ") and "\n" not in str(refused.value)
+
+
+def test_rows_that_fill_no_batch_are_refused_before_training(tiny, rows_file, tmp_path, capsys):
+    arguments = command(tiny, rows_file, tmp_path / "run", dataloader_drop_last="true", per_device_train_batch_size=17)
+    with pytest.raises(UserError, match="the 16 rows to train on do not fill one batch"):
+        train.main(arguments)
+    assert "0 steps an epoch" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_a_run_that_ends_early_leaves_no_final_model(tiny, rows_file, tmp_path, monkeypatch):
+    step = MixingTrainer.training_step
+
+    def stop(self, *args, **kwargs):
+        self.control.should_training_stop = True
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="after 1 of 6 steps, so .* no final model"):
+        patch.setattr(MixingTrainer, "training_step", stop)
+        train.main(command(tiny, rows_file, tmp_path / "run"))
+    assert not (tmp_path / "run" / "final").exists()
+
+
 # Going on
 
 
@@ -634,9 +676,15 @@ def test_the_best_checkpoint_is_kept_and_ends_as_the_final_model(tiny, rows_file
     shutil.rmtree(output)
     shutil.move(tmp_path / "damaged", output)
     flip(output / "checkpoint-2" / "model.safetensors")
-    with pytest.raises(UserError, match="checkpoint-2 cannot be loaded: model.safetensors is damaged"):
+    with pytest.raises(UserError, match="checkpoint-2 cannot be loaded: model.safetensors is damaged.*Remove it and"):
         train.main(arguments)
     assert not (output / "final").exists()
+    # As the line says.
+    for checkpoint in output.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    train.main(arguments)
+    again = weights(output / "final")
+    assert all(torch.equal(again[name], best[name]) for name in best)
 
 
 # What a person sees
