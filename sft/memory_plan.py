@@ -50,8 +50,21 @@ TILE_BYTES = 29
 # What a process on a CPU takes at most beyond its tensors, by peaks of sft/train.py (docs/LOG.md): the allocator's
 # share of the plan, and what libraries load after the plan.
 ALLOCATOR, LOADED_LATER = 1.25, 0.15 * GB
-# Bytes of optimiser state for each byte of a trained weight, where it is not AdamW's two moments of the weight's type.
-STATE_BYTES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "adamw_8bit": 0.5, "adamw_bnb_8bit": 0.5}
+# The Trainer's name of an optimiser -> its states of a trained weight, and the bytes of each, or None for the weight's
+# own type. bitsandbytes keeps float32, or 8 bits and a float32 scale for each 256 entries.
+EIGHT_BITS = 1 + 4 / 256
+STATES: dict[str, tuple[int, float | None]] = {
+    "adafactor": (0, None),  # a row and a column of each matrix
+    "sgd": (0, None),
+    **dict.fromkeys(("adagrad", "rmsprop"), (1, None)),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), (2, None)),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"), (1, 4)),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), (1, EIGHT_BITS)),
+    "paged_adamw_32bit": (2, 4),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), (2, EIGHT_BITS)),
+    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), (3, 4)),
+    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), (3, EIGHT_BITS)),
+}
 
 
 @dataclass(frozen=True)
@@ -72,13 +85,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Hold the bytes of a model's parameters, adapters included."""
+    """Hold the bytes of a model's parameters, adapters included, and the numbers of some."""
 
     all: int
     trained: int
     layer: int  # the largest one
     tables: int  # embedding and head
-    linear: int  # not bytes: the number of weights in linear layers, which autocast copies
+    trained_number: int
+    embedding_number: int  # of trained weights
+    linear_number: int  # of weights that autocast copies
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,7 @@ class Setting:
     weight_bytes: int  # of a weight of the base model
     optimizer: str  # the Trainer's name of it
     on_cpu: bool
+    optim_args: str = ""  # as the Trainer's
 
     @property
     def compute_bytes(self) -> int:
@@ -135,13 +151,18 @@ def count_parameters(config: PreTrainedConfig, run: RunArguments) -> Parameters:
     def size(module: torch.nn.Module) -> int:
         return sum(parameter.nbytes for parameter in module.parameters())
 
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     linear = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
     return Parameters(
         all=size(model),
-        trained=sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad),
+        trained=sum(parameter.nbytes for parameter in trained),
         layer=max(map(size, model.model.layers)),
         tables=size(model) - size(model.model.layers),
-        linear=sum(module.weight.numel() for module in linear),
+        trained_number=sum(map(torch.Tensor.numel, trained)),
+        embedding_number=sum(
+            weight.numel() for weight in model.get_input_embeddings().parameters() if weight.requires_grad
+        ),
+        linear_number=sum(module.weight.numel() for module in linear),
     )
 
 
@@ -206,21 +227,31 @@ def loss_bytes(setting: Setting) -> float:
     return tile + (tokens + config.vocab_size) * config.hidden_size * 4
 
 
+def state_bytes(setting: Setting, trained: float) -> float:
+    """Return the bytes of the optimiser's states for trained weights of `trained` bytes."""
+    parameters, (states, size) = setting.parameters, STATES[setting.optimizer]
+    if setting.optimizer in ("sgd", "rmsprop"):
+        states += sum(option in setting.optim_args for option in ("momentum", "centered"))
+    if size is None:
+        return states * trained
+    # The Trainer keeps those of an embedding in float32.
+    return states * (parameters.trained_number * size + parameters.embedding_number * (4 - size))
+
+
 def estimate(setting: Setting) -> Memory:
     """Compute the memory of a training step on each device."""
     config, parameters, layout = setting.config, setting.parameters, setting.layout
-    states = STATE_BYTES.get(setting.optimizer, 2)
     if layout.sharded:
         # Trained weights are kept in float32 under mixed precision. Two layers and the tables are whole at a time.
         widened = 4 / setting.weight_bytes if setting.autocast else 1
         whole = (2 * parameters.layer + parameters.tables) / setting.weight_bytes * setting.compute_bytes
         weights = parameters.all * widened / layout.devices + whole
         gradients = parameters.trained * widened / layout.devices + whole * (parameters.trained / parameters.all)
-        optimizer = parameters.trained * widened * states / layout.devices
+        optimizer = state_bytes(setting, parameters.trained * widened) / layout.devices
     else:
-        weights = parameters.all + (parameters.linear * setting.compute_bytes if setting.autocast else 0)
+        weights = parameters.all + (parameters.linear_number * setting.compute_bytes if setting.autocast else 0)
         gradients = parameters.trained * (2 if layout.devices > 1 else 1)
-        optimizer = parameters.trained * states
+        optimizer = state_bytes(setting, parameters.trained)
 
     kinds = list(zip(config.attention_kinds, config.layer_types))
     layers = {kind: layer_bytes(setting, *kind) for kind in set(kinds)}
@@ -259,9 +290,9 @@ def launched_layout() -> Layout:
 
 
 def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> Setting | None:
-    """Return what a run's memory depends on, or None for a model whose memory is not known."""
-    known = known_config(config)
-    if known is None:
+    """Return what a run's memory depends on, or None for a model or an optimiser whose memory is not known."""
+    known, optimizer = known_config(config), args.optim.value
+    if known is None or optimizer not in STATES:
         return None
     known = deepcopy(known)
     known._attn_implementation = run.attn_implementation or "sdpa"
@@ -277,8 +308,9 @@ def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) ->
         attention_form=run.attention_form,
         autocast=(args.bf16 or args.fp16) and weight_bytes == 4,
         weight_bytes=weight_bytes,
-        optimizer=str(getattr(args.optim, "value", args.optim)),
+        optimizer=optimizer,
         on_cpu=args.device.type == "cpu",
+        optim_args=args.optim_args or "",
     )
 
 
@@ -343,7 +375,7 @@ def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -
     say = args.distributed_state.print
     setting = run_setting(config, run, args)
     if setting is None:
-        say(f"No memory plan: a {config.model_type!r} model, or a mechanism without a cost.")
+        say(f"No memory plan: a {config.model_type!r} model, a mechanism without a cost, or optim {args.optim.value}.")
         return
     memory, limit = estimate(setting), available_memory(args) if run.memory_gb is None else run.memory_gb * GB
     # On a CPU, what is free now is beside what this process holds already.
@@ -393,7 +425,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = run_config(run, args, config)
     setting = run_setting(config, run, args)
     if setting is None:
-        raise UserError(f"No memory plan for a {config.model_type!r} model: expected 'iha' or 'llama'.")
+        raise UserError(
+            f"No memory plan for a {config.model_type!r} model with optim {args.optim.value}: expected 'iha' or "
+            f"'llama', and one of {', '.join(STATES)}."
+        )
     setting = replace(setting, on_cpu=on_cpu)
     print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if on_cpu else 'GPU'}")
     print(table(alternatives(setting, config, run)))

@@ -8,7 +8,7 @@ from helpers import random_model
 from peft import get_peft_model
 from tiny_training import recipe, sizes
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, MistralConfig, Trainer
 from trl import SFTConfig
 
 from common.command_io import ROOT, UserError, read_json
@@ -16,7 +16,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, masks, window_bloc
 from sft import memory_plan, train
 from sft.arguments import RecipeParser
 from sft.base_model import lora_config
-from sft.memory_plan import Layout, alternatives, estimate, launched_layout, run_setting
+from sft.memory_plan import STATES, Layout, alternatives, estimate, launched_layout, run_setting
 from sft.train import USAGE
 
 
@@ -50,6 +50,30 @@ def test_weights_gradients_and_states_are_those_of_a_real_run(adapters, dtype):
     assert memory.weights == sum(parameter.nbytes for parameter in model.parameters())
     assert memory.gradients == sum(parameter.grad.nbytes for parameter in trained)
     assert memory.optimizer == sum(state.nbytes for state in states)
+
+
+# bitsandbytes pages AdEMAMix on a GPU only.
+ON_CPU = [name for name in STATES if not name.startswith("paged_ademamix")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optim", [*ON_CPU, "sgd momentum=0.9", "rmsprop momentum=0.9,centered=true"])
+def test_an_optimiser_has_the_states_of_the_plan(optim, dtype, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="its optimisers are measured")
+    name, _, options = optim.partition(" ")
+    config = IHAConfig.from_preset("tiny", hidden_size=256, num_attention_heads=4, intermediate_size=512)
+    keys = {"optim": name, "dtype": dtype, "eval_strategy": "no", **({"optim_args": options} if options else {})}
+    run, args = parsed(**keys, output_dir=tmp_path)
+    model = random_model(config, dtype=getattr(torch, dtype)).train()
+    optimizer = Trainer(model, args).create_optimizer()
+    model(input_ids=(ids := torch.arange(8)[None]), labels=ids).loss.backward()
+    optimizer.step()
+    values = [(key, value) for state in optimizer.state.values() for key, value in state.items()]
+    states = sum(value.nbytes for key, value in values if torch.is_tensor(value) and "qmap" not in key)
+    # bitsandbytes keeps the states of small tensors in float32, and Adafactor sums of rows and columns.
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    planned = estimate(run_setting(config, run, args)).optimizer
+    assert planned == pytest.approx(states, rel=0.01, abs=0.02 * weights * (name == "adafactor"))
 
 
 SCHEDULE = {
@@ -126,6 +150,7 @@ def test_a_llama_has_the_plan_of_the_same_model_of_this_package():
     ours = IHAConfig.from_preset("tiny", attention_kinds="mha")
     assert estimate(setting_of(LlamaConfig(**sizes))) == estimate(setting_of(ours))
     assert run_setting(MistralConfig(**sizes), *parsed()) is None
+    assert run_setting(ours, *parsed(optim="lomo")) is None
 
 
 def test_the_layout_is_that_of_accelerate_launch(monkeypatch):
