@@ -108,7 +108,7 @@ class Setting:
     checkpointing: bool  # keeps the input of each layer only, and computes the rest once more
     offloading: bool  # moves what is kept from a GPU to the host
     attention_form: str | None  # as in `IHAModel.attention_form`
-    autocast: bool  # to a type of two bytes
+    autocast: bool  # to a type of two bytes, by mixed precision
     weight_bytes: int  # of a weight of the base model
     optimizer: str  # the Trainer's name of it
     on_cpu: bool
@@ -118,6 +118,11 @@ class Setting:
     def compute_bytes(self) -> int:
         """Return the bytes of a value that a matrix product computes."""
         return 2 if self.autocast else self.weight_bytes
+
+    @property
+    def casts(self) -> bool:
+        """Return whether autocast copies weights and inputs of linear maps."""
+        return self.autocast and self.weight_bytes == 4
 
     @property
     def device_tokens(self) -> int:
@@ -206,7 +211,7 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
         attention_working += of_attention
         of_attention = kept("base")
     of_ffn, of_norm = ffn(config, tokens).kept * compute, norm(config, tokens).kept / 2 * (4 + residual)
-    if setting.autocast:
+    if setting.casts:
         # Each of several linear maps has a copy of the same input.
         copies = 2 + config.gated_mlp
         of_ffn += copies * tokens * config.hidden_size * compute
@@ -242,14 +247,14 @@ def estimate(setting: Setting) -> Memory:
     """Compute the memory of a training step on each device."""
     config, parameters, layout = setting.config, setting.parameters, setting.layout
     if layout.sharded:
-        # Trained weights are kept in float32 under mixed precision. Two layers and the tables are whole at a time.
-        widened = 4 / setting.weight_bytes if setting.autocast else 1
+        # Mixed precision keeps trained weights in float32 (accelerate). Two layers and the tables are whole at a time.
+        trained = 4 * parameters.trained_number if setting.autocast else parameters.trained
         whole = (2 * parameters.layer + parameters.tables) / setting.weight_bytes * setting.compute_bytes
-        weights = parameters.all * widened / layout.devices + whole
-        gradients = parameters.trained * widened / layout.devices + whole * (parameters.trained / parameters.all)
-        optimizer = state_bytes(setting, parameters.trained * widened) / layout.devices
+        weights = (parameters.all - parameters.trained + trained) / layout.devices + whole
+        gradients = trained / layout.devices + whole * (parameters.trained / parameters.all)
+        optimizer = state_bytes(setting, trained) / layout.devices
     else:
-        weights = parameters.all + (parameters.linear_number * setting.compute_bytes if setting.autocast else 0)
+        weights = parameters.all + (parameters.linear_number * setting.compute_bytes if setting.casts else 0)
         gradients = parameters.trained * (2 if layout.devices > 1 else 1)
         optimizer = state_bytes(setting, parameters.trained)
 
@@ -296,7 +301,6 @@ def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) ->
         return None
     known = deepcopy(known)
     known._attn_implementation = run.attn_implementation or "sdpa"
-    weight_bytes = getattr(torch, run.dtype).itemsize
     return Setting(
         config=known,
         parameters=count_parameters(config, run),
@@ -306,8 +310,8 @@ def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) ->
         checkpointing=args.gradient_checkpointing,
         offloading=args.activation_offloading,
         attention_form=run.attention_form,
-        autocast=(args.bf16 or args.fp16) and weight_bytes == 4,
-        weight_bytes=weight_bytes,
+        autocast=args.bf16 or args.fp16,
+        weight_bytes=getattr(torch, run.dtype).itemsize,
         optimizer=optimizer,
         on_cpu=args.device.type == "cpu",
         optim_args=args.optim_args or "",

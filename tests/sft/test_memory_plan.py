@@ -138,6 +138,21 @@ def test_checkpointing_the_lean_form_and_the_sharing_of_devices_take_less():
     assert ulysses.activations == pytest.approx(full.activations / 8)
 
 
+def test_shards_of_trained_weights_are_in_float32_under_mixed_precision():
+    """Hold what `fsdp2_prepare_model` of accelerate does to weights that are loaded in bfloat16."""
+    half, full = (setting_of(TINY, dtype=dtype, bf16="true") for dtype in ("bfloat16", "float32"))
+    planned, wanted = (estimate(replace(each, layout=Layout(8, True))) for each in (half, full))
+    assert planned.optimizer == 2 * 4 * half.parameters.trained_number / 8
+    assert (planned.weights, planned.gradients) == (wanted.weights, wanted.gradients)
+    # PEFT makes adapters in float32, and frozen weights stay as they are: the few mixing weights differ.
+    lora = replace(setting_of(TINY, dtype="bfloat16", bf16="true", use_peft="true"), layout=Layout(8, True))
+    assert estimate(lora).weights == pytest.approx(estimate(replace(lora, autocast=False)).weights, rel=1e-3)
+    # On one device the weights stay as they are, and autocast copies none.
+    alone = replace(half, autocast=False)
+    assert estimate(half).weights == estimate(alone).weights == half.parameters.all
+    assert estimate(half).activations == estimate(alone).activations
+
+
 def test_the_eager_core_keeps_every_pair():
     eager = setting_of(TINY, max_length=512, attn_implementation="eager")
     pairs = 4 * 4 * (512 * 4) ** 2 * 4  # rows, heads, virtual tokens, bytes
