@@ -29,6 +29,7 @@ if __name__ == "__main__":
 import psutil
 import torch
 from peft import get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from trl import SFTConfig
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
@@ -94,6 +95,7 @@ class Parameters:
     trained_number: int
     embedding_number: int  # of trained weights
     linear_number: int  # of weights that autocast copies
+    dropped_number: int  # of a token's inputs to adapters with dropout
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def count_parameters(config: PreTrainedConfig, run: RunArguments) -> Parameters:
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     linear = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
+    adapted = [module for module in model.model.layers.modules() if isinstance(module, LoraLayer)]
     return Parameters(
         all=size(model),
         trained=sum(parameter.nbytes for parameter in trained),
@@ -168,6 +171,7 @@ def count_parameters(config: PreTrainedConfig, run: RunArguments) -> Parameters:
             weight.numel() for weight in model.get_input_embeddings().parameters() if weight.requires_grad
         ),
         linear_number=sum(module.weight.numel() for module in linear),
+        dropped_number=sum(module.in_features for module in adapted) if run.lora_dropout else 0,
     )
 
 
@@ -215,10 +219,13 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
         # Each of several linear maps has a copy of the same input.
         copies = 2 + config.gated_mlp
         of_ffn += copies * tokens * config.hidden_size * compute
+    # Adapters are in float32. Dropout keeps its noise in place of the input, and linear maps the dropped input.
+    dropped = tokens * setting.parameters.dropped_number / config.num_hidden_layers
+    of_adapters = dropped * (4 - setting.weight_bytes + (2 if setting.autocast else 4))
 
     # Gradients of the inner width, or of the (virtual) queries, keys, values and output.
     ffn_working = (3 if config.gated_mlp else 2) * tokens * config.intermediate_size * compute
-    return of_attention + of_ffn + 2 * of_norm, max(ffn_working, attention_working - of_ffn)
+    return of_attention + of_ffn + of_adapters + 2 * of_norm, max(ffn_working, attention_working - of_ffn)
 
 
 def loss_bytes(setting: Setting) -> float:

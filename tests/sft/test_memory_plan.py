@@ -94,16 +94,27 @@ KEPT = {
 }
 
 
+LORA = [{"use_peft": "true", "lora_r": 4, "dtype": dtype} for dtype in ("float32", "bfloat16")]
+
+
 @pytest.mark.parametrize(
-    ("name", "autocast"), [*((name, False) for name in KEPT), ("mha", True), ("base-schedule-4", True)]
+    ("name", "autocast", "keys"),
+    [
+        *((name, False, {}) for name in KEPT),
+        *(("mha", True, {}), ("base-schedule-4", True, {})),
+        *((name, autocast, keys) for name in ("mha", "virtual-2") for autocast in (False, True) for keys in LORA),
+    ],
 )
-def test_activations_are_what_autograd_keeps(name, autocast):
+def test_activations_are_what_autograd_keeps(name, autocast, keys):
     form, fields = KEPT[name]
     config = IHAConfig.from_preset("tiny", **{**WIDE, **fields})
-    setting = setting_of(config, max_length=512, per_device_train_batch_size=2)
-    setting = replace(setting, attention_form=form, autocast=autocast)
-    model = random_model(config).train()
+    run, args = parsed(max_length=512, per_device_train_batch_size=2, **keys)
+    setting = replace(run_setting(config, run, args), attention_form=form, autocast=autocast)
+    model = random_model(config, dtype=getattr(torch, run.dtype)).train()
     model.base_model.attention_form = form
+    if adapters := lora_config(run, model):
+        get_peft_model(model, adapters)  # changes `model` in place
+        model.train()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     copies = {tuple(shape) for parameter in model.parameters() for shape in (parameter.shape, parameter.shape[::-1])}
     kept = {}
