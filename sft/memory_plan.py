@@ -295,9 +295,15 @@ def known_config(config: PreTrainedConfig) -> IHAConfig | None:
 
 
 def launched_layout() -> Layout:
-    """Read the devices of this run from the environment variables that `accelerate launch` sets."""
+    """Read the devices of this run from the environment variables that `accelerate launch` sets.
+
+    What shards less than weights, gradients and optimiser is planned as DDP, which takes more.
+    """
     devices = int(os.environ.get("WORLD_SIZE", 1))
-    sharded = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED"))
+    fsdp, deepspeed = (os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED"))
+    sharded = (fsdp and os.environ.get("FSDP_RESHARD_AFTER_FORWARD") != "false") or (
+        deepspeed and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
+    )
     return Layout(devices, sharded and devices > 1, int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", 1)))
 
 
