@@ -422,6 +422,14 @@ def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -
     )
 
 
+class PlannedConfig(SFTConfig):
+    """Take a recipe for a GPU on any machine: without one, TRL takes bf16 only with use_cpu."""
+
+    def __post_init__(self) -> None:
+        self.planned_on_cpu, self.use_cpu = self.use_cpu, True
+        super().__post_init__()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan of the command line."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -432,9 +440,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name not in PRESETS:
             raise UserError(f"--preset {name}: expected one of {', '.join(PRESETS)}.")
         del argv[place : place + 2]
-    # A recipe may be planned on another machine than it runs on: without a GPU, TRL takes bf16 only with use_cpu.
-    on_cpu = "--use_cpu" in argv and argv[argv.index("--use_cpu") + 1 :][:1] == ["true"]
-    run, args = RecipeParser(SFTConfig, USAGE).parse([*argv, "--use_cpu", "true"])
+    run, args = RecipeParser(PlannedConfig, USAGE).parse(argv)
     if name is not None:
         # The window of the paper's schedule follows the length.
         length = run.max_position_embeddings
@@ -446,10 +452,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"No memory plan for a {config.model_type!r} model with optim {args.optim.value}: expected 'iha' or "
             f"'llama', and one of {', '.join(STATES)}."
         )
-    setting = replace(setting, on_cpu=on_cpu)
-    print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if on_cpu else 'GPU'}")
+    setting = replace(setting, on_cpu=args.planned_on_cpu)
+    print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if setting.on_cpu else 'GPU'}")
     print(table(alternatives(setting, config, run)))
-    if on_cpu:
+    if setting.on_cpu:
         print(process_line(estimate(setting)))
 
 

@@ -248,6 +248,18 @@ def test_the_command_prints_a_recipe_on_several_layouts(capsys):
         memory_plan.main(["--preset"])
 
 
+@pytest.mark.parametrize(
+    "words", [["--use_cpu", "True"], ["--use-cpu", "true"], ["--use_cpu"], ["--use_cpu=true"], []]
+)
+def test_the_command_plans_a_cpu_however_it_is_asked_for(words, tmp_path, capsys):
+    path = tmp_path / "sft.yaml"
+    path.write_text((ROOT / recipe("pretrain")).read_text() + ("" if words else "use_cpu: true\n"))
+    memory_plan.main(["--config", str(path), "--preset", "paper-2.4b-iha", *words])
+    assert "1 x 8192 tokens to a CPU" in capsys.readouterr().out
+    memory_plan.main(["--config", str(path), "--preset", "paper-2.4b-iha", "--use_cpu", "no"])
+    assert "1 x 8192 tokens to a GPU" in capsys.readouterr().out
+
+
 def test_the_window_of_a_preset_follows_the_length(capsys):
     totals = {}
     for length in (8192, 65536):
