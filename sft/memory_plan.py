@@ -29,6 +29,7 @@ if __name__ == "__main__":
 import psutil
 import torch
 from peft import get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from trl import SFTConfig
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
@@ -50,8 +51,21 @@ TILE_BYTES = 29
 # What a process on a CPU takes at most beyond its tensors, by peaks of sft/train.py (docs/LOG.md): the allocator's
 # share of the plan, and what libraries load after the plan.
 ALLOCATOR, LOADED_LATER = 1.25, 0.15 * GB
-# Bytes of optimiser state for each byte of a trained weight, where it is not AdamW's two moments of the weight's type.
-STATE_BYTES = {"sgd": 0, "adafactor": 0, "lion_32bit": 1, "adamw_8bit": 0.5, "adamw_bnb_8bit": 0.5}
+# The Trainer's name of an optimiser -> its states of a trained weight, and the bytes of each, or None for the weight's
+# own type. bitsandbytes keeps float32, or 8 bits and a float32 scale for each 256 entries.
+EIGHT_BITS = 1 + 4 / 256
+STATES: dict[str, tuple[int, float | None]] = {
+    "adafactor": (0, None),  # a row and a column of each matrix
+    "sgd": (0, None),
+    **dict.fromkeys(("adagrad", "rmsprop"), (1, None)),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), (2, None)),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"), (1, 4)),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), (1, EIGHT_BITS)),
+    "paged_adamw_32bit": (2, 4),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), (2, EIGHT_BITS)),
+    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), (3, 4)),
+    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), (3, EIGHT_BITS)),
+}
 
 
 @dataclass(frozen=True)
@@ -72,13 +86,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Hold the bytes of a model's parameters, adapters included."""
+    """Hold the bytes of a model's parameters, adapters included, and the numbers of some."""
 
     all: int
     trained: int
     layer: int  # the largest one
     tables: int  # embedding and head
-    linear: int  # not bytes: the number of weights in linear layers, which autocast copies
+    trained_number: int
+    embedding_number: int  # of trained weights
+    linear_number: int  # of weights that autocast copies
+    dropped_number: int  # of a token's inputs to adapters with dropout
 
 
 @dataclass(frozen=True)
@@ -93,15 +110,21 @@ class Setting:
     checkpointing: bool  # keeps the input of each layer only, and computes the rest once more
     offloading: bool  # moves what is kept from a GPU to the host
     attention_form: str | None  # as in `IHAModel.attention_form`
-    autocast: bool  # to a type of two bytes
+    autocast: bool  # to a type of two bytes, by mixed precision
     weight_bytes: int  # of a weight of the base model
     optimizer: str  # the Trainer's name of it
     on_cpu: bool
+    optim_args: str = ""  # as the Trainer's
 
     @property
     def compute_bytes(self) -> int:
         """Return the bytes of a value that a matrix product computes."""
         return 2 if self.autocast else self.weight_bytes
+
+    @property
+    def casts(self) -> bool:
+        """Return whether autocast copies weights and inputs of linear maps."""
+        return self.autocast and self.weight_bytes == 4
 
     @property
     def device_tokens(self) -> int:
@@ -135,13 +158,20 @@ def count_parameters(config: PreTrainedConfig, run: RunArguments) -> Parameters:
     def size(module: torch.nn.Module) -> int:
         return sum(parameter.nbytes for parameter in module.parameters())
 
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     linear = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
+    adapted = [module for module in model.model.layers.modules() if isinstance(module, LoraLayer)]
     return Parameters(
         all=size(model),
-        trained=sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad),
+        trained=sum(parameter.nbytes for parameter in trained),
         layer=max(map(size, model.model.layers)),
         tables=size(model) - size(model.model.layers),
-        linear=sum(module.weight.numel() for module in linear),
+        trained_number=sum(map(torch.Tensor.numel, trained)),
+        embedding_number=sum(
+            weight.numel() for weight in model.get_input_embeddings().parameters() if weight.requires_grad
+        ),
+        linear_number=sum(module.weight.numel() for module in linear),
+        dropped_number=sum(module.in_features for module in adapted) if run.lora_dropout else 0,
     )
 
 
@@ -185,14 +215,17 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
         attention_working += of_attention
         of_attention = kept("base")
     of_ffn, of_norm = ffn(config, tokens).kept * compute, norm(config, tokens).kept / 2 * (4 + residual)
-    if setting.autocast:
+    if setting.casts:
         # Each of several linear maps has a copy of the same input.
         copies = 2 + config.gated_mlp
         of_ffn += copies * tokens * config.hidden_size * compute
+    # Adapters are in float32. Dropout keeps its noise in place of the input, and linear maps the dropped input.
+    dropped = tokens * setting.parameters.dropped_number / config.num_hidden_layers
+    of_adapters = dropped * (4 - setting.weight_bytes + (2 if setting.autocast else 4))
 
     # Gradients of the inner width, or of the (virtual) queries, keys, values and output.
     ffn_working = (3 if config.gated_mlp else 2) * tokens * config.intermediate_size * compute
-    return of_attention + of_ffn + 2 * of_norm, max(ffn_working, attention_working - of_ffn)
+    return of_attention + of_ffn + of_adapters + 2 * of_norm, max(ffn_working, attention_working - of_ffn)
 
 
 def loss_bytes(setting: Setting) -> float:
@@ -206,21 +239,31 @@ def loss_bytes(setting: Setting) -> float:
     return tile + (tokens + config.vocab_size) * config.hidden_size * 4
 
 
+def state_bytes(setting: Setting, trained: float) -> float:
+    """Return the bytes of the optimiser's states for trained weights of `trained` bytes."""
+    parameters, (states, size) = setting.parameters, STATES[setting.optimizer]
+    if setting.optimizer in ("sgd", "rmsprop"):
+        states += sum(option in setting.optim_args for option in ("momentum", "centered"))
+    if size is None:
+        return states * trained
+    # The Trainer keeps those of an embedding in float32.
+    return states * (parameters.trained_number * size + parameters.embedding_number * (4 - size))
+
+
 def estimate(setting: Setting) -> Memory:
     """Compute the memory of a training step on each device."""
     config, parameters, layout = setting.config, setting.parameters, setting.layout
-    states = STATE_BYTES.get(setting.optimizer, 2)
     if layout.sharded:
-        # Trained weights are kept in float32 under mixed precision. Two layers and the tables are whole at a time.
-        widened = 4 / setting.weight_bytes if setting.autocast else 1
+        # Mixed precision keeps trained weights in float32 (accelerate). Two layers and the tables are whole at a time.
+        trained = 4 * parameters.trained_number if setting.autocast else parameters.trained
         whole = (2 * parameters.layer + parameters.tables) / setting.weight_bytes * setting.compute_bytes
-        weights = parameters.all * widened / layout.devices + whole
-        gradients = parameters.trained * widened / layout.devices + whole * (parameters.trained / parameters.all)
-        optimizer = parameters.trained * widened * states / layout.devices
+        weights = (parameters.all - parameters.trained + trained) / layout.devices + whole
+        gradients = trained / layout.devices + whole * (parameters.trained / parameters.all)
+        optimizer = state_bytes(setting, trained) / layout.devices
     else:
-        weights = parameters.all + (parameters.linear * setting.compute_bytes if setting.autocast else 0)
+        weights = parameters.all + (parameters.linear_number * setting.compute_bytes if setting.casts else 0)
         gradients = parameters.trained * (2 if layout.devices > 1 else 1)
-        optimizer = parameters.trained * states
+        optimizer = state_bytes(setting, parameters.trained)
 
     kinds = list(zip(config.attention_kinds, config.layer_types))
     layers = {kind: layer_bytes(setting, *kind) for kind in set(kinds)}
@@ -252,20 +295,25 @@ def known_config(config: PreTrainedConfig) -> IHAConfig | None:
 
 
 def launched_layout() -> Layout:
-    """Read the devices of this run from the environment variables that `accelerate launch` sets."""
+    """Read the devices of this run from the environment variables that `accelerate launch` sets.
+
+    What shards less than weights, gradients and optimiser is planned as DDP, which takes more.
+    """
     devices = int(os.environ.get("WORLD_SIZE", 1))
-    sharded = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED"))
+    fsdp, deepspeed = (os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED"))
+    sharded = (fsdp and os.environ.get("FSDP_RESHARD_AFTER_FORWARD") != "false") or (
+        deepspeed and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
+    )
     return Layout(devices, sharded and devices > 1, int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", 1)))
 
 
 def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> Setting | None:
-    """Return what a run's memory depends on, or None for a model whose memory is not known."""
-    known = known_config(config)
-    if known is None:
+    """Return what a run's memory depends on, or None for a model or an optimiser whose memory is not known."""
+    known, optimizer = known_config(config), args.optim.value
+    if known is None or optimizer not in STATES:
         return None
     known = deepcopy(known)
     known._attn_implementation = run.attn_implementation or "sdpa"
-    weight_bytes = getattr(torch, run.dtype).itemsize
     return Setting(
         config=known,
         parameters=count_parameters(config, run),
@@ -275,10 +323,11 @@ def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) ->
         checkpointing=args.gradient_checkpointing,
         offloading=args.activation_offloading,
         attention_form=run.attention_form,
-        autocast=(args.bf16 or args.fp16) and weight_bytes == 4,
-        weight_bytes=weight_bytes,
-        optimizer=str(getattr(args.optim, "value", args.optim)),
+        autocast=args.bf16 or args.fp16,
+        weight_bytes=getattr(torch, run.dtype).itemsize,
+        optimizer=optimizer,
         on_cpu=args.device.type == "cpu",
+        optim_args=args.optim_args or "",
     )
 
 
@@ -343,7 +392,7 @@ def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -
     say = args.distributed_state.print
     setting = run_setting(config, run, args)
     if setting is None:
-        say(f"No memory plan: a {config.model_type!r} model, or a mechanism without a cost.")
+        say(f"No memory plan: a {config.model_type!r} model, a mechanism without a cost, or optim {args.optim.value}.")
         return
     memory, limit = estimate(setting), available_memory(args) if run.memory_gb is None else run.memory_gb * GB
     # On a CPU, what is free now is beside what this process holds already.
@@ -373,6 +422,14 @@ def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -
     )
 
 
+class PlannedConfig(SFTConfig):
+    """Take a recipe for a GPU on any machine: without one, TRL takes bf16 only with use_cpu."""
+
+    def __post_init__(self) -> None:
+        self.planned_on_cpu, self.use_cpu = self.use_cpu, True
+        super().__post_init__()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan of the command line."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -383,9 +440,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name not in PRESETS:
             raise UserError(f"--preset {name}: expected one of {', '.join(PRESETS)}.")
         del argv[place : place + 2]
-    # A recipe may be planned on another machine than it runs on: without a GPU, TRL takes bf16 only with use_cpu.
-    on_cpu = "--use_cpu" in argv and argv[argv.index("--use_cpu") + 1 :][:1] == ["true"]
-    run, args = RecipeParser(SFTConfig, USAGE).parse([*argv, "--use_cpu", "true"])
+    run, args = RecipeParser(PlannedConfig, USAGE).parse(argv)
     if name is not None:
         # The window of the paper's schedule follows the length.
         length = run.max_position_embeddings
@@ -393,11 +448,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = run_config(run, args, config)
     setting = run_setting(config, run, args)
     if setting is None:
-        raise UserError(f"No memory plan for a {config.model_type!r} model: expected 'iha' or 'llama'.")
-    setting = replace(setting, on_cpu=on_cpu)
-    print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if on_cpu else 'GPU'}")
+        raise UserError(
+            f"No memory plan for a {config.model_type!r} model with optim {args.optim.value}: expected 'iha' or "
+            f"'llama', and one of {', '.join(STATES)}."
+        )
+    setting = replace(setting, on_cpu=args.planned_on_cpu)
+    print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if setting.on_cpu else 'GPU'}")
     print(table(alternatives(setting, config, run)))
-    if on_cpu:
+    if setting.on_cpu:
         print(process_line(estimate(setting)))
 
 

@@ -8,7 +8,7 @@ from helpers import random_model
 from peft import get_peft_model
 from tiny_training import recipe, sizes
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, MistralConfig, Trainer
 from trl import SFTConfig
 
 from common.command_io import ROOT, UserError, read_json
@@ -16,7 +16,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, masks, window_bloc
 from sft import memory_plan, train
 from sft.arguments import RecipeParser
 from sft.base_model import lora_config
-from sft.memory_plan import Layout, alternatives, estimate, launched_layout, run_setting
+from sft.memory_plan import STATES, Layout, alternatives, estimate, launched_layout, run_setting
 from sft.train import USAGE
 
 
@@ -52,6 +52,30 @@ def test_weights_gradients_and_states_are_those_of_a_real_run(adapters, dtype):
     assert memory.optimizer == sum(state.nbytes for state in states)
 
 
+# bitsandbytes pages AdEMAMix on a GPU only.
+ON_CPU = [name for name in STATES if not name.startswith("paged_ademamix")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optim", [*ON_CPU, "sgd momentum=0.9", "rmsprop momentum=0.9,centered=true"])
+def test_an_optimiser_has_the_states_of_the_plan(optim, dtype, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="its optimisers are measured")
+    name, _, options = optim.partition(" ")
+    config = IHAConfig.from_preset("tiny", hidden_size=256, num_attention_heads=4, intermediate_size=512)
+    keys = {"optim": name, "dtype": dtype, "eval_strategy": "no", **({"optim_args": options} if options else {})}
+    run, args = parsed(**keys, output_dir=tmp_path)
+    model = random_model(config, dtype=getattr(torch, dtype)).train()
+    optimizer = Trainer(model, args).create_optimizer()
+    model(input_ids=(ids := torch.arange(8)[None]), labels=ids).loss.backward()
+    optimizer.step()
+    values = [(key, value) for state in optimizer.state.values() for key, value in state.items()]
+    states = sum(value.nbytes for key, value in values if torch.is_tensor(value) and "qmap" not in key)
+    # bitsandbytes keeps the states of small tensors in float32, and Adafactor sums of rows and columns.
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    planned = estimate(run_setting(config, run, args)).optimizer
+    assert planned == pytest.approx(states, rel=0.01, abs=0.02 * weights * (name == "adafactor"))
+
+
 SCHEDULE = {
     "attention_kinds": ["iha", "mha"],
     "layer_types": ["sliding_attention", "full_attention"],
@@ -70,16 +94,27 @@ KEPT = {
 }
 
 
+LORA = [{"use_peft": "true", "lora_r": 4, "dtype": dtype} for dtype in ("float32", "bfloat16")]
+
+
 @pytest.mark.parametrize(
-    ("name", "autocast"), [*((name, False) for name in KEPT), ("mha", True), ("base-schedule-4", True)]
+    ("name", "autocast", "keys"),
+    [
+        *((name, False, {}) for name in KEPT),
+        *(("mha", True, {}), ("base-schedule-4", True, {})),
+        *((name, autocast, keys) for name in ("mha", "virtual-2") for autocast in (False, True) for keys in LORA),
+    ],
 )
-def test_activations_are_what_autograd_keeps(name, autocast):
+def test_activations_are_what_autograd_keeps(name, autocast, keys):
     form, fields = KEPT[name]
     config = IHAConfig.from_preset("tiny", **{**WIDE, **fields})
-    setting = setting_of(config, max_length=512, per_device_train_batch_size=2)
-    setting = replace(setting, attention_form=form, autocast=autocast)
-    model = random_model(config).train()
+    run, args = parsed(max_length=512, per_device_train_batch_size=2, **keys)
+    setting = replace(run_setting(config, run, args), attention_form=form, autocast=autocast)
+    model = random_model(config, dtype=getattr(torch, run.dtype)).train()
     model.base_model.attention_form = form
+    if adapters := lora_config(run, model):
+        get_peft_model(model, adapters)  # changes `model` in place
+        model.train()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     copies = {tuple(shape) for parameter in model.parameters() for shape in (parameter.shape, parameter.shape[::-1])}
     kept = {}
@@ -114,6 +149,21 @@ def test_checkpointing_the_lean_form_and_the_sharing_of_devices_take_less():
     assert ulysses.activations == pytest.approx(full.activations / 8)
 
 
+def test_shards_of_trained_weights_are_in_float32_under_mixed_precision():
+    """Hold what `fsdp2_prepare_model` of accelerate does to weights that are loaded in bfloat16."""
+    half, full = (setting_of(TINY, dtype=dtype, bf16="true") for dtype in ("bfloat16", "float32"))
+    planned, wanted = (estimate(replace(each, layout=Layout(8, True))) for each in (half, full))
+    assert planned.optimizer == 2 * 4 * half.parameters.trained_number / 8
+    assert (planned.weights, planned.gradients) == (wanted.weights, wanted.gradients)
+    # PEFT makes adapters in float32, and frozen weights stay as they are: the few mixing weights differ.
+    lora = replace(setting_of(TINY, dtype="bfloat16", bf16="true", use_peft="true"), layout=Layout(8, True))
+    assert estimate(lora).weights == pytest.approx(estimate(replace(lora, autocast=False)).weights, rel=1e-3)
+    # On one device the weights stay as they are, and autocast copies none.
+    alone = replace(half, autocast=False)
+    assert estimate(half).weights == estimate(alone).weights == half.parameters.all
+    assert estimate(half).activations == estimate(alone).activations
+
+
 def test_the_eager_core_keeps_every_pair():
     eager = setting_of(TINY, max_length=512, attn_implementation="eager")
     pairs = 4 * 4 * (512 * 4) ** 2 * 4  # rows, heads, virtual tokens, bytes
@@ -126,6 +176,7 @@ def test_a_llama_has_the_plan_of_the_same_model_of_this_package():
     ours = IHAConfig.from_preset("tiny", attention_kinds="mha")
     assert estimate(setting_of(LlamaConfig(**sizes))) == estimate(setting_of(ours))
     assert run_setting(MistralConfig(**sizes), *parsed()) is None
+    assert run_setting(ours, *parsed(optim="lomo")) is None
 
 
 def test_the_layout_is_that_of_accelerate_launch(monkeypatch):
@@ -135,6 +186,16 @@ def test_the_layout_is_that_of_accelerate_launch(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "4")
     assert launched_layout() == Layout(8, True, 4)
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    assert launched_layout() == Layout(8, False, 4)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_only_stage_3_of_zero_shards_all(stage, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
+    assert launched_layout() == Layout(8, stage == 3)
 
 
 def test_the_changes_of_a_run():
@@ -185,6 +246,18 @@ def test_the_command_prints_a_recipe_on_several_layouts(capsys):
         memory_plan.main(["--config", recipe("pretrain"), "--preset", "none"])
     with pytest.raises(UserError, match="--preset : expected one of"):
         memory_plan.main(["--preset"])
+
+
+@pytest.mark.parametrize(
+    "words", [["--use_cpu", "True"], ["--use-cpu", "true"], ["--use_cpu"], ["--use_cpu=true"], []]
+)
+def test_the_command_plans_a_cpu_however_it_is_asked_for(words, tmp_path, capsys):
+    path = tmp_path / "sft.yaml"
+    path.write_text((ROOT / recipe("pretrain")).read_text() + ("" if words else "use_cpu: true\n"))
+    memory_plan.main(["--config", str(path), "--preset", "paper-2.4b-iha", *words])
+    assert "1 x 8192 tokens to a CPU" in capsys.readouterr().out
+    memory_plan.main(["--config", str(path), "--preset", "paper-2.4b-iha", "--use_cpu", "no"])
+    assert "1 x 8192 tokens to a GPU" in capsys.readouterr().out
 
 
 def test_the_window_of_a_preset_follows_the_length(capsys):
