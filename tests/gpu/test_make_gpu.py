@@ -27,7 +27,7 @@ README = harness.RESULTS / "gpu" / "README.md"
 def visit(tmp_path_factory):
     """Run the three commands of the README, each on a directory that is empty but for the archive.
 
-    The measurements run in this process, where they need no imports; the tests of a GPU run in a process, once.
+    The measurements run in this process, where they need no imports; the tests of a GPU run in a process.
     """
     lines = [shlex.split(line) for line in README.read_text().splitlines() if "-m benchmarks.gpu" in line]
     archive, run_until, begun = tmp_path_factory.mktemp("home") / "gpu.tar.gz", gpu.run_until, []
@@ -36,7 +36,7 @@ def visit(tmp_path_factory):
         _, _, module, *arguments = words
         begun.append(module)
         if module == "pytest":
-            return run_until(seconds, words) if begun.count("pytest") == 1 else 0
+            return run_until(seconds, words)
         monkeypatch.setattr(sys, "argv", [module, *arguments])
         return gpu_slices.main() or 0
 
@@ -48,7 +48,8 @@ def visit(tmp_path_factory):
             arguments[arguments.index("--archive") + 1] = str(archive)
             monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--dry", "--out", str(out)])
             gpu.main()
-    assert len(lines) == 3 and begun.count("benchmarks.gpu_slices") == 3  # nothing is measured twice
+    assert len(lines) == 3
+    assert sorted(begun) == ["benchmarks.gpu_slices"] * 3 + ["pytest"]  # nothing is measured twice
     return SimpleNamespace(archive=archive, last=next(path for path in out.iterdir() if path.is_dir()))
 
 
@@ -85,9 +86,10 @@ def test_what_comes_home_is_one_small_file(visit, monkeypatch, capsys, tmp_path)
     assert visit.archive.stat().st_size < 2**20
     assert not list(visit.last.parent.glob("**/.*"))
     monkeypatch.setattr(gpu, "run_until", lambda *_: pytest.fail("measured again"))
-    arguments = ("--dry", "--out", tmp_path, "--archive", visit.archive, "--commit", "COMMIT", *BENCHMARKS)
+    slices = ["tests", *BENCHMARKS]
+    arguments = ("--dry", "--out", tmp_path, "--archive", visit.archive, "--commit", "COMMIT", *slices)
     code, out, _ = run(monkeypatch, capsys, *arguments)
-    assert code == 0 and out.count("done before") == len(BENCHMARKS)
+    assert code == 0 and out.count("done before") == len(slices)
     assert {path.name for path in tmp_path.glob("*/*")} == {path.name for path in visit.last.iterdir()}
 
 
@@ -307,13 +309,33 @@ def test_outcomes_of_a_run_of_tests(tmp_path):
         "error": '<error message="fixture missing"/>',
     }
     lines = [f'<testcase classname="any" name="{name}">{inner}</testcase>' for name, inner in cases.items()]
+    lines += ['<testcase time="0.000" />']  # pytest was interrupted in this test
     (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{''.join(lines)}</testsuite></testsuites>")
     assert gpu.outcomes(tmp_path / "report.xml") == {
-        "tests": 4,
+        "tests": 5,
         "passed": 1,
+        "unfinished": 1,
         "failed": {"any::wrong": "assert 1 == 2", "any::error": "fixture missing"},
         "skipped": {"no such core": 1},
     }
+
+
+def test_a_run_of_tests_that_was_cut_replaces_no_whole_one(monkeypatch, tmp_path):
+    ends = []
+
+    def run_until(seconds, words):
+        (tmp_path / "tests.xml").write_text("<testsuites/>")
+        if (end := ends.pop(0)) is None:
+            raise subprocess.TimeoutExpired(words, seconds)
+        return end
+
+    monkeypatch.setattr(gpu, "run_until", run_until)
+    for commit, end, kept in (("1", None, None), ("1", 1, 1), ("1", None, 1), ("2", None, None), ("2", 0, 0)):
+        ends.append(end)
+        assert gpu.run_slice("tests", 60, tmp_path, True, commit) == (end == 0)
+        result = table(tmp_path, "tests")
+        assert (result["commit"], result["exit code"]) == (commit, kept)
+    assert gpu.run_slice("tests", 60, tmp_path, True, "2")  # done before
 
 
 def test_a_study_is_left_out_where_a_package_is_missing(monkeypatch, capsys, tmp_path):
