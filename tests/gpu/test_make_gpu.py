@@ -263,6 +263,31 @@ def test_a_damaged_archive_is_refused_and_leaves_nothing(monkeypatch, capsys, tm
     assert code == 1 and message in last_line(err) and not out.exists()
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_masks_and_rotary_tables_are_not_timed(monkeypatch, backward):
+    case = {"tokens": 64, "heads": 4, "head_dim": 8, "backward": backward}
+    work = gpu_slices.layers(case, num_pseudo_heads=2, **gpu_slices.sliding(16))
+    monkeypatch.setattr(gpu_slices.IHAModel, "create_masks", lambda *_: pytest.fail("made in a run"))
+    work.run()
+
+
+def test_a_run_is_timed_when_python_is_ahead(monkeypatch):
+    order = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.record, self.synchronize = (lambda name=name: order.append(name) for name in ("record", "wait"))
+
+        def elapsed_time(self, end):
+            return 500
+
+    monkeypatch.setattr(gpu_slices, "DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
+    assert gpu_slices.seconds_of(lambda: order.append("run")) == 0.5
+    assert order == ["sleep", "record", "run", "record", "wait"]
+
+
 def test_a_layer_that_is_wrong_is_left_out(monkeypatch):
     arguments = ("wrong", 4, 8, 2, True)
     gpu_slices.check_layer.__wrapped__(*arguments)
