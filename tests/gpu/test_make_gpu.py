@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -300,6 +301,32 @@ def test_a_layer_that_is_wrong_is_left_out(monkeypatch):
     monkeypatch.setattr(gpu_slices.attention_iha.InterleavedHeadAttention, "attend", wrong)
     with pytest.raises(RuntimeError, match="wrong is off a float32 computation by"):
         gpu_slices.check_layer.__wrapped__(*arguments)
+
+
+def test_schedules_are_trained_with_virtual_tokens_kept_and_expanded_again(monkeypatch):
+    checkpoint, calls, again = torch.utils.checkpoint.checkpoint, [], []
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *x, **y: calls.append(x) or checkpoint(*x, **y))
+    for case in gpu_slices.layer_cases(True):
+        for name, form in gpu_slices.layer_forms({**case, "seconds": {}}).items():
+            calls.clear()
+            form().run()
+            again += [(case["backward"], name)] * bool(calls)
+    schedule = "4 iha + 1 mha: P = 2, base"
+    assert again == [(True, schedule), (True, f"{schedule}, mix_heads")]
+
+
+def test_kernels_that_are_wrong_are_not_compared_with_themselves(monkeypatch):
+    expand, collapse = gpu_slices.attention_iha.InterleavedHeadAttention.expand, gpu_slices.attention_iha.collapse
+    wrong = partial(gpu_slices.mixing_by, expand, lambda *inputs: 1.1 * collapse(*inputs))
+    monkeypatch.setattr(gpu_slices, "by_mix_heads", wrong)
+    gpu_slices.check_layer.cache_clear()
+    for case in gpu_slices.layer_cases(True):
+        forms = gpu_slices.layer_forms({**case, "seconds": {}})
+        kernels = [name for name in forms if name.endswith("mix_heads")]
+        assert len(kernels) >= 1
+        for name in kernels:
+            with pytest.raises(RuntimeError, match="mix_heads is off a float32 computation by"):
+                forms[name]()
 
 
 def test_a_decoding_form_that_is_wrong_is_left_out(monkeypatch):
