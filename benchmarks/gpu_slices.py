@@ -10,9 +10,11 @@ example: python -m benchmarks.gpu_slices paper_layer --dry --out outputs/gpu_dry
 """
 
 import argparse
+import faulthandler
 import gc
 import signal
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -59,6 +61,8 @@ CHECK_TOKENS = 256
 # The error may be this many times that of the stock form in bfloat16, both against float32.
 TOLERANCE = 2
 ENDED = "ended the process, or was stopped"
+# The longest that a form may take, with the compilation of its kernels.
+FORM_SECONDS = 90
 # Seconds that the timed runs of a form take, of which there are 3 to 20.
 TIMED_SECONDS = 0.5 if DEVICE == "cuda" else 0
 # About 10 ms on a GPU.
@@ -220,8 +224,8 @@ def blocks_bytes(case: dict, virtual: int, window: int) -> float:
 def schedule_forms(row: dict) -> dict[str, Prepare]:
     """Compare the paper's schedule with five global "mha" layers, on the two backends that are fast.
 
-    In training the layers keep their virtual tokens for the backward pass, which at 65536 tokens and P = 20 fit no GPU.
-    The form "base" expands them again instead."""
+    In training the layers keep their virtual tokens for the backward pass, more than 100 GB of them at 65536 tokens and
+    P = 20. The form "base" expands them again instead."""
     mha = partial(layers, row, attention_kinds="mha", num_hidden_layers=5)
     forms = {f"5 mha: {name}": within(partial(sdpa_kernel, BACKENDS[name]), mha) for name in list(BACKENDS)[:2]}
     best, attention_forms = partial(best_backend, row), [None, "base"] if row["backward"] else [None]
@@ -275,7 +279,8 @@ def compile_ahead() -> None:
     A form whose kernels fail here is recorded when it runs."""
     case = layer_cases(False)[0]
     check = partial(check_layer, "mix_heads", case["heads"], case["head_dim"], windowed=True)
-    with suppress(Exception), ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=end_after, initargs=[FORM_SECONDS])
+    with suppress(Exception), pool:
         list(pool.map(check, case["pseudo_heads"]))
 
 
@@ -486,13 +491,19 @@ def seconds_of(function: Callable[[], None]) -> float:
     return start.elapsed_time(end) / 1000
 
 
+def end_after(seconds: float) -> None:
+    """End this process when the seconds are over, also where a kernel or a compiler hangs and hears no signal."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+
+
 @contextmanager
 def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iterator[None]:
-    """Record in `failed` what a form raises here, or that it ended the process.
+    """Record in `failed` what a form raises here, or that it ended the process, as it does when it hangs.
 
     A run that is stopped records nothing. An error that leaves the GPU unusable ends the process."""
     failed[name] = ENDED
     save()
+    end_after(FORM_SECONDS)
     try:
         yield
         synchronize()
@@ -504,6 +515,7 @@ def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iter
     else:
         del failed[name]
     finally:
+        faulthandler.cancel_dump_traceback_later()
         save()
     synchronize()
 

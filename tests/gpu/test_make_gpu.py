@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,17 +158,44 @@ def test_a_form_that_came_later_is_measured_alone(toy):
     assert all(row["ratios"].keys() == {"base", "fast"} for row in rows)
 
 
-def test_a_form_that_ends_the_process_is_left_out_afterwards(toy, tmp_path):
+def hang(*_, **__):
+    """Sleep in C, and hear no signal there but the last."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("end, code", [(lambda: os._exit(9), 9), (hang, 1)], ids=["ends", "hangs"])
+def test_a_form_that_ends_the_process_is_left_out_afterwards(toy, monkeypatch, tmp_path, end, code):
+    monkeypatch.setattr(gpu_slices, "FORM_SECONDS", 1)
     sound = toy.forms["fast"]
-    toy.forms["fast"] = lambda: os._exit(9)
+    toy.forms["fast"] = end
     if os.fork() == 0:
         toy.run()
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == code
     assert table(tmp_path, "paper_layer")["rows"][0]["failed"] == {"fast": gpu_slices.ENDED}
     # The second case has not met it.
     toy.forms["fast"] = sound
     *_, rows = toy.run()
     assert [list(row["seconds"]) for row in rows] == [["base"], ["base", "fast"]]
+
+
+def test_a_form_that_came_to_its_end_ends_no_process(toy, monkeypatch):
+    monkeypatch.setattr(gpu_slices, "FORM_SECONDS", 1)
+    if os.fork() == 0:
+        toy.run()
+        time.sleep(1.5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+
+
+def test_a_kernel_whose_compilation_hangs_holds_nothing_up(monkeypatch):
+    monkeypatch.setattr(gpu_slices, "get_context", lambda _: get_context("fork"))  # knows what this test replaces
+    monkeypatch.setattr(gpu_slices, "check_layer", hang)
+    monkeypatch.setattr(gpu_slices, "FORM_SECONDS", 1)
+    start = time.monotonic()
+    gpu_slices.compile_ahead()
+    assert time.monotonic() - start < 15
 
 
 def test_a_form_that_was_stopped_is_tried_again(toy):
