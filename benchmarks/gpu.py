@@ -77,11 +77,13 @@ def run_until(seconds: float, command: list[str]) -> int:
 
 def outcomes(report: Path) -> dict:
     """Count the outcomes of a JUnit report, with what failed and why tests were skipped."""
-    row = {"tests": 0, "passed": 0, "failed": {}, "skipped": {}}
+    row = {"tests": 0, "passed": 0, "unfinished": 0, "failed": {}, "skipped": {}}
     for case in ElementTree.parse(report).iter("testcase"):
         row["tests"] += 1
         name = f"{case.get('classname')}::{case.get('name')}"
-        if skips := [*case.iter("skipped")]:
+        if case.get("name") is None:  # pytest names a test in the report when it has run
+            row["unfinished"] += 1
+        elif skips := [*case.iter("skipped")]:
             reason = skips[0].get("message", "")
             row["skipped"][reason] = row["skipped"].get(reason, 0) + 1
         elif problems := [*case.iter("failure"), *case.iter("error")]:
@@ -95,11 +97,6 @@ def command_of(name: str, out: Path, dry: bool, commit: str) -> list[str] | None
     """Return the module of a slice and its arguments, or `None` where it is done or cannot run.
 
     On a CPU the tests are skipped, and a study only reads its arguments: a dry run shows that they are found."""
-    if name == "tests":
-        # Triton's compiler takes most of the time.
-        processes = ["-n", "14"] if importlib.util.find_spec("xdist") and not dry else []
-        report = f"--junit-xml={out / 'tests.xml'}"
-        return ["pytest", "-p", "no:cacheprovider", report, *processes, *(TESTS[:1] if dry else TESTS)]
     (module, *arguments), packages = STUDIES.get(name, ([name], []))
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         print(f"{name}: left out, it needs {', '.join(missing)}, which this environment lacks", flush=True)
@@ -109,6 +106,11 @@ def command_of(name: str, out: Path, dry: bool, commit: str) -> list[str] | None
     if result.exists() and read_json(result).get("complete", name in STUDIES) in (True, commit):
         print(f"{result} is there: done before", flush=True)
         return None
+    if name == "tests":
+        # Triton's compiler takes most of the time.
+        processes = ["-n", "14"] if importlib.util.find_spec("xdist") and not dry else []
+        report = f"--junit-xml={out / 'tests.xml'}"
+        return ["pytest", "-p", "no:cacheprovider", report, *processes, *(TESTS[:1] if dry else TESTS)]
     if name in STUDIES:
         options = ["--full", "--device", DEVICE, "--results", str(out), *["--help"] * dry]
         return [f"experiments.{module}", *arguments, *options]
@@ -134,9 +136,14 @@ def run_slice(name: str, seconds: int, out: Path, dry: bool, commit: str) -> boo
         print(f"{name}: its {seconds} seconds are up; the same command goes on", flush=True)
     report = out / "tests.xml"
     if name == "tests" and report.exists():
-        with suppress(ElementTree.ParseError):
-            took = {"commit": commit, "exit code": code, "seconds": time.monotonic() - start}
-            write_json(out / "tests.json", {**environment(dry), **took, **outcomes(report)})
+        table = out / "tests.json"
+        earlier = read_json(table) if table.exists() else {}
+        # A run that was cut says less than one of this commit that came to its end.
+        if code is not None or earlier.get("commit") != commit or earlier["exit code"] is None:
+            with suppress(ElementTree.ParseError):
+                took = {"commit": commit, "exit code": code, "seconds": time.monotonic() - start}
+                done = {"complete": commit if code == 0 else False}
+                write_json(table, {**environment(dry), **took, **done, **outcomes(report)})
         report.unlink()
     return code == 0
 

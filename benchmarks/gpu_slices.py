@@ -10,9 +10,11 @@ example: python -m benchmarks.gpu_slices paper_layer --dry --out outputs/gpu_dry
 """
 
 import argparse
+import faulthandler
 import gc
 import signal
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -59,8 +61,12 @@ CHECK_TOKENS = 256
 # The error may be this many times that of the stock form in bfloat16, both against float32.
 TOLERANCE = 2
 ENDED = "ended the process, or was stopped"
+# The longest that a form may take, with the compilation of its kernels.
+FORM_SECONDS = 90
 # Seconds that the timed runs of a form take, of which there are 3 to 20.
 TIMED_SECONDS = 0.5 if DEVICE == "cuda" else 0
+# About 10 ms on a GPU.
+SLEEP_CYCLES = 20_000_000
 
 
 class Work(NamedTuple):
@@ -100,16 +106,18 @@ def in_blocks() -> Iterator[None]:
 
 
 @contextmanager
-def by_mix_heads() -> Iterator[None]:
-    """Make "iha" layers expand and collapse by the Triton kernels; change nothing on a CPU, which has none."""
-    if DEVICE == "cpu":
-        yield
-        return
+def mixing_by(expand: Callable, collapse: Callable) -> Iterator[None]:
+    """Make "iha" layers expand and collapse by these functions."""
     with (
-        mock.patch.object(attention_iha.InterleavedHeadAttention, "expand", mix_heads_triton.expand),
-        mock.patch.object(attention_iha, "collapse", mix_heads_triton.collapse),
+        mock.patch.object(attention_iha.InterleavedHeadAttention, "expand", expand),
+        mock.patch.object(attention_iha, "collapse", collapse),
     ):
         yield
+
+
+by_torch = partial(mixing_by, attention_iha.InterleavedHeadAttention.expand, attention_iha.collapse)
+# A CPU has no kernels.
+by_mix_heads = partial(mixing_by, mix_heads_triton.expand, mix_heads_triton.collapse) if DEVICE == "cuda" else by_torch
 
 
 def fastest(row: dict, group: str) -> str | None:
@@ -148,17 +156,19 @@ def work(function: Callable, inputs: list[torch.Tensor], parameters: list, backw
     return Work(run, {"TFLOP": 2e-12 * products})
 
 
-def layers(case: dict, form: str | None = None, **fields) -> Work:
+def layers(case: dict, check: str | None = None, **fields) -> Work:
     """Build attention modules on random hidden states, one layer unless `fields` say otherwise.
 
-    The modules are checked if `form` names them."""
-    if form is not None:
-        check_layer(form, case["heads"], case["head_dim"], fields["num_pseudo_heads"], "sliding_window" in fields)
+    The modules are checked if `check` names them. A model makes masks and rotary tables once for all of its layers, so
+    they are made here and not timed."""
+    if check is not None:
+        check_layer(check, case["heads"], case["head_dim"], fields["num_pseudo_heads"], "sliding_window" in fields)
     attention, tokens, backward = modules(case, **fields), case["tokens"], case["backward"]
     config = attention.model.config
     costs = [cost.attention(config, *kind, tokens, "sdpa") for kind in zip(config.attention_kinds, config.layer_types)]
     products = sum(one.training if backward else one.prefill for one in costs)
-    return work(attention, [draw(1, tokens, config.hidden_size)], attention.leaves(), backward, products)
+    states = draw(1, tokens, config.hidden_size)
+    return work(attention.attend(states), [states], attention.leaves(), backward, products)
 
 
 def expanded(case: dict, virtual: int, window: int | None) -> Work:
@@ -187,6 +197,7 @@ def check_layer(form: str, heads: int, head_dim: int, virtual: int, windowed: bo
 
     with by_mix_heads() if form.endswith("mix_heads") else nullcontext():
         actual = results("flash_attention_4" if form.endswith("flash_attention_4") else "sdpa", DTYPE)
+    with by_torch():  # whatever context a form is built in
         compare(form, actual, results("eager", DTYPE), results("eager", torch.float32))
 
 
@@ -211,12 +222,18 @@ def blocks_bytes(case: dict, virtual: int, window: int) -> float:
 
 
 def schedule_forms(row: dict) -> dict[str, Prepare]:
-    """Compare the paper's schedule with five global "mha" layers, on the two backends that are fast."""
+    """Compare the paper's schedule with five global "mha" layers, on the two backends that are fast.
+
+    In training the layers keep their virtual tokens for the backward pass, more than 100 GB of them at 65536 tokens and
+    P = 20. The form "base" expands them again instead."""
     mha = partial(layers, row, attention_kinds="mha", num_hidden_layers=5)
     forms = {f"5 mha: {name}": within(partial(sdpa_kernel, BACKENDS[name]), mha) for name in list(BACKENDS)[:2]}
-    for virtual in row["pseudo_heads"]:
-        schedule = partial(layers, row, **schedules(row["tokens"], virtual)["4 iha + 1 mha"])
-        forms[f"4 iha + 1 mha: P = {virtual}"] = within(partial(best_backend, row), schedule)
+    best, attention_forms = partial(best_backend, row), [None, "base"] if row["backward"] else [None]
+    for virtual, form in product(row["pseudo_heads"], attention_forms):
+        name = f"4 iha + 1 mha: P = {virtual}{', base' if form else ''}"
+        schedule = partial(layers, row, form=form, **schedules(row["tokens"], virtual)["4 iha + 1 mha"])
+        forms[name] = within(best, schedule)
+        forms[f"{name}, mix_heads"] = within(by_mix_heads, within(best, partial(schedule, "mix_heads")))
     return forms
 
 
@@ -262,7 +279,8 @@ def compile_ahead() -> None:
     A form whose kernels fail here is recorded when it runs."""
     case = layer_cases(False)[0]
     check = partial(check_layer, "mix_heads", case["heads"], case["head_dim"], windowed=True)
-    with suppress(Exception), ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=end_after, initargs=[FORM_SECONDS])
+    with suppress(Exception), pool:
         list(pool.map(check, case["pseudo_heads"]))
 
 
@@ -465,6 +483,7 @@ def seconds_of(function: Callable[[], None]) -> float:
     if DEVICE == "cpu":
         return harness.wall_seconds(function)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP_CYCLES)  # meanwhile Python runs ahead, so that its launches are not timed
     start.record()
     function()
     end.record()
@@ -472,13 +491,19 @@ def seconds_of(function: Callable[[], None]) -> float:
     return start.elapsed_time(end) / 1000
 
 
+def end_after(seconds: float) -> None:
+    """End this process when the seconds are over, also where a kernel or a compiler hangs and hears no signal."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+
+
 @contextmanager
 def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iterator[None]:
-    """Record in `failed` what a form raises here, or that it ended the process.
+    """Record in `failed` what a form raises here, or that it ended the process, as it does when it hangs.
 
     A run that is stopped records nothing. An error that leaves the GPU unusable ends the process."""
     failed[name] = ENDED
     save()
+    end_after(FORM_SECONDS)
     try:
         yield
         synchronize()
@@ -490,6 +515,7 @@ def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iter
     else:
         del failed[name]
     finally:
+        faulthandler.cancel_dump_traceback_later()
         save()
     synchronize()
 

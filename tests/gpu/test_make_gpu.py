@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +29,7 @@ README = harness.RESULTS / "gpu" / "README.md"
 def visit(tmp_path_factory):
     """Run the three commands of the README, each on a directory that is empty but for the archive.
 
-    The measurements run in this process, where they need no imports; the tests of a GPU run in a process, once.
+    The measurements run in this process, where they need no imports; the tests of a GPU run in a process.
     """
     lines = [shlex.split(line) for line in README.read_text().splitlines() if "-m benchmarks.gpu" in line]
     archive, run_until, begun = tmp_path_factory.mktemp("home") / "gpu.tar.gz", gpu.run_until, []
@@ -36,7 +38,7 @@ def visit(tmp_path_factory):
         _, _, module, *arguments = words
         begun.append(module)
         if module == "pytest":
-            return run_until(seconds, words) if begun.count("pytest") == 1 else 0
+            return run_until(seconds, words)
         monkeypatch.setattr(sys, "argv", [module, *arguments])
         return gpu_slices.main() or 0
 
@@ -48,7 +50,8 @@ def visit(tmp_path_factory):
             arguments[arguments.index("--archive") + 1] = str(archive)
             monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--dry", "--out", str(out)])
             gpu.main()
-    assert len(lines) == 3 and begun.count("benchmarks.gpu_slices") == 3  # nothing is measured twice
+    assert len(lines) == 3
+    assert sorted(begun) == ["benchmarks.gpu_slices"] * 3 + ["pytest"]  # nothing is measured twice
     return SimpleNamespace(archive=archive, last=next(path for path in out.iterdir() if path.is_dir()))
 
 
@@ -85,9 +88,10 @@ def test_what_comes_home_is_one_small_file(visit, monkeypatch, capsys, tmp_path)
     assert visit.archive.stat().st_size < 2**20
     assert not list(visit.last.parent.glob("**/.*"))
     monkeypatch.setattr(gpu, "run_until", lambda *_: pytest.fail("measured again"))
-    arguments = ("--dry", "--out", tmp_path, "--archive", visit.archive, "--commit", "COMMIT", *BENCHMARKS)
+    slices = ["tests", *BENCHMARKS]
+    arguments = ("--dry", "--out", tmp_path, "--archive", visit.archive, "--commit", "COMMIT", *slices)
     code, out, _ = run(monkeypatch, capsys, *arguments)
-    assert code == 0 and out.count("done before") == len(BENCHMARKS)
+    assert code == 0 and out.count("done before") == len(slices)
     assert {path.name for path in tmp_path.glob("*/*")} == {path.name for path in visit.last.iterdir()}
 
 
@@ -154,17 +158,44 @@ def test_a_form_that_came_later_is_measured_alone(toy):
     assert all(row["ratios"].keys() == {"base", "fast"} for row in rows)
 
 
-def test_a_form_that_ends_the_process_is_left_out_afterwards(toy, tmp_path):
+def hang(*_, **__):
+    """Sleep in C, and hear no signal there but the last."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("end, code", [(lambda: os._exit(9), 9), (hang, 1)], ids=["ends", "hangs"])
+def test_a_form_that_ends_the_process_is_left_out_afterwards(toy, monkeypatch, tmp_path, end, code):
+    monkeypatch.setattr(gpu_slices, "FORM_SECONDS", 1)
     sound = toy.forms["fast"]
-    toy.forms["fast"] = lambda: os._exit(9)
+    toy.forms["fast"] = end
     if os.fork() == 0:
         toy.run()
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == code
     assert table(tmp_path, "paper_layer")["rows"][0]["failed"] == {"fast": gpu_slices.ENDED}
     # The second case has not met it.
     toy.forms["fast"] = sound
     *_, rows = toy.run()
     assert [list(row["seconds"]) for row in rows] == [["base"], ["base", "fast"]]
+
+
+def test_a_form_that_came_to_its_end_ends_no_process(toy, monkeypatch):
+    monkeypatch.setattr(gpu_slices, "FORM_SECONDS", 1)
+    if os.fork() == 0:
+        toy.run()
+        time.sleep(1.5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+
+
+def test_a_kernel_whose_compilation_hangs_holds_nothing_up(monkeypatch):
+    monkeypatch.setattr(gpu_slices, "get_context", lambda _: get_context("fork"))  # knows what this test replaces
+    monkeypatch.setattr(gpu_slices, "check_layer", hang)
+    monkeypatch.setattr(gpu_slices, "FORM_SECONDS", 1)
+    start = time.monotonic()
+    gpu_slices.compile_ahead()
+    assert time.monotonic() - start < 15
 
 
 def test_a_form_that_was_stopped_is_tried_again(toy):
@@ -261,6 +292,31 @@ def test_a_damaged_archive_is_refused_and_leaves_nothing(monkeypatch, capsys, tm
     assert code == 1 and message in last_line(err) and not out.exists()
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_masks_and_rotary_tables_are_not_timed(monkeypatch, backward):
+    case = {"tokens": 64, "heads": 4, "head_dim": 8, "backward": backward}
+    work = gpu_slices.layers(case, num_pseudo_heads=2, **gpu_slices.sliding(16))
+    monkeypatch.setattr(gpu_slices.IHAModel, "create_masks", lambda *_: pytest.fail("made in a run"))
+    work.run()
+
+
+def test_a_run_is_timed_when_python_is_ahead(monkeypatch):
+    order = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.record, self.synchronize = (lambda name=name: order.append(name) for name in ("record", "wait"))
+
+        def elapsed_time(self, end):
+            return 500
+
+    monkeypatch.setattr(gpu_slices, "DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
+    assert gpu_slices.seconds_of(lambda: order.append("run")) == 0.5
+    assert order == ["sleep", "record", "run", "record", "wait"]
+
+
 def test_a_layer_that_is_wrong_is_left_out(monkeypatch):
     arguments = ("wrong", 4, 8, 2, True)
     gpu_slices.check_layer.__wrapped__(*arguments)
@@ -273,6 +329,32 @@ def test_a_layer_that_is_wrong_is_left_out(monkeypatch):
     monkeypatch.setattr(gpu_slices.attention_iha.InterleavedHeadAttention, "attend", wrong)
     with pytest.raises(RuntimeError, match="wrong is off a float32 computation by"):
         gpu_slices.check_layer.__wrapped__(*arguments)
+
+
+def test_schedules_are_trained_with_virtual_tokens_kept_and_expanded_again(monkeypatch):
+    checkpoint, calls, again = torch.utils.checkpoint.checkpoint, [], []
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda *x, **y: calls.append(x) or checkpoint(*x, **y))
+    for case in gpu_slices.layer_cases(True):
+        for name, form in gpu_slices.layer_forms({**case, "seconds": {}}).items():
+            calls.clear()
+            form().run()
+            again += [(case["backward"], name)] * bool(calls)
+    schedule = "4 iha + 1 mha: P = 2, base"
+    assert again == [(True, schedule), (True, f"{schedule}, mix_heads")]
+
+
+def test_kernels_that_are_wrong_are_not_compared_with_themselves(monkeypatch):
+    expand, collapse = gpu_slices.attention_iha.InterleavedHeadAttention.expand, gpu_slices.attention_iha.collapse
+    wrong = partial(gpu_slices.mixing_by, expand, lambda *inputs: 1.1 * collapse(*inputs))
+    monkeypatch.setattr(gpu_slices, "by_mix_heads", wrong)
+    gpu_slices.check_layer.cache_clear()
+    for case in gpu_slices.layer_cases(True):
+        forms = gpu_slices.layer_forms({**case, "seconds": {}})
+        kernels = [name for name in forms if name.endswith("mix_heads")]
+        assert len(kernels) >= 1
+        for name in kernels:
+            with pytest.raises(RuntimeError, match="mix_heads is off a float32 computation by"):
+                forms[name]()
 
 
 def test_a_decoding_form_that_is_wrong_is_left_out(monkeypatch):
@@ -307,13 +389,33 @@ def test_outcomes_of_a_run_of_tests(tmp_path):
         "error": '<error message="fixture missing"/>',
     }
     lines = [f'<testcase classname="any" name="{name}">{inner}</testcase>' for name, inner in cases.items()]
+    lines += ['<testcase time="0.000" />']  # pytest was interrupted in this test
     (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{''.join(lines)}</testsuite></testsuites>")
     assert gpu.outcomes(tmp_path / "report.xml") == {
-        "tests": 4,
+        "tests": 5,
         "passed": 1,
+        "unfinished": 1,
         "failed": {"any::wrong": "assert 1 == 2", "any::error": "fixture missing"},
         "skipped": {"no such core": 1},
     }
+
+
+def test_a_run_of_tests_that_was_cut_replaces_no_whole_one(monkeypatch, tmp_path):
+    ends = []
+
+    def run_until(seconds, words):
+        (tmp_path / "tests.xml").write_text("<testsuites/>")
+        if (end := ends.pop(0)) is None:
+            raise subprocess.TimeoutExpired(words, seconds)
+        return end
+
+    monkeypatch.setattr(gpu, "run_until", run_until)
+    for commit, end, kept in (("1", None, None), ("1", 1, 1), ("1", None, 1), ("2", None, None), ("2", 0, 0)):
+        ends.append(end)
+        assert gpu.run_slice("tests", 60, tmp_path, True, commit) == (end == 0)
+        result = table(tmp_path, "tests")
+        assert (result["commit"], result["exit code"]) == (commit, kept)
+    assert gpu.run_slice("tests", 60, tmp_path, True, "2")  # done before
 
 
 def test_a_study_is_left_out_where_a_package_is_missing(monkeypatch, capsys, tmp_path):
