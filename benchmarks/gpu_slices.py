@@ -224,8 +224,8 @@ def blocks_bytes(case: dict, virtual: int, window: int) -> float:
 def schedule_forms(row: dict) -> dict[str, Prepare]:
     """Compare the paper's schedule with five global "mha" layers, on the two backends that are fast.
 
-    In training the layers keep their virtual tokens for the backward pass, more than 100 GB of them at 65536 tokens and
-    P = 20. The form "base" expands them again instead."""
+    In training the layers keep their virtual tokens for the backward pass: more than 100 GB at 65536 tokens, P = 20.
+    The form "base" expands them again instead."""
     mha = partial(layers, row, attention_kinds="mha", num_hidden_layers=5)
     forms = {f"5 mha: {name}": within(partial(sdpa_kernel, BACKENDS[name]), mha) for name in list(BACKENDS)[:2]}
     best, attention_forms = partial(best_backend, row), [None, "base"] if row["backward"] else [None]
