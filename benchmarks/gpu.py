@@ -52,7 +52,7 @@ STUDIES: dict[str, tuple[list[str], list[str]]] = {
     "relation": (["relation_composition"], []),
 }
 # The time of each slice, in the order of a run without names.
-SECONDS = {"tests": 150, "paper_layer": 300, "paper_train": 200, "paper_decode": 150, **dict.fromkeys(STUDIES, 480)}
+SECONDS = {"tests": 150, "paper_layer": 360, "paper_train": 200, "paper_decode": 150, **dict.fromkeys(STUDIES, 480)}
 STOPPING_SECONDS = 20
 
 

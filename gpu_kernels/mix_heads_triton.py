@@ -85,7 +85,7 @@ def _product(
     tl.store(out + HALF + offsets, y2.to(out.dtype.element_ty), mask=mask)
 
 
-@jit
+@jit(do_not_specialize=["SPLIT"])  # one binary for all lengths of the sum
 def _matrix_gradient(
     d_out, x, cos, sin, partial, x_batch, x_token, x_row, d_batch, d_token, d_row, N, SPLIT,
     ROWS_OUT: tl.constexpr, ROWS_IN: tl.constexpr, HEADS: tl.constexpr, TURN: tl.constexpr, HALF: tl.constexpr,

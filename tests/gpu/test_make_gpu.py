@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -355,6 +356,20 @@ def test_kernels_that_are_wrong_are_not_compared_with_themselves(monkeypatch):
         for name in kernels:
             with pytest.raises(RuntimeError, match="mix_heads is off a float32 computation by"):
                 forms[name]()
+
+
+def test_a_token_of_each_model_is_decoded_on_a_named_backend(monkeypatch):
+    order = []
+    monkeypatch.setattr(gpu_slices, "sdpa_kernel", lambda backends, **_: order.append(backends) or nullcontext())
+    unbuilt = gpu_slices.Work(None, {})
+    monkeypatch.setattr(gpu_slices, "decode_model", lambda case, preset: order.append(preset) or unbuilt)
+    case, backends = gpu_slices.decode_cases(True)[0], gpu_slices.BACKENDS
+    row = {**case, "seconds": {f"global: mha, {name}": -n for n, name in enumerate(backends)}}
+    for form in gpu_slices.decode_forms(row).values():
+        form()
+    fastest_first = [*reversed(backends.values()), gpu_slices.SDPBackend.MATH]
+    flash, math = backends.values()
+    assert order == [flash, "global", math, "global", fastest_first, "global-local", fastest_first, "iha"]
 
 
 def test_a_decoding_form_that_is_wrong_is_left_out(monkeypatch):

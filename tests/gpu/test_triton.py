@@ -104,6 +104,29 @@ class Compiler:
         self.compiled.append((self.kernel.__name__, binary.asm["ptx"], registers, binary.metadata.shared, spilled))
 
 
+@pytest.fixture
+def compiles_anew(monkeypatch, tmp_path):
+    """Let Triton compile with the log of ptxas, which a cached kernel has not."""
+    import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+
+
+@needs_triton
+def test_sums_of_all_lengths_share_a_binary(monkeypatch, compiles_anew):
+    """Compile the gradient of a matrix where a program sums one token and 17."""
+    compiled = []
+    compiler = Compiler(mix_heads_triton._matrix_gradient, 90, compiled)
+    monkeypatch.setattr(mix_heads_triton, "_matrix_gradient", compiler)
+    monkeypatch.setattr(mix_heads_triton, "_multiply", lambda x, *_: x)
+    for split in (1, 17):
+        states = torch.empty(1, split * mix_heads_triton.PROGRAMS // 16 * 16, 2, 16, device="meta")
+        mix_heads_triton.mix_heads(states, torch.empty(2, 2, device="meta", requires_grad=True)).sum().backward()
+    assert len(compiled) == 2 and len({ptx for _, ptx, *_ in compiled}) == 1
+
+
 @needs_triton
 @pytest.mark.parametrize(
     "dtype,capability,heads,groups,pseudo,head_dim",
@@ -113,9 +136,8 @@ class Compiler:
         (torch.float16, 100, 9, 3, 2, 64),
     ],
 )
-def test_kernels_compile_for_a_gpu(dtype, capability, heads, groups, pseudo, head_dim, monkeypatch, tmp_path):
+def test_kernels_compile_for_a_gpu(dtype, capability, heads, groups, pseudo, head_dim, monkeypatch, compiles_anew):
     """Compile every kernel, as it is launched, by Triton and ptxas: on tensor cores, with hardly a spill."""
-    import triton
 
     def meta(*sizes, dtype=torch.float32):
         return torch.empty(sizes, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
@@ -124,9 +146,6 @@ def test_kernels_compile_for_a_gpu(dtype, capability, heads, groups, pseudo, hea
     for module, names in ((mix_heads_triton, ("_product", "_matrix_gradient")), (decode_triton, ["_decode_forward"])):
         for name in names:
             monkeypatch.setattr(module, name, Compiler(getattr(module, name), capability, compiled))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
-    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)  # a cached kernel has no log
     query, key = (meta(2, count, 48, head_dim, dtype=dtype) for count in (heads, groups))
     mixing, table = [meta(n, n, pseudo) for n in (heads, groups, groups)], meta(pseudo, head_dim)
     mix_heads_triton.expand(None, query, mixing[0], (table, table)).sum().backward()
