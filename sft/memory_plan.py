@@ -127,6 +127,11 @@ class Setting:
         return self.autocast and self.weight_bytes == 4
 
     @property
+    def half_on_gpu(self) -> bool:
+        """Return whether a GPU computes in half precision."""
+        return not self.on_cpu and self.compute_bytes == 2
+
+    @property
     def device_tokens(self) -> int:
         """Return the tokens on a device at a time."""
         return self.batch * self.tokens // self.layout.sequence_parallel
@@ -178,10 +183,13 @@ def count_parameters(config: PreTrainedConfig, run: RunArguments) -> Parameters:
 def goes_in_blocks(setting: Setting, virtual: int, layer_type: str) -> bool:
     """Return whether a layer of `virtual` tokens a token attends by blocks of queries, which copy keys and values.
 
-    A window on SDPA does so, except on a GPU in half precision.
+    A window on SDPA does so, except where a GPU takes `varlen_attn` (`has_varlen` in modeling_iha/window_blocks.py).
     """
-    config, half_on_gpu = setting.config, not setting.on_cpu and setting.compute_bytes == 2
-    if layer_type != "sliding_attention" or config._attn_implementation != "sdpa" or half_on_gpu:
+    config = setting.config
+    has_varlen = (
+        setting.half_on_gpu and not config.attention_dropout and config.head_dim % 8 == 0 and config.head_dim <= 256
+    )
+    if layer_type != "sliding_attention" or config._attn_implementation != "sdpa" or has_varlen:
         return False
     return beats_a_mask(setting.tokens * virtual, config.sliding_window * virtual, varlen=False)
 
@@ -211,6 +219,9 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
     elif form == "eager":
         of_attention += tokens * virtual * setting.tokens * virtual * heads * 4
         attention_working += of_attention
+    elif setting.half_on_gpu:
+        # The backward of FlashAttention-2 sums the gradients of the queries in float32.
+        attention_working += query * 4
     if recomputes(setting.attention_form, virtual):
         attention_working += of_attention
         of_attention = kept("base")

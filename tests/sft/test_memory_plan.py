@@ -305,6 +305,26 @@ def test_a_layer_at_64k_keeps_what_the_plan_says(preset, kind, monkeypatch):
     assert estimate(replace(setting, layout=Layout(8, True), checkpointing=True)).total < 80e9
 
 
+def test_flash_attention_on_a_gpu_sums_gradients_of_queries_in_float32():
+    config = IHAConfig.from_preset("paper-2.4b-iha", max_position_embeddings=65536, num_hidden_layers=1)
+    setting = setting_of(config, max_length=65536, per_device_train_batch_size=1, dtype="bfloat16")
+    on_gpu, on_cpu = (
+        memory_plan.layer_bytes(replace(setting, on_cpu=is_cpu), "iha", "full_attention")[1]
+        for is_cpu in (False, True)
+    )
+    assert on_gpu - on_cpu == 65536 * config.num_pseudo_heads * config.num_attention_heads * config.head_dim * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "blocks"), [({}, False), ({"attention_dropout": 0.1}, True), ({"head_dim": 20}, True)], ids=str
+)
+def test_a_window_on_a_gpu_goes_in_blocks_without_varlen(fields, blocks):
+    config = IHAConfig.from_preset("tiny", sliding_window=128, layer_types="sliding_attention", **fields)
+    setting = setting_of(config, max_length=4096, dtype="bfloat16")
+    assert memory_plan.goes_in_blocks(replace(setting, on_cpu=False), 2, "sliding_attention") is blocks
+    assert memory_plan.goes_in_blocks(setting, 2, "sliding_attention")
+
+
 # A checkpoint of Qwen2.5-7B-Instruct's size, and one of SmolLM2's.
 QWEN_7B = {
     **{"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28},
