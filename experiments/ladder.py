@@ -28,11 +28,14 @@ from experiments.options import study_parser
 
 TASKS = ("offsets", "lookups")
 NUMBERS = (2, 4, 8)
-# Variant -> its kind, heads and pseudo-heads.
-VARIANTS = {
-    **{f"mha {heads}": ("mha", heads, 1) for heads in (2, 4, 8)},
-    **{f"iha 2 x {pseudo}": ("iha", 2, pseudo) for pseudo in (2, 4)},
-    "dcmha 2": ("dcmha", 2, 1),
+# Variant -> its kind, heads and pseudo-heads, and other fields of the config. The two controls change the distance
+# between tokens: "iha" with P pseudo-heads puts them P positions apart, unless its positions are "shared".
+VARIANTS: dict[str, tuple[str, int, int, dict]] = {
+    **{f"mha {heads}": ("mha", heads, 1, {}) for heads in (2, 4, 8)},
+    **{f"iha 2 x {pseudo}": ("iha", 2, pseudo, {}) for pseudo in (2, 4)},
+    "dcmha 2": ("dcmha", 2, 1, {}),
+    "mha 4 apart": ("mha", 4, 1, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5}}),
+    "iha 2 x 2 shared": ("iha", 2, 2, {"pseudo_positions": "shared"}),
 }
 
 
@@ -109,7 +112,7 @@ class Model(nn.Module):
 
     def __init__(self, variant: str, task: str, k: int):
         super().__init__()
-        kind, heads, pseudo_heads = VARIANTS[variant]
+        kind, heads, pseudo_heads, fields = VARIANTS[variant]
         self.answers = k
         words = KEYS + VALUES + k * KEYS if task == "lookups" else VALUES
         config = config_of(
@@ -121,6 +124,7 @@ class Model(nn.Module):
             vocab_size=max(words, k * VALUES),
             tie_word_embeddings=False,
             attn_implementation="eager",  # PyTorch's SDPA has no batching rule for several models at once
+            **fields,
         )
         self.model = IHAForCausalLM(config)
 
