@@ -13,10 +13,15 @@ from markdown_it import MarkdownIt
 from math_verify import parse, verify
 
 
+# What thoughts begin with, in DeepSeek-R1's form and in OpenThoughts-114k's, which the recipes of `sft` train.
+THOUGHTS = ("<think>", "<|begin_of_thought|>")
+
+
 def final_part(reply: str) -> str:
     """Return what a reply says after its thoughts: nothing when they do not end."""
-    said = reply.rpartition("</think>")[2]
-    return "" if "<think>" in said else said
+    said = re.split(r"</think>|<\|end_of_thought\|>", reply)[-1]
+    said = re.sub(r"<\|(?:begin|end)_of_solution\|>", "", said)
+    return "" if any(marker in said for marker in THOUGHTS) else said
 
 
 # Mathematics

@@ -65,6 +65,12 @@ def test_gold_scores_1_and_broken_0(name, directory, rows):
     assert result["gold_right"] == result["rows"] == (rows or result["rows"]) > 1 and result["broken_right"] == 0
 
 
+OPEN_THOUGHTS = (
+    "<|begin_of_thought|>\n\\boxed{5}?<|end_of_thought|>\n"
+    "<|begin_of_solution|>\nThe answer is 7.\n<|end_of_solution|>"
+)
+
+
 @pytest.mark.parametrize(
     ("gold", "reply", "right"),
     [
@@ -76,6 +82,9 @@ def test_gold_scores_1_and_broken_0(name, directory, rows):
         ("#### 18", "", False),
         ("#### 18", "I do not know.", False),
         ("#### 18", "#### 1800", False),
+        ("#### 5", "<|begin_of_thought|>\nTry \\boxed{5}? Let me check: 5 + 2", False),
+        ("#### 7", OPEN_THOUGHTS, True),
+        ("#### 5", OPEN_THOUGHTS, False),
         ("#### -3", r"\boxed{3}", False),
         (r"\frac{1}{2}", r"It is $\boxed{0.5}$.", True),
         (r"\frac{1}{2}", r"It is $\boxed{\frac12}$.", True),
@@ -159,6 +168,7 @@ def fenced(*blocks):
         ("```pycon\n>>> f()\n```", "```pycon\n>>> f()\n```"),
         ("no block", "no block"),
         ("<think>\n```python\ndef f(): a\n```\n", ""),
+        ("<|begin_of_thought|>\n```python\ndef f(): a\n```\n", ""),
     ],
 )
 def test_the_program_in_a_reply(reply, code):
