@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Pre
 
 from common.command_io import UserError
 from evaluation.records import Records, sample_key
+from evaluation.replies import THOUGHTS
 
 
 class SeededSampling(LogitsProcessor):
@@ -147,7 +148,8 @@ class RecordedModel(HFLM):
             self.counts[sample["task"]].update(
                 samples=1, truncated_prompts=int(sample["truncated"]), unfinished_replies=int(sample["unfinished"])
             )
-        return [self.records.get(key)["text"] for key in keys]
+        texts = [self.records.get(key)["text"] for key in keys]
+        return [opened_thought(request.args[0]) + text for request, text in zip(requests, texts, strict=True)]
 
     def _halve(self, size: int, error: RuntimeError) -> None:
         """Halve the batch size after a batch of `size` that did not fit into memory.
@@ -233,6 +235,11 @@ class RecordedModel(HFLM):
             ]
             result.append(torch.cat(parts).tolist())
         return result
+
+
+def opened_thought(prompt: str) -> str:
+    """Return the marker with which a chat template ends `prompt` so that the reply begins inside a thought, or ""."""
+    return next((marker for marker in THOUGHTS if prompt.rstrip().endswith(marker)), "")
 
 
 def sample_seed(seed: int, key: tuple[str, str, int]) -> int:

@@ -498,6 +498,14 @@ def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside
     assert generated(tmp_path, requests(3, 1, settings), model=model) == expected and len(set(expected)) == 3
 
 
+def test_a_thought_that_the_prompt_opens_is_a_part_of_the_reply(tmp_path):
+    (asked,) = requests(1, 1)
+    asked.arguments = (f"{asked.args[0]} <think>\n", SETTINGS)
+    (reply,) = generated(tmp_path, [asked])
+    (row,) = read_jsonl(tmp_path / "rank0.jsonl")
+    assert reply == f"<think>{row['text']}" and replies.final_part(reply) == "" != row["text"]
+
+
 def test_a_reply_ends_at_a_stop_or_an_end_token_or_is_unfinished(tmp_path):
     model = recorded(tmp_path)
     words = tiny_tokenizer().decode([10, 11, 12]).split()
