@@ -7,6 +7,7 @@ import builtins
 import math
 import re
 import symtable
+from decimal import Decimal
 from functools import cache
 
 from markdown_it import MarkdownIt
@@ -45,6 +46,9 @@ _UNIT_IN_TEXT = rf"\s*/?\s*{_TEXT}\{{([^{{}}\\\d]+)\}}"
 _UNIT_IN_WORDS = r"(?<=\d)\s+([A-Za-z]{3,}(?:[ /-](?:[A-Za-z]{2,}|a))*)"
 _UNIT = re.compile(rf"(?:{_UNIT_IN_TEXT}|{_UNIT_IN_WORDS})(?:\^\{{?\d\}}?)?$")
 _FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_MULTIPLE = re.compile(
+    rf"(\d[\d,]*(?:\.\d+)?)((?:[\s~$*]|\\[ ,;()]|{_TEXT}\{{)+)((?:\s*\b(?:{'|'.join(_FACTORS)})s?\b)+)", re.IGNORECASE
+)
 _NO_UNITS = {"and", "or", "if", "more", "less", "fewer", "most", "least", "not", "plus", "minus"}
 
 # Sentences that do not say the answer.
@@ -54,6 +58,10 @@ _DOUBT = re.compile(
     re.IGNORECASE,
 )
 _ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)", re.IGNORECASE)
+
+
+def _factor(words: list[str]) -> int:
+    return math.prod(_FACTORS.get(word.removesuffix("s"), 1) for word in words)
 
 
 def _without_unit(answer: str) -> str:
@@ -66,13 +74,19 @@ def _without_unit(answer: str) -> str:
     answer = _CURRENCY.sub("", answer)
     if (unit := _UNIT.search(answer)) and (number := answer[: unit.start()].strip()):
         words = re.findall("[a-z]+", (unit[1] or unit[2]).lower().replace(".", ""))
-        if (factor := math.prod(_FACTORS.get(word.removesuffix("s"), 1) for word in words)) > 1:
+        if (factor := _factor(words)) > 1:
             return rf"{number} \cdot {factor}"
         # math_verify would drop every text.
         answer = number if _NO_UNITS.isdisjoint(words) else f"({number}, {' '.join(words)})"
     if re.fullmatch(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?", answer):
         answer = re.sub("[, ]", "", answer)
     return answer
+
+
+def _multiplied(multiple: re.Match) -> str:
+    """Return the number of "5 dozen", with the LaTeX between its parts."""
+    number, between, words = multiple.groups()
+    return f"{Decimal(number.replace(',', '')) * _factor(words.lower().split()):f}{between}"
 
 
 def _read(answer: str) -> tuple | None:
@@ -120,6 +134,7 @@ def math_answer(text: str) -> tuple | None:
         return None
     if markers := _MARKER.findall(text):
         return _read(markers[-1])
+    text = _MULTIPLE.sub(_multiplied, text)
     found = tuple(parse(text))
     if found and not getattr(found[0], "is_number", True):  # formulas, and sets of what "and" and "or" join
         return found
