@@ -41,7 +41,11 @@ _MARKER = re.compile(r"(?<!#)####\s*(\\?[$€£]?-?[\d,]*\.?\d+\s*\\?%?)\.?\s*$"
 
 # Around the number of an answer.
 _TEXT = r"\\(?:text(?:it|rm|sf|normal)?|math(?:rm|sf)|mbox)\s*"
-_CURRENCY = re.compile(rf"^(?:{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds|USD|EUR|GBP)\s*(?=[-\d.])")
+_CURRENCY = re.compile(rf"(^|=)(\s*-?\s*)(?:{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds|USD|EUR|GBP)\s*(?=[-\d.])")
+_THOUSANDS = re.compile(
+    r"(?:^|=)\s*(?:\\\$)?\s*-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?(?=\s*(?:\Z|\$|\\[)\]]))"
+)
+_SUM = re.compile(r"^(?:[-+*/×÷=\s\d.,()]|\\(?:times|cdot|div|\$))*=(?=\s*-?[\d., ]+$)")
 _UNIT_IN_TEXT = rf"\s*/?\s*{_TEXT}\{{([^{{}}\\\d]+)\}}"
 _UNIT_IN_WORDS = r"(?<=\d)\s+([A-Za-z]{3,}(?:[ /-](?:[A-Za-z]{2,}|a))*)"
 _UNIT = re.compile(rf"(?:{_UNIT_IN_TEXT}|{_UNIT_IN_WORDS})(?:\^\{{?\d\}}?)?$")
@@ -60,6 +64,10 @@ _DOUBT = re.compile(
 _ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)", re.IGNORECASE)
 
 
+def _without_separators(number: re.Match) -> str:
+    return re.sub(r"(?<=\d)[, ]", "", number[0])
+
+
 def _factor(words: list[str]) -> int:
     return math.prod(_FACTORS.get(word.removesuffix("s"), 1) for word in words)
 
@@ -71,16 +79,14 @@ def _without_unit(answer: str) -> str:
     if whole := re.fullmatch(rf"{_TEXT}\{{([^{{}}]*\d[^{{}}]*)\}}", answer):
         answer = whole[1]
     answer = re.sub(r"(?<!\\)\\[ ,;:]|~", " ", answer.replace(r"\!", "").replace("{,}", ",")).strip().removesuffix(".")
-    answer = _CURRENCY.sub("", answer)
+    answer = _CURRENCY.sub(r"\1\2", answer)
     if (unit := _UNIT.search(answer)) and (number := answer[: unit.start()].strip()):
         words = re.findall("[a-z]+", (unit[1] or unit[2]).lower().replace(".", ""))
         if (factor := _factor(words)) > 1:
             return rf"{number} \cdot {factor}"
         # math_verify would drop every text.
         answer = number if _NO_UNITS.isdisjoint(words) else f"({number}, {' '.join(words)})"
-    if re.fullmatch(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?", answer):
-        answer = re.sub("[, ]", "", answer)
-    return answer
+    return _THOUSANDS.sub(_without_separators, _SUM.sub("", answer))
 
 
 def _multiplied(multiple: re.Match) -> str:
@@ -134,7 +140,7 @@ def math_answer(text: str) -> tuple | None:
         return None
     if markers := _MARKER.findall(text):
         return _read(markers[-1])
-    text = _MULTIPLE.sub(_multiplied, text)
+    text = _THOUSANDS.sub(_without_separators, _MULTIPLE.sub(_multiplied, text))
     found = tuple(parse(text))
     if found and not getattr(found[0], "is_number", True):  # formulas, and sets of what "and" and "or" join
         return found
