@@ -136,6 +136,9 @@ def test_majority_counts_equal_answers_together_and_none_never():
     assert voted("none", "none", "none", "1000") == 1
     assert voted("1000", "7") == 1 and voted("7", "1000") == 0  # of equally many the first
     assert voted("none", "") == 0
+    shares = [r"\boxed{0.18}", r"\boxed{18\%}", r"\boxed{18\%}", r"\boxed{18}"]  # the middle ones equal all
+    gold = {"answer": "#### 18"}
+    assert [scores.gsm8k(gold, [order])["maj@4"] for order in (shares, shares[::-1])] == [1, 1]
     row = scores.gsm8k({"answer": "#### 1000"}, [["#### 1,000", "#### 7", "#### 7", "#### 1000", "#### 1000.0"]])
     assert row["pass@1"] == 3 / 5 and row["maj@5"] == 1 and row["lm_eval_maj@5"] == 0 and row["lm_eval_strict"] == 1
 
