@@ -682,11 +682,14 @@ def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch,
         run.main([str(tiny), "--suite", "smoke", "--output", str(output), "--seed", "1"])
 
 
+COMPARED = ("niah_single_1", "gsm8k", "dcformer_synthetic")
+
+
 @pytest.fixture
 def two_runs(tiny, tmp_path) -> list[Path]:
     """Evaluate one model, and copy the result with one of two answers made right by hand."""
     runs = [tmp_path / "base", tmp_path / "tuned"]
-    run.main([str(tiny), "--suite", "smoke", "--tasks", "niah_single_1", "gsm8k", "--output", str(runs[0])])
+    run.main([str(tiny), "--suite", "smoke", "--output", str(runs[0]), "--tasks", *COMPARED])
     shutil.copytree(*runs)
     file = runs[1] / "samples_niah_single_1@512.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -694,6 +697,7 @@ def two_runs(tiny, tmp_path) -> list[Path]:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     results = json.loads((runs[1] / "results.json").read_text())
     results["tasks"]["niah_single_1@512"]["metrics"]["string_match"] = {"value": 0.5, "stderr": 0.5}
+    results["tasks"]["gsm8k"]["metrics"]["other"] = results["tasks"]["gsm8k"]["metrics"].pop("lm_eval_strict")
     (runs[1] / "results.json").write_text(json.dumps(results))
     return runs
 
@@ -703,6 +707,8 @@ def test_two_evaluations_are_compared_example_by_example(two_runs, tmp_path):
     text = (tmp_path / "comparison.md").read_text()
     assert "| niah_single_1@512 | string_match | 2 | 0.0 ± 0.0 | 50.0 ± 50.0 | 50.0 ± 50.0 | 1 |" in text
     assert "| gsm8k | pass@1 | 2 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0 |" in text
+    assert re.search(r"\| dcformer_synthetic \| acc \| 2 \|.*\| – \|$", text, re.MULTILINE)  # it has no replies
+    assert "lm_eval_flexible" in text and "lm_eval_strict" not in text and "| other |" not in text
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
