@@ -764,6 +764,15 @@ def test_a_checkpoint_is_told_by_what_it_is_loaded_from(tmp_path):
     assert run.fingerprint(tmp_path / "a") != before
 
 
+def test_tasks_are_told_by_the_files_that_they_include(tmp_path, monkeypatch):
+    before = run.task_hash()
+    monkeypatch.setattr(suites, "TASKS", shutil.copytree(suites.TASKS, tmp_path / "tasks"))
+    assert run.task_hash() == before
+    with open(tmp_path / "tasks" / "gsm8k_5shot.yaml", "a") as file:  # gsm8k_5shot_maj5 includes it
+        file.write("num_fewshot: 4\n")
+    assert run.task_hash() != before
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_samples_of_one(tiny, tmp_path):
     """Give two processes three examples: different numbers of them. The imports take half a minute."""
