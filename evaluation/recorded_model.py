@@ -203,14 +203,16 @@ class RecordedModel(HFLM):
             )
         rows = output[:, length:].tolist()
         return [
-            self._reply(row, stops, limit) | {"seed": seed, "truncated": cut}
-            for row, seed, cut in zip(rows, seeds, truncated, strict=True)
+            self._reply(prompt[-room:], row, stops, limit) | {"seed": seed, "truncated": cut}
+            for prompt, row, seed, cut in zip(prompts, rows, seeds, truncated, strict=True)
         ]
 
-    def _reply(self, tokens: list[int], stops: list[str], limit: int) -> dict:
+    def _reply(self, prompt: list[int], tokens: list[int], stops: list[str], limit: int) -> dict:
         end = next((i for i, token in enumerate(tokens) if token in self.end_ids), None)
         tokens = tokens[:end]
-        text = self.tok_decode(tokens)
+        # SentencePiece's decoders drop a blank at the beginning, which may indent the reply.
+        head = prompt[-8:]
+        text = self.tok_decode(head + tokens)[len(self.tok_decode(head)) :]
         stopped = min((text.find(stop) for stop in stops if stop in text), default=None)
         unfinished = end is None and stopped is None and len(tokens) >= limit
         return {"text": text[:stopped], "tokens": len(tokens), "unfinished": unfinished}

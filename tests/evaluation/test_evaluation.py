@@ -18,6 +18,8 @@ import pytest
 import torch
 from helpers import SLOW
 from lm_eval.api.instance import Instance
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 
 
@@ -515,8 +517,9 @@ def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside
     settings = {"do_sample": False, "max_gen_toks": 6, "until": []}
     model = tiny_source()
     inputs = [tiny_tokenizer()(request.args[0], return_tensors="pt")["input_ids"] for request in requests(3, 1)]
-    outputs = [model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :] for ids in inputs]
-    expected = [tiny_tokenizer().decode(output, skip_special_tokens=True) for output in outputs]
+    outputs = [model.generate(ids, max_new_tokens=6, do_sample=False)[0] for ids in inputs]
+    texts = [tiny_tokenizer().decode(output, skip_special_tokens=True) for output in outputs]
+    expected = [text.removeprefix(request.args[0]) for text, request in zip(texts, requests(3, 1), strict=True)]
     model.generation_config.update(repetition_penalty=5.0, max_new_tokens=1, do_sample=True, temperature=9.0)
     assert generated(tmp_path, requests(3, 1, settings), model=model) == expected and len(set(expected)) == 3
 
@@ -533,10 +536,18 @@ def test_a_reply_ends_at_a_stop_or_an_end_token_or_is_unfinished(tmp_path):
     model = recorded(tmp_path)
     words = tiny_tokenizer().decode([10, 11, 12]).split()
     ids = [10, 11, 12]
-    assert model._reply([*ids, 2, 0, 0], [], 6) == {"text": " ".join(words), "tokens": 3, "unfinished": False}
-    assert model._reply(ids, [], 3)["unfinished"]
-    assert model._reply(ids, [words[1]], 3) == {"text": f"{words[0]} ", "tokens": 3, "unfinished": False}
-    assert model._reply([3, *ids], [], 9)["text"] == ""  # the generation config's second end token
+    assert model._reply([], [*ids, 2, 0, 0], [], 6) == {"text": " ".join(words), "tokens": 3, "unfinished": False}
+    assert model._reply([], ids, [], 3)["unfinished"]
+    assert model._reply([], ids, [words[1]], 3) == {"text": f"{words[0]} ", "tokens": 3, "unfinished": False}
+    assert model._reply([], [3, *ids], [], 9)["text"] == ""  # the generation config's second end token
+
+
+def test_a_reply_keeps_the_blanks_that_it_begins_with(tmp_path):
+    model = recorded(tmp_path)
+    tokenizer = Tokenizer(models.WordLevel({"def": 0, ":\n": 1, "▁▁▁▁": 4, "return": 5}, unk_token="def"))
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert model._reply([0, 1], [4, 5], [], 9)["text"] == "    return"
 
 
 def test_memory_that_runs_out_halves_the_batch(tmp_path, monkeypatch, capsys):
@@ -600,7 +611,7 @@ def test_prompts_that_do_not_fit_are_refused_or_counted(tmp_path):
     assert cutting.counts["task"]["truncated_prompts"] == 1
     ids = tiny_tokenizer()(long[2].args[0], return_tensors="pt")["input_ids"][:, -10:]  # the question is at the end
     expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=[2, 3])[0, 10:]
-    assert reply == tiny_tokenizer().decode(expected, skip_special_tokens=True)
+    assert reply == " " + tiny_tokenizer().decode(expected, skip_special_tokens=True)
     # One sample alone is counted as a number, too.
     single = recorded(tmp_path / "c", model, truncate=True)
     single.generate_until(requests(1, 1, {"do_sample": False, "max_gen_toks": 6}), disable_tqdm=True)
