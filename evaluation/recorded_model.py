@@ -143,11 +143,11 @@ class RecordedModel(HFLM):
             del jobs[: len(batch)]
             bar.update(len(batch))
         bar.close()
-        samples = [self.records.get(key) for key in dict.fromkeys(keys)]
-        for sample in samples:
-            self.counts[sample["task"]].update(
-                samples=1, truncated_prompts=int(sample["truncated"]), unfinished_replies=int(sample["unfinished"])
-            )
+        samples = {key: self.records.get(key) for key in keys}
+        for sample in samples.values():
+            self.counts[sample["task"]].update(samples=1, unfinished_replies=int(sample["unfinished"]))
+        for (task, _), cut in {key[:2]: sample["truncated"] for key, sample in samples.items()}.items():
+            self.counts[task].update(truncated_prompts=int(cut))
         texts = [self.records.get(key)["text"] for key in keys]
         return [opened_thought(request.args[0]) + text for request, text in zip(requests, texts, strict=True)]
 

@@ -605,11 +605,11 @@ def test_prompts_that_do_not_fit_are_refused_or_counted(tmp_path):
         refusing.generate_until(long, disable_tqdm=True)
     assert refusing.check_prompts(requests(2, 1, words=8)) == {"task": [8, 9]}
     cutting = recorded(tmp_path / "b", model, truncate=True)
-    long = requests(3, 1, {"do_sample": False, "max_gen_toks": 6}, words=9)
+    long = requests(3, 2, {"do_sample": False, "max_gen_toks": 6}, words=9)
     cutting.check_prompts(long)
-    reply = cutting.generate_until(long, disable_tqdm=True)[2]
-    assert cutting.counts["task"]["truncated_prompts"] == 1
-    ids = tiny_tokenizer()(long[2].args[0], return_tensors="pt")["input_ids"][:, -10:]  # the question is at the end
+    reply = cutting.generate_until(long, disable_tqdm=True)[4]
+    assert cutting.counts["task"]["truncated_prompts"] == 1  # of two samples
+    ids = tiny_tokenizer()(long[4].args[0], return_tensors="pt")["input_ids"][:, -10:]  # the question is at the end
     expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=[2, 3])[0, 10:]
     assert reply == " " + tiny_tokenizer().decode(expected, skip_special_tokens=True)
     # One sample alone is counted as a number, too.
