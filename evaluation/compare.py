@@ -90,8 +90,8 @@ def paired_difference(before: dict[tuple, dict], after: dict[tuple, dict], metri
 def compare(runs: dict[str, dict], tasks: list[str]) -> list[dict]:
     """Return one row per task and metric: {"task", "metric", "examples", "figures", "differences", "other_replies"}.
 
-    "figures" are by run. "differences" and "other_replies", the number of examples with another reply than in the
-    first run, are by run but the first.
+    The metrics are those that all runs have. "figures" are by run. "differences" and "other_replies", the number of
+    examples with another reply than in the first run (`None` for a task without replies), are by run but the first.
     """
     first, *others = runs
     rows = []
@@ -99,11 +99,16 @@ def compare(runs: dict[str, dict], tasks: list[str]) -> list[dict]:
         samples = {name: run["samples"][task] for name, run in runs.items()}
         reference = samples[first]
         other_replies = {
-            name: sum(samples[name][key].get("replies") != row.get("replies") for key, row in reference.items())
+            name: sum(samples[name][key].get("replies") != row["replies"] for key, row in reference.items())
+            if all("replies" in row for row in reference.values())
+            else None
             for name in others
         }
-        for metric in runs[first]["tasks"][task]["metrics"]:
-            figures = {name: run["tasks"][task]["metrics"][metric] for name, run in runs.items()}
+        metrics = {name: run["tasks"][task]["metrics"] for name, run in runs.items()}
+        for metric in metrics[first]:
+            if not all(metric in each for each in metrics.values()):
+                continue
+            figures = {name: each[metric] for name, each in metrics.items()}
             differences = {name: paired_difference(reference, samples[name], metric) for name in others}
             row = {"task": task, "metric": metric, "examples": len(reference), "figures": figures}
             rows.append({**row, "differences": differences, "other_replies": other_replies})
@@ -120,7 +125,8 @@ def markdown(runs: dict[str, dict], rows: list[dict], plot: str) -> str:
         text = partial(figure_text, percent="loss" not in row["metric"])
         line = [row["task"], row["metric"], str(row["examples"]), text(row["figures"][first])]
         for name in others:
-            line += [text(row["figures"][name]), text(row["differences"][name]), str(row["other_replies"][name])]
+            line += [text(row["figures"][name]), text(row["differences"][name])]
+            line.append("–" if (count := row["other_replies"][name]) is None else str(count))
         cells.append(line)
     about = [
         f"- {name}: {run['model']}, {run['model_dtype']}, seed {run['seed']}, checkpoint {run['checkpoint'][:12]}, "

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Pre
 
 from common.command_io import UserError
 from evaluation.records import Records, sample_key
+from evaluation.replies import THOUGHTS
 
 
 class SeededSampling(LogitsProcessor):
@@ -142,12 +143,13 @@ class RecordedModel(HFLM):
             del jobs[: len(batch)]
             bar.update(len(batch))
         bar.close()
-        samples = [self.records.get(key) for key in dict.fromkeys(keys)]
-        for sample in samples:
-            self.counts[sample["task"]].update(
-                samples=1, truncated_prompts=int(sample["truncated"]), unfinished_replies=int(sample["unfinished"])
-            )
-        return [self.records.get(key)["text"] for key in keys]
+        samples = {key: self.records.get(key) for key in keys}
+        for sample in samples.values():
+            self.counts[sample["task"]].update(samples=1, unfinished_replies=int(sample["unfinished"]))
+        for (task, _), cut in {key[:2]: sample["truncated"] for key, sample in samples.items()}.items():
+            self.counts[task].update(truncated_prompts=int(cut))
+        texts = [self.records.get(key)["text"] for key in keys]
+        return [opened_thought(request.args[0]) + text for request, text in zip(requests, texts, strict=True)]
 
     def _halve(self, size: int, error: RuntimeError) -> None:
         """Halve the batch size after a batch of `size` that did not fit into memory.
@@ -201,14 +203,16 @@ class RecordedModel(HFLM):
             )
         rows = output[:, length:].tolist()
         return [
-            self._reply(row, stops, limit) | {"seed": seed, "truncated": cut}
-            for row, seed, cut in zip(rows, seeds, truncated, strict=True)
+            self._reply(prompt[-room:], row, stops, limit) | {"seed": seed, "truncated": cut}
+            for prompt, row, seed, cut in zip(prompts, rows, seeds, truncated, strict=True)
         ]
 
-    def _reply(self, tokens: list[int], stops: list[str], limit: int) -> dict:
+    def _reply(self, prompt: list[int], tokens: list[int], stops: list[str], limit: int) -> dict:
         end = next((i for i, token in enumerate(tokens) if token in self.end_ids), None)
         tokens = tokens[:end]
-        text = self.tok_decode(tokens)
+        # SentencePiece's decoders drop a blank at the beginning, which may indent the reply.
+        head = prompt[-8:]
+        text = self.tok_decode(head + tokens)[len(self.tok_decode(head)) :]
         stopped = min((text.find(stop) for stop in stops if stop in text), default=None)
         unfinished = end is None and stopped is None and len(tokens) >= limit
         return {"text": text[:stopped], "tokens": len(tokens), "unfinished": unfinished}
@@ -233,6 +237,11 @@ class RecordedModel(HFLM):
             ]
             result.append(torch.cat(parts).tolist())
         return result
+
+
+def opened_thought(prompt: str) -> str:
+    """Return the marker with which a chat template ends `prompt` so that the reply begins inside a thought, or ""."""
+    return next((marker for marker in THOUGHTS if prompt.rstrip().endswith(marker)), "")
 
 
 def sample_seed(seed: int, key: tuple[str, str, int]) -> int:

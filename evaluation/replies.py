@@ -7,16 +7,22 @@ import builtins
 import math
 import re
 import symtable
+from decimal import Decimal
 from functools import cache
 
 from markdown_it import MarkdownIt
 from math_verify import parse, verify
 
 
+# What thoughts begin with, in DeepSeek-R1's form and in OpenThoughts-114k's, which the recipes of `sft` train.
+THOUGHTS = ("<think>", "<|begin_of_thought|>")
+
+
 def final_part(reply: str) -> str:
     """Return what a reply says after its thoughts: nothing when they do not end."""
-    said = reply.rpartition("</think>")[2]
-    return "" if "<think>" in said else said
+    said = re.split(r"</think>|<\|end_of_thought\|>", reply)[-1]
+    said = re.sub(r"<\|(?:begin|end)_of_solution\|>", "", said)
+    return "" if any(marker in said for marker in THOUGHTS) else said
 
 
 # Mathematics
@@ -35,11 +41,18 @@ _MARKER = re.compile(r"(?<!#)####\s*(\\?[$€£]?-?[\d,]*\.?\d+\s*\\?%?)\.?\s*$"
 
 # Around the number of an answer.
 _TEXT = r"\\(?:text(?:it|rm|sf|normal)?|math(?:rm|sf)|mbox)\s*"
-_CURRENCY = re.compile(rf"^(?:{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds|USD|EUR|GBP)\s*(?=[-\d.])")
+_CURRENCY = re.compile(rf"(^|=)(\s*-?\s*)(?:{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds|USD|EUR|GBP)\s*(?=[-\d.])")
+_THOUSANDS = re.compile(
+    r"(?:^|=)\s*(?:\\\$)?\s*-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?(?=\s*(?:\Z|\$|\\[)\]]))"
+)
+_SUM = re.compile(r"^(?:[-+*/×÷=\s\d.,()]|\\(?:times|cdot|div|\$))*=(?=\s*-?[\d., ]+$)")
 _UNIT_IN_TEXT = rf"\s*/?\s*{_TEXT}\{{([^{{}}\\\d]+)\}}"
 _UNIT_IN_WORDS = r"(?<=\d)\s+([A-Za-z]{3,}(?:[ /-](?:[A-Za-z]{2,}|a))*)"
 _UNIT = re.compile(rf"(?:{_UNIT_IN_TEXT}|{_UNIT_IN_WORDS})(?:\^\{{?\d\}}?)?$")
 _FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_MULTIPLE = re.compile(
+    rf"(\d[\d,]*(?:\.\d+)?)((?:[\s~$*]|\\[ ,;()]|{_TEXT}\{{)+)((?:\s*\b(?:{'|'.join(_FACTORS)})s?\b)+)", re.IGNORECASE
+)
 _NO_UNITS = {"and", "or", "if", "more", "less", "fewer", "most", "least", "not", "plus", "minus"}
 
 # Sentences that do not say the answer.
@@ -51,6 +64,14 @@ _DOUBT = re.compile(
 _ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)", re.IGNORECASE)
 
 
+def _without_separators(number: re.Match) -> str:
+    return re.sub(r"(?<=\d)[, ]", "", number[0])
+
+
+def _factor(words: list[str]) -> int:
+    return math.prod(_FACTORS.get(word.removesuffix("s"), 1) for word in words)
+
+
 def _without_unit(answer: str) -> str:
     r"""Return the number, in LaTeX, of answers such as "18 dollars", r"\$18", r"120~\text{miles}", r"\text{8 in}"."""
     # i, e and vectors are no units.
@@ -58,16 +79,20 @@ def _without_unit(answer: str) -> str:
     if whole := re.fullmatch(rf"{_TEXT}\{{([^{{}}]*\d[^{{}}]*)\}}", answer):
         answer = whole[1]
     answer = re.sub(r"(?<!\\)\\[ ,;:]|~", " ", answer.replace(r"\!", "").replace("{,}", ",")).strip().removesuffix(".")
-    answer = _CURRENCY.sub("", answer)
+    answer = _CURRENCY.sub(r"\1\2", answer)
     if (unit := _UNIT.search(answer)) and (number := answer[: unit.start()].strip()):
         words = re.findall("[a-z]+", (unit[1] or unit[2]).lower().replace(".", ""))
-        if (factor := math.prod(_FACTORS.get(word.removesuffix("s"), 1) for word in words)) > 1:
+        if (factor := _factor(words)) > 1:
             return rf"{number} \cdot {factor}"
         # math_verify would drop every text.
         answer = number if _NO_UNITS.isdisjoint(words) else f"({number}, {' '.join(words)})"
-    if re.fullmatch(r"-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?", answer):
-        answer = re.sub("[, ]", "", answer)
-    return answer
+    return _THOUSANDS.sub(_without_separators, _SUM.sub("", answer))
+
+
+def _multiplied(multiple: re.Match) -> str:
+    """Return the number of "5 dozen", with the LaTeX between its parts."""
+    number, between, words = multiple.groups()
+    return f"{Decimal(number.replace(',', '')) * _factor(words.lower().split()):f}{between}"
 
 
 def _read(answer: str) -> tuple | None:
@@ -115,6 +140,7 @@ def math_answer(text: str) -> tuple | None:
         return None
     if markers := _MARKER.findall(text):
         return _read(markers[-1])
+    text = _THOUSANDS.sub(_without_separators, _MULTIPLE.sub(_multiplied, text))
     found = tuple(parse(text))
     if found and not getattr(found[0], "is_number", True):  # formulas, and sets of what "and" and "or" join
         return found

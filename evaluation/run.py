@@ -98,9 +98,9 @@ def claim_output(directory: Path, identity: dict, rank: int) -> None:
         write_json(path, identity)
 
 
-def task_hash(name: str) -> str:
-    """Return a hash of everything in this repository that decides a task's prompts, replies and scores."""
-    settings = [*suites.TASKS.glob("_*.yaml"), *suites.TASKS.glob(f"{name.partition('@')[0]}.yaml")]
+def task_hash() -> str:
+    """Return a hash of everything in this repository that decides the tasks' prompts, replies and scores."""
+    settings = list(suites.TASKS.glob("*.yaml"))  # all of them, because tasks include others
     modules = [Path(__file__).with_name(f"{module}.py") for module in _DECIDING]
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(settings + modules))).hexdigest()[:16]
 
@@ -185,7 +185,7 @@ def summarise(
             "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)},
             "truncated_prompts": model.counts[name]["truncated_prompts"],
             "unfinished_replies": model.counts[name]["unfinished_replies"],
-            "task_hash": task_hash(name),
+            "task_hash": task_hash(),
         }
         if name.partition("@")[0] in ruler.ESSAY_TASKS:
             entry["haystack"] = ruler.haystack_file(directory)

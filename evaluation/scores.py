@@ -45,15 +45,16 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 def majority(answers: Sequence, equal: Callable[[object, object], bool]):
     """Return the answer that most of `answers` are equal to; among equally frequent ones that which came first.
 
-    `None` stands for a reply without an answer and never wins; without any answer the result is `None`.
+    `None` stands for a reply without an answer and never wins; without any answer the result is `None`. Each answer is
+    compared with every other one, because 0.18 and 18 are equal to 18% and not to each other.
     """
-    groups: list[list] = []
-    for answer in (answer for answer in answers if answer is not None):
-        group = next((group for group in groups if equal(group[0], answer)), [])
-        if not group:
-            groups.append(group)
-        group.append(answer)
-    return max(groups, key=len)[0] if groups else None
+    votes = [answer for answer in answers if answer is not None]
+    distinct = [answer for index, answer in enumerate(votes) if answer not in votes[:index]]
+
+    def count(answer) -> int:
+        return sum(votes.count(other) for other in distinct if other == answer or equal(answer, other))
+
+    return max(distinct, key=count, default=None)
 
 
 # Mathematics

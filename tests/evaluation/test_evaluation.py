@@ -18,6 +18,8 @@ import pytest
 import torch
 from helpers import SLOW
 from lm_eval.api.instance import Instance
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 
 
@@ -65,6 +67,12 @@ def test_gold_scores_1_and_broken_0(name, directory, rows):
     assert result["gold_right"] == result["rows"] == (rows or result["rows"]) > 1 and result["broken_right"] == 0
 
 
+OPEN_THOUGHTS = (
+    "<|begin_of_thought|>\n\\boxed{5}?<|end_of_thought|>\n"
+    "<|begin_of_solution|>\nThe answer is 7.\n<|end_of_solution|>"
+)
+
+
 @pytest.mark.parametrize(
     ("gold", "reply", "right"),
     [
@@ -76,7 +84,30 @@ def test_gold_scores_1_and_broken_0(name, directory, rows):
         ("#### 18", "", False),
         ("#### 18", "I do not know.", False),
         ("#### 18", "#### 1800", False),
+        ("#### 5", "<|begin_of_thought|>\nTry \\boxed{5}? Let me check: 5 + 2", False),
+        ("#### 7", OPEN_THOUGHTS, True),
+        ("#### 5", OPEN_THOUGHTS, False),
         ("#### -3", r"\boxed{3}", False),
+        ("#### 2", "The answer is $2 million.", False),
+        ("#### 2500000", "The answer is $2.5 million.", True),
+        ("#### 1000000", "The answer is 1 million.", True),
+        ("#### 300000", "The answer is 3 hundred thousand dollars.", True),
+        ("#### 60", "The answer is 5 dozen", True),
+        ("#### 60", r"The answer is $5 \text{ dozen}$.", True),
+        ("#### 60", "The answer is **5** dozen.", True),
+        ("#### 5", "She bought 5 dozen eggs.", False),
+        ("#### 1000", r"\boxed{x = 1,000}", True),
+        ("#### 1200", r"\boxed{C = \$1,200}", True),
+        ("#### 1200", r"\boxed{C = $1,200 \text{ dollars}}", True),
+        ("#### 1200", r"\boxed{\text{Total} = 1,200}", True),
+        ("#### 1500", r"\boxed{1,000 + 500 = 1,500}", True),
+        ("#### 1000", r"\boxed{1,000 + 500 = 1,500}", False),
+        ("#### -1500", r"\boxed{x = -1,500}", True),
+        ("#### 1500", "The total is $x = 1,500$.", True),
+        ("#### 1500", r"The total is \(x = \$1,500\).", True),
+        ("#### 2500", r"We have $x = 1,500$ and $y = 2,500$.", False),
+        ("x = 5", r"$\boxed{y = 5}$", False),
+        ("(1,500)", r"$\boxed{(x, y) = (1,500)}$", True),
         (r"\frac{1}{2}", r"It is $\boxed{0.5}$.", True),
         (r"\frac{1}{2}", r"It is $\boxed{\frac12}$.", True),
         (r"\text{Evelyn}", r"$\boxed{\text{Evelyn}}$", True),
@@ -107,6 +138,9 @@ def test_majority_counts_equal_answers_together_and_none_never():
     assert voted("none", "none", "none", "1000") == 1
     assert voted("1000", "7") == 1 and voted("7", "1000") == 0  # of equally many the first
     assert voted("none", "") == 0
+    shares = [r"\boxed{0.18}", r"\boxed{18\%}", r"\boxed{18\%}", r"\boxed{18}"]  # the middle ones equal all
+    gold = {"answer": "#### 18"}
+    assert [scores.gsm8k(gold, [order])["maj@4"] for order in (shares, shares[::-1])] == [1, 1]
     row = scores.gsm8k({"answer": "#### 1000"}, [["#### 1,000", "#### 7", "#### 7", "#### 1000", "#### 1000.0"]])
     assert row["pass@1"] == 3 / 5 and row["maj@5"] == 1 and row["lm_eval_maj@5"] == 0 and row["lm_eval_strict"] == 1
 
@@ -159,6 +193,7 @@ def fenced(*blocks):
         ("```pycon\n>>> f()\n```", "```pycon\n>>> f()\n```"),
         ("no block", "no block"),
         ("<think>\n```python\ndef f(): a\n```\n", ""),
+        ("<|begin_of_thought|>\n```python\ndef f(): a\n```\n", ""),
     ],
 )
 def test_the_program_in_a_reply(reply, code):
@@ -482,20 +517,37 @@ def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside
     settings = {"do_sample": False, "max_gen_toks": 6, "until": []}
     model = tiny_source()
     inputs = [tiny_tokenizer()(request.args[0], return_tensors="pt")["input_ids"] for request in requests(3, 1)]
-    outputs = [model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :] for ids in inputs]
-    expected = [tiny_tokenizer().decode(output, skip_special_tokens=True) for output in outputs]
+    outputs = [model.generate(ids, max_new_tokens=6, do_sample=False)[0] for ids in inputs]
+    texts = [tiny_tokenizer().decode(output, skip_special_tokens=True) for output in outputs]
+    expected = [text.removeprefix(request.args[0]) for text, request in zip(texts, requests(3, 1), strict=True)]
     model.generation_config.update(repetition_penalty=5.0, max_new_tokens=1, do_sample=True, temperature=9.0)
     assert generated(tmp_path, requests(3, 1, settings), model=model) == expected and len(set(expected)) == 3
+
+
+def test_a_thought_that_the_prompt_opens_is_a_part_of_the_reply(tmp_path):
+    (asked,) = requests(1, 1)
+    asked.arguments = (f"{asked.args[0]} <think>\n", SETTINGS)
+    (reply,) = generated(tmp_path, [asked])
+    (row,) = read_jsonl(tmp_path / "rank0.jsonl")
+    assert reply == f"<think>{row['text']}" and replies.final_part(reply) == "" != row["text"]
 
 
 def test_a_reply_ends_at_a_stop_or_an_end_token_or_is_unfinished(tmp_path):
     model = recorded(tmp_path)
     words = tiny_tokenizer().decode([10, 11, 12]).split()
     ids = [10, 11, 12]
-    assert model._reply([*ids, 2, 0, 0], [], 6) == {"text": " ".join(words), "tokens": 3, "unfinished": False}
-    assert model._reply(ids, [], 3)["unfinished"]
-    assert model._reply(ids, [words[1]], 3) == {"text": f"{words[0]} ", "tokens": 3, "unfinished": False}
-    assert model._reply([3, *ids], [], 9)["text"] == ""  # the generation config's second end token
+    assert model._reply([], [*ids, 2, 0, 0], [], 6) == {"text": " ".join(words), "tokens": 3, "unfinished": False}
+    assert model._reply([], ids, [], 3)["unfinished"]
+    assert model._reply([], ids, [words[1]], 3) == {"text": f"{words[0]} ", "tokens": 3, "unfinished": False}
+    assert model._reply([], [3, *ids], [], 9)["text"] == ""  # the generation config's second end token
+
+
+def test_a_reply_keeps_the_blanks_that_it_begins_with(tmp_path):
+    model = recorded(tmp_path)
+    tokenizer = Tokenizer(models.WordLevel({"def": 0, ":\n": 1, "▁▁▁▁": 4, "return": 5}, unk_token="def"))
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert model._reply([0, 1], [4, 5], [], 9)["text"] == "    return"
 
 
 def test_memory_that_runs_out_halves_the_batch(tmp_path, monkeypatch, capsys):
@@ -553,13 +605,13 @@ def test_prompts_that_do_not_fit_are_refused_or_counted(tmp_path):
         refusing.generate_until(long, disable_tqdm=True)
     assert refusing.check_prompts(requests(2, 1, words=8)) == {"task": [8, 9]}
     cutting = recorded(tmp_path / "b", model, truncate=True)
-    long = requests(3, 1, {"do_sample": False, "max_gen_toks": 6}, words=9)
+    long = requests(3, 2, {"do_sample": False, "max_gen_toks": 6}, words=9)
     cutting.check_prompts(long)
-    reply = cutting.generate_until(long, disable_tqdm=True)[2]
-    assert cutting.counts["task"]["truncated_prompts"] == 1
-    ids = tiny_tokenizer()(long[2].args[0], return_tensors="pt")["input_ids"][:, -10:]  # the question is at the end
+    reply = cutting.generate_until(long, disable_tqdm=True)[4]
+    assert cutting.counts["task"]["truncated_prompts"] == 1  # of two samples
+    ids = tiny_tokenizer()(long[4].args[0], return_tensors="pt")["input_ids"][:, -10:]  # the question is at the end
     expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=[2, 3])[0, 10:]
-    assert reply == tiny_tokenizer().decode(expected, skip_special_tokens=True)
+    assert reply == " " + tiny_tokenizer().decode(expected, skip_special_tokens=True)
     # One sample alone is counted as a number, too.
     single = recorded(tmp_path / "c", model, truncate=True)
     single.generate_until(requests(1, 1, {"do_sample": False, "max_gen_toks": 6}), disable_tqdm=True)
@@ -628,8 +680,9 @@ def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch,
     assert results["tasks"]["gsm8k"]["unfinished_replies"] > 0
     assert json.loads((output / "results.json").read_text()) == results
     text = (output / "report.md").read_text()
-    assert "| **ours** |" in text and "gsm8k: 4 of 4 replies were still going" in text and "not comparable" in text
-    assert {"paper.png", "ruler.png", "loss_by_position.png"} <= {path.name for path in output.iterdir()}
+    assert "gsm8k: 4 of 4 replies were still going" in text and "not comparable" in text
+    assert "Beside the paper" not in text and "| **ours** |" not in text  # the examples are hand-made
+    assert {path.name for path in output.glob("*.png")} == {"ruler.png", "loss_by_position.png"}
     rows = [json.loads(line) for line in (output / "samples_gsm8k.jsonl").read_text().splitlines()]
     assert [len(row["replies"]) for row in rows] == [2, 2] and rows[0]["target"].endswith("#### 7")
 
@@ -640,11 +693,14 @@ def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch,
         run.main([str(tiny), "--suite", "smoke", "--output", str(output), "--seed", "1"])
 
 
+COMPARED = ("niah_single_1", "gsm8k", "dcformer_synthetic")
+
+
 @pytest.fixture
 def two_runs(tiny, tmp_path) -> list[Path]:
     """Evaluate one model, and copy the result with one of two answers made right by hand."""
     runs = [tmp_path / "base", tmp_path / "tuned"]
-    run.main([str(tiny), "--suite", "smoke", "--tasks", "niah_single_1", "gsm8k", "--output", str(runs[0])])
+    run.main([str(tiny), "--suite", "smoke", "--output", str(runs[0]), "--tasks", *COMPARED])
     shutil.copytree(*runs)
     file = runs[1] / "samples_niah_single_1@512.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -652,6 +708,7 @@ def two_runs(tiny, tmp_path) -> list[Path]:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     results = json.loads((runs[1] / "results.json").read_text())
     results["tasks"]["niah_single_1@512"]["metrics"]["string_match"] = {"value": 0.5, "stderr": 0.5}
+    results["tasks"]["gsm8k"]["metrics"]["other"] = results["tasks"]["gsm8k"]["metrics"].pop("lm_eval_strict")
     (runs[1] / "results.json").write_text(json.dumps(results))
     return runs
 
@@ -661,6 +718,8 @@ def test_two_evaluations_are_compared_example_by_example(two_runs, tmp_path):
     text = (tmp_path / "comparison.md").read_text()
     assert "| niah_single_1@512 | string_match | 2 | 0.0 ± 0.0 | 50.0 ± 50.0 | 50.0 ± 50.0 | 1 |" in text
     assert "| gsm8k | pass@1 | 2 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0 |" in text
+    assert re.search(r"\| dcformer_synthetic \| acc \| 2 \|.*\| – \|$", text, re.MULTILINE)  # it has no replies
+    assert "lm_eval_flexible" in text and "lm_eval_strict" not in text and "| other |" not in text
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -714,6 +773,15 @@ def test_a_checkpoint_is_told_by_what_it_is_loaded_from(tmp_path):
     (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"rope_theta": 1.0}))
     data.file_sha256.cache_clear()
     assert run.fingerprint(tmp_path / "a") != before
+
+
+def test_tasks_are_told_by_the_files_that_they_include(tmp_path, monkeypatch):
+    before = run.task_hash()
+    monkeypatch.setattr(suites, "TASKS", shutil.copytree(suites.TASKS, tmp_path / "tasks"))
+    assert run.task_hash() == before
+    with open(tmp_path / "tasks" / "gsm8k_5shot.yaml", "a") as file:  # gsm8k_5shot_maj5 includes it
+        file.write("num_fewshot: 4\n")
+    assert run.task_hash() != before
 
 
 @pytest.mark.slow
@@ -854,19 +922,28 @@ def test_means_of_ruler_are_over_the_lengths_that_were_run():
     assert report.ruler_means({"gsm8k": {}}) == {}
 
 
-@pytest.mark.parametrize("left_out", [0, 1])
-def test_the_mean_of_some_ruler_tasks_does_not_stand_beside_the_papers(tmp_path, left_out):
+@pytest.mark.parametrize(
+    ("left_out", "note", "suite", "beside"),
+    [
+        (0, {}, "ruler", True),
+        (1, {}, "ruler", False),
+        (0, {"note": ruler.NOT_COMPARABLE}, "ruler", False),
+        (0, {}, "smoke", False),
+    ],
+)
+def test_only_a_mean_of_rulers_own_tasks_stands_beside_the_papers(tmp_path, left_out, note, suite, beside):
     counts = {"examples": 50, "samples_each": 1, "truncated_prompts": 0, "unfinished_replies": 0}
     tasks = {
         f"{name}@512": {**ruler_entry(0.5), **counts, "prompt_tokens": {"min": 1, "max": 2}} for name in ruler.TASKS
     }
     tasks = dict(list(tasks.items())[left_out:])
-    about = {"model": "m", "suite": "ruler", "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
+    tasks["niah_single_2@512"] |= note
+    about = {"model": "m", "suite": suite, "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
     about |= {"commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu", "versions": {}}
     report.write({**about, "tasks": tasks, "ruler": report.ruler_means(tasks)}, tmp_path)
     text = (tmp_path / "report.md").read_text()
-    assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == (left_out == 0)
-    assert (tmp_path / "paper.png").exists() == (left_out == 0)
+    assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside
+    assert (tmp_path / "paper.png").exists() == beside
     assert "ruler_cwe begins with its worked example" in text
 
 
