@@ -18,9 +18,9 @@ import pytest
 import torch
 from helpers import SLOW
 from lm_eval.api.instance import Instance
+from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
-from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 
 
 pytest.importorskip("math_verify", reason='the extra "evaluation" is not installed')
@@ -68,8 +68,7 @@ def test_gold_scores_1_and_broken_0(name, directory, rows):
 
 
 OPEN_THOUGHTS = (
-    "<|begin_of_thought|>\n\\boxed{5}?<|end_of_thought|>\n"
-    "<|begin_of_solution|>\nThe answer is 7.\n<|end_of_solution|>"
+    "<|begin_of_thought|>\n\\boxed{5}?<|end_of_thought|>\n<|begin_of_solution|>\nThe answer is 7.\n<|end_of_solution|>"
 )
 
 
