@@ -28,13 +28,14 @@ from experiments.options import study_parser
 
 TASKS = ("offsets", "lookups")
 NUMBERS = (2, 4, 8)
-# Variant -> its kind, heads and pseudo-heads, and other fields of the config. The two controls change the distance
-# between tokens: "iha" with P pseudo-heads puts them P positions apart, unless its positions are "shared".
+APART = {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5}
+# Variant -> its kind, heads and pseudo-heads, and other fields of the config. The last three are controls of the
+# distance between tokens: "iha" with P pseudo-heads puts them P positions apart, unless its positions are "shared".
 VARIANTS: dict[str, tuple[str, int, int, dict]] = {
     **{f"mha {heads}": ("mha", heads, 1, {}) for heads in (2, 4, 8)},
     **{f"iha 2 x {pseudo}": ("iha", 2, pseudo, {}) for pseudo in (2, 4)},
     "dcmha 2": ("dcmha", 2, 1, {}),
-    "mha 4 apart": ("mha", 4, 1, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5}}),
+    **{f"mha {heads} apart": ("mha", heads, 1, {"rope_parameters": APART}) for heads in (2, 4)},
     "iha 2 x 2 shared": ("iha", 2, 2, {"pseudo_positions": "shared"}),
 }
 
