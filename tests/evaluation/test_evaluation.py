@@ -167,6 +167,12 @@ def test_mbpp_runs_the_set_up_of_its_tests():
     assert scores.mbpp_completion(row, [[row["code"]]]) == {"pass@1": 1.0, "lm_eval_pass@1": 0.0}
 
 
+def test_mbpp_may_ask_for_a_function_with_the_name_of_pythons_own():
+    tests = {"test_setup_code": "", "test_list": ["assert sum(10,15) == 6"]}
+    reply = fenced("def sum(a, b): return 6", "print(sum(10, 15))")
+    assert scores.mbpp(tests, [[reply]])["pass@1"] == 1
+
+
 def fenced(*blocks):
     return "\nText:\n".join(f"```python\n{block}\n```" for block in blocks)
 
