@@ -42,9 +42,7 @@ _MARKER = re.compile(r"(?<!#)####\s*(-?\s*\\?[$€£]?\s*-?\s*[\d,]*\.?\d+\s*\\?
 # Around the number of an answer.
 _TEXT = r"\\(?:text(?:it|rm|sf|normal)?|math(?:rm|sf)|mbox)\s*"
 _CURRENCY = re.compile(rf"(^|=)(\s*-?\s*)(?:{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds|USD|EUR|GBP)\s*(?=[-\d.])")
-_THOUSANDS = re.compile(
-    r"(?:^|=)\s*(?:\\\$)?\s*-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?(?=\s*(?:\Z|\$|\\[)\]]))"
-)
+_THOUSANDS = re.compile(r"(?:^|=)\s*(?:\\\$)?\s*-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?(?=\s*(?:\Z|\$|\\[)\]]))")
 _SUM = re.compile(r"^(?:[-+*/×÷=\s\d.,()]|\\(?:times|cdot|div|\$))*=(?=\s*-?[\d., ]+$)")
 _UNIT_IN_TEXT = rf"\s*/?\s*{_TEXT}\{{([^{{}}\\\d]+)\}}"
 _UNIT_IN_WORDS = r"(?<=\d)\s+([A-Za-z]{3,}(?:[ /-](?:[A-Za-z]{2,}|a))*)"

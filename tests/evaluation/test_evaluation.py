@@ -18,9 +18,9 @@ import pytest
 import torch
 from helpers import SLOW
 from lm_eval.api.instance import Instance
+from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
-from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
 
 
 pytest.importorskip("math_verify", reason='the extra "evaluation" is not installed')
@@ -68,8 +68,7 @@ def test_gold_scores_1_and_broken_0(name, directory, rows):
 
 
 OPEN_THOUGHTS = (
-    "<|begin_of_thought|>\n\\boxed{5}?<|end_of_thought|>\n"
-    "<|begin_of_solution|>\nThe answer is 7.\n<|end_of_solution|>"
+    "<|begin_of_thought|>\n\\boxed{5}?<|end_of_thought|>\n<|begin_of_solution|>\nThe answer is 7.\n<|end_of_solution|>"
 )
 
 
@@ -699,7 +698,14 @@ def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch,
 
     monkeypatch.setattr(RecordedModel, "_replies", fails(AssertionError("a recorded sample is generated again")))
     again = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
-    assert again["tasks"] == results["tasks"]
+    assert again["tasks"] == results["tasks"] and "The replies were made at" not in text
+    record = output / "samples" / "rank0.jsonl"
+    first, *others = map(json.loads, record.read_text().splitlines())
+    assert first["commit"] == results["commit"] and results["sample_commits"] == [results["commit"]]
+    record.write_text("".join(json.dumps(row) + "\n" for row in [first | {"commit": "0" * 40}, *others]))
+    again = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
+    assert again["sample_commits"] == sorted(["0" * 40, results["commit"]])
+    assert f"The replies were made at commit {'0' * 40}" in (output / "report.md").read_text()
     with pytest.raises(UserError, match="holds samples of another seed"):
         run.main([str(tiny), "--suite", "smoke", "--output", str(output), "--seed", "1"])
 
@@ -950,7 +956,14 @@ def test_only_a_mean_of_rulers_own_tasks_stands_beside_the_papers(tmp_path, left
     tasks = dict(list(tasks.items())[left_out:])
     tasks["niah_single_2@512"] |= note
     about = {"model": "m", "suite": suite, "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
-    about |= {"commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu", "versions": {}}
+    about |= {
+        "commit": "0",
+        "sample_commits": ["0"],
+        "checkpoint": "0",
+        "processes": 1,
+        "device": "cpu",
+        "versions": {},
+    }
     report.write({**about, "tasks": tasks, "ruler": report.ruler_means(tasks)}, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside
