@@ -71,6 +71,7 @@ class RecordedModel(HFLM):
         self.model.generation_config = GenerationConfig()
         # By task: samples, truncated prompts, unfinished replies.
         self.counts: dict[str, Counter] = defaultdict(Counter)
+        self.commits: set[str] = set()  # that the samples were made at
 
     def join(self, accelerator: Accelerator) -> None:
         """Make this process one of `accelerator.num_processes` that share the documents."""
@@ -144,6 +145,7 @@ class RecordedModel(HFLM):
             bar.update(len(batch))
         bar.close()
         samples = {key: self.records.get(key) for key in keys}
+        self.commits.update(sample.get("commit", "unknown") for sample in samples.values())
         for sample in samples.values():
             self.counts[sample["task"]].update(samples=1, unfinished_replies=int(sample["unfinished"]))
         for (task, _), cut in {key[:2]: sample["truncated"] for key, sample in samples.items()}.items():

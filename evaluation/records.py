@@ -20,10 +20,11 @@ class Records:
     """Keep one JSON line per sample, appended and flushed as soon as it is generated, in one file per process.
 
     Every file of `directory` is read, so processes and runs share their samples. The half-written last line of a
-    killed process is dropped. Raise `UserError` when another process is writing the same file, and for a damaged line.
+    killed process is dropped. A new line holds `commit`, that of the code that makes the sample. Raise `UserError`
+    when another process is writing the same file, and for a damaged line.
     """
 
-    def __init__(self, directory: str | os.PathLike, rank: int = 0):
+    def __init__(self, directory: str | os.PathLike, rank: int = 0, commit: str = "unknown"):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"rank{rank}.jsonl"
@@ -32,6 +33,7 @@ class Records:
             self._lock.acquire()
         except Timeout:
             raise UserError(f"Another run is writing {path}: wait for it, or choose another --output.") from None
+        self._commit = commit
         self._file = open(path, "a+b")
         self._file.seek(0)
         self._file.truncate(self._file.read().rfind(b"\n") + 1)
@@ -56,7 +58,7 @@ class Records:
         return self._samples.get(key)
 
     def add(self, key: tuple[str, str, int], **fields) -> None:
-        row = dict(zip(("task", "hash", "sample"), key)) | fields
+        row = dict(zip(("task", "hash", "sample"), key)) | {"commit": self._commit} | fields
         self._file.write(json.dumps(row).encode() + b"\n")
         self._file.flush()
         self._samples[key] = row

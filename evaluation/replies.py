@@ -37,7 +37,7 @@ _GAP = r"(?:[\s$&]|\\[()\[\]]|\\q?quad)*"
 _JOINT = re.compile(
     rf"{_GAP}(?:,|,?{_GAP}(?:\\text\{{\s*)?\b(?:and|or)\b\s*\}}?){_GAP}(?:[A-Za-z](?:_\{{?\d\}}?)?\s*=\s*)?"
 )
-_MARKER = re.compile(r"(?<!#)####\s*(\\?[$€£]?-?[\d,]*\.?\d+\s*\\?%?)\.?\s*$", re.MULTILINE)
+_MARKER = re.compile(r"(?<!#)####\s*(-?\s*\\?[$€£]?\s*-?\s*[\d,]*\.?\d+\s*\\?%?)\.?\s*$", re.MULTILINE)
 
 # Around the number of an answer.
 _TEXT = r"\\(?:text(?:it|rm|sf|normal)?|math(?:rm|sf)|mbox)\s*"

@@ -148,6 +148,9 @@ def markdown(results: dict, plots: list[str]) -> str:
         + ". What each figure means: evaluation/README.md.\n",
     ]
     warnings = [f"{name}: {task['note']}." for name, task in tasks.items() if "note" in task]
+    if {*results["sample_commits"]} - {results["commit"]}:
+        commits = ", ".join(results["sample_commits"])
+        warnings.append(f"The replies were made at commit {commits} and scored at {results['commit']}.")
     for name, task in tasks.items():
         if task["truncated_prompts"]:
             warnings.append(f"{name}: {task['truncated_prompts']} prompts were cut to fit; their zeros say nothing.")

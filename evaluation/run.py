@@ -149,8 +149,9 @@ def evaluate(
         )
         for part in merged if answer else ():
             merged[part] |= answer[part]
-    gathered = model.gather_object((lengths, model.counts)) or []
-    for other, counts in gathered[1:]:
+    gathered = model.gather_object((lengths, model.counts, model.commits)) or []
+    for other, counts, commits in gathered[1:]:
+        model.commits |= commits
         for name in other:
             lengths[name] += other[name]
             model.counts[name].update(counts[name])
@@ -259,7 +260,8 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     }
     claim_output(args.output, identity, process.process_index)
     process.wait_for_everyone()
-    records = Records(args.output / "samples", process.process_index)
+    commit = current_commit()
+    records = Records(args.output / "samples", process.process_index, commit)
 
     started = time.monotonic()
     network = load_model(args.model, args.dtype).to(process.device)
@@ -283,7 +285,8 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "processes": model.world_size,
         "device": str(process.device.type),
         "chat_template": not args.no_chat,
-        "commit": current_commit(),
+        "commit": commit,
+        "sample_commits": sorted(model.commits),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "isolated_code": run_code.isolates(),
         "minerva_comparison": scores.has_minerva_comparison(),

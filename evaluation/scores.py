@@ -187,7 +187,9 @@ def _mbpp(document: dict, solutions: list[str], stock_solution: str) -> dict[str
 def mbpp(document: dict, results: list[list[str]]) -> dict[str, float]:
     """Score replies of a chat model."""
     (replies,) = results
-    names = names_needed("\n".join(document["test_list"]))
+    tests = "\n".join(document["test_list"])
+    # A task may ask for a function with the name of one of Python's own.
+    names = names_needed(tests) | set(re.findall(r"assert[\s(]+(\w+)\(", tests))
     return _mbpp(document, [program(reply, names) for reply in replies], _first_block(replies[0]))
 
 

@@ -87,6 +87,11 @@ OPEN_THOUGHTS = (
         ("#### 7", OPEN_THOUGHTS, True),
         ("#### 5", OPEN_THOUGHTS, False),
         ("#### -3", r"\boxed{3}", False),
+        ("#### -5", "#### -$5", True),
+        ("#### -5", r"#### -\$5", True),
+        ("#### -5", "#### $-5", True),
+        ("#### -3", "#### - 3", True),
+        ("#### 3", "#### - 3", False),
         ("#### 2", "The answer is $2 million.", False),
         ("#### 2500000", "The answer is $2.5 million.", True),
         ("#### 1000000", "The answer is 1 million.", True),
@@ -164,6 +169,12 @@ def test_code_of_several_samples():
 def test_mbpp_runs_the_set_up_of_its_tests():
     row = data.rows("mbpp/test.jsonl", data.SMOKE)[1]  # its set-up makes `root` of what the solution defines
     assert scores.mbpp_completion(row, [[row["code"]]]) == {"pass@1": 1.0, "lm_eval_pass@1": 0.0}
+
+
+def test_mbpp_may_ask_for_a_function_with_the_name_of_pythons_own():
+    tests = {"test_setup_code": "", "test_list": ["assert sum(10,15) == 6"]}
+    reply = fenced("def sum(a, b): return 6", "print(sum(10, 15))")
+    assert scores.mbpp(tests, [[reply]])["pass@1"] == 1
 
 
 def fenced(*blocks):
@@ -687,7 +698,14 @@ def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch,
 
     monkeypatch.setattr(RecordedModel, "_replies", fails(AssertionError("a recorded sample is generated again")))
     again = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
-    assert again["tasks"] == results["tasks"]
+    assert again["tasks"] == results["tasks"] and "The replies were made at" not in text
+    record = output / "samples" / "rank0.jsonl"
+    first, *others = map(json.loads, record.read_text().splitlines())
+    assert first["commit"] == results["commit"] and results["sample_commits"] == [results["commit"]]
+    record.write_text("".join(json.dumps(row) + "\n" for row in [first | {"commit": "0" * 40}, *others]))
+    again = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
+    assert again["sample_commits"] == sorted(["0" * 40, results["commit"]])
+    assert f"The replies were made at commit {'0' * 40}" in (output / "report.md").read_text()
     with pytest.raises(UserError, match="holds samples of another seed"):
         run.main([str(tiny), "--suite", "smoke", "--output", str(output), "--seed", "1"])
 
@@ -938,7 +956,14 @@ def test_only_a_mean_of_rulers_own_tasks_stands_beside_the_papers(tmp_path, left
     tasks = dict(list(tasks.items())[left_out:])
     tasks["niah_single_2@512"] |= note
     about = {"model": "m", "suite": suite, "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
-    about |= {"commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu", "versions": {}}
+    about |= {
+        "commit": "0",
+        "sample_commits": ["0"],
+        "checkpoint": "0",
+        "processes": 1,
+        "device": "cpu",
+        "versions": {},
+    }
     report.write({**about, "tasks": tasks, "ruler": report.ruler_means(tasks)}, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside
