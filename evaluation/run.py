@@ -100,9 +100,9 @@ def claim_output(directory: Path, identity: dict, rank: int) -> None:
 
 def task_hash() -> str:
     """Return a hash of everything in this repository that decides the tasks' prompts, replies and scores."""
-    settings = list(suites.TASKS.glob("*.yaml"))  # all of them, because tasks include others
+    settings = sorted(suites.TASKS.glob("*.yaml"))  # all of them, because tasks include others
     modules = [Path(__file__).with_name(f"{module}.py") for module in _DECIDING]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(settings + modules))).hexdigest()[:16]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in settings + modules)).hexdigest()[:16]
 
 
 def check_chat_template(tasks: dict[str, ConfigurableTask], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -112,7 +112,7 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
         inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, past_rows + length * virtual, 0),
         attention_mask=None if padding is None else padding.repeat_interleave(virtual, dim=1),
         past_key_values=None if cache is None else virtual_cache(cache, virtual, past_rows),
-        position_ids=virtual_positions(position_ids, virtual) if inputs.may_be_packed else None,
+        position_ids=None if position_ids is None else virtual_positions(position_ids, virtual),
         layer_idx=layer_idx,
         allow_is_causal_skip=past_rows == 0,
     )

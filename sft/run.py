@@ -327,7 +327,6 @@ def save_final(
     trainer.check_weights()
     if run.use_peft:
         model = model.merge_and_unload()
-    model.config.use_cache = trainer.use_cache
     with new_directory(directory) as temporary:
         model.save_pretrained(temporary)
         trainer.processing_class.save_pretrained(temporary)

@@ -135,8 +135,6 @@ class RecipeTrainer(DistributedTrainer):
     Raise `UserError` before such weights are saved, and for a checkpoint that cannot be written.
     """
 
-    use_cache: bool  # of the base model's configuration, where the Trainer sets it to false
-
     def __init__(self, *args, mixing_learning_rate: float, **kwargs) -> None:
         self.mixing_learning_rate = mixing_learning_rate
         super().__init__(*args, **kwargs)
@@ -149,8 +147,7 @@ class RecipeTrainer(DistributedTrainer):
     @classmethod
     def of_recipe(cls, run: RunArguments, args: TrainingArguments, model, tokenizer, rows, **others) -> Self:
         """Build the trainer of a recipe; `rows` are those to train on, and those to evaluate on or None."""
-        use_cache = model.config.use_cache
-        trainer = cls(
+        return cls(
             model=model,
             args=args,
             train_dataset=rows[0],
@@ -160,8 +157,6 @@ class RecipeTrainer(DistributedTrainer):
             mixing_learning_rate=run.mixing_rate(args.learning_rate),
             **others,
         )
-        trainer.use_cache = use_cache
-        return trainer
 
     def _mixing_weights(self, model: torch.nn.Module | None = None) -> list[torch.nn.Parameter]:
         parameters = (self.model if model is None else model).named_parameters()
