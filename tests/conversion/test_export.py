@@ -83,13 +83,19 @@ def exported(checkpoint, tmp_path_factory):
     return exported
 
 
+@pytest.fixture(scope="module")
+def loaded(exported):
+    """Return a function that loads the export to a format, once. Freed sessions ended the process of a whole run."""
+    return cache(lambda export_format: run_exported.load(exported(export_format)))
+
+
 @pytest.mark.parametrize("export_format", export.FORMATS)
-def test_an_export_decodes_what_the_model_does(checkpoint, exported, export_format):
+def test_an_export_decodes_what_the_model_does(checkpoint, exported, loaded, export_format):
     model, out = checkpoint[0], exported(export_format)
     readme = (out / "README.md").read_text(encoding="utf-8")
     assert f"run_exported.py . '{PROMPT}'" in readme and str(out.parent) not in readme
 
-    runners = run_exported.load(out)
+    runners = loaded(export_format)
     assert export_format != "openvino" or "openvino.tools.ovc.telemetry_stub" in sys.modules
     # One row and three, shorter and longer than the prompts that were traced.
     for lengths in [(9, 5), (1,), (20, 3, 11), (30,)]:
@@ -142,14 +148,15 @@ def test_a_prompt_without_tokens_is_refused_before_the_model_runs(exported, monk
         run_exported.main()
 
 
-def test_an_export_that_differs_is_not_kept(checkpoint, exported, cli, monkeypatch, tmp_path):
-    directory = exported("dynamo")
+def test_an_export_that_differs_is_not_kept(checkpoint, exported, loaded, cli, monkeypatch, tmp_path):
+    directory, runners = exported("dynamo"), loaded("dynamo")
 
     def export_another(model, export_format):
         break_one_parameter(model)
         return SimpleNamespace(save_pretrained=partial(shutil.copytree, directory, dirs_exist_ok=True))
 
     monkeypatch.setattr(export, "export", export_another)
+    monkeypatch.setattr(run_exported, "load", lambda directory: runners)
     code, _, error = cli(export, checkpoint[1], tmp_path / "new" / "out", "--format", "dynamo", "--try", PROMPT)
     assert code == 1 and "does not compute what" in last_line(error)
     assert not list(tmp_path.iterdir())
