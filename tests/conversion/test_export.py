@@ -85,7 +85,7 @@ def exported(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(exported):
-    """Return a function that loads the export to a format, once. Freed sessions ended the process of a whole run."""
+    """Return a function that loads the export to a format, once."""
     return cache(lambda export_format: run_exported.load(exported(export_format)))
 
 
