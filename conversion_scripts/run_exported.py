@@ -48,7 +48,12 @@ def load(directory):
     # OpenVINO computes in bfloat16 where the CPU can, whatever precision the file names.
     is_openvino = (Path(directory) / "openvino_decode.xml").exists()
     options: dict[str, Any] = {"config": {"INFERENCE_PRECISION_HINT": "f32"}} if is_openvino else {}
-    return exporters.ExportedModel.from_pretrained(directory, device="cpu", trust_remote_code=True, **options)
+    exported = exporters.ExportedModel.from_pretrained(directory, device="cpu", trust_remote_code=True, **options)
+    if is_openvino:
+        # OpenVINO sets a signal stack for each graph, and frees it and restores the one before with the graph. Freed
+        # first, the first graph would leave a stack that is unmapped: the next signal would end the process.
+        exported.runners["prefill"] = exported.runners.pop("prefill")
+    return exported
 
 
 def token_positions(attention_mask: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ def test_what_is_linked_or_named_exists(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_code_stands_in_fences_that_a_shell_can_read(document):
-    """A tool that wraps lines joins the commands of an indented block."""
+    """Refuse indented blocks, whose commands a tool that wraps lines would join."""
     text = (ROOT / document).read_text(encoding="utf-8")
     outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     assert not re.search(r"(?:^|\n\n|^#.*\n)(?: {4}|\t)\S.*", outside, re.MULTILINE)

@@ -141,6 +141,19 @@ def test_a_fresh_process_runs_an_export(checkpoint, exported, tmp_path):
     assert process.stdout.splitlines() == expected
 
 
+def test_signals_are_heard_after_an_export_is_freed(exported):
+    program = (
+        "import os, signal, sys; sys.path.insert(0, sys.argv[1]); import run_exported\n"
+        "exported = run_exported.load(sys.argv[1])\n"
+        "del exported\n"
+        "signal.signal(signal.SIGCHLD, lambda *_: print('heard'))\n"
+        "os.kill(os.getpid(), signal.SIGCHLD)"
+    )
+    # The fault handler has a signal stack, as that of a test run has.
+    command = [sys.executable, "-X", "faulthandler", "-c", program, exported("openvino")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "heard\n"
+
+
 def test_a_prompt_without_tokens_is_refused_before_the_model_runs(exported, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run_exported.py", str(exported("dynamo")), PROMPT, ""])
     monkeypatch.setattr(run_exported, "load", None)  # nothing loads the graphs
