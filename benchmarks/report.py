@@ -98,14 +98,14 @@ def default_lines(results: list[dict]) -> list[str]:
         columns = sorted({(row["threads"], row["busy"]) for row in result["rows"]})
         rows = {}
         for row in result["rows"]:
-            setting = (row["pass"], row["pseudo_heads"], row["tokens"], row["window"] or "none", row["dtype"])
+            setting = (row["pass"], row["pseudo_heads"], row["tokens"], row["window"] or 0, row["dtype"])
             rows.setdefault(setting, {})[row["threads"], row["busy"]] = row["ratios"][default_form.RATIO]
         titles = [f"{threads} thread{'s' * (threads > 1)}, {busy} busy" for threads, busy in columns]
         lines += ["", f"### {result['machine']}", f"| pass | P | tokens | window | dtype | {' | '.join(titles)} |"]
         lines.append(f"|---|---|---|---|---|{'---|' * len(columns)}")
-        for setting, ratios in sorted(rows.items(), key=str):
+        for setting, ratios in sorted(rows.items()):
             figures = (f"{ratios[column]:.3f}" if column in ratios else "" for column in columns)
-            lines.append(f"| {' | '.join(map(str, setting))} | {' | '.join(figures)} |")
+            lines.append(f"| {' | '.join(str(value or 'none') for value in setting)} | {' | '.join(figures)} |")
     return lines
 
 
