@@ -70,14 +70,15 @@ def enter(root: str) -> None:
             shown.append(path)
     for path in DEVICES:
         bind(path, root, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
-    for name in ("proc", "tmp", "dev/shm"):
+    directory = "/tmp/run-code"  # /tmp may hold the interpreter
+    for name in ("proc", directory.lstrip("/"), "dev/shm"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
     # Read-only: to the settings of the kernel, root is root in any namespace.
     call("mount", "proc", f"{root}/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, None)
     os.chdir(root)
     call("pivot_root", ".", ".")
     call("umount2", ".", MNT_DETACH)
-    os.chdir("/tmp")
+    os.chdir(directory)
 
 
 def drop_privileges() -> None:

@@ -7,6 +7,7 @@ anything that is not a number.
 import math
 import resource
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Self
@@ -320,7 +321,8 @@ def peak_memory() -> int:
     """Return the most bytes that tensors took on this process's GPU, or else that the process took in RAM."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # macOS counts bytes, Linux KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 # What a person sees of a run

@@ -16,6 +16,7 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -731,7 +732,7 @@ def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypat
         f"rows.jsonl, SHA-256 {hashlib.sha256(Path(rows_file).read_bytes()).hexdigest()}",
         f"SHA-256 {record['base_model']['sha256']}",
         record["code"]["sha256"],
-        f"torch {torch.__version__}",
+        f"torch {version('torch')}",
         "| `learning_rate` | 0.0001 |",
         "| `lr_scheduler_type` | cosine |",
         f"| Held-out loss, first and last logged | {values['eval_loss'][0]:.4f}, {values['eval_loss'][-1]:.4f} |",

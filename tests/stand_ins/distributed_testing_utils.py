@@ -26,9 +26,10 @@ def _set_rank_device(rank: int) -> None:
 def _start_rank_processes(fn, args: tuple, nprocs: int) -> None:
     """Run fn(rank, *args) in `nprocs` processes and raise if one of them did.
 
-    They are forked, because new interpreters would take seconds to import PyTorch.
+    They are forked, because new interpreters would take seconds to import PyTorch. A build for CUDA has threads of
+    autograd, which do not survive a fork.
     """
-    mp.start_processes(fn, args=args, nprocs=nprocs, start_method="fork")
+    mp.start_processes(fn, args=args, nprocs=nprocs, start_method="spawn" if torch.version.cuda else "fork")
 
 
 def _run_rank(rank: int, fn, args: tuple, world_size: int, port: int) -> None:
