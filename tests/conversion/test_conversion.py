@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import sys
+import weakref
 from dataclasses import replace
 from functools import cache
 from types import ModuleType
@@ -601,6 +602,21 @@ def test_verify_accepts_the_conversion(road, control, travel, tmp_path, cli):
     assert figures["converted"]["greedy_agreement"] == figures["converted"]["greedy_tokens"] == 20
     assert not figures["control"]["passed"] and figures["control"]["max_logit_difference"] > control
     assert figures["control"]["mean_kl"] > control / 100
+
+
+def test_verify_holds_one_model_at_a_time(converted, monkeypatch, cli):
+    """Expect the source's weights to be freed when those of the conversion are read."""
+    alive, load = [], verify_conversion.load_model
+
+    def load_alone(*arguments):
+        assert not any(reference() for reference in alive)
+        model = load(*arguments)
+        alive.append(weakref.ref(model.get_input_embeddings().weight))
+        return model
+
+    monkeypatch.setattr(verify_conversion, "load_model", load_alone)
+    code, _, err = cli(verify_conversion, converted / "source", converted / "iha", *VERIFY)
+    assert code == 0 and len(alive) == 2, err
 
 
 def test_verify_decodes_greedily_whatever_the_source_asks_for(converted, tmp_path, cli):
