@@ -19,6 +19,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import safe_open
@@ -60,6 +61,7 @@ _TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 # A word in the advice of other libraries that no command here can follow -> the text that replaces the advice.
 _ADVICE = {
     "trust_remote_code": "only code of its own could load it, and no command here runs the code of a checkpoint",
+    "deserializing header": "safetensors are damaged, or only a pointer of Git LFS: fetch it again (git lfs pull)",
     "weights_only": "it is damaged, or a pickle of more than tensors, which is not read because it could run any code",
 }
 
@@ -107,10 +109,44 @@ def load_config(source: str | os.PathLike) -> Any:
         load_config_dict(source)
     try:
         with _quiet():
-            return AutoConfig.from_pretrained(location, trust_remote_code=False, **arguments)
+            config = AutoConfig.from_pretrained(location, trust_remote_code=False, **arguments)
+        unread = _unread(os.path.join(location, arguments["gguf_file"]), config) if arguments else []
     # The type of the error depends on the library that reads a damaged checkpoint.
     except Exception as error:
         raise UserError(f"{source} has no usable configuration: {_reason(error)}") from error
+    if unread:
+        raise UserError(
+            f"{source} holds {', '.join(unread)}, which Transformers does not read from a GGUF file: the model would "
+            "compute something else. Take the checkpoint from which the file was made."
+        )
+    return config
+
+
+def _unread(file: str, config: PreTrainedConfig) -> list[str]:
+    """Return what a GGUF file holds of RoPE, windows and biases and Transformers left out of its `config`."""
+    reader = gguf.GGUFReader(file)
+    header = {key.partition(".")[2]: field for key, field in reader.fields.items()}
+    names = [tensor.name for tensor in reader.tensors]
+    unread = []
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "default":
+        unread += [key for key in ("rope.scaling.factor", "rope.scale_linear") if _is_set(header.get(key))]
+        # The factors of llama3 and longrope stand in tensors.
+        unread += [name for name in names if name.startswith("rope_")]
+        if "rope.dimension_count" in header:
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            stated = header["rope.dimension_count"].contents()
+            if stated != head_dim * rope.get("partial_rotary_factor", 1):
+                unread.append(f"rope.dimension_count={stated}")
+    if getattr(config, "sliding_window", None) is None and _is_set(header.get("attention.sliding_window")):
+        unread.append("attention.sliding_window")
+    if getattr(config, "attention_bias", None) is False:
+        unread += [name for name in names if "attn_" in name and name.endswith(".bias")][:1]
+    return unread
+
+
+def _is_set(field: gguf.ReaderField | None) -> bool:
+    return field is not None and field.contents() not in (0, 1)
 
 
 def load_config_dict(source: str | os.PathLike) -> dict:
@@ -327,6 +363,7 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
     check_no_adapter(source)
     if "gguf_file" in arguments:
         arguments["quantization_config"] = GgufConfig(dequantize=True)
+        config = config or load_config(source)
     else:
         load_config_dict(source)
         load_generation_config(source)
@@ -355,28 +392,46 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
                 f"{source} does not hold the weights its config asks for: {problem.replace('_', ' ')} "
                 f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}."
             )
+    _check_tied(model, source)
     check_finite(model.named_parameters(), source)
     return model
 
 
-def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
-    """Say on stderr that `source` holds weights in float32 or float64 and was loaded in fewer bits.
+def _check_tied(model: Any, source: str | os.PathLike) -> None:
+    """Refuse embeddings that the config ties and the files hold apart, of which other loaders take the first.
 
-    A config may name another dtype than the files have, and a load takes the config's. Only safetensors are looked at.
+    Raise `UserError`.
+    """
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = model.config.tie_word_embeddings and getattr(model, "_tied_weights_keys", None)
+    if tied and first is not None and last is not None and first.weight is not last.weight:
+        raise UserError(
+            f"{source} ties its embeddings (tie_word_embeddings), and its files hold two that differ: set "
+            "tie_word_embeddings to false in its config.json, or remove the one that is out of date."
+        )
+
+
+def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
+    """Say on stderr that `source` holds weights in a dtype that `dtype` rounds, in which it was loaded.
+
+    A config may name another dtype than the files have, and a load takes the config's.
     """
     location, arguments = _locate(source)
-    if arguments or dtype.itemsize >= torch.float32.itemsize:
+    if arguments:
         return
-    wide = []
+    loaded, rounded = torch.finfo(dtype), {}
     for file in _weight_files(location):
-        if file.endswith(".safetensors"):
-            with safe_open(file, "pt") as tensors:
-                stored = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}
-            wide += [name for name, bits in stored.items() if bits in ("F32", "F64")]
-    if wide:
+        for name, tensor in load_state_dict(file, map_location="meta").items():
+            if tensor.is_floating_point():
+                stored = torch.finfo(tensor.dtype)
+                # float16 and bfloat16 round each other: one has more digits, the other the larger range.
+                if stored.eps < loaded.eps or stored.max > loaded.max:
+                    rounded[name] = tensor.dtype
+    if rounded:
+        name, precision = next(iter(rounded.items()))
         print(
-            f"{len(wide)} tensors of {source} ({wide[0]} first) have more bits than {dtype}, in which its config has "
-            "them loaded: pass --dtype float32, or set dtype in its config.json, to keep them.",
+            f"{dtype}, in which its config has them loaded, rounds {len(rounded)} tensors of {source} ({name} first, "
+            f"in {precision}): pass --dtype float32, or set dtype in its config.json, to keep them.",
             file=sys.stderr,
         )
 

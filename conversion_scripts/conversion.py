@@ -130,8 +130,9 @@ def read_source(
     Loading takes long, so `check` refuses by the config what can be refused without weights. Raise `UserError`.
     """
     check_no_adapter(src)
-    check(load_config(src))
-    source = load_model(src, dtype)
+    config = load_config(src)
+    check(config)
+    source = load_model(src, dtype, config)
     if dtype == "auto":
         note_rounding(src, source.dtype)
     tokenizer = read_tokenizer(src, source.config.vocab_size)

@@ -129,13 +129,12 @@ def break_one_parameter(model: IHAForCausalLM) -> None:
 
 
 def verify(
-    source: PreTrainedModel, converted: IHAForCausalLM, tokens: torch.Tensor, max_new_tokens: int = 64
+    reference: Run, converted: IHAForCausalLM, tokens: torch.Tensor, max_new_tokens: int = 64
 ) -> dict[str, Comparison]:
-    """Compare two float32 models on `tokens` [N] and return the comparisons "converted" and "control".
+    """Compare a float32 model with what its source computed of `tokens` [N], as "converted", and once as "control".
 
-    Afterwards a parameter of `converted` is broken, and both models have lost their generation settings.
+    Afterwards a parameter of `converted` is broken, and it has lost its generation settings.
     """
-    reference = run_model(source, tokens, max_new_tokens)
     result = compare(reference, run_model(converted, tokens, max_new_tokens))
     break_one_parameter(converted)
     return {"converted": result, "control": compare(reference, run_model(converted, tokens, max_new_tokens))}
@@ -164,22 +163,22 @@ def main() -> None:
     tokens = read_tokens(tokenizer, args.text, args.tokens)
 
     note_foreign_code(args.dst)
-    print(f"Reading {args.dst}", flush=True)
-    converted = load_model(args.dst, torch.float32)
-    check_iha(args.dst, converted.config)
-    if converted.config.vocab_size != config.vocab_size:
+    converted_config = load_config(args.dst)
+    check_iha(args.dst, converted_config)
+    if converted_config.vocab_size != config.vocab_size:
         raise UserError(
-            f"{args.dst} has a vocabulary of {converted.config.vocab_size} and {args.src} one of {config.vocab_size}: "
+            f"{args.dst} has a vocabulary of {converted_config.vocab_size} and {args.src} one of {config.vocab_size}: "
             "it is not a conversion of it."
         )
     converted_tokens = read_tokens(load_tokenizer(args.dst, config.vocab_size), args.text, args.tokens)
     if not torch.equal(tokens, converted_tokens):
         raise UserError(f"The tokenizer in {args.dst} cuts the text into other tokens than the one in {args.src}.")
 
-    print(f"Reading {args.src}", flush=True)
-    source = load_model(args.src, torch.float32)
-    print(f"Running both and the control on {args.tokens} tokens", flush=True)
-    results = verify(source, converted, tokens, args.max_new_tokens)
+    print(f"Reading {args.src} and running it on {args.tokens} tokens", flush=True)
+    # No name holds the source, so that its weights are freed before those of the conversion are read.
+    reference = run_model(load_model(args.src, torch.float32), tokens, args.max_new_tokens)
+    print(f"Reading {args.dst} and running it and the control", flush=True)
+    results = verify(reference, load_model(args.dst, torch.float32), tokens, args.max_new_tokens)
 
     print(f"\n{'':12}{'max |dlogit|':>14}{'KL per token':>14}{'greedy':>10}")
     for name, result in results.items():
@@ -195,7 +194,7 @@ def main() -> None:
     if not results["converted"].passed:
         hint = (
             " It has sliding layers: see its README.md for the lengths it is exact for, and set --tokens and "
-            "--max-new-tokens." * (converted.config.sliding_window is not None)
+            "--max-new-tokens." * (converted_config.sliding_window is not None)
         )
         raise UserError(
             f"{args.dst} does not compute what {args.src} does: expected max |dlogit| < {MAX_LOGIT_DIFFERENCE:g} and "

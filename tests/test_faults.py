@@ -283,6 +283,11 @@ FAULTS = {
             "unexpected keys extra",
         ),
         "contradiction": (contradict, "hold different values of"),
+        "pointers of Git LFS": (
+            second_shard(lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")),
+            "only a pointer of Git LFS: fetch it again",
+        ),
+        "tied and different": (set_config("tie_word_embeddings", True), "its files hold two that differ"),
         "whole file beside": (whole_file_beside, f"model.safetensors and {INDEX} disagree"),
     },
     ("iha",): {

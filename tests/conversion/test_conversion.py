@@ -6,12 +6,14 @@ import re
 import resource
 import shutil
 import sys
+import weakref
 from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from helpers import IHA_CODE, last_line, random_model, small_config
@@ -602,6 +604,21 @@ def test_verify_accepts_the_conversion(road, control, travel, tmp_path, cli):
     assert figures["control"]["mean_kl"] > control / 100
 
 
+def test_verify_holds_one_model_at_a_time(converted, monkeypatch, cli):
+    """Expect the source's weights to be freed when those of the conversion are read."""
+    alive, load = [], verify_conversion.load_model
+
+    def load_alone(*arguments):
+        assert not any(reference() for reference in alive)
+        model = load(*arguments)
+        alive.append(weakref.ref(model.get_input_embeddings().weight))
+        return model
+
+    monkeypatch.setattr(verify_conversion, "load_model", load_alone)
+    code, _, err = cli(verify_conversion, converted / "source", converted / "iha", *VERIFY)
+    assert code == 0 and len(alive) == 2, err
+
+
 def test_verify_decodes_greedily_whatever_the_source_asks_for(converted, tmp_path, cli):
     folder = shutil.copytree(converted, tmp_path / "both")
     for model in ("source", "iha"):
@@ -611,14 +628,21 @@ def test_verify_decodes_greedily_whatever_the_source_asks_for(converted, tmp_pat
     assert code == 0 and "exact up to rounding" in out, err
 
 
-def test_weights_with_more_bits_than_the_config_says_are_named(tmp_path, cli):
-    """Convert float32 files whose config says float16, which a load rounds without a word; then keep them."""
-    save_tiny_source(tmp_path / "source")
-    edit_config(tmp_path / "source", dtype="float16")
+@pytest.mark.parametrize(
+    "stored, loaded, pickled",
+    [(torch.float32, "float16", False), (torch.float16, "bfloat16", False), (torch.bfloat16, "float16", True)],
+)
+def test_weights_that_the_dtype_of_the_config_rounds_are_named(stored, loaded, pickled, tmp_path, cli):
+    """Convert files whose config names another dtype, in which a load rounds them without a word; then keep them."""
+    source = save_tiny_source(tmp_path / "source", dtype=stored)
+    if pickled:
+        (tmp_path / "source" / "model.safetensors").unlink()
+        torch.save(source.state_dict(), tmp_path / "source" / "pytorch_model.bin")
+    edit_config(tmp_path / "source", dtype=loaded)
     for options, said in (([], True), (["--dtype", "float32"], False)):
         out = tmp_path / f"iha{len(options)}"
         code, _, err = cli(convert_llama_to_iha, tmp_path / "source", out, "--num-pseudo-heads", 2, *options)
-        assert code == 0 and ("have more bits than torch.float16" in err) == said, err
+        assert code == 0 and (f"torch.{loaded}, in which its config has them loaded, rounds 99" in err) == said, err
 
 
 def test_a_tokenizer_with_code_of_its_own_is_saved_without_it(tmp_path, cli):
@@ -730,6 +754,32 @@ def test_missing_source(source, message, tmp_path, monkeypatch, cli):
     code, _, err = cli(convert_llama_to_iha, source, "iha", "--num-pseudo-heads", 2)
     assert code == 1 and message in last_line(err)
     assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+@pytest.mark.parametrize(
+    "architecture, what, add",
+    [
+        ("llama", "rope_freqs.weight", lambda file: file.add_tensor("rope_freqs.weight", np.ones(4, np.float32))),
+        ("llama", "blk.0.attn_q.bias", lambda file: file.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32))),
+        ("qwen2", "rope.scaling.factor", lambda file: file.add_rope_scaling_factor(4.0)),
+        ("phi3", "attention.sliding_window", lambda file: file.add_sliding_window(2047)),
+        ("phi3", "rope.dimension_count=6", lambda file: file.add_rope_dimension_count(6)),
+        # What changes nothing is not refused, and the weights are looked for.
+        ("llama", None, lambda file: (file.add_rope_scaling_factor(1.0), file.add_sliding_window(0))),
+    ],
+)
+def test_a_gguf_file_of_which_transformers_reads_a_part(architecture, what, add, tmp_path, cli):
+    file = gguf.GGUFWriter(tmp_path / "tiny.gguf", architecture)
+    file.add_name("tiny")
+    for name, size in {"block_count": 1, "embedding_length": 32, "feed_forward_length": 24, "head_count": 4}.items():
+        getattr(file, f"add_{name}")(size)
+    file.add_vocab_size(VOCAB_SIZE)
+    add(file)
+    for write in (file.write_header_to_file, file.write_kv_data_to_file, file.write_tensors_to_file, file.close):
+        write()
+    code, _, err = cli(convert_llama_to_iha, tmp_path / "tiny.gguf", tmp_path / "out", "--num-pseudo-heads", 2)
+    said = f"holds {what}, which Transformers does not read" if what else "does not hold the weights"
+    assert code == 1 and said in last_line(err), err
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
