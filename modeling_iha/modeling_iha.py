@@ -166,7 +166,7 @@ class IHAModel(IHAPreTrainedModel):
         return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
 
     def __init__(self, config: IHAConfig):
-        config.validate()  # fields may have been set since the config was built
+        config.validate_architecture()  # fields may have been set since the config was built
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size

@@ -246,7 +246,7 @@ def test_fields_that_replace_those_of_a_file_are_checked_with_the_rest(name, tmp
 def test_fields_that_are_set_on_a_config_are_checked_when_a_model_is_built(auto_class, field, value):
     config = small_config()
     setattr(config, field, value)
-    with pytest.raises(Exception, match=f"{field}.* (allowed are|would have no effect|give one name)"):
+    with pytest.raises(ValueError, match=f"{field}.* (allowed are|would have no effect|give one name)"):
         auto_class.from_config(config)
 
 
