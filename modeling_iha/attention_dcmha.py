@@ -34,7 +34,7 @@ class CompositionWeights(nn.Module):
         if self.rank > 0:
             hidden = 2 * self.group_size * self.rank
             self.w1 = nn.Linear(config.hidden_size, self.num_groups * hidden, bias=False)
-            self.w2 = nn.Parameter(torch.empty(self.num_groups, 2 * self.rank, self.group_size, hidden))
+            self.w2 = nn.Parameter(torch.zeros(self.num_groups, 2 * self.rank, self.group_size, hidden))
 
     @property
     def width(self) -> int:

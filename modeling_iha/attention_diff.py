@@ -29,10 +29,11 @@ class DifferentialAttention(MultiHeadAttention):
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
-        self.lambda_q1 = nn.Parameter(torch.empty(self.head_dim))
-        self.lambda_k1 = nn.Parameter(torch.empty(self.head_dim))
-        self.lambda_q2 = nn.Parameter(torch.empty(self.head_dim))
-        self.lambda_k2 = nn.Parameter(torch.empty(self.head_dim))
+        std_dev = float(config.options_of("diff").lambda_std_dev)
+        self.lambda_q1 = nn.Parameter(torch.full((self.head_dim,), std_dev))
+        self.lambda_k1 = nn.Parameter(torch.full((self.head_dim,), std_dev))
+        self.lambda_q2 = nn.Parameter(torch.full((self.head_dim,), std_dev))
+        self.lambda_k2 = nn.Parameter(torch.full((self.head_dim,), std_dev))
         self.groupnorm = nn.RMSNorm(2 * self.head_dim, eps=config.rms_norm_eps, elementwise_affine=False)
 
     def init_mechanism(self, config: IHAConfig):

@@ -20,7 +20,7 @@ class HeadMixing(nn.Module):
 
     def __init__(self, num_heads: int, num_pseudo_heads: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, num_heads, num_pseudo_heads))
+        self.weight = nn.Parameter(torch.eye(num_heads).unsqueeze(-1).repeat(1, 1, num_pseudo_heads))
 
     def init_mechanism(self, config: IHAConfig):
         """Start every pseudo-head near its own head, so that the layer starts close to MHA.
@@ -47,14 +47,14 @@ class HeadCollapse(nn.Module):
         self.num_pseudo_heads = num_pseudo_heads
         columns = num_pseudo_heads if pseudo_collapse == "per_head" else num_heads * num_pseudo_heads
         self.weight = nn.Parameter(torch.empty(num_heads, columns))
+        self.init_mechanism()
 
-    def init_mechanism(self, config: IHAConfig):
+    def init_mechanism(self, config: IHAConfig | None = None):
         """Start at the mean over the pseudo-heads."""
         identity = torch.eye(self.weight.shape[0], device=self.weight.device, dtype=self.weight.dtype)
         if self.weight.shape[1] == self.num_pseudo_heads:
             identity = torch.ones_like(identity[:, :1])
-        mean = identity / self.num_pseudo_heads
-        init.copy_(self.weight, mean.repeat_interleave(self.num_pseudo_heads, dim=1))
+        init.copy_(self.weight, identity.repeat_interleave(self.num_pseudo_heads, dim=1) / self.num_pseudo_heads)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return R for the states, as `HeadMixing` returns alpha."""

@@ -24,8 +24,9 @@ class KeyQueryConvolution(nn.Module):
     def __init__(self, num_heads: int, query_kernel: int, key_kernel: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads, 1, query_kernel, key_kernel))
+        self.init_mechanism()
 
-    def init_mechanism(self, config: IHAConfig):
+    def init_mechanism(self, config: IHAConfig | None = None):
         """Start at the kernel that changes nothing, so that the layer starts as multi-head attention."""
         init.zeros_(self.weight)
         init.ones_(self.weight[:, :, -1, self.weight.shape[-1] // 2])

@@ -17,7 +17,7 @@ class HeadTalk(nn.Module):
 
     def __init__(self, num_heads: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, num_heads))
+        self.weight = nn.Parameter(torch.eye(num_heads))
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity, so that the layer starts as multi-head attention."""

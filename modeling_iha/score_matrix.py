@@ -108,7 +108,7 @@ class HeadMap(nn.Module):
 
     def __init__(self, num_groups: int, group_size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_groups, group_size, group_size))
+        self.weight = nn.Parameter(torch.eye(group_size).repeat(num_groups, 1, 1))
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity."""

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
-from helpers import DOCUMENTS
+from helpers import DOCUMENTS, EVERY_KIND, small_config
 from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer
 
 from common.checkpoint_io import load_model, load_tokenizer
 from common.command_io import ROOT
+from kinds import is_mixing
+from modeling_iha import IHAForCausalLM
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -77,6 +79,16 @@ def test_the_tests_of_the_support_matrix_exist():
     assert len(named) == len(re.findall(r"\.py::", text)) > 0
     for test, file in named:
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
+
+
+def test_the_parameter_groups_of_the_support_page_are_those_of_the_recipes():
+    text = (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8")
+    [snippet] = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    names = {"torch": torch, "model": IHAForCausalLM(small_config(**EVERY_KIND)), "rate": 1e-3}
+    exec(snippet, names)
+    of_group = [{id(weight) for weight in group["params"]} for group in names["optimizer"].param_groups]
+    of_recipes = {id(weight) for name, weight in names["model"].named_parameters() if is_mixing(name)}
+    assert of_group == [{id(weight) for weight in names["model"].parameters()} - of_recipes, of_recipes]
 
 
 def test_speed_figures_are_those_of_the_report():

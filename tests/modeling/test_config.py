@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import random_model, small_config
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import modeling_iha
 from modeling_iha import IHAConfig
@@ -236,6 +236,18 @@ def test_fields_that_replace_those_of_a_file_are_checked_with_the_rest(name, tmp
     for each in (config, model.config):
         assert {field: getattr(each, field) for field in expected} == expected
     assert len(model.model.layers) == config.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("pseudo_positions", "foo"), ("sliding_window", 4), ("num_hidden_layers", 5), ("attention_kinds", ["mah"] * 2)],
+)
+@pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_fields_that_are_set_on_a_config_are_checked_when_a_model_is_built(auto_class, field, value):
+    config = small_config()
+    setattr(config, field, value)
+    with pytest.raises(ValueError, match=f"{field}.* (allowed are|would have no effect|give one name)"):
+        auto_class.from_config(config)
 
 
 @pytest.mark.parametrize("layers", [10_001, 10**9])

@@ -92,6 +92,18 @@ def test_learning(mechanism):
 
 
 @mechanisms
+def test_a_layer_of_another_model_starts_from_weights(mechanism):
+    """Build a layer that no model initialises, while PyTorch fills new memory with NaN."""
+    config = mechanism.config()
+    torch.use_deterministic_algorithms(True)
+    try:
+        layer = ATTENTION_CLASSES[mechanism.kind](config, 0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [name for name, weight in layer.named_parameters() if not weight.isfinite().all()] == []
+
+
+@mechanisms
 def test_adapters(mechanism, tmp_path):
     checks.check_adapters(mechanism, tmp_path)
 

@@ -36,7 +36,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import IHAConfig, IHAForCausalLM, attention_iha
-from modeling_iha.attention_iha import mix
+from modeling_iha.attention_iha import InterleavedHeadAttention, mix
 
 
 # The reference itself
@@ -249,12 +249,12 @@ def test_interleaving_is_a_view(recording_core, monkeypatch):
 @pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
 def test_a_new_layer_copies_its_heads_and_takes_their_mean(collapse):
     config = small_config(num_pseudo_heads=3, pseudo_collapse=collapse, initializer_range=0.0)
-    layer = IHAForCausalLM(config).model.layers[0].self_attn
-    for mixing in (layer.q_mix.weight, layer.k_mix.weight, layer.v_mix.weight):
-        assert torch.equal(mixing, torch.eye(len(mixing))[..., None].expand(-1, -1, 3))
     states = torch.randn(2, 5 * 3, 4, 8)
-    collapsed = attention_iha.collapse(states, layer.collapse.weight, 3)
-    torch.testing.assert_close(collapsed, states.unflatten(1, (5, 3)).mean(2))
+    for layer in (IHAForCausalLM(config).model.layers[0].self_attn, InterleavedHeadAttention(config, 0)):
+        for mixing in (layer.q_mix.weight, layer.k_mix.weight, layer.v_mix.weight):
+            assert torch.equal(mixing, torch.eye(len(mixing))[..., None].expand(-1, -1, 3))
+        collapsed = attention_iha.collapse(states, layer.collapse.weight, 3)
+        torch.testing.assert_close(collapsed, states.unflatten(1, (5, 3)).mean(2))
 
 
 @pytest.mark.parametrize(("num_heads", "num_pseudo_heads"), [(4, 1), (4, 3), (2, 5)])
