@@ -43,9 +43,8 @@ def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, Lay
     Raise a ValueError for a custom mask that the core does not take, and for a dense mask above MAX_MASK_BYTES."""
     if inputs.past_key_values is not None:
         keep_window_edge(inputs.past_key_values, layers, inputs.config.sliding_window)
-    masks, embeds = {}, inputs.inputs_embeds
-    is_short = not is_tracing(embeds) and inputs.past_key_values is None
-    is_short = is_short and embeds.shape[1] <= (inputs.config.sliding_window or 0)
+    masks, length, window = {}, inputs.inputs_embeds.shape[1], inputs.config.sliding_window or 0
+    is_short = not is_tracing(inputs.inputs_embeds) and inputs.past_key_values is None and length <= window
     for layer_idx, key in enumerate(layers):
         if key not in masks:
             form = choose_form(inputs, key, inputs.key_span(layer_idx)[1])
