@@ -68,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def serve(**options):
         check_address(options["host"], options["port"])
+        if "@" in (options["force_model"] or "") and os.path.isdir(options["force_model"]):
+            raise UserError(
+                f"{options['force_model']}: the server takes what follows @ for a revision of another model. Rename "
+                "the directory."
+            )
         try:
             if not options["trust_remote_code"] and os.path.isdir(options["force_model"] or ""):
                 config = load_config_dict(options["force_model"])

@@ -149,6 +149,13 @@ def test_what_continuous_batching_cannot_serve_is_refused_at_the_start(kind, opt
         serve.main([str(tmp_path), "--port", "0", "--continuous-batching", *options])
 
 
+def test_a_directory_that_reads_as_a_revision_of_another_is_refused(tmp_path):
+    directory = tmp_path / "model@v2"
+    directory.mkdir()
+    with pytest.raises(UserError, match="for a revision of another model. Rename the directory"):
+        serve.main([str(directory), "--port", "0"])
+
+
 def test_transformers_chat(server, checkpoint, reply, tmp_path):
     process = subprocess.run(
         [Path(sys.executable).with_name("transformers"), "chat", checkpoint, server]
