@@ -431,7 +431,7 @@ def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
         name, precision = next(iter(rounded.items()))
         print(
             f"{dtype}, in which its config has them loaded, rounds {len(rounded)} tensors of {source} ({name} first, "
-            f"in {precision}): pass --dtype float32, or set dtype in its config.json, to keep them.",
+            f"in {precision}): set dtype in its config.json, or --dtype where a command has it, to keep them.",
             file=sys.stderr,
         )
 
