@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from common.checkpoint_io import load_config
 from hub.checks import EVAL_RESULTS, weight_files
-from hub.client import check_repo_id, hub_api, hub_errors
+from hub.client import check_repo_id, hub_api, hub_errors, status_of
 from modeling_iha import IHAConfig
 
 
@@ -68,10 +68,13 @@ def hub_rows(author: str) -> list[list[str]]:
 def _hub_row(api: HfApi, model) -> list[str] | None:
     """Return the row of a model, or None with a line on stderr for one that cannot be read."""
     described = ["config.json", "README.md", f"{EVAL_RESULTS}/*.yaml"]
-    path = Path(api.snapshot_download(model.id, revision=model.sha, allow_patterns=described))
     try:
+        path = Path(api.snapshot_download(model.id, revision=model.sha, allow_patterns=described))
         return row(path, model.id, model.safetensors and model.safetensors.total, model.sha[:12])
-    except UserError as error:
+    except Exception as error:
+        # One model may be gated, or gone meanwhile; any other answer of the Hub is about all of them.
+        if not isinstance(error, UserError) and status_of(error.__cause__ or error) not in (401, 403, 404):
+            raise
         print(f"Passed over {model.id}: {one_line(error)}", file=sys.stderr)
         return None
 

@@ -24,6 +24,7 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 from huggingface_hub import HfApi, constants
+from transformers.utils import CONFIG_NAME
 
 from common.checkpoint_io import load_in_clean_process
 from hub.checks import check_checkpoint, checkpoint_files, refuse_pickles
@@ -41,7 +42,10 @@ def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool
         with hub_errors(f"Fetching {repo_id}"):
             api = hub_api()
             commit = commit_of(api, repo_id, revision)
-            refuse_pickles(repo_id, api.list_repo_files(repo_id, revision=commit))
+            names = api.list_repo_files(repo_id, revision=commit)
+            refuse_pickles(repo_id, names)
+            if CONFIG_NAME not in names:
+                raise UserError(f"{repo_id} holds no {CONFIG_NAME}: expected the repository of a saved model.")
             print(f"Fetching {repo_id} at {commit}", flush=True)
             _copy_whole(api, repo_id, commit, temporary)
         try:

@@ -110,6 +110,8 @@ def publish(
 
 def _check_options(repo_id: str, tag: str | None, create_pr: bool) -> None:
     check_repo_id(repo_id)
+    if "/" not in repo_id:  # the Hub would make it in the user's account, where no later request finds it
+        raise UserError(f"{repo_id!r} names no account: expected the account too, such as me/{repo_id}.")
     if tag is not None and NO_TAG.search(tag):
         raise UserError(f"{tag!r} is no name that git allows for a tag: choose another, such as v1.")
     if tag is not None and create_pr:
@@ -130,7 +132,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
             "license and base_model."
         )
     with refusing(f"{path} has metadata that cannot be read", TypeError, ValueError, yaml.YAMLError):
-        text = path.read_text(encoding="utf-8") if path.is_file() else render_card(config, repo_id)
+        text = path.read_text(encoding="utf-8-sig") if path.is_file() else render_card(config, repo_id)
         card = ModelCard(text, ignore_metadata_errors=False)
     added = False
     for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):

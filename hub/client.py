@@ -70,6 +70,9 @@ def _explanation(error: BaseException) -> str:
         return _explanation(cause)
     if isinstance(error, ValueError) and status is None:
         return text
+    # A refusal of this machine, such as a full disk or a cache of somebody else.
+    if isinstance(error, OSError) and error.errno and not isinstance(error, (ConnectionError, TimeoutError)):
+        return f"{text}: see to room and permission there, or set HF_HUB_CACHE to another directory"
     response: Any = getattr(error, "response", None)
     if status == 403 and response.request.method in ("GET", "HEAD"):
         return f"{text.rstrip('.')}: use a token that may read it, and ask for access on its page where it is gated"

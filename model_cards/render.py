@@ -257,18 +257,24 @@ def _limits(config: IHAConfig) -> str:
 def with_name(card: str, name: str) -> str:
     """Return a `card` of `render_card` with another name in its title, its examples and its metadata.
 
-    Such a name is the Hub id under which the checkpoint is published. A stranger's card stays as it is.
+    Such a name is the Hub id under which the checkpoint is published. A stranger's card stays as it is, and so does a
+    title that somebody has given the card.
     """
     name, edited = one_printable_line(name), ModelCard(card)
     lines = {
-        r"^name = .*$": f"name = {json.dumps(name, ensure_ascii=False)}",
+        r"^name = (.*)$": f"name = {json.dumps(name, ensure_ascii=False)}",
         r"^name=.*$": f"name={shlex.quote(name)}",
     }
-    if all(re.search(pattern, edited.text, re.MULTILINE) for pattern in lines):
-        for pattern, line in {**lines, r"^# .*$": f"# {markdown(name)}"}.items():
-            edited.text = re.sub(pattern, lambda _: line, edited.text, count=1, flags=re.MULTILINE)
-        if edited.data.get("eval_results"):
-            edited.data["model_name"] = name
+    old, *others = (re.search(pattern, edited.text, re.MULTILINE) for pattern in lines)
+    if old is None or None in others:
+        return card  # with its metadata, of which a ModelCard drops what it does not know
+    title = re.search(r"^# (.*)$", edited.text, re.MULTILINE)
+    if title and json.dumps(re.sub(r"\\(.)", r"\1", title[1]), ensure_ascii=False) == old[1]:
+        lines[r"^# .*$"] = f"# {markdown(name)}"
+    for pattern, line in lines.items():
+        edited.text = re.sub(pattern, lambda _: line, edited.text, count=1, flags=re.MULTILINE)
+    if edited.data.get("eval_results"):
+        edited.data["model_name"] = name
     return str(edited)
 
 

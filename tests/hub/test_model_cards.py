@@ -236,11 +236,14 @@ def test_the_command_adds_results_and_renames(checkpoint, tmp_path, cli):
     assert yaml.safe_load((checkpoint / ".eval_results" / "gsm8k.yaml").read_text())[0]["value"] == 54.23
     code, _, _ = cli(render, checkpoint, "--name", "me/other")
     assert code == 0 and (checkpoint / "README.md").read_text(encoding="utf-8") == card.replace("me/iha", "me/other")
+    titled = card.replace("\n# me/iha\n", "\n# A title of my own\n")
+    assert "\n# A title of my own\n" in (renamed := with_name(titled, "me/other")) and "me/iha" not in renamed
 
 
 def test_a_card_of_somebody_else_keeps_its_words():
-    card = "---\nlicense: mit\n---\n# Mine\n\nname = 3\n"
+    card = "---\nlicense: mit\nversion: 1.10  # a string\n---\n# Mine\n\nname = 3\n"
     assert with_name(card, "me/iha") == card
+    card = "---\nlicense: mit\n---\n# Mine\n\nname = 3\n"
     assert with_results(card, "name", RESULTS).startswith("---\nlicense: mit\nmodel-index:")
     assert "# Mine\n\nname = 3\n\n## Evaluation\n" in with_results(card, "name", RESULTS)
 

@@ -120,6 +120,11 @@ def fault(*arguments):
     return lambda hub: hub.faults.append(Fault(*arguments))
 
 
+def no_cache(hub):
+    Path(constants.HF_HUB_CACHE).parent.mkdir(exist_ok=True)
+    Path(constants.HF_HUB_CACHE).write_text("no directory")
+
+
 def put(name, content, lfs=False):
     return lambda hub: hub.head("me/iha").update({name: File(content, lfs)})
 
@@ -132,6 +137,8 @@ REFUSED = {
     "dropped": (fault("GET", "/resolve/", "drop"), "run the command again"),
     "unavailable": (fault("GET", "/tree/", 503), "run the command again"),
     "login page": (fault("GET", "/api/", "html"), "a login page of the network"),
+    "no cache": (no_cache, "room and permission there, or set HF_HUB_CACHE"),
+    "no model": (lambda hub: hub.head("me/iha").pop("config.json"), "me/iha holds no config.json"),
     "a pickle": (put("pytorch_model.bin", b"x", True), "me/iha holds pytorch_model.bin: pickles are refused"),
     "other code": (put("modeling_iha.py", b"class IHAForCausalLM: pass\n"), "expects the class"),
     "no object": (put("generation_config.json", b"[]"), "me/iha/generation_config.json holds a list"),
@@ -150,7 +157,7 @@ def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull):
     if hub.faults:
         hub.faults.clear()
         assert "Revision: " in pull()
-    if name == "a pickle":
+    if name in ("a pickle", "no model"):
         assert not any("resolve" in path for _, path in hub.calls)
 
 
@@ -292,9 +299,14 @@ def test_list_shows_an_account(hub, saved, cli):
     for source, message in (("nobody", "holds no checkpoints"), ("me/iha/x", "is no repository id")):
         code, _, err = cli(list_checkpoints, source)
         assert code == 1 and message in last_line(err)
-    hub.faults.append(Fault("GET", "/api/models", HubError(429, "Slow down")))
-    code, _, err = cli(list_checkpoints, "me")
-    assert code == 1 and "wait some minutes" in last_line(err)
+    hub.add("me/gated", saved)
+    hub.faults.append(Fault("GET", "/me/gated/", GATED))
+    code, out, err = cli(list_checkpoints, "me")
+    assert code == 0 and "Passed over me/gated: " in err and "me/iha" in rows_of(out), err
+    for path in ("/me/gated/", "/api/models"):
+        hub.faults[:] = [Fault("GET", path, HubError(429, "Slow down"))]
+        code, _, err = cli(list_checkpoints, "me")
+        assert code == 1 and "wait some minutes" in last_line(err)
 
 
 def test_list_shows_no_control_characters(saved, tmp_path, cli):

@@ -233,10 +233,11 @@ def test_what_is_no_whole_checkpoint_is_refused(name, directory, hub, push, monk
     assert message in error and SECRET not in error and "push-" not in error and hub.calls == []
 
 
-@pytest.mark.parametrize("repo_id", ["me/iha/x", "me/../iha", "-", "me/iha\n", "me/ iha"])
+@pytest.mark.parametrize("repo_id", ["me/iha/x", "me/../iha", "-", "me/iha\n", "me/ iha", "iha"])
 def test_bad_repository_id_is_refused(saved, repo_id, hub, cli):
-    code, _, err = cli(push_to_hub, "--dry-run", saved, "--", repo_id)
-    assert code == 1 and "is no repository id" in last_line(err)
+    code, _, err = cli(push_to_hub, saved, "--", repo_id)
+    expected = "names no account" if repo_id == "iha" else "is no repository id"
+    assert code == 1 and expected in last_line(err) and hub.calls == []
 
 
 def test_a_tag_that_git_does_not_allow_is_refused_before_all(saved, hub):
@@ -350,7 +351,7 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
     push()
     card = hub.head("me/iha")["README.md"].content.decode()
     assert 'name = "me/iha"\n' in card and "base_model: me/b" in card and "a-directory" not in card
-    (directory / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
+    (directory / "README.md").write_text("---\nlicense: mit\n---\nMine.\n", encoding="utf-8-sig")
     push("--base-model", "me/base")
     card = hub.head("me/iha")["README.md"].content.decode()
     assert "license: mit" in card and "base_model: me/base" in card and "Mine." in card
