@@ -10,6 +10,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from common.checkpoint_io import load_config_dict
 from common.command_io import UserError, one_line, run_cli
 from common.foreign_code import note_foreign_code
 from modeling_iha import IHAConfig, IHAForCausalLM
+
+
+STOP_SECONDS = 5  # less than the ten after which `docker stop` kills
 
 
 def check_address(host: str, port: int) -> None:
@@ -60,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve until interrupted, or raise `UserError`."""
     if not is_serve_available():
         raise UserError("The server's libraries are not installed: pip install 'transformers[serving]'.")
+    import uvicorn
+
     setattr(transformers, "IHAForCausalLM", IHAForCausalLM)
+    # By default one Ctrl-C, and any number of SIGTERMs, wait for every reply that has begun. `Serve` has no option.
+    setattr(uvicorn, "Config", partial(uvicorn.Config, timeout_graceful_shutdown=STOP_SECONDS))
     app = typer.Typer()
     app.command(epilog="example: python -m conversion_scripts.serve smollm2-iha --port 8000")(Serve)
     command: Any = typer.main.get_command(app)

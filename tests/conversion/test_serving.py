@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
 import torch
+import uvicorn
 from helpers import HYBRID, plant, random_ids, random_model, small_config
 from tiny_sources import tiny_tokenizer
 from transformers import AutoModel, pipeline
@@ -147,6 +149,15 @@ def test_what_continuous_batching_cannot_serve_is_refused_at_the_start(kind, opt
     random_model(small_config(attention_kinds=kind)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"The server cannot start with .*{error}"):
         serve.main([str(tmp_path), "--port", "0", "--continuous-batching", *options])
+
+
+def test_a_stop_does_not_wait_for_a_long_reply(checkpoint, monkeypatch):
+    configs = []
+    monkeypatch.setattr("uvicorn.Server", lambda config: SimpleNamespace(run=lambda: configs.append(config)))
+    monkeypatch.setattr("uvicorn.Config", uvicorn.Config)  # main changes it
+    with pytest.raises(SystemExit, match="0"):
+        serve.main([checkpoint, "--port", "0"])
+    assert configs[0].timeout_graceful_shutdown == serve.STOP_SECONDS
 
 
 def test_a_directory_that_reads_as_a_revision_of_another_is_refused(tmp_path):
