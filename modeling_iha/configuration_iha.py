@@ -35,6 +35,7 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_iha.IHAForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_iha.IHAForQuestionAnswering",
 }
+CODE = {reference.split(".")[0] for reference in AUTO_MAP.values()}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Fields that hold one of a few words.
 CHOICES = {
@@ -288,10 +289,7 @@ class IHAConfig(LlamaConfig):
         Fields among `kwargs` replace those of the file before the config is checked; fewer layers are its first ones.
         Raise a ValueError where a size is missing: the model would have Llama-7B's, whatever the weights beside it."""
         if missing := [name for name in SIZES if name not in config_dict]:
-            raise ValueError(
-                f"This config.json names no {', '.join(missing)}: it is damaged or incomplete; copy it again, or add "
-                "them."
-            )
+            raise ValueError(f"This config.json names no {', '.join(missing)}: copy it again, or add what is missing.")
         ours = IHAConfig.__annotations__ | LlamaConfig.__annotations__
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in ours}
         config_dict = config_dict | given
@@ -301,9 +299,11 @@ class IHAConfig(LlamaConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:
-        # Otherwise a config that came from the Hub keeps entries that point back at its repository, and a wrapped
-        # model (FSDP) names its wrapper.
-        return {**super().to_dict(), "auto_map": dict(AUTO_MAP)}
+        # A user's own class stays. A name from the Hub points back at its repository, one of FSDP at its wrapper.
+        given = (getattr(self, "auto_map", None) or {}).items()
+        local = {auto: name for auto, name in given if auto in AUTO_MAP and "--" not in name}
+        users = {auto: name for auto, name in local.items() if name.split(".")[0] not in CODE}
+        return {**super().to_dict(), "auto_map": AUTO_MAP | users}
 
 
 IHAConfig.register_for_auto_class()

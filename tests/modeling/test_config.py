@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import modeling_iha
 from modeling_iha import IHAConfig
+from modeling_iha.configuration_iha import AUTO_MAP
 
 
 NAN, INF = float("nan"), float("inf")
@@ -270,3 +271,25 @@ def test_the_configuration_imports_no_attention_code(tmp_path, monkeypatch):
     importlib.import_module("bare.configuration_iha")
     imported = {name.removeprefix("bare.") for name in sys.modules if name.startswith("bare.")}
     assert {name for name in imported if "option" not in name} == {"configuration_iha"}
+
+
+OWN_MODEL = """from modeling_iha import IHAForCausalLM
+
+
+class OwnModel(IHAForCausalLM): ...
+
+
+OwnModel.register_for_auto_class("AutoModelForCausalLM")
+"""
+
+
+def test_a_users_own_class_stays_the_one_that_is_loaded(tmp_path, monkeypatch):
+    """Save a registered subclass, and save it again after loading."""
+    (tmp_path / "own_model.py").write_text(OWN_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("own_model").OwnModel(small_config())
+    for name in ("once", "twice"):
+        model.save_pretrained(tmp_path / name)
+        written = json.loads((tmp_path / name / "config.json").read_text())["auto_map"]
+        assert written == AUTO_MAP | {"AutoModelForCausalLM": "own_model.OwnModel"}
+        model = type(model).from_pretrained(tmp_path / name)
