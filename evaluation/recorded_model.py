@@ -3,7 +3,9 @@
 import hashlib
 import json
 from collections import Counter, defaultdict
-from datetime import timedelta
+from datetime import datetime, timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,10 +16,15 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from common.command_io import UserError
 from evaluation.records import Records, sample_key
 from evaluation.replies import THOUGHTS
+
+
+# The day of every chat template that asks for today: a run that goes on tomorrow asks the same. Llama's own names it.
+TODAY = datetime(2024, 7, 26)
 
 
 class SeededSampling(LogitsProcessor):
@@ -79,6 +86,12 @@ class RecordedModel(HFLM):
             self.accelerator = accelerator
             # lm-eval takes the rank inside the machine, which two machines would have twice.
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the prompt of a chat, in which today is `TODAY`."""
+        # Transformers' own clock cannot be passed by: of a template's arguments only plain data reach it.
+        with mock.patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: TODAY)):
+            return super().apply_chat_template(chat_history, add_generation_prompt)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this process's `tensor` as if every process had the same.

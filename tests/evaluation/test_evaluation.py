@@ -854,6 +854,12 @@ def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, offline, monkey
     assert prompts["gsm8k"].startswith("Ann has 3")
 
 
+def test_today_is_always_the_same_day(tmp_path, monkeypatch):
+    model = recorded(tmp_path)
+    monkeypatch.setattr(model.tokenizer, "chat_template", "{{ strftime_now('%d %b %Y') }}")
+    assert model.apply_chat_template([{"role": "user", "content": "Hello"}]) == "26 Jul 2024"
+
+
 @pytest.mark.parametrize(("templates", "refused"), [({"tool_use": "x"}, True), ({"default": "x", "rag": "y"}, False)])
 def test_of_named_chat_templates_the_default_one_writes_a_chat(templates, refused):
     task = SimpleNamespace(config=SimpleNamespace(metadata={"chat": True}))
