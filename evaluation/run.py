@@ -79,7 +79,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sy
 _DECIDING = ("data", "recorded_model", "replies", "ruler", "run", "run_code", "run_program", "scores", "suites")
 
 
-def claim_output(directory: Path, identity: dict, rank: int) -> None:
+def claim_output(directory: Path, identity: dict) -> None:
     """Make `directory` this run's, or go on with it.
 
     Raise `UserError` when it holds something else, or samples of another checkpoint, tokenizer, seed or dtype.
@@ -94,8 +94,7 @@ def claim_output(directory: Path, identity: dict, rank: int) -> None:
     ours = {"samples", ".lock"}
     if directory.exists() and not (directory.is_dir() and {entry.name for entry in directory.iterdir()} <= ours):
         raise UserError(f"{directory} exists and is no output of this command: choose another --output.")
-    if rank == 0:
-        write_json(path, identity)
+    write_json(path, identity)
 
 
 def task_hash() -> str:
@@ -258,7 +257,8 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "seed": args.seed,
         "dtype": args.dtype,
     }
-    claim_output(args.output, identity, process.process_index)
+    if process.is_main_process:  # the others might find it half done, and refuse it
+        claim_output(args.output, identity)
     process.wait_for_everyone()
     commit = current_commit()
     records = Records(args.output / "samples", process.process_index, commit)

@@ -921,6 +921,15 @@ def test_a_second_run_in_one_output_is_refused(tiny, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_main_process_alone_claims_the_output(tiny, tmp_path, monkeypatch):
+    """Let another process look while the first one writes run.json."""
+    (tmp_path / ".run.json.tmp").touch()
+    second = SimpleNamespace(is_main_process=False, process_index=1, wait_for_everyone=fails(InterruptedError))
+    monkeypatch.setattr(run, "accelerator", lambda: second)
+    with pytest.raises(InterruptedError):
+        run.main([str(tiny), "--suite", "smoke", "--tasks", "gsm8k", "--output", str(tmp_path)])
+
+
 def test_code_that_cannot_be_isolated_is_not_run_unasked(tiny, tmp_path, offline, monkeypatch):
     monkeypatch.setattr(run_code, "_confirmed", False)
     monkeypatch.setattr(run_code, "isolates", lambda: False)
