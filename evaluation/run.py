@@ -104,6 +104,15 @@ def task_hash() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in settings + modules)).hexdigest()[:16]
 
 
+def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` when the tokenizer ends every text, and so every prompt before the reply."""
+    if tokenizer.eos_token_id is not None and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+        raise UserError(
+            f"The tokenizer puts its end token {tokenizer.eos_token} behind every text, so that a reply would begin "
+            f"after the end: give another --tokenizer, one without add_eos_token."
+        )
+
+
 def check_chat_template(tasks: dict[str, ConfigurableTask], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` when a task is put to a chat model and the tokenizer cannot write a chat."""
     names = [name for name, task in tasks.items() if task.config.metadata.get("chat")]
@@ -246,6 +255,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     config = load_config(args.model)
     note_foreign_code(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
+    check_ends(tokenizer)
     tasks = suites.build_tasks(args, tokenizer)
     if any(task.config.unsafe_code for task in tasks.values()):
         run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)

@@ -19,7 +19,7 @@ import torch
 from helpers import SLOW
 from lm_eval.api.instance import Instance
 from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 
@@ -391,6 +391,8 @@ def test_windows_of_text_are_disjoint_and_of_the_asked_length():
     rows = [row["text"] for row in data.text_windows(data.SMOKE, 100, 4, tiny_tokenizer())["test"]]
     assert [len(tiny_tokenizer()(row)["input_ids"]) for row in rows] == [100] * 4
     assert data.text("text/state_union.txt", data.SMOKE).startswith("".join(rows))
+    with pytest.raises(UserError, match="a tokenizer in Python, does not: leave the task out"):
+        data.text_windows(data.SMOKE, tokenizer=SimpleNamespace(is_fast=False))
 
 
 def test_files_are_checked_against_the_manifest(tmp_path):
@@ -885,6 +887,7 @@ def test_of_named_chat_templates_the_default_one_writes_a_chat(templates, refuse
         ("OUT/none smoke", "none is neither a directory, nor a GGUF file, nor a Hub id"),
         ("MUTE smoke", "mute holds no tokenizer: save one beside the weights"),
         ("PLAIN smoke", "no chat template, which gsm8k, math500, mbpp, humaneval need"),
+        ("ENDED smoke", "puts its end token </s> behind every text"),
         ("SHORT smoke", "prompts do not fit: .* the context has 128: .*niah_single_1@512"),
         ("TINY smoke --output FILES", "is no output of this command: choose another --output"),
     ],
@@ -893,8 +896,12 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     arguments, message, tiny, tmp_path, offline, monkeypatch, capsys
 ):
     monkeypatch.setattr(RecordedModel, "_replies", fails(AssertionError("something is generated")))
-    mute, plain, short, files = (tmp_path / name for name in ("mute", "plain", "short", "files"))
+    mute, plain, ended, short, files = (tmp_path / name for name in ("mute", "plain", "ended", "short", "files"))
     tiny_source().save_pretrained(mute)
+    save_tiny_source(ended)
+    ends = Tokenizer.from_file(str(ended / "tokenizer.json"))
+    ends.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    ends.save(str(ended / "tokenizer.json"))
     save_tiny_source(plain)
     settings = json.loads((plain / "tokenizer_config.json").read_text())
     (plain / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
@@ -902,7 +909,8 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     save_tiny_source(short, max_position_embeddings=128)
     files.mkdir()
     (files / "notes.txt").write_text("mine")
-    places = {"TINY": tiny, "MUTE": mute, "PLAIN": plain, "SHORT": short, "FILES": files, "SMOKE": data.SMOKE}
+    places = {"TINY": tiny, "MUTE": mute, "PLAIN": plain, "ENDED": ended, "SHORT": short, "FILES": files}
+    places["SMOKE"] = data.SMOKE
     model, suite, *options = [str(places.get(a, a)).replace("OUT/", f"{tmp_path}/") for a in arguments.split()]
     output = ["--output", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["run", model, "--suite", suite, *output, *options])
