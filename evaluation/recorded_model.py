@@ -117,8 +117,9 @@ class RecordedModel(HFLM):
                         f"{self.max_length}: lower --max-new-tokens."
                     )
                 needed = prompt + limit
-            elif request.request_type == "loglikelihood":
-                needed = sum(map(len, self._encode_pair(*request.args))) - 1  # the last token is not read
+            else:  # the last token is not read
+                pair = request.request_type == "loglikelihood"
+                needed = (sum(map(len, self._encode_pair(*request.args))) if pair else prompt) - 1
                 self.counts[request.task_name]["truncated_prompts"] += needed > self.max_length
             longest = max(longest, needed)
             too_long[request.task_name] += needed > self.max_length
@@ -235,14 +236,15 @@ class RecordedModel(HFLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[list[float]]:
         """Return the log-probability, in nats, of every token of each text but the first, given all before it.
 
-        It takes one forward, without windows. (lm-eval's own returns their sum, over windows.)
+        It takes one forward, without windows, and ends with the context. (lm-eval's own returns their sum, over
+        windows.)
         """
         result = []
         for request in tqdm(requests, desc="Reading", unit="text", disable=disable_tqdm or self.rank != 0):
-            ids = torch.tensor([self.tok_encode(request.args[0])], device=self.device)
+            ids = torch.tensor([self.tok_encode(request.args[0])[: self.max_length + 1]], device=self.device)
             try:
                 with torch.no_grad():
-                    logits = self.model(ids).logits[0, :-1]
+                    logits = self.model(ids[:, :-1]).logits[0]
             except RuntimeError as error:
                 self._halve(1, error)
             chosen = ids[0, 1:]

@@ -656,6 +656,12 @@ def test_contexts_of_likelihoods_that_do_not_fit_are_refused_or_counted(tmp_path
     cutting = recorded(tmp_path / "c", model, truncate=True)
     cutting.check_prompts([fitting, long])
     assert cutting.counts["t"]["truncated_prompts"] == 1
+    whole, beyond = (Instance("loglikelihood_rolling", {}, (" ".join(WORDS[:n]),), 0, ("r", 0, 1)) for n in (17, 18))
+    assert recorded(tmp_path / "d", model).check_prompts([whole]) == {"r": [17]}
+    with pytest.raises(UserError, match="1 prompts do not fit: .* up to 17 tokens and the context has 16: r "):
+        recorded(tmp_path / "e", model).check_prompts([whole, beyond])
+    losses = cutting.loglikelihood_rolling([whole, beyond], disable_tqdm=True)
+    assert losses[0] == losses[1] and len(losses[0]) == 16
 
 
 def test_losses_of_a_text_are_those_of_a_direct_call(tmp_path):
