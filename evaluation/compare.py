@@ -71,7 +71,10 @@ def check_comparable(runs: dict[str, dict]) -> list[str]:
                 if mine.get(what, theirs.get(what)) != theirs.get(what, mine.get(what)):
                     raise UserError(f"{task} has another {what} in {name} than in {first_name}: evaluate both alike.")
             if first["samples"][task].keys() != other["samples"][task].keys():
-                raise UserError(f"{task} has other examples in {name} than in {first_name}: give both one --limit.")
+                raise UserError(
+                    f"{task} has other examples in {name} than in {first_name}: give both one --limit and one --data. "
+                    f"RULER's examples depend on --seed and on the tokenizer, too."
+                )
     return tasks
 
 

@@ -100,6 +100,12 @@ def dcformer_synthetic(data_directory=None, **_) -> dict[str, Dataset]:
 
 def text_windows(data_directory=None, length=4096, windows=20, tokenizer=None, **_) -> dict[str, Dataset]:
     """Return disjoint stretches of long text, of about `length` tokens of `tokenizer` each: {"text"}."""
+    if not tokenizer.is_fast:
+        raise UserError(
+            "perplexity_by_position needs a tokenizer that says where its tokens lie in a text, and this one, a "
+            "tokenizer in Python, does not: leave the task out with --tasks, or give a --tokenizer with a "
+            "tokenizer.json."
+        )
     whole, found, start = text("text/state_union.txt", data_directory), [], 0
     for index in count():
         # No text has more tokens than bytes; most have a quarter of that.

@@ -3,7 +3,9 @@
 import hashlib
 import json
 from collections import Counter, defaultdict
-from datetime import timedelta
+from datetime import datetime, timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,10 +16,15 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from common.command_io import UserError
 from evaluation.records import Records, sample_key
 from evaluation.replies import THOUGHTS
+
+
+# The day of every chat template that asks for today: a run that goes on tomorrow asks the same. Llama's own names it.
+TODAY = datetime(2024, 7, 26)
 
 
 class SeededSampling(LogitsProcessor):
@@ -80,6 +87,12 @@ class RecordedModel(HFLM):
             # lm-eval takes the rank inside the machine, which two machines would have twice.
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the prompt of a chat, in which today is `TODAY`."""
+        # Transformers' own clock cannot be passed by: of a template's arguments only plain data reach it.
+        with mock.patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: TODAY)):
+            return super().apply_chat_template(chat_history, add_generation_prompt)
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this process's `tensor` as if every process had the same.
 
@@ -104,8 +117,9 @@ class RecordedModel(HFLM):
                         f"{self.max_length}: lower --max-new-tokens."
                     )
                 needed = prompt + limit
-            elif request.request_type == "loglikelihood":
-                needed = sum(map(len, self._encode_pair(*request.args))) - 1  # the last token is not read
+            else:  # the last token is not read
+                pair = request.request_type == "loglikelihood"
+                needed = (sum(map(len, self._encode_pair(*request.args))) if pair else prompt) - 1
                 self.counts[request.task_name]["truncated_prompts"] += needed > self.max_length
             longest = max(longest, needed)
             too_long[request.task_name] += needed > self.max_length
@@ -222,14 +236,15 @@ class RecordedModel(HFLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[list[float]]:
         """Return the log-probability, in nats, of every token of each text but the first, given all before it.
 
-        It takes one forward, without windows. (lm-eval's own returns their sum, over windows.)
+        It takes one forward, without windows, and ends with the context. (lm-eval's own returns their sum, over
+        windows.)
         """
         result = []
         for request in tqdm(requests, desc="Reading", unit="text", disable=disable_tqdm or self.rank != 0):
-            ids = torch.tensor([self.tok_encode(request.args[0])], device=self.device)
+            ids = torch.tensor([self.tok_encode(request.args[0])[: self.max_length + 1]], device=self.device)
             try:
                 with torch.no_grad():
-                    logits = self.model(ids).logits[0, :-1]
+                    logits = self.model(ids[:, :-1]).logits[0]
             except RuntimeError as error:
                 self._halve(1, error)
             chosen = ids[0, 1:]

@@ -46,7 +46,8 @@ _THOUSANDS = re.compile(r"(?:^|=)\s*(?:\\\$)?\s*-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)
 _SUM = re.compile(r"^(?:[-+*/×÷=\s\d.,()]|\\(?:times|cdot|div|\$))*=(?=\s*-?[\d., ]+$)")
 _UNIT_IN_TEXT = rf"\s*/?\s*{_TEXT}\{{([^{{}}\\\d]+)\}}"
 _UNIT_IN_WORDS = r"(?<=\d)\s+([A-Za-z]{3,}(?:[ /-](?:[A-Za-z]{2,}|a))*)"
-_UNIT = re.compile(rf"(?:{_UNIT_IN_TEXT}|{_UNIT_IN_WORDS})(?:\^\{{?\d\}}?)?$")
+_UNIT_IN_SIGNS = r"(?<=\d)\s+((?:[kcm]?m|mi|ft|k?g|L)/(?:h|hr|min|s)|(?:[kcm]m|ft|in|yd)(?=\^\{?\d))"
+_UNIT = re.compile(rf"(?:{_UNIT_IN_TEXT}|{_UNIT_IN_WORDS}|{_UNIT_IN_SIGNS})(?:\^\{{?\d\}}?)?$")
 _FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 _MULTIPLE = re.compile(
     rf"(\d[\d,]*(?:\.\d+)?)((?:[\s~$*]|\\[ ,;()]|{_TEXT}\{{)+)((?:\s*\b(?:{'|'.join(_FACTORS)})s?\b)+)", re.IGNORECASE
@@ -56,7 +57,7 @@ _NO_UNITS = {"and", "or", "if", "more", "less", "fewer", "most", "least", "not",
 # Sentences that do not say the answer.
 _DOUBT = re.compile(
     r"\b(?:not|no|or|between|might|may|could|would|perhaps|maybe|wait|however|in fact|actually|at (?:most|least))\b"
-    r"|n't\b|^\(?[A-E][.)]\s|\d:\d",
+    r"|n't\b|^\(?[A-E][.)]\s|\d:\d|\d to \$?\d|\dk\b",
     re.IGNORECASE,
 )
 _ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)", re.IGNORECASE)
@@ -77,9 +78,9 @@ def _without_unit(answer: str) -> str:
     if whole := re.fullmatch(rf"{_TEXT}\{{([^{{}}]*\d[^{{}}]*)\}}", answer):
         answer = whole[1]
     answer = re.sub(r"(?<!\\)\\[ ,;:]|~", " ", answer.replace(r"\!", "").replace("{,}", ",")).strip().removesuffix(".")
-    answer = _CURRENCY.sub(r"\1\2", answer)
+    answer = _CURRENCY.sub(r"\1\2", re.sub("°[CF]?", r"^\\circ ", answer))
     if (unit := _UNIT.search(answer)) and (number := answer[: unit.start()].strip()):
-        words = re.findall("[a-z]+", (unit[1] or unit[2]).lower().replace(".", ""))
+        words = re.findall("[a-z]+", (unit[1] or unit[2] or unit[3]).lower().replace(".", ""))
         if (factor := _factor(words)) > 1:
             return rf"{number} \cdot {factor}"
         # math_verify would drop every text.
@@ -124,7 +125,7 @@ def math_answer(text: str) -> tuple | None:
     It is in the last box, else after the last "####" (GSM8K's marker) with nothing but a number, else in the
     conclusion. Thoughts do not count, and boxes that "and", "or" or a comma joins are one answer.
     """
-    text = final_part(text)
+    text = final_part(text).replace("\N{MINUS SIGN}", "-")
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
         text = tagged[-1]
     if boxes := list(_BOX.finditer(text)):

@@ -4,7 +4,7 @@ This mends what lm-eval 0.4.13 leaves to chance or passes over:
 - The random state is seeded by run, task and length.
 - The haystack is a local text.
 - A length at which a task cannot be made, an endless loop for some generators, is refused, as are skipped samples.
-- "fwe" leaves room for its answer.
+- "fwe" leaves room for its answer, "niah" and "qa" for the answer's beginning.
 - "cwe" begins with its worked example, which lm-eval makes, counts and drops.
 - No more samples are made than are asked for.
 """
@@ -149,6 +149,10 @@ def _settled(task: str, length: int, samples: int, seed: int, directory, tokeniz
         example, prompt, answer = original_cwe(*args)
         return "", f"{example}\n{prompt}", answer
 
+    def measured(text: str):  # with the answer's beginning, which the stock ones do not count
+        asked = re.search(r"^What (is|are)(?: all)? t(he special magic [^?]*)\?", text, re.MULTILINE)
+        return tokenizer(f"{text} T{asked[2]} {asked[1]}" if asked else f"{text} Answer:")
+
     original_haystack, original_fwe, original_cwe = niah.get_haystack, fwe.sys_kwext, cwe.generate_input_output
     states = random.getstate(), np.random.get_state(), cwe.RNG.getstate()
     number = random.Random(f"{seed}/{task}/{length}").getrandbits(32)
@@ -156,7 +160,8 @@ def _settled(task: str, length: int, samples: int, seed: int, directory, tokeniz
     try:
         with ExitStack() as stack:
             for module in (niah, vt, cwe, fwe, qa):
-                stack.enter_context(mock.patch.object(module, "get_tokenizer", lambda *_, **__: tokenizer))
+                measure = measured if module in (niah, qa) else tokenizer
+                stack.enter_context(mock.patch.object(module, "get_tokenizer", lambda *_, m=measure, **__: m))
             for target, name, replacement in (
                 (niah, "generate_samples", fewer(niah.generate_samples)),
                 (niah, "get_haystack", haystack),
@@ -208,7 +213,7 @@ def samples(task: str, length: int, count: int, seed: int = 0, data_directory=No
             if task in QA_FILES:
                 path = str(data.locate(QA_FILES[task], data_directory or "."))
                 qas, documents = (qa.read_squad if task == "ruler_qa_squad" else qa.read_hotpotqa)(path)
-                rows = qa.get_dataset(tokenizer, documents, qas[:count], max_seq_length=length)
+                rows = qa.get_dataset(qa.get_tokenizer(), documents, qas[:count], max_seq_length=length)
             else:
                 maker = makers.get(task) or getattr(niah, task)
                 rows = list(maker(max_seq_lengths=[length], tokenizer="given")["test"])

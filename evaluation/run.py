@@ -79,7 +79,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sy
 _DECIDING = ("data", "recorded_model", "replies", "ruler", "run", "run_code", "run_program", "scores", "suites")
 
 
-def claim_output(directory: Path, identity: dict, rank: int) -> None:
+def claim_output(directory: Path, identity: dict) -> None:
     """Make `directory` this run's, or go on with it.
 
     Raise `UserError` when it holds something else, or samples of another checkpoint, tokenizer, seed or dtype.
@@ -94,8 +94,7 @@ def claim_output(directory: Path, identity: dict, rank: int) -> None:
     ours = {"samples", ".lock"}
     if directory.exists() and not (directory.is_dir() and {entry.name for entry in directory.iterdir()} <= ours):
         raise UserError(f"{directory} exists and is no output of this command: choose another --output.")
-    if rank == 0:
-        write_json(path, identity)
+    write_json(path, identity)
 
 
 def task_hash() -> str:
@@ -103,6 +102,15 @@ def task_hash() -> str:
     settings = sorted(suites.TASKS.glob("*.yaml"))  # all of them, because tasks include others
     modules = [Path(__file__).with_name(f"{module}.py") for module in _DECIDING]
     return hashlib.sha256(b"".join(file.read_bytes() for file in settings + modules)).hexdigest()[:16]
+
+
+def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` when the tokenizer ends every text, and so every prompt before the reply."""
+    if tokenizer.eos_token_id is not None and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+        raise UserError(
+            f"The tokenizer puts its end token {tokenizer.eos_token} behind every text, so that a reply would begin "
+            f"after the end: give another --tokenizer, one without add_eos_token."
+        )
 
 
 def check_chat_template(tasks: dict[str, ConfigurableTask], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -247,6 +255,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     config = load_config(args.model)
     note_foreign_code(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
+    check_ends(tokenizer)
     tasks = suites.build_tasks(args, tokenizer)
     if any(task.config.unsafe_code for task in tasks.values()):
         run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)
@@ -258,7 +267,8 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "seed": args.seed,
         "dtype": args.dtype,
     }
-    claim_output(args.output, identity, process.process_index)
+    if process.is_main_process:  # the others might find it half done, and refuse it
+        claim_output(args.output, identity)
     process.wait_for_everyone()
     commit = current_commit()
     records = Records(args.output / "samples", process.process_index, commit)

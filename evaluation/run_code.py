@@ -82,7 +82,10 @@ def _run(
     memory_bytes: int = MEMORY_BYTES,
 ) -> bool:
     key, content = secrets.token_hex(16).encode(), program.encode("utf-8", "surrogatepass")
-    with tempfile.TemporaryDirectory(prefix="run-code-", ignore_cleanup_errors=True) as home:
+    with (
+        tempfile.TemporaryDirectory(prefix="run-code-", ignore_cleanup_errors=True) as home,
+        tempfile.TemporaryFile() as report,  # no pipe: what a program writes there would fill this process's memory
+    ):
         limits = map(str, (cpu_seconds, memory_bytes, FILE_BYTES))
         process = subprocess.Popen(
             # No user site and no directory of this file on the path; a fixed hash seed, so that a score does not
@@ -90,21 +93,22 @@ def _run(
             [sys.executable, "-s", "-P", Path(__file__).with_name("run_program.py")]
             + ["wall" if wall else "none", home, *limits],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=report,
             stderr=subprocess.DEVNULL,
             cwd=home,
             env={"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(b"%d\n%b%b" % (len(content), content, key), timeout=wall_seconds)
+            process.communicate(b"%d\n%b%b" % (len(content), content, key), timeout=wall_seconds)
         except subprocess.TimeoutExpired:
             return False
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            process.stdout.close()
+        report.seek(0)
+        output = report.read(len(key) + 1)
     if process.returncode == NO_WALL:
         raise UserError("The system refused the namespaces of a program: see `dmesg`, and run the command again.")
     return output == key

@@ -332,9 +332,16 @@ def hub_entries(results: dict) -> dict[str, list[dict]]:
     files = {}
     for name, (dataset, task_id, metric, _) in HUB_BENCHMARKS.items():
         task = results["tasks"].get(name)
+        if task and task["samples_each"] == 1:
+            metric = "exact_match"  # pass@1 of one sample
         if task and metric in task["metrics"] and _is_whole_benchmark(name, task, results):
             value = round(100 * task["metrics"][metric]["value"], 2)
-            notes = f"{task['shots']}-shot, {task['samples_each']} sample(s) a question, {metric}"
+            settings = task["generation"]
+            notes = (
+                f"{task['shots']}-shot, {task['samples_each']} sample(s) a question at temperature "
+                f"{settings.get('temperature', 0)}, replies of at most {settings['max_gen_toks']} tokens, of which "
+                f"{task['unfinished_replies']} were unfinished, {metric}"
+            )
             entry = EvalResultEntry(dataset_id=dataset, task_id=task_id, value=value, notes=notes)
             files[f"{name}.yaml"] = eval_result_entries_to_yaml([entry])
     return files

@@ -19,7 +19,7 @@ import torch
 from helpers import SLOW
 from lm_eval.api.instance import Instance
 from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 
@@ -125,6 +125,13 @@ OPEN_THOUGHTS = (
         ("2i", r"$\boxed{2\mathrm{i}}$", True),
         (r"3\mathbf{i} - 2\mathbf{j}", r"$\boxed{3\mathbf{i} - 2\mathbf{k}}$", False),
         ("10", r"$\boxed{10\text{ or more}}$", False),
+        ("60", r"$\boxed{60 km/h}$", True),
+        ("60", r"$\boxed{60 ft^{2}}$", True),
+        ("60", r"$\boxed{60 m^2}$", False),
+        ("60", r"$\boxed{60°C}$", True),
+        ("-60", "The answer is \N{MINUS SIGN}60.", True),
+        ("60", "The answer is 60 to 70.", False),
+        ("60", "The answer is $60k.", False),
         (r"\cot x", r"The final answer is $\cot x$. I hope it is correct.", True),
         (r"\pi", r"Answer: $\pi$", True),
     ],
@@ -276,10 +283,13 @@ def test_scores_of_ruler():
 LOCAL_TASKS = [task for task in ruler.TASKS if task not in ruler.QA_FILES]
 
 
-@pytest.mark.parametrize("task", LOCAL_TASKS)
-def test_ruler_is_the_same_every_time(task):
+# At 425 and 820 only the answer's beginning does not fit beside the next larger haystack.
+@pytest.mark.parametrize(
+    ("task", "length"), [*((task, 1024) for task in LOCAL_TASKS), ("niah_single_1", 425), ("niah_multiquery", 820)]
+)
+def test_ruler_is_the_same_every_time(task, length):
     def make(count, seed=0):
-        return ruler.samples(task, 1024, count, seed, data.SMOKE, tiny_tokenizer())
+        return ruler.samples(task, length, count, seed, data.SMOKE, tiny_tokenizer())
 
     *_, cwe, _, _ = ruler._generators()  # imports draw from the random state, too
     random.seed(1)
@@ -292,7 +302,7 @@ def test_ruler_is_the_same_every_time(task):
     for document in three:
         prompt = f"{document['input']} {document['gen_prefix']}"
         room = ruler.stock_config(task)["generation_kwargs"]["max_gen_toks"]
-        assert len(tiny_tokenizer()(prompt)["input_ids"]) + room <= 1024 == document["max_length"]
+        assert len(tiny_tokenizer()(prompt)["input_ids"]) + room <= length == document["max_length"]
         assert all(answer in prompt for answer in document["outputs"])
 
 
@@ -331,6 +341,8 @@ def test_ruler_questions_from_a_local_file(questions):
     documents = ruler.samples("ruler_qa_squad", 256, 3, 0, questions, tiny_tokenizer())
     assert [document["outputs"] for document in documents] == [[f"river {i}", f"on river {i}"] for i in range(3)]
     assert all(f"Town {i} lies" in document["input"] for i, document in enumerate(documents))
+    with pytest.raises(UserError, match="qa_squad at --lengths 100: "):  # but for "Answer:" they would fit
+        ruler.samples("ruler_qa_squad", 100, 3, 0, questions, tiny_tokenizer())
 
 
 def test_ruler_questions_that_need_several_documents(questions):
@@ -386,6 +398,8 @@ def test_windows_of_text_are_disjoint_and_of_the_asked_length():
     rows = [row["text"] for row in data.text_windows(data.SMOKE, 100, 4, tiny_tokenizer())["test"]]
     assert [len(tiny_tokenizer()(row)["input_ids"]) for row in rows] == [100] * 4
     assert data.text("text/state_union.txt", data.SMOKE).startswith("".join(rows))
+    with pytest.raises(UserError, match="a tokenizer in Python, does not: leave the task out"):
+        data.text_windows(data.SMOKE, tokenizer=SimpleNamespace(is_fast=False))
 
 
 def test_files_are_checked_against_the_manifest(tmp_path):
@@ -642,6 +656,12 @@ def test_contexts_of_likelihoods_that_do_not_fit_are_refused_or_counted(tmp_path
     cutting = recorded(tmp_path / "c", model, truncate=True)
     cutting.check_prompts([fitting, long])
     assert cutting.counts["t"]["truncated_prompts"] == 1
+    whole, beyond = (Instance("loglikelihood_rolling", {}, (" ".join(WORDS[:n]),), 0, ("r", 0, 1)) for n in (17, 18))
+    assert recorded(tmp_path / "d", model).check_prompts([whole]) == {"r": [17]}
+    with pytest.raises(UserError, match="1 prompts do not fit: .* up to 17 tokens and the context has 16: r "):
+        recorded(tmp_path / "e", model).check_prompts([whole, beyond])
+    losses = cutting.loglikelihood_rolling([whole, beyond], disable_tqdm=True)
+    assert losses[0] == losses[1] and len(losses[0]) == 16
 
 
 def test_losses_of_a_text_are_those_of_a_direct_call(tmp_path):
@@ -753,7 +773,8 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, cap
     assert "holds no results.json" in refused(base, tmp_path)
     file = tuned / "samples_gsm8k.jsonl"
     file.write_text(file.read_text().splitlines()[0] + "\n")
-    assert "gsm8k has other examples in tuned than in base" in refused(base, tuned)
+    message = refused(base, tuned)
+    assert "gsm8k has other examples in tuned than in base" in message and "--seed and on the tokenizer" in message
     file = tuned / "results.json"
     results = json.loads(file.read_text())
     results["tasks"]["gsm8k"]["generation"] = {}
@@ -849,6 +870,12 @@ def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, offline, monkey
     assert prompts["gsm8k"].startswith("Ann has 3")
 
 
+def test_today_is_always_the_same_day(tmp_path, monkeypatch):
+    model = recorded(tmp_path)
+    monkeypatch.setattr(model.tokenizer, "chat_template", "{{ strftime_now('%d %b %Y') }}")
+    assert model.apply_chat_template([{"role": "user", "content": "Hello"}]) == "26 Jul 2024"
+
+
 @pytest.mark.parametrize(("templates", "refused"), [({"tool_use": "x"}, True), ({"default": "x", "rag": "y"}, False)])
 def test_of_named_chat_templates_the_default_one_writes_a_chat(templates, refused):
     task = SimpleNamespace(config=SimpleNamespace(metadata={"chat": True}))
@@ -874,6 +901,7 @@ def test_of_named_chat_templates_the_default_one_writes_a_chat(templates, refuse
         ("OUT/none smoke", "none is neither a directory, nor a GGUF file, nor a Hub id"),
         ("MUTE smoke", "mute holds no tokenizer: save one beside the weights"),
         ("PLAIN smoke", "no chat template, which gsm8k, math500, mbpp, humaneval need"),
+        ("ENDED smoke", "puts its end token </s> behind every text"),
         ("SHORT smoke", "prompts do not fit: .* the context has 128: .*niah_single_1@512"),
         ("TINY smoke --output FILES", "is no output of this command: choose another --output"),
     ],
@@ -882,8 +910,12 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     arguments, message, tiny, tmp_path, offline, monkeypatch, capsys
 ):
     monkeypatch.setattr(RecordedModel, "_replies", fails(AssertionError("something is generated")))
-    mute, plain, short, files = (tmp_path / name for name in ("mute", "plain", "short", "files"))
+    mute, plain, ended, short, files = (tmp_path / name for name in ("mute", "plain", "ended", "short", "files"))
     tiny_source().save_pretrained(mute)
+    save_tiny_source(ended)
+    ends = Tokenizer.from_file(str(ended / "tokenizer.json"))
+    ends.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    ends.save(str(ended / "tokenizer.json"))
     save_tiny_source(plain)
     settings = json.loads((plain / "tokenizer_config.json").read_text())
     (plain / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
@@ -891,7 +923,8 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     save_tiny_source(short, max_position_embeddings=128)
     files.mkdir()
     (files / "notes.txt").write_text("mine")
-    places = {"TINY": tiny, "MUTE": mute, "PLAIN": plain, "SHORT": short, "FILES": files, "SMOKE": data.SMOKE}
+    places = {"TINY": tiny, "MUTE": mute, "PLAIN": plain, "ENDED": ended, "SHORT": short, "FILES": files}
+    places["SMOKE"] = data.SMOKE
     model, suite, *options = [str(places.get(a, a)).replace("OUT/", f"{tmp_path}/") for a in arguments.split()]
     output = ["--output", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["run", model, "--suite", suite, *output, *options])
@@ -908,6 +941,15 @@ def test_a_second_run_in_one_output_is_refused(tiny, tmp_path, monkeypatch):
     with sole_writer(tmp_path / "out"), pytest.raises(UserError, match="Another run is writing .*out"):
         run.main([str(tiny), "--suite", "smoke", "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_the_main_process_alone_claims_the_output(tiny, tmp_path, monkeypatch):
+    """Let another process look while the first one writes run.json."""
+    (tmp_path / ".run.json.tmp").touch()
+    second = SimpleNamespace(is_main_process=False, process_index=1, wait_for_everyone=fails(InterruptedError))
+    monkeypatch.setattr(run, "accelerator", lambda: second)
+    with pytest.raises(InterruptedError):
+        run.main([str(tiny), "--suite", "smoke", "--tasks", "gsm8k", "--output", str(tmp_path)])
 
 
 def test_code_that_cannot_be_isolated_is_not_run_unasked(tiny, tmp_path, offline, monkeypatch):

@@ -1,6 +1,7 @@
 """Test that programs run apart, behind the kernel's wall and within limits, and pass only by running to their end."""
 
 import os
+import resource
 import socket
 import sys
 from contextlib import suppress
@@ -101,6 +102,18 @@ def test_passes(program):
 @pytest.mark.parametrize("program", FAILING.values(), ids=FAILING)
 def test_fails(program):
     assert not run_code.passes(program, cpu_seconds=1)
+
+
+def test_a_flood_of_the_report_ends_at_the_limit_of_a_file():
+    flood = """
+import os
+for descriptor in range(3, 9):
+    try:
+        for _ in range(4000): os.write(descriptor, bytes(1 << 16))
+    except OSError: pass"""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert not run_code.passes(flood)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 2**10  # KiB
 
 
 def test_wall_clock_ends_a_sleep():

@@ -39,7 +39,8 @@ from sft.arguments import RunArguments
 # Characters that end a line, a cell, a heading, a code span or a string, that open markup, or that are no UTF-8.
 NASTY = 'x\n# y\r\n---\n|`$`"\\*_<b>[a](b)\u2028\x1b\udcff'
 ALL_OF_GSM8K = MANIFEST["gsm8k/test.jsonl"]["rows"]
-TASK = {"samples_each": 16, "shots": 0, "truncated_prompts": 0, "unfinished_replies": 0}
+SAMPLED = {"do_sample": True, "temperature": 0.6, "max_gen_toks": 512, "until": []}
+TASK = {"samples_each": 16, "shots": 0, "generation": SAMPLED, "truncated_prompts": 0, "unfinished_replies": 0}
 RESULTS = {
     "checkpoint": "",
     "suite": "reasoning",
@@ -214,7 +215,8 @@ def test_a_twin_stands_beside():
 
 def test_only_a_whole_benchmark_is_a_leaderboards():
     entries = render.hub_entries(RESULTS)
-    notes = "0-shot, 16 sample(s) a question, pass@1"
+    how = "sample(s) a question at temperature 0.6, replies of at most 512 tokens, of which 0 were unfinished"
+    notes = f"0-shot, 16 {how}, pass@1"
     dataset = {"id": "openai/gsm8k", "task_id": "gsm8k"}
     assert entries == {"gsm8k.yaml": [{"dataset": dataset, "value": 54.23, "notes": notes}]}
     assert render.hub_entries(RESULTS | {"data_sha256": {}}) == entries  # rows from the Hub
@@ -223,6 +225,9 @@ def test_only_a_whole_benchmark_is_a_leaderboards():
         part = deepcopy(RESULTS)
         part["tasks"]["gsm8k"][key] = value
         assert render.hub_entries(part) == {}
+    one = {**RESULTS["tasks"]["gsm8k"], "samples_each": 1, "metrics": {"exact_match": {"value": 0.5, "stderr": 0.1}}}
+    ((entry,),) = render.hub_entries(RESULTS | {"tasks": {"gsm8k": one}}).values()
+    assert entry["value"] == 50 and entry["notes"] == f"0-shot, 1 {how}, exact_match"
 
 
 def test_the_command_adds_results_and_renames(checkpoint, tmp_path, cli):
