@@ -249,6 +249,12 @@ def check_values(run: RunArguments, args: "TrainingArguments") -> None:
     # Of SFT and DPO only.
     if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
         raise UserError("activation_offloading would move activations to the CPU, on a CPU: remove the key.")
+    # Of DPO and GRPO only.
+    if getattr(args, "sync_ref_model", False) and args.save_strategy != "no":
+        raise UserError(
+            "sync_ref_model moves the reference model, which no checkpoint holds: a resumed run would go on with that "
+            "of its start. Remove the key, or set save_strategy to no."
+        )
     _check_early(args)
     chat_template(args)
 

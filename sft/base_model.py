@@ -155,6 +155,11 @@ def prepare_model(
     model = load_base_model(run, config)
     if args.device.type == "cpu":
         note_slow_dtype(torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype)
+    if model.dtype.itemsize < 4:
+        args.distributed_state.print(
+            f"Warning: in {run.dtype} weights a step below {torch.finfo(model.dtype).eps / 4:.1g} on a weight near 1, "
+            "as those of the mixing are, is rounded away, with adapters too: dtype float32 with bf16 true learns it."
+        )
     tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
     for key in ("eos_token", "pad_token"):
         if (token := getattr(args, key, None)) is not None and token not in tokenizer.get_vocab():

@@ -27,8 +27,8 @@ TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")
 UNREAD_KEYS = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
 # Of a turn, what other trainers read as "do not learn this turn".
 WEIGHT_KEYS = ("weight", "train")
-# Of a row, what TRL would give to the template.
-UNREAD_COLUMNS = ("tools", "chat_template_kwargs")
+# Of a row, what TRL would give to the template or the processor.
+UNREAD_COLUMNS = ("tools", "chat_template_kwargs", "image", "images", "video", "videos", "audio", "audios")
 IGNORED_LABEL = -100
 # Kind of a dataset's rows, the column that holds them -> its type.
 KINDS = {"messages": List({"role": Value("string"), "content": Value("string")}), "text": Value("string")}

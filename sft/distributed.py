@@ -76,6 +76,11 @@ def _flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("true", "1")
 
 
+def asks_for_fsdp(args: TrainingArguments) -> bool:
+    """Return whether the recipe or the launcher asks for FSDP."""
+    return bool(args.fsdp) or _flag("ACCELERATE_USE_FSDP")
+
+
 def _check_processes(args: TrainingArguments) -> None:
     if args.n_gpu > 1:
         raise UserError(
@@ -105,7 +110,7 @@ def _check_sharding(args: TrainingArguments) -> None:
             raise UserError(
                 f"DeepSpeed would silently train unsharded on the CPU ({resolved}): use {CONFIGS}/ddp.yaml."
             )
-    if args.fsdp or _flag("ACCELERATE_USE_FSDP"):
+    if asks_for_fsdp(args):
         if on_cpu:
             raise UserError(
                 f"FSDP would silently train unsharded, because accelerate shards on accelerators only ({resolved}): "
@@ -127,7 +132,7 @@ def _check_precision(args: TrainingArguments) -> None:
 def _check_shared_sequence(run: RunArguments, args: TrainingArguments, parallelism: ParallelismConfig) -> None:
     size = parallelism.sp_size
     what = f"sequence parallelism (parallelism_config_sp_size: {size})"
-    if not (args.fsdp or args.deepspeed or _flag("ACCELERATE_USE_FSDP") or _flag("ACCELERATE_USE_DEEPSPEED")):
+    if not (asks_for_fsdp(args) or args.deepspeed or _flag("ACCELERATE_USE_DEEPSPEED")):
         raise UserError(f"{what} needs FSDP2 or DeepSpeed: see {CONFIGS}/fsdp2_ulysses.yaml.")
     if find_spec("deepspeed") is None:
         raise UserError(f"{what} needs the package deepspeed: pip install deepspeed")

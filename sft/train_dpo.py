@@ -29,11 +29,13 @@ if __name__ == "__main__":
 
 from accelerate import PartialState
 from datasets import Dataset, Features
+from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 
 from sft.base_model import load_base_model, prepare_model, run_config
 from sft.data import KINDS, UNREAD_COLUMNS, check_split, load_rows, rendering, to_messages
+from sft.distributed import asks_for_fsdp
 from sft.run import run_recipe
 from sft.trainer import RecipeTrainer
 from sft.training_rows import split_rows
@@ -118,8 +120,12 @@ def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
     config = run_config(run, args)
     model, tokenizer = prepare_model(run, args, config)
     check_lengths(pairs, tokenizer, args)
+    if args.precompute_ref_log_probs:
+        # TRL caches the reference's log-probabilities by the rows and the weights, but they depend on these as well.
+        pairs._fingerprint = Hasher.hash((pairs._fingerprint, config.to_dict(), args.to_dict()))
     # TRL would load it without what the recipe changes in the config. In the other two cases the model serves itself.
-    reference = None if run.use_peft or args.precompute_ref_log_probs else load_base_model(run, config)
+    serves_itself = run.use_peft or (args.precompute_ref_log_probs and not asks_for_fsdp(args))
+    reference = None if serves_itself else load_base_model(run, config)
     rows = split_rows(pairs, run, args)
     return MixingDPOTrainer.of_recipe(run, args, model, tokenizer, rows, ref_model=reference)
 

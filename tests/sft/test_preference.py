@@ -183,13 +183,22 @@ def test_the_reference_of_adapters_has_the_mixing_of_the_start(tiny, pairs_file,
     assert (policy - expected).abs().min() > 0.1
 
 
-def test_the_reference_has_what_the_recipe_changes_in_the_config(tiny, pairs_file, rows_file, tmp_path):
+def test_the_reference_has_what_the_recipe_changes_in_the_config(tiny, pairs_file, rows_file, tmp_path, monkeypatch):
     changes = {"rope_theta": 5e5, "sliding_window": 4}
     others = {"max_steps": 1, "eval_size": 0, "eval_strategy": "no", "save_strategy": "no"}
-    trainer = build("dpo", tiny, pairs_file, tmp_path, **changes, **others)
-    trainer.train()
-    step = trainer.state.log_history[0]
-    assert abs(step["rewards/chosen"]) < 1e-5 and abs(step["rewards/rejected"]) < 1e-5
+    computed = {"precompute_ref_log_probs": "true"}
+    # TRL keeps what it computes before a run, and another window needs its own.
+    for keys in ({}, computed, {**computed, "sliding_window": 8}):
+        trainer = build("dpo", tiny, pairs_file, tmp_path, **{**changes, **others, **keys})
+        trainer.train()
+        step = trainer.state.log_history[0]
+        assert abs(step["rewards/chosen"]) < 1e-5 and abs(step["rewards/rejected"]) < 1e-5, keys
+    with monkeypatch.context() as patch:
+        # Under FSDP TRL would load one to compute with, without what the recipe changes.
+        patch.setattr(train_dpo, "asks_for_fsdp", lambda _: True)
+        patch.setattr(train_dpo.MixingDPOTrainer, "of_recipe", lambda *_, ref_model: ref_model)
+        reference = build("dpo", tiny, pairs_file, tmp_path, **changes, **others, **computed)
+        assert reference.config.sliding_window == 4
     with pytest.raises(UserError, match="^rope_theta, sliding_window with beta=0.04: TRL loads the reference"):
         build("grpo", tiny, rows_file, tmp_path, **changes)
     assert build("grpo", tiny, rows_file, tmp_path, **changes, **others, beta=0).ref_model is None
@@ -407,6 +416,7 @@ def test_pairs_come_from_the_hub_as_well(monkeypatch):
         *((name, "dataset_streaming", "true", "is not used here") for name in COMMANDS),
         *((name, "sample_prompts", 1, "is not used here") for name in COMMANDS),
         *((name, "memory_gb", 1, "is not used here") for name in COMMANDS),
+        *((name, "sync_ref_model", "true", "which no checkpoint holds") for name in COMMANDS),
         *(("grpo", key, 0, "above 0") for key in ("temperature", "repetition_penalty")),
         *(("grpo", key, 0, "at least 1") for key in ("max_completion_length", "steps_per_generation")),
         ("grpo", "max_completion_length", "null", "expected the tokens"),

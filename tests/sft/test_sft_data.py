@@ -122,6 +122,7 @@ def test_both_openthoughts_schemas_become_messages(row):
         ({"messages": [{"role": "assistant", "content": "A", "train": False}]}, ["turn 1", "'train' is False"]),
         ({"system": "S", "messages": CONVERSATIONS[1]}, ["column 'system' and a turn of 'messages' both hold"]),
         ({"messages": CONVERSATIONS[0], "tools": [{"name": "f"}]}, ["column 'tools' would be lost"]),
+        ({"messages": CONVERSATIONS[0], "images": ["a.png"]}, ["column 'images' would be lost"]),
         ({"messages": CONVERSATIONS[0], "conversations": GOOD_TURNS}, ["'messages' and 'conversations' both"]),
         ('{"conversations": ', ["not valid JSON"]),
         ('{"conversations": [], "conversations": []}', ["the key 'conversations' is given twice"]),
