@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse inputs whose mask would be too large, and packed documents that would see each other."""
+"""Refuse too large or too short masks, packed documents that would see each other, and tokens that are cached."""
 
 import torch
 from transformers.utils.generic import is_flash_attention_requested
@@ -42,7 +42,7 @@ def check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
 
 
 def check_packing(inputs: MaskInputs, **kwargs) -> None:
-    """Raise a ValueError for packed documents that the attention core would silently join.
+    """Raise a ValueError for packed documents that the attention core would silently join, or a cache misread.
 
     `position_ids` [batch, N] that restart declare them, or `cu_seq_lens_q` among `kwargs`. Masks and flash cores look
     for these in some cases only."""
@@ -54,15 +54,25 @@ def check_packing(inputs: MaskInputs, **kwargs) -> None:
     if is_tracing(inputs.inputs_embeds) or inputs.inputs_embeds.is_meta or inputs.has_custom_mask:
         return  # There are no values to look at, or a custom mask decides.
 
-    restarts, past = False, 0
-    if position_ids is not None and position_ids.shape[-1] > 1:
-        restart = position_ids.diff(dim=-1) < 1
-        past = 0 if cache is None else int(cache.get_seq_length())
+    restarts, again, length = False, False, inputs.inputs_embeds.shape[1]
+    past = 0 if cache is None else cache.get_seq_length()
+    past = past if length == 1 else int(past)  # that of a static cache waits for a GPU
+    is_short = mask is not None and isinstance(past, int) and mask.shape[1] < past + length
+    if position_ids is not None and length > 1 and not is_short:
+        restart, first = position_ids.diff(dim=-1) < 1, position_ids < 1
         if mask is not None:
             # `generate` counts from the first real token, so positions of padding may restart. A mask may be longer.
-            real = mask[:, : past + position_ids.shape[-1]][:, -position_ids.shape[-1] :].to(restart.device).bool()
+            real = mask[:, : past + length][:, -length:].to(restart.device).bool()
             restart = restart & real[:, 1:] & real[:, :-1]
+            first = first & real & mask[:, :past].any(dim=-1, keepdim=True).to(restart.device)
         restarts = bool(restart.any())
+        again = past > 0 and not restarts and bool(first.any())
+    # Short masks would hide the newest tokens. Assisted decoding on a cache passes these, or cached tokens again.
+    if again or is_short:
+        raise ValueError(
+            f"{length} tokens come after {past} cached ones, but position_ids begin at 0 or attention_mask has fewer "
+            f"than {past + length} columns: pass new tokens alone and a mask over all tokens, or no past_key_values."
+        )
     if not restarts and (cu_seq_lens is None or len(cu_seq_lens) <= 2):
         return
 

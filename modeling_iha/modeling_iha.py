@@ -254,17 +254,7 @@ class IHAModel(IHAPreTrainedModel):
 
 
 class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
-    """Run the decoder with a language modeling head and the forward of [`LlamaForCausalLM`].
-
-    ```python
-    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    >>> model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
-    >>> tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
-    >>> inputs = tokenizer("The capital of France is", return_tensors="pt")
-    >>> tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0])
-    ```
-    """
+    """Run the decoder with a language modeling head and the forward of [`LlamaForCausalLM`]."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}

@@ -191,6 +191,29 @@ def test_assisted_decoding(geometry, draft, monkeypatch):
     assert draft == "same_model" or any(cropped)
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+def test_drafts_on_a_continued_cache(padding):
+    """Refuse a chat that assisted decoding passes on with its cached tokens, or with a mask that is too short."""
+    model = geometry_model("hybrid", dtype=torch.float64)
+    cache, mask = DynamicCache(config=model.config), (torch.arange(5 + padding) >= padding).long()[None]
+    chat, drafts = random_ids(1, 5 + padding), {"prompt_lookup_num_tokens": 3}
+    for turn in range(2):
+        inputs = {"past_key_values": cache, "attention_mask": mask}
+        past = int(cache.get_seq_length())
+        if past > 0:
+            with pytest.raises(ValueError, match="begin at 0"):
+                generate(model, chat, **drafts, inputs=inputs)
+        if past > 0 and padding > 0:
+            with pytest.raises(ValueError, match="has fewer"):
+                generate(model, chat[:, past:], **drafts, inputs=inputs)
+            drafts = {}
+        actual = generate(model, chat[:, past:], **drafts, inputs=inputs)
+        chat_and_reply = generate(model, chat, use_cache=False, inputs={"attention_mask": mask})
+        assert torch.equal(actual, chat_and_reply[:, past:])
+        chat = torch.cat([chat_and_reply, random_ids(1, 3)], dim=1)
+        mask = torch.nn.functional.pad(mask, (0, NEW + 3), value=1)
+
+
 @pytest.mark.parametrize("window", [1, 3])
 def test_crop_beyond_the_window_is_refused_as_mistrals(window):
     """Refuse to go back in a window layer that has dropped tokens."""
