@@ -131,6 +131,19 @@ def test_a_command_imports_without_the_garbage_collector_and_runs_with_it(monkey
     assert states == [True] and gc.isenabled()
 
 
+def test_a_command_leaves_nothing_that_nanobind_would_list(monkeypatch):
+    class Nanobind(type):
+        __module__ = "nanobind"
+
+    class OfALibrary(metaclass=Nanobind): ...
+
+    at_exit = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr("gc.isenabled", lambda: False)  # as after a command's imports
+    run_cli(lambda: None)
+    assert at_exit == [gc.unfreeze]
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tests/**/*.py")), ids=lambda path: path.stem)
 def test_no_test_module_is_imported(path):
     # An imported test would run twice.

@@ -579,6 +579,10 @@ def test_clean_process_refuses_what_does_not_load(converted, tmp_path, monkeypat
         load_in_clean_process(tmp_path)
     with pytest.raises(UserError, match="^why$"):
         run_in_clean_process("raise SystemExit('where\\nwhy')", {})
+    with pytest.raises(UserError, match="^why$"):
+        run_in_clean_process(
+            "print('why\\nnanobind: leaked 4 types!\\n - a', file=sys.stderr); raise SystemExit(1)", {}
+        )
     monkeypatch.setattr(checkpoint_io, "run_in_clean_process", run_here)
     broken = shutil.copytree(converted / "iha", tmp_path / "broken")
     edit_weights(broken, lambda w: w.pop("model.layers.4.self_attn.collapse.weight"))
