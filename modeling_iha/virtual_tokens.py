@@ -39,10 +39,10 @@ class VirtualView:
     """Show a config or a cache with some attributes replaced by `overrides`, which count virtual tokens."""
 
     def __init__(self, target: Any, **overrides):
-        self.__dict__.update(overrides, _target=target)
+        self._target, self._overrides = target, overrides
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
+        return self._overrides[name] if name in self._overrides else getattr(self._target, name)
 
 
 def virtual_cache(cache: Cache, num_pseudo_heads: int, past_rows: int) -> Any:
