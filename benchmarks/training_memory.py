@@ -1,7 +1,9 @@
 """Measure the peak memory and the time of a forward and backward of one attention module.
 
 The forms are "mha", "iha", and "iha, base", which keeps base states only and expands them once more. The module has
-width 512 and 8 heads in fp32. Each peak is measured in a process of its own, and times in other runs.
+width 512 and 8 heads in fp32. Each peak is measured in a process of its own, and times in other runs. The peak lies in
+the backward, where "base" holds the expanded states too: what it saves is kept between the layers of a model
+(training_plan.py), as the prediction counts it.
 
 example: python -m benchmarks.training_memory --tokens 1024 2048 4096
 """
