@@ -317,12 +317,18 @@ def train_step(case: dict, preset: str) -> Work:
     return Work(step, {"tokens": case["tokens"], "TFLOP": 2e-12 * products})
 
 
+def global_forms(work_of: Callable[[dict, str], Work], case: dict) -> dict[str, Prepare]:
+    """Return the global model on the two backends that are fast; the other models take the faster one."""
+    model = partial(work_of, case, "global")
+    return {f"global: mha, {name}": within(partial(sdpa_kernel, BACKENDS[name]), model) for name in list(BACKENDS)[:2]}
+
+
 def train_forms(case: dict) -> dict[str, Prepare]:
-    iha = partial(train_step, case, "iha")
-    return {
-        "global: mha": partial(train_step, case, "global"),
+    best = partial(best_backend, case)
+    iha = within(best, partial(train_step, case, "iha"))
+    return global_forms(train_step, case) | {
         "schedule: iha": iha,
-        "global-local: mha": partial(train_step, case, "global-local"),
+        "global-local: mha": within(best, partial(train_step, case, "global-local")),
         "schedule: mix_heads": within(by_mix_heads, iha),
         "schedule: in blocks": within(in_blocks, iha),
     }
@@ -419,10 +425,9 @@ def decode_layer(case: dict, form: str) -> Work:
 def decode_forms(case: dict) -> dict[str, Prepare]:
     if case["base"] == "global":
         token, best = partial(decode_model, case), partial(best_backend, case)
-        backends = {name: partial(sdpa_kernel, BACKENDS[name]) for name in list(BACKENDS)[:2]}
-        forms = {f"global: mha, {name}": within(only, partial(token, "global")) for name, only in backends.items()}
         presets = {"global-local: mha": "global-local", "schedule: iha": "iha"}
-        return forms | {name: within(best, partial(token, preset)) for name, preset in presets.items()}
+        others = {name: within(best, partial(token, preset)) for name, preset in presets.items()}
+        return global_forms(decode_model, case) | others
 
     def kernel(*inputs, attention_mask: None, **where) -> torch.Tensor:
         # A CPU has no kernel and runs the form that the kernel replaces.

@@ -358,18 +358,26 @@ def test_kernels_that_are_wrong_are_not_compared_with_themselves(monkeypatch):
                 forms[name]()
 
 
-def test_a_token_of_each_model_is_decoded_on_a_named_backend(monkeypatch):
+@pytest.mark.parametrize(
+    ("slice_name", "work_of", "others"),
+    [
+        ("paper_train", "train_step", ["iha", "global-local", "iha", "iha"]),
+        ("paper_decode", "decode_model", ["global-local", "iha"]),
+    ],
+)
+def test_each_model_runs_on_a_named_backend(monkeypatch, slice_name, work_of, others):
     order = []
     monkeypatch.setattr(gpu_slices, "sdpa_kernel", lambda backends, **_: order.append(backends) or nullcontext())
     unbuilt = gpu_slices.Work(None, {})
-    monkeypatch.setattr(gpu_slices, "decode_model", lambda case, preset: order.append(preset) or unbuilt)
-    case, backends = gpu_slices.decode_cases(True)[0], gpu_slices.BACKENDS
-    row = {**case, "seconds": {f"global: mha, {name}": -n for n, name in enumerate(backends)}}
-    for form in gpu_slices.decode_forms(row).values():
+    monkeypatch.setattr(gpu_slices, work_of, lambda case, preset: order.append(preset) or unbuilt)
+    (cases, forms), backends = BENCHMARKS[slice_name], gpu_slices.BACKENDS
+    row = {**cases(True)[0], "seconds": {f"global: mha, {name}": -n for n, name in enumerate(backends)}}
+    for form in forms(row).values():
         form()
     fastest_first = [*reversed(backends.values()), gpu_slices.SDPBackend.MATH]
     flash, math = backends.values()
-    assert order == [flash, "global", math, "global", fastest_first, "global-local", fastest_first, "iha"]
+    models = [each for preset in others for each in (fastest_first, preset)]
+    assert order == [flash, "global", math, "global", *models]
 
 
 def test_a_decoding_form_that_is_wrong_is_left_out(monkeypatch):
@@ -492,8 +500,8 @@ def test_nothing_that_a_command_started_outlasts_it(tmp_path):
         gpu.run_until(1, [sys.executable, "-c", "import time; time.sleep(60)"])
 
 
-@pytest.mark.slow
-def test_studies_are_found(monkeypatch, capsys, tmp_path):
-    """Start a process for each, which imports TRL."""
-    code, out, errors = run(monkeypatch, capsys, "--dry", "--out", tmp_path, "warm_start", "relation")
-    assert code == 0 and out.count("$ python -m experiments.") == 2, errors
+def test_studies_are_found(monkeypatch, capfd, tmp_path):
+    """Start a process for each, which reads its arguments and prints its help."""
+    code, out, errors = run(monkeypatch, capfd, "--dry", "--out", tmp_path, "warm_start", "relation")
+    assert code == 0, errors
+    assert re.findall(r"^usage: (\w+)\.py", out, re.MULTILINE) == ["warm_start_variants", "relation_composition"]
