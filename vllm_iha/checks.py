@@ -5,6 +5,7 @@
 import math
 
 import vllm
+from huggingface_hub.errors import StrictDataclassError
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
@@ -28,6 +29,14 @@ class IHAModelConfig(VerifyAndUpdateConfig):
         Pydantic would wrap a ValueError in several lines."""
         config, cache_config = vllm_config.model_config.hf_config, vllm_config.cache_config
         parallel_config = vllm_config.parallel_config
+        try:
+            config.validate()  # vLLM's options have replaced fields since the config was read and checked.
+        except StrictDataclassError as error:
+            raise NotImplementedError(
+                f"{error.__cause__} Correct config.json, or leave out the option that changed it (--hf-overrides, "
+                "--disable-sliding-window)."
+            ) from error
+        rope_theta = config.rope_parameters["rope_theta"]
         other_kinds = sorted(set(config.attention_kinds) - {"iha", "mha"})
         rope_type, quantization = config.rope_parameters["rope_type"], vllm_config.model_config.quantization
         head_sizes = CPUAttentionBackend.get_supported_head_sizes()
@@ -60,6 +69,11 @@ class IHAModelConfig(VerifyAndUpdateConfig):
                 "Transformers.",
             ),
             (
+                getattr(config, "rope_theta", rope_theta) != rope_theta,
+                f"rope_theta={getattr(config, 'rope_theta', None)} beside rope_parameters={config.rope_parameters} "
+                "would have no effect: give it in rope_parameters, with the other parameters.",
+            ),
+            (
                 current_platform.is_cpu() and config.head_dim not in head_sizes,
                 f"head_dim={config.head_dim}; vLLM's attention on a CPU takes {', '.join(map(str, head_sizes))}: use "
                 "generate of Transformers.",
@@ -81,6 +95,11 @@ class IHAModelConfig(VerifyAndUpdateConfig):
             (
                 vllm_config.speculative_config is not None,
                 "Speculative decoding was not tested on 'iha' layers: leave out --speculative-config.",
+            ),
+            (
+                vllm_config.kv_transfer_config is not None or cache_config.kv_offloading_size is not None,
+                "A connector that moves the KV cache takes one key for a token, and an 'iha' layer has "
+                "num_pseudo_heads of them: leave out --kv-transfer-config and --kv-offloading-size.",
             ),
             (
                 cache_config.cache_dtype != "auto",

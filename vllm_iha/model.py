@@ -172,7 +172,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: PreTrainedConfig, prefix: str):
         super().__init__()
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gated, self.act = config.gated_mlp, ACT2FN[config.hidden_act]
+        self.gated, self.act_fn = config.gated_mlp, ACT2FN[config.hidden_act]
         outputs = [inner] * (1 + self.gated)
         self.gate_up_proj = MergedColumnParallelLinear(size, outputs, bias=bias, prefix=f"{prefix}.gate_up_proj")
         self.down_proj = RowParallelLinear(inner, size, bias=bias, prefix=f"{prefix}.down_proj")
@@ -181,9 +181,9 @@ class FeedForward(nn.Module):
         channels = self.gate_up_proj(hidden_states)[0]
         if self.gated:
             gate, up = channels.chunk(2, dim=-1)
-            channels = self.act(gate) * up
+            channels = self.act_fn(gate) * up
         else:
-            channels = self.act(channels)
+            channels = self.act_fn(channels)
         return self.down_proj(channels)[0]
 
 

@@ -69,7 +69,7 @@ CASES = {
     "wide_heads": ({"head_dim": 80}, {}),
     "qk_norm": ({**SCHEDULE, "use_qk_norm": True}, {}),
     "biases": ({**SCHEDULE, "attention_bias": True, "mlp_bias": True}, {}),
-    "two_matrix_ffn_biases": ({"gated_mlp": False, "mlp_bias": True}, {}),
+    "two_matrix_ffn_biases_prelu": ({"gated_mlp": False, "mlp_bias": True, "hidden_act": "prelu"}, {}),
     "gated_gelu": ({"hidden_act": "gelu_pytorch_tanh"}, {}),
     "linear_rope": ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, {}),
     "llama3_rope": ({"rope_parameters": LLAMA3}, {}),
@@ -248,6 +248,7 @@ def test_a_converted_model(tmp_path):
     assert_equal(model, outputs)
 
 
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 REFUSED = {
     "kind": ({"attention_kinds": ["iha", "diff"]}, {}, "'diff'; vLLM serves 'iha' and 'mha'"),
     "mlp_gate_groups": ({"mlp_gate_groups": 4}, {}, "mlp_gate_groups=4"),
@@ -263,6 +264,11 @@ REFUSED = {
         "--speculative-config",
     ),
     "kv_cache_dtype": ({}, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
+    "connector": ({}, {"kv_transfer_config": CONNECTOR}, "--kv-transfer-config"),
+    "offloading": ({}, {"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+    "wrong_word": ({}, {"hf_overrides": {"pseudo_positions": "interleave"}}, "allowed are 'interleaved', 'shared'"),
+    "window_of_none": (WINDOWS, {"hf_overrides": {"sliding_window": 0}}, "sliding_window=None .* at least 1"),
+    "rope_theta": ({}, {"hf_overrides": {"rope_theta": 500.0}}, "rope_theta=500.0 .* no effect"),
     "block_size": ({"num_pseudo_heads": 3}, {"block_size": 128}, "multiple of 96"),
 }
 
