@@ -33,6 +33,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from common.command_io import sole_writer
 from experiments.study import begin, run_once, write
 
 
@@ -178,11 +179,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    runs = [
-        run_once(args.output / f"{name}-{seed}.json", partial(run, name, seed), SETTING)
-        for name in EMBEDDINGS
-        for seed in args.seeds
-    ]
+    with sole_writer(args.output):
+        runs = [
+            run_once(args.output / f"{name}-{seed}.json", partial(run, name, seed), SETTING)
+            for name in EMBEDDINGS
+            for seed in args.seeds
+        ]
     rows = [result.pop("row") for result in runs]
     kept = [run if row["seed"] == args.seeds[0] else {**run, "C": None, "T": None} for row, run in zip(rows, runs)]
     write(args, plot, **SETTING, seeds=args.seeds, dtype="float64", rows=rows, runs=kept)

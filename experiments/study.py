@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from benchmarks.harness import environment, save_plot
-from common.command_io import ROOT, UserError, check_output_file, read_json, write_json
+from common.command_io import ROOT, UserError, check_output_file, read_json, sole_writer, write_json
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
@@ -48,13 +48,17 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
 def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = None) -> dict:
     """Return what `compute()` returned: a run whose result is in `path` is not repeated.
 
-    The result depends on the name of `path` and on `setting`. Raise `UserError` for a file of another setting.
+    The result depends on the name of `path` and on `setting`. Raise `UserError` for a file of another setting, and for
+    a damaged one.
     """
     if not path.exists():
         write_json(path, {"setting": setting, **compute()})
         print(f"{path.stem} done", flush=True)
-    record = read_json(path)
-    if record.pop("setting", None) != setting:
+    try:
+        record = read_json(path)
+    except UserError as error:
+        raise UserError(f"{error} Remove the file: its run is then made again.") from error
+    if record.pop("setting", "missing") != setting:
         raise UserError(f"{path} comes from a run of another setting: remove it, or choose another --output.")
     return record
 
@@ -62,10 +66,11 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
 def learned_rows(args: argparse.Namespace, learned: Callable[..., dict], cases: Iterable[dict]) -> list[dict]:
     """Return a row for each case: its fields, and what `learned(*fields, steps, seeds)` returned, lists as spreads."""
     rows = []
-    for case in cases:
-        name = "-".join(map(str, [*case.values(), args.steps, f"seeds_{'_'.join(map(str, args.seeds))}"]))
-        found = run_once(args.output / f"{name}.json", partial(learned, *case.values(), args.steps, args.seeds))
-        rows.append({**case, **{key: spread(v) if isinstance(v, list) else v for key, v in found.items()}})
+    with sole_writer(args.output):
+        for case in cases:
+            name = "-".join(map(str, [*case.values(), args.steps, f"seeds_{'_'.join(map(str, args.seeds))}"]))
+            found = run_once(args.output / f"{name}.json", partial(learned, *case.values(), args.steps, args.seeds))
+            rows.append({**case, **{key: spread(v) if isinstance(v, list) else v for key, v in found.items()}})
     return rows
 
 

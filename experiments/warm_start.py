@@ -16,7 +16,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from common.command_io import read_json, run_cli, run_module, whole_file
+from common.command_io import read_json, run_cli, run_module, sole_writer, whole_file
 from experiments.options import study_parser
 
 
@@ -151,13 +151,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args, threads=None)
-    make_rows(args.output)
-    before = answers(smollm2_gguf(), args.output / "before", args.output)
-    runs = [
-        run_once(args.output / "runs" / f"{name}-{seed}" / "result.json", partial(fine_tune, name, seed, args.output))
-        for seed in args.seeds
-        for name in args.variants
-    ]
+    with sole_writer(args.output):
+        make_rows(args.output)
+        before = answers(smollm2_gguf(), args.output / "before", args.output)
+        runs = [
+            run_once(
+                args.output / "runs" / f"{name}-{seed}" / "result.json", partial(fine_tune, name, seed, args.output)
+            )
+            for seed in args.seeds
+            for name in args.variants
+        ]
     setting = {"trl": version("trl"), "recipe": RECIPE, "test_rows_per_task": TEST_ROWS, "correct_before": before}
     write(args, plot, **setting, rows=summaries(runs), runs=runs)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import command
 
+from common.command_io import sole_writer
 from experiments import colliding_agents, cpm3, hyper_attention, polynomial_filters, theorem2_inclusion
 from experiments.colliding_agents import EMBEDDINGS, LinearSelfAttention, constructed, examples, interactions
 from experiments.study import interval, print_row, spread, train
@@ -245,6 +246,12 @@ def test_commands_in_small(study, tmp_path, monkeypatch, capsys):
         code, printed, errors = command(monkeypatch, capsys, study, *options)
         assert code == 0, errors
     assert " done" not in printed  # the second time
+    with sole_writer(tmp_path / "runs"):
+        assert "Another run is writing" in command(monkeypatch, capsys, study, *options)[2]
+    path = next((tmp_path / "runs").glob("*.json"))
+    for content, expected in (("", "Remove the file: its run is then made again."), ("{}", "another setting")):
+        path.write_text(content)
+        assert expected in command(monkeypatch, capsys, study, *options)[2]
     name = study.__name__.split(".")[-1]
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / f"{name}.json").read_text())
