@@ -229,12 +229,17 @@ def draw(title: str, rows: list[dict], x: str, panels: dict[str, Callable[[dict]
         for row in rows:
             for line, value in values(row).items():
                 lines.setdefault(line, []).append((row[x], value))
-        for line, points in lines.items():
-            axes.loglog(*zip(*sorted(points)), marker="o", label=line)
+        for index, (line, points) in enumerate(lines.items()):
+            axes.loglog(*zip(*sorted(points)), line_style(index), marker="o", label=line)
         axes.set(xlabel=x.replace("_", " "), ylabel=label)
         axes.legend(fontsize="small")
     figure.suptitle(title, fontsize="small")
     return figure
+
+
+def line_style(index: int) -> str:
+    """Return the colour and the dashes of a line: after ten lines the colours come again, with other dashes."""
+    return f"C{index % 10}{('-', ':', '--', '-.')[index // 10 % 4]}"
 
 
 def save_plot(figure: Figure, path: Path) -> None:

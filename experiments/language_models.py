@@ -71,6 +71,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 
+from benchmarks.harness import line_style
 from experiments.protocol import BUDGETS, Rates, budgets, by_seed, compare_tuned, fit, new_model
 from experiments.study import (
     begin,
@@ -246,7 +247,7 @@ def draw(axes: Sequence[Axes], rows: list[dict]) -> None:
     apart.legend(fontsize="small")
     for index, row in enumerate(rows):
         means = [part["mean"] - other["mean"] for part, other in zip(row["by_part"], rows[0]["by_part"])]
-        by_part.plot(range(1, PARTS + 1), means, marker=".", color=f"C{index % 10}", label=row["variant"])
+        by_part.plot(range(1, PARTS + 1), means, line_style(index), marker=".", label=row["variant"])
     by_part.set(xlabel="eighth of the row", ylabel=f"loss minus that of {rows[0]['variant']}")
     legend_below(by_part)
 

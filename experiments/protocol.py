@@ -6,7 +6,8 @@
    order.
 3. There are at least `--fewest-seeds`, and more until the 95% interval of each difference from the first variant is no
    wider than ± `--effect`, the smallest effect worth having, or there are `--most-seeds`. This rule looks at the width
-   of the intervals and not at the differences, so that it favours no result.
+   of the intervals and not at the differences, so that it favours no result. But it stops where they happen to be
+   narrow: with 6 to 12 seeds they hold the true difference in 93 to 95% of the cases (simulated for normal losses).
 4. The rate is constant after a warm-up, and what is evaluated is a running mean of the weights. So one run tells the
    loss for three budgets: equal steps, equal FLOPs (benchmarks/cost.py), and equal time on this machine.
 """
