@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 
-VLLM = "0.31"
+VLLM = ("0.31", "0.32")
 KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of so many keys; 16 would do on a GPU.
 DEFAULT_BLOCK = 128  # vLLM's own on a CPU
 # Their frequencies are the same at every length, as the keys in a cache need.
@@ -47,8 +47,9 @@ class IHAModelConfig(VerifyAndUpdateConfig):
             cache_config.user_specified_block_size = True  # so that the platform keeps it
         refusals = [
             (
-                not vllm.__version__.startswith(f"{VLLM}."),
-                f"vllm_iha is made for vLLM {VLLM}, and this is {vllm.__version__}: install vLLM {VLLM}.",
+                not vllm.__version__.startswith(tuple(f"{version}." for version in VLLM)),
+                f"vllm_iha is made for vLLM {' and '.join(VLLM)}, and this is {vllm.__version__}: install vLLM "
+                f"{VLLM[-1]}.",
             ),
             (
                 other_kinds,

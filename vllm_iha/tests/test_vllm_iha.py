@@ -273,10 +273,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case, tmp_path):
+@pytest.mark.parametrize("case", [*REFUSED, "version"])
+def test_what_is_refused(case, tmp_path, monkeypatch):
     """Refuse before weights are loaded: the directory holds none."""
-    overrides, options, message = REFUSED[case]
+    if case == "version":
+        monkeypatch.setattr("vllm.__version__", "0.310.0")
+    overrides, options, message = REFUSED.get(case, ({}, {}, "made for vLLM 0.31 and 0.32, and this is 0.310.0"))
     config = tiny_config(**overrides)
     config.architectures = ["IHAForCausalLM"]
     config.save_pretrained(tmp_path)
