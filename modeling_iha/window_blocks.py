@@ -45,9 +45,9 @@ def has_varlen(config: IHAConfig, states: torch.Tensor) -> bool:
         return False
     if config.head_dim % 8 or config.head_dim > 256 or torch.cuda.get_device_capability(states.device) < (8, 0):
         return False
-    autocast = torch.is_autocast_enabled("cuda")
-    dtype = torch.get_autocast_dtype("cuda") if autocast else states.dtype
-    return dtype in (torch.float16, torch.bfloat16)
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else states.dtype
+    allowed = torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled()  # as `sdpa_kernel` says
+    return allowed and dtype in (torch.float16, torch.bfloat16)
 
 
 def maskless_attention(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import HYBRID, assert_close, logits_and_gradients, random_ids, random_model, set_core, small_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_iha import masks as masks_module
@@ -273,6 +274,8 @@ def test_where_varlen_is_taken(monkeypatch):
     assert takes() and takes(dtype=torch.bfloat16) and takes(head_dim=256)
     assert not takes("cpu") and not takes("meta") and not takes(dtype=torch.float32)
     assert not takes(head_dim=20) and not takes(head_dim=264) and not takes(attention_dropout=0.1)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        assert not takes()
     autocast = True
     assert takes(dtype=torch.float32)
     capability = (7, 5)
