@@ -98,7 +98,7 @@ def dcformer_synthetic(data_directory=None, **_) -> dict[str, Dataset]:
     return {"test": Dataset.from_list(targets)}
 
 
-def text_windows(data_directory=None, length=4096, windows=20, tokenizer=None, **_) -> dict[str, Dataset]:
+def text_windows(data_directory, length, windows=20, tokenizer=None, **_) -> dict[str, Dataset]:
     """Return disjoint stretches of long text, of about `length` tokens of `tokenizer` each: {"text"}."""
     if not tokenizer.is_fast:
         raise UserError(

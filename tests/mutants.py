@@ -1,10 +1,12 @@
-"""Change one operator, constant or pair of arguments of the model at random, and see whether its tests fail.
+"""Change one operator, constant or pair of arguments of a room at random, and see whether its tests fail.
 
     python -m tests.mutants --count 40 --seed 0
+    python -m tests.mutants hub common --tests tests/hub tests/test_faults.py
 
 The changed copy of the repository lies in a temporary directory. The results keep every verdict, and a second start
 goes on from there. Each run of the tests is a fork of this process, which has imported PyTorch once. The first run of
-a start has no change and records which lines each test runs: later runs make the tests that run the changed line.
+a start has no change and records which lines each test runs in its own process: later runs make the tests that run
+the changed line.
 """
 
 import argparse
@@ -21,10 +23,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from common.command_io import ROOT
+from common.command_io import ROOT, read_json, write_json
 
 
-# The first failure ends the run of a mutant, so the files that find most in a second come first.
 TESTS = (
     *("config", "choose_form", "window_blocks", "dcmha", "hyper_feature", "diff", "talking_heads", "knocking_heads"),
     *("multi_token", "mechanisms", "reference", "hyper", "numerics", "generation", "packing", "masks"),
@@ -56,13 +57,13 @@ def mutate(node: ast.AST) -> bool:
     return True
 
 
-def mutants_of(path: Path) -> dict[str, tuple[Path, int, int]]:
+def mutants_of(path: Path, root: Path) -> dict[str, tuple[Path, int, int]]:
     """Return path, number of the node and its line, by a description, for every mutant of a file."""
     mutants = {}
     for number, node in enumerate(ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
         before = ast.unparse(node) if isinstance(node, ast.expr) else ""
         if mutate(node) and (after := ast.unparse(node)) != before:
-            mutants[f"{path.name}:{node.lineno}:{node.col_offset}: {before}  ->  {after}"] = (
+            mutants[f"{path.relative_to(root)}:{node.lineno}:{node.col_offset}: {before}  ->  {after}"] = (
                 path,
                 number,
                 node.lineno,
@@ -78,16 +79,16 @@ def text_of(path: Path, number: int) -> str:
 
 
 class Recorder:
-    """Write the seconds of each test, and the lines of the model that it runs.
+    """Write the seconds of each test, and the lines of the rooms that it runs.
 
-    `output` becomes JSON: by the id of a test, "seconds" and "lines", the numbers of lines by the name of a file.
+    `output` becomes JSON: by the id of a test, "seconds" and "lines", the numbers of lines by the path of a file.
     """
 
-    def __init__(self, package: Path, output: Path):
+    def __init__(self, rooms: list[Path], output: Path):
         from coverage import Coverage
 
         self.output, self.tests = output, {}
-        self.coverage = Coverage(data_file=None, source=[str(package)])
+        self.coverage = Coverage(data_file=None, source=[str(room) for room in rooms])
         self.coverage.start()
 
     def pytest_runtest_logstart(self, nodeid):
@@ -104,38 +105,46 @@ class Recorder:
         for file in data.measured_files():
             for line, nodeids in data.contexts_by_lineno(file).items():
                 for nodeid in self.tests.keys() & nodeids:
-                    self.tests[nodeid]["lines"].setdefault(Path(file).name, []).append(line)
+                    self.tests[nodeid]["lines"].setdefault(file, []).append(line)
         self.output.write_text(json.dumps(self.tests), encoding="utf-8")
 
 
 class Selection:
-    """Keep the tests that run a changed line, the quickest first, or all where none does: it may run at import."""
+    """Keep the given tests, the quickest first."""
 
-    def __init__(self, tests: dict, name: str, line: int):
-        self.seconds = {key: test["seconds"] for key, test in tests.items() if line in test["lines"].get(name, ())}
+    def __init__(self, tests: dict[str, float]):
+        self.seconds = tests
 
     def pytest_collection_modifyitems(self, items):
-        run_it = [item for item in items if item.nodeid in self.seconds]
-        items[:] = sorted(run_it, key=lambda item: self.seconds[item.nodeid]) or items
+        chosen = [item for item in items if item.nodeid in self.seconds]
+        items[:] = sorted(chosen, key=lambda item: self.seconds[item.nodeid])
 
 
-def run_tests(copy: Path, log: Path, make_plugin: Callable) -> None:
+def tests_of(tests: dict, file: str, line: int) -> dict[str, float]:
+    """Return the seconds of the tests that run a line; where none does, of those of its file: it may run at import."""
+    run_file = {key: test for key, test in tests.items() if file in test["lines"]} or tests
+    run_line = {key: test for key, test in run_file.items() if line in test["lines"].get(file, ())}
+    return {key: test["seconds"] for key, test in (run_line or run_file).items()}
+
+
+def run_tests(copy: Path, log: Path, tests: list[str], make_plugin: Callable) -> None:
     """Run the tests of the copy up to the first failure, with their output in the log, and exit."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
+        del sys.modules[name]  # The copy's are to be imported.
     import pytest
 
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(copy)
-    tests = [f"tests/modeling/test_{name}.py" for name in TESTS]
     options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:warnings"]
     os._exit(pytest.main([*options, *tests], [make_plugin()]))
 
 
-def killer(copy: Path, timeout: float, make_plugin: Callable) -> str | None:
+def killer(copy: Path, timeout: float, tests: list[str], make_plugin: Callable) -> str | None:
     """Return the test of the copy that fails, None if all pass; a plugin of pytest sees or selects the tests."""
     log = copy.with_name("log")
-    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, log, make_plugin))
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, log, tests, make_plugin))
     process.start()
     process.join(timeout)
     if process.is_alive():
@@ -149,7 +158,12 @@ def killer(copy: Path, timeout: float, make_plugin: Callable) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=40, help="mutants; more of them begin with the same ones")
+    parser.add_argument("rooms", nargs="*", default=["modeling_iha"], help="folders whose files are changed")
+    tests = [f"tests/modeling/test_{name}.py" for name in TESTS]
+    parser.add_argument("--tests", nargs="+", default=tests, help="files or folders; by default those of modeling_iha")
+    parser.add_argument(
+        "--count", type=int, default=40, help="mutants of a room; more of them begin with the same ones"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one mutant; thrice for the first run")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "mutants.json")
@@ -163,27 +177,32 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         copy, mutants = Path(directory) / "copy", {}
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "outputs", "__pycache__"))
-        # The copy's, because the forks that test the copy keep what is imported here.
         sys.path.insert(0, str(copy))
-        from common.command_io import read_json, write_json
-
         killers = read_json(arguments.output)["killers"] if arguments.output.exists() else {}
-        for path in sorted((copy / "modeling_iha").glob("*.py")):
-            mutants |= mutants_of(path)
-        names = sorted(mutants)
-        random.Random(arguments.seed).shuffle(names)
-        names = names[: arguments.count]
+        names = []
+        for room in arguments.rooms:
+            of_room = {}
+            for path in sorted((copy / room).glob("*.py")):
+                of_room |= mutants_of(path, copy)
+            if not of_room:
+                parser.error(f"{room} has no Python file to change; name a folder such as modeling_iha")
+            shuffled = sorted(of_room)
+            random.Random(arguments.seed).shuffle(shuffled)
+            names += shuffled[: arguments.count]
+            mutants |= of_room
         remaining = [name for name in names if name not in killers]
         recorded = Path(directory) / "lines.json"
-        record = partial(Recorder, copy / "modeling_iha", recorded)
-        if remaining and (failed := killer(copy, 3 * arguments.timeout, record)):
+        record = partial(Recorder, [copy / room for room in arguments.rooms], recorded)
+        if remaining and (failed := killer(copy, 3 * arguments.timeout, arguments.tests, record)):
             sys.exit(f"Error: the tests fail without any change: {failed}")
         tests = read_json(recorded) if remaining else {}
         for name in remaining:
             start, (path, number, line) = time.monotonic(), mutants[name]
             original = path.read_text(encoding="utf-8")
             path.write_text(text_of(path, number), encoding="utf-8")
-            killers[name] = killer(copy, arguments.timeout, partial(Selection, tests, path.name, line))
+            selected = tests_of(tests, str(path), line)
+            files = sorted({key.partition("::")[0] for key in selected})
+            killers[name] = killer(copy, arguments.timeout, files, partial(Selection, selected))
             path.write_text(original, encoding="utf-8")
             survivors = [name for name in killers if killers[name] is None]
             write_json(arguments.output, {"survivors": survivors, "killers": killers})

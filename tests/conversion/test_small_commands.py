@@ -185,11 +185,19 @@ def test_missing_directories_are_made_for_a_result(monkeypatch, files, tmp_path,
     model = random_model(small_config(vocab_size=300)).bfloat16()
     monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
     monkeypatch.setattr(score_reasoning, "load_model", lambda _: model)
-    monkeypatch.setattr(score_reasoning, "load_tokenizer", lambda *_: with_template("smollm2.jinja"))
+    tokenizer, generate, asked = with_template("smollm2.jinja"), model.generate, []
+    monkeypatch.setattr(score_reasoning, "load_tokenizer", lambda *_: tokenizer)
+
+    def listen(**inputs):
+        asked.extend(tokenizer.batch_decode(inputs["input_ids"]))
+        return generate(**inputs)
+
+    monkeypatch.setattr(model, "generate", listen)
     out = tmp_path / "a" / "b" / "figures.json"
     arguments = [str(files), str(files / "rows.jsonl"), "--max-new-tokens", "1", "--json", str(out)]
     result = score_reasoning.main(arguments)
     assert json.loads(out.read_text()) == result
+    assert len(asked) == 2 and all(prompt.endswith("<|im_start|>assistant\n") for prompt in asked)
     assert [path.name for path in out.parent.iterdir()] == ["figures.json"]
     if not torch.cuda.is_available():
         assert SLOW in capsys.readouterr().err

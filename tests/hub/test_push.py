@@ -193,6 +193,10 @@ FAULTS = {
         shards_and(lambda directory, first, index: index["weight_map"].update({"model.norm.weight": "../x"})),
         "expected a file of the same directory",
     ),
+    "an index that leads into a folder": (
+        shards_and(lambda directory, first, index: index["weight_map"].update({"model.norm.weight": "a/x"})),
+        "names 'a/x': expected files beside it",
+    ),
     "a wrong size": (
         shards_and(lambda directory, first, index: index["metadata"].update(total_size=1)),
         "states 1 bytes",
