@@ -201,7 +201,7 @@ def check_source(config: PreTrainedConfig) -> Architecture:
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """Return the window of each layer in tokens, or `None` for a layer over all tokens."""
     window = getattr(config, "sliding_window", None)
-    if not hasattr(config, "layer_types"):
+    if getattr(config, "layer_types", None) is None:
         return [window] * config.num_hidden_layers
     windows = {"full_attention": None, "sliding_attention": window}
     for layer_type in config.layer_types:

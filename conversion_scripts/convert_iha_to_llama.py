@@ -68,7 +68,10 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
     targets = {name: row for name, row in ARCHITECTURES.items() if row.fold is None}
     if config.mlp_gate_groups is None:
         for model_type, architecture in targets.items():
-            target = _target_config(config, model_type)
+            try:
+                target = _target_config(config, model_type)
+            except UserError:  # a config class refuses what others allow, such as heads that do not divide the width
+                continue
             if (
                 all(getattr(config, name) == value for name, value in architecture.settings(config).items())
                 and layer_windows(target) == layer_windows(config)
@@ -82,6 +85,7 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
         f"None of {', '.join(targets)} has this combination: gated_mlp={config.gated_mlp}, "
         f"mlp_gate_groups={config.mlp_gate_groups}, use_qk_norm={config.use_qk_norm}, "
         f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, "
+        f"hidden_size={config.hidden_size}, num_attention_heads={config.num_attention_heads}, "
         f"layer_types={sorted(set(config.layer_types))}, no_rope_layers={config.no_rope_layers}."
     )
 

@@ -18,6 +18,7 @@ import transformers
 import typer
 from transformers import ContinuousBatchingConfig
 from transformers.cli.serve import Serve
+from transformers.cli.serving.model_manager import ModelManager
 from transformers.utils.import_utils import is_serve_available
 
 from common.checkpoint_io import load_config_dict
@@ -87,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 note_foreign_code(options["force_model"])
                 if options["continuous_batching"] and config.get("model_type") == IHAConfig.model_type:
                     check_continuous_batching(options["force_model"], options["cb_use_cuda_graph"])
+            if options["force_model"]:
+                # The server refuses all other names, and would list those in the Hub's cache, or fail without one.
+                served = {"id": options["force_model"], "object": "model", "created": 0, "owned_by": ""}
+                setattr(ModelManager, "get_gen_models", staticmethod(lambda cache_dir=None: [served]))
             start(**options)
         # The model is loaded before the server starts; the type of the error depends on the library that reads it.
         except Exception as error:

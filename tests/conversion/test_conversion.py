@@ -310,7 +310,8 @@ def test_the_auto_map_of_released_phi3_is_ignored():
 
 def test_fields_that_mean_nothing_are_ignored():
     config = tiny_source().config
-    for field, value in {"is_llama_config": True, "rope_interleaved": False, "use_mrope": None}.items():
+    fields = {"is_llama_config": True, "rope_interleaved": False, "use_mrope": None, "layer_types": None}
+    for field, value in fields.items():
         setattr(config, field, value)
     assert iha_config(config, 2).num_pseudo_heads == 2
 
@@ -368,6 +369,14 @@ def test_a_folded_source_goes_back_to_a_relative_of_llama(name):
     restored = convert_back(convert(source, **P3))
     relatives = {"phi3-sliding": MistralForCausalLM, "seed_oss": Qwen2ForCausalLM}
     assert type(restored) is relatives.get(name, LlamaForCausalLM)
+    assert_equal_logits(logits(restored), logits(source))
+
+
+def test_heads_that_do_not_divide_the_width_go_back():
+    """Expect a Qwen3, which allows them; the configs of Llama and Arcee refuse them."""
+    source = tiny_source("qwen3", num_attention_heads=6)
+    restored = convert_back(convert(source, **P3))
+    assert type(restored) is Qwen3ForCausalLM
     assert_equal_logits(logits(restored), logits(source))
 
 

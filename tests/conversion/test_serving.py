@@ -101,9 +101,10 @@ def server(checkpoint, tmp_path_factory):
 
 
 def test_openai_client(server, checkpoint, reply):
-    """Ask for a whole and a streamed answer, decoded greedily."""
+    """Ask for the model's name, and for a whole and a streamed answer, decoded greedily."""
     text, length = reply
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60, max_retries=0)
+    assert [served.id for served in client.models.list()] == [checkpoint]
     request = {"model": checkpoint, "messages": CHAT, "max_tokens": NEW_TOKENS, "temperature": 0}
     whole = client.chat.completions.create(**request)
     assert whole.choices[0].message.content == text and whole.choices[0].finish_reason == "length"
