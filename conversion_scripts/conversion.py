@@ -77,9 +77,11 @@ def check_sizes(sizes: dict[str, int]) -> None:
 
 
 def check_iha(source: str, config: PreTrainedConfig) -> None:
-    """Raise `UserError` unless `config`, that of the checkpoint `source`, is an IHA model's."""
+    """Raise `UserError` unless `config`, that of the checkpoint `source`, is an IHA model's without quantization."""
     if config.model_type != "iha":
         raise UserError(f"{source} is a {config.model_type!r} checkpoint; expected 'iha'.")
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"The weights of {source} are quantized: take the checkpoint from which they were made.")
 
 
 def new_config(config_class: type[Config], **fields) -> Config:

@@ -734,6 +734,11 @@ def test_back_conversion_command(road, travel, tmp_path, cli):
     assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template == CHAT_TEMPLATE
     code, _, err = cli(road.back, tmp_path / "back", tmp_path / "again")
     assert code == 1 and "expected 'iha'" in last_line(err) and not (tmp_path / "again").exists()
+    quantized = json.loads((folder / "iha" / "config.json").read_text()) | {"quantization_config": {"bits": 8}}
+    (tmp_path / "quantized").mkdir()
+    (tmp_path / "quantized" / "config.json").write_text(json.dumps(quantized))
+    code, _, err = cli(road.back, tmp_path / "quantized", tmp_path / "again")
+    assert code == 1 and "quantized are quantized: take the checkpoint" in last_line(err)
 
 
 def test_help_names_what_the_tables_hold(cli):
