@@ -88,6 +88,9 @@ def training_rows(
         parts = [_load(name, run, args, tokenizer) for name in names]
         rows = mix(parts, shares, max_length, args.seed)
     if isinstance(rows, IterableDataset):
+        if args.dataloader_num_workers > 0 and args.dataloader_multiprocessing_context is None:
+            # Python 3.14 would pickle the stream for a worker, and its steps, TRL's too, are local functions.
+            args.dataloader_multiprocessing_context = "fork"
         limit = math.inf if max_length is None else max_length
         rows = rows.filter(lambda row: 0 <= row["first_label"] < limit)
         if next(iter(rows), None) is None:

@@ -103,6 +103,10 @@ def frozen_heap():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # nanobind lists what is frozen as leaks
+
+
 def pytest_collection_modifyitems(items):
     order = {name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))

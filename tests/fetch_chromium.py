@@ -1,12 +1,14 @@
 """Install a headless Chromium for the tests of the attention explorer, from the npm package @sparticuz/chromium.
 
 Run once by `make test`, in the environment that the tests run in: python tests/fetch_chromium.py
-Elsewhere than on Linux x86-64, and where the package cannot be fetched, it says so and those tests are skipped.
+Elsewhere than on Linux x86-64, and where the package cannot be fetched or lacks a library of the system, it says so
+and those tests are skipped.
 """
 
 import hashlib
 import io
 import platform
+import subprocess
 import sys
 import tarfile
 import urllib.request
@@ -39,6 +41,11 @@ def main() -> None:
     part = CHROMIUM.with_name("chromium.part")
     part.write_bytes(program)
     part.chmod(0o755)
+    started = subprocess.run([part, "--version"], capture_output=True, text=True)
+    if started.returncode != 0:
+        part.unlink()
+        print(f"No Chromium, so the explorer's page is not tried in a browser: {started.stderr.strip()}")
+        return
     part.replace(CHROMIUM)
     print(f"Chromium of @sparticuz/chromium 147.0.0: {CHROMIUM}")
 

@@ -504,4 +504,7 @@ def test_studies_are_found(monkeypatch, capfd, tmp_path):
     """Start a process for each, which reads its arguments and prints its help."""
     code, out, errors = run(monkeypatch, capfd, "--dry", "--out", tmp_path, "warm_start", "relation")
     assert code == 0, errors
-    assert re.findall(r"^usage: (\w+)\.py", out, re.MULTILINE) == ["warm_start_variants", "relation_composition"]
+    assert re.findall(r"^usage: (?:.* -m experiments\.)?(\w+)", out, re.MULTILINE) == [
+        "warm_start_variants",
+        "relation_composition",
+    ]
