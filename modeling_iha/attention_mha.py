@@ -19,7 +19,6 @@ from transformers.models.llama.modeling_llama import (
 
 from .configuration_iha import IHAConfig
 from .cpu_precision import in_product_dtype
-from .mask_inputs import MaskKey
 from .paged_requests import PagedRequests
 from .window_blocks import maskless_attention
 
@@ -161,7 +160,7 @@ class MultiHeadAttention(LlamaAttention):
         states = self.project(hidden_states, position_embeddings, past_key_values)
         attend: Callable = self.attend_in_product_dtype
         if isinstance(past_key_values, PagedRequests):
-            attend = partial(past_key_values.attend, attend, MaskKey(self.layer_type, self.num_pseudo_heads))
+            attend = partial(past_key_values.attend, attend, self.layer_idx)
         attn_output, attn_weights = attend(
             *states,
             attention_mask,
