@@ -21,8 +21,7 @@ def check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
     "eager" always builds a dense mask. "sdpa" builds one where `_maskless` in masks.py returns `None`."""
     config, embeds = inputs.config, inputs.inputs_embeds
     core, num_pseudo_heads = config._attn_implementation, key.num_pseudo_heads
-    # An export may leave the sizes open.
-    if core not in ("eager", "sdpa") or torch.compiler.is_exporting():
+    if core not in ("eager", "sdpa") or torch.compiler.is_exporting():  # an export may leave the sizes open
         return
     rows, queries = embeds.shape[:2]
     past, keys, _ = inputs.key_span(layer_idx)
@@ -31,10 +30,9 @@ def check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
     if size <= MAX_MASK_BYTES:
         return
     # SDPA needs no mask for causal attention over the whole input.
-    if not additive:
-        windowed = key.is_sliding and keys >= config.sliding_window
-        if not (windowed or past != 0 or inputs.may_be_padded or inputs.may_be_packed):
-            return
+    windowed = key.is_sliding and keys >= config.sliding_window
+    if not (additive or windowed or past != 0 or inputs.may_be_padded or inputs.may_be_packed):
+        return
     raise ValueError(
         f"attn_implementation={core!r} needs a mask of {size / 2**30:.3g} GiB here: {rows} rows of {queries} x "
         f"{num_pseudo_heads} queries and {keys} x {num_pseudo_heads} keys; at most {MAX_MASK_BYTES / 2**30:.3g} GiB "
@@ -44,11 +42,10 @@ def check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
 
 
 def check_inputs(inputs: MaskInputs, **kwargs) -> None:
-    """Raise a ValueError for inputs that the attention core would silently misread.
+    """Raise a ValueError for packed documents that the core would silently join, and for what misfits the cache.
 
-    These are packed documents that the core would join, tokens that the cache holds already, and masks without columns
-    for the new tokens. `position_ids` [batch, N] that restart declare documents, or `cu_seq_lens_q` among `kwargs`.
-    Masks and flash cores look for these in some cases only."""
+    `position_ids` [batch, N] that restart declare documents, or `cu_seq_lens_q` among `kwargs`. Masks and flash cores
+    look for these in some cases only."""
     config, embeds, mask, cache = inputs.config, inputs.inputs_embeds, inputs.attention_mask, inputs.past_key_values
     position_ids, cu_seq_lens = inputs.position_ids, kwargs.get("cu_seq_lens_q")
     core, flash = config._attn_implementation, is_flash_attention_requested(config)
@@ -59,11 +56,10 @@ def check_inputs(inputs: MaskInputs, **kwargs) -> None:
     if is_tracing(embeds) or embeds.is_meta or inputs.has_custom_mask:
         return  # There are no values to look at, or a custom mask decides.
 
-    length, past = embeds.shape[1], 0 if cache is None else cache.get_seq_length()
-    if length > 1:
-        past = int(past)  # that of a static cache is a tensor, and waits for a GPU
+    restarts, is_cached, length = False, False, embeds.shape[1]
+    past = 0 if cache is None else cache.get_seq_length()
+    past = past if length == 1 else int(past)  # that of a static cache waits for a GPU
     is_short = mask is not None and isinstance(past, int) and mask.shape[1] < past + length
-    restarts, is_cached = False, False
     if position_ids is not None and length > 1 and not is_short:
         restart, first = position_ids.diff(dim=-1) < 1, position_ids < 1
         if mask is not None:

@@ -45,10 +45,9 @@ def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, Lay
         keep_window_edge(inputs.past_key_values, layers, inputs.config.sliding_window)
     length, window = inputs.inputs_embeds.shape[1], inputs.config.sliding_window or 0
     in_window = not is_tracing(inputs.inputs_embeds) and inputs.past_key_values is None and length <= window
-    masks: dict[MaskKey, LayerMask] = {}
-    for layer_idx, key in enumerate(layers):
-        if key in masks:
-            continue
+    masks = {}
+    for key in dict.fromkeys(layers):
+        layer_idx = layers.index(key)
         form = choose_form(inputs, key, inputs.key_span(layer_idx)[1])
         # A window that reaches every token hides nothing.
         effective = key._replace(layer_type="full_attention") if in_window else key
@@ -83,10 +82,9 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
     has_documents = inputs.may_be_packed or inputs.may_be_padded
     if key.is_sliding:
         is_faster = beats_a_mask(length * key.num_pseudo_heads, window, varlen)
-    elif varlen:
-        is_faster = has_documents
-    else:  # a dense mask is as good for padded rows and for batches
-        is_faster = inputs.may_be_packed and len(embeds) == 1
+    else:
+        # Without `varlen_attn` a dense mask is as good for padded rows and for batches.
+        is_faster = has_documents if varlen else inputs.may_be_packed and len(embeds) == 1
     if not is_faster:
         return None
     bounds = inputs.document_bounds if has_documents or varlen else None

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define Llama with an attention mechanism chosen per layer, by default Interleaved Head Attention (IHA)."""
 
-from collections import defaultdict
-
 import torch
 from torch import nn
 from transformers import AutoModel, ContinuousBatchingConfig
@@ -59,8 +57,8 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         """Return (cos, sin) tables in the dtype of x for token positions n [batch, N].
 
         `"token"` is at n, [batch, N, head_dim]. Interleaved positions n * P + p add `"interleaved"` at n * P,
-        [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. A layer rotates by both, so only the first of
-        them holds the scaling of the RoPE type. RoPE types that depend on the length take it in tokens."""
+        [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. A layer rotates by both, so only
+        `"interleaved"` is scaled by `attention_scaling`. RoPE types that depend on the length take it in tokens."""
         tables = {"token": self(x, position_ids)}
         if self.interleaved:
             cos, sin = self._table(position_ids * self.num_pseudo_heads, x)
@@ -131,12 +129,8 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
 
         "iha" layers return maps [batch, H, N * P, keys * P]. The result is the sum over the pseudo-heads of a key and
         the mean over those of a query. The maps of other layers stay as they are."""
-
-        def over_tokens(weights: torch.Tensor) -> torch.Tensor:
-            virtual_tokens = (-1, weights.shape[-2] // num_tokens)
-            return weights.unflatten(-1, virtual_tokens).sum(-1).unflatten(-2, virtual_tokens).mean(-2)
-
-        return tuple(over_tokens(weights) for weights in attentions)
+        splits = [(-1, weights.shape[-2] // num_tokens) for weights in attentions]
+        return tuple(w.unflatten(-1, s).sum(-1).unflatten(-2, s).mean(-2) for w, s in zip(attentions, splits))
 
     @classmethod
     def is_backend_compatible(cls) -> bool:
@@ -230,7 +224,7 @@ class IHAModel(IHAPreTrainedModel):
 
         if "cache" in kwargs and not self.is_llama:  # continuous batching
             past_key_values = PagedRequests(self, inputs_embeds, position_ids, **kwargs)  # type: ignore[assignment]
-            masks: dict = defaultdict(LayerMask)  # each batch of requests has its own
+            masks: dict = {layer.mask_key: LayerMask() for layer in self.layers}  # each batch of requests has its own
         elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
             masks = {key: self.prepared_mask(key, mask, inputs_embeds) for key, mask in attention_mask.items()}
         else:

@@ -71,7 +71,7 @@ class PagedRequests:
         self.takes_indices = "kwargs" not in inspect.signature(cache.update).parameters
         starts, lengths = cu_seq_lens_q[:-1].long(), cu_seq_lens_q.diff()
         past = position_ids[0, starts.clamp_max(position_ids.shape[1] - 1)]
-        # A window's pages keep W tokens before the new ones: see `keep_page_edge`.
+        # The cached tokens that pages keep for each request, by layer type. A window's keep W: see `keep_page_edge`.
         kept = {key.layer_type: past for key in self.mask_keys}
         if "sliding_attention" in kept:
             kept["sliding_attention"] = past.clamp(max=model.config.sliding_window)
