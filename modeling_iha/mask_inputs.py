@@ -40,7 +40,7 @@ class MaskInputs:
 
     @property
     def has_custom_mask(self) -> bool:
-        return self.attention_mask is not None and self.attention_mask.ndim == 4
+        return self.attention_mask is not None and self.attention_mask.ndim != 2
 
     @cached_property  # the answer waits for a GPU
     def may_be_packed(self) -> bool:

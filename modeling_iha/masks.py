@@ -128,6 +128,11 @@ def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int, past_rows: in
     The custom mask does not order the virtual tokens of one token, so they stay causal. A sliding layer keeps its
     window. The past queries see what the first new query sees, up to themselves."""
     mask, num_pseudo_heads, dtype = inputs.attention_mask, key.num_pseudo_heads, inputs.inputs_embeds.dtype
+    if mask.ndim != 4 or mask.dtype not in (torch.bool, *LOWEST):
+        raise ValueError(
+            f"attention_mask is {mask.dtype} {list(mask.shape)}: pass one [batch, tokens], or a boolean or additive "
+            "floating-point one [batch, 1, queries, keys]."
+        )
     if mask.dtype == torch.bool:
         # The eager and flex cores add the mask to the scores: True would be 1.
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, LOWEST[dtype])
