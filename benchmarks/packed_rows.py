@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.harness import arguments, inference, medians, ratios, reported, training, write
 from modeling_iha import IHAConfig
-from modeling_iha.mask_inputs import document_bounds
+from modeling_iha.mask_inputs import find_document_bounds
 from modeling_iha.window_blocks import maskless_attention
 
 
@@ -30,7 +30,7 @@ class Heads(torch.nn.Module):
 
 
 def by_document(documents: torch.Tensor) -> Callable[..., torch.Tensor]:
-    bounds = document_bounds(documents)
+    bounds = find_document_bounds(documents)
     return lambda *states: maskless_attention(sdpa_attention_forward, bounds, Heads(), *states)[0]
 
 

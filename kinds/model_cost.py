@@ -8,7 +8,7 @@ global "mha" layer over N tokens (IHA, Appendix C). `python -m benchmarks.cost` 
 from typing import Any
 
 from modeling_iha import IHAConfig
-from modeling_iha.virtual_tokens import VirtualView
+from modeling_iha.virtual_tokens import Overlay
 
 from . import all_companions, companion_of
 from .cost import Cost, linear
@@ -71,7 +71,7 @@ def _in_layer(config: IHAConfig, layer_idx: int) -> IHAConfig:
         options = config.options_of(kind)
         return options.in_layer(layer_idx) if hasattr(options, "in_layer") else options
 
-    return VirtualView(config, options_of=options_of)  # type: ignore[return-value]
+    return Overlay(config, options_of=options_of)  # type: ignore[return-value]
 
 
 def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:

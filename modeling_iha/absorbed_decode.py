@@ -66,26 +66,26 @@ def absorbed_attention(
     with torch.autocast(query.device.type, enabled=False):
         batch, heads, _, head_dim = query.shape
         num_pseudo_heads, dtype = weights.collapse.shape[1], value.dtype
-        products = product_dtype(value)
+        fast_dtype = product_dtype(value)
         if attention_mask is None and window is not None:
             # For all pseudo-heads but the last, the window begins one token earlier.
             key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
             document_ids = None if document_ids is None else document_ids[:, -window - 1 :]
         groups, num_keys = key.shape[1:3]
-        query = query.to(products)
-        q_mix, k_mix, v_mix = (alpha.to(products) for alpha in weights[:3])
+        query = query.to(fast_dtype)
+        q_mix, k_mix, v_mix = (alpha.to(fast_dtype) for alpha in weights[:3])
         k_mix, v_mix = (alpha.repeat_interleave(heads // groups, dim=1) for alpha in (k_mix, v_mix))
-        chunk = num_keys if key.dtype == products else WIDENED_TOKENS
+        chunk = num_keys if key.dtype == fast_dtype else WIDENED_TOKENS
 
         query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
         query = query.view(batch, heads, num_pseudo_heads, 1, head_dim)
         if weights.rotation is not None:
-            cos, sin = (table.to(products) for table in weights.rotation)
-            # R_i, then R_j^T for every j: [batch, H, i, j, head_dim].
+            cos, sin = (table.to(fast_dtype) for table in weights.rotation)
+            # R_i, then R_j^T for every j, [batch, H, i, j, head_dim]
             query = rotate(rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)
         # [batch, m, H * i * j, head_dim]
         absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
-        parts = [_scores(absorbed, keys.to(products)) for keys in key.split(chunk, dim=2)]
+        parts = [_scores(absorbed, keys.to(fast_dtype)) for keys in key.split(chunk, dim=2)]
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # `cat` copies one tensor too
         scores = scores.view(batch, heads, num_pseudo_heads, num_pseudo_heads, num_keys)
 
@@ -103,13 +103,13 @@ def absorbed_attention(
                 apart = document_ids != document_ids[:, -1:]
                 scores = scores.masked_fill(apart[:, None, None, None], -torch.inf)
         # The softmax is in float32 at least, as in the eager core.
-        probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(products, torch.float32))
+        probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(fast_dtype, torch.float32))
 
         collapse = weights.collapse.to(probabilities.dtype).unsqueeze(1)
-        collapsed = torch.matmul(collapse, probabilities).to(products)
+        collapsed = torch.matmul(collapse, probabilities).to(fast_dtype)
         collapsed = collapsed.view(batch, 1, heads * num_pseudo_heads, num_keys)
         pairs = zip(collapsed.split(chunk, dim=-1), value.split(chunk, dim=2))
-        output = sum(torch.matmul(shares, values.to(products)) for shares, values in pairs)
+        output = sum(torch.matmul(shares, values.to(fast_dtype)) for shares, values in pairs)
         output = output.unflatten(2, (heads, num_pseudo_heads))  # [batch, m, H, j, head_dim]
         return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1).to(dtype)
 

@@ -9,7 +9,7 @@ import torch
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .score_matrix import MASKED, block_bias, join, query_blocks, query_offset, recomputed
-from .tuple_attention import PairAttention, TupleAttention, block_size
+from .tuple_attention import PairAttention, TupleAttention, queries_per_block
 
 
 # The linear form holds the running sums of this many tokens at a time.
@@ -102,8 +102,8 @@ class LinearHyperAttention(TupleAttention):
         state = query.new_zeros(
             (batch, heads, stack, head_dim, head_dim), dtype=torch.promote_types(query.dtype, torch.float32)
         )
-        scores = 0 if running else batch * heads * stack * num_keys * head_dim
-        blocks = query_blocks(query, block_size(CHUNK, scores))
+        scores_per_query = 0 if running else batch * heads * stack * num_keys * head_dim
+        blocks = query_blocks(query, queries_per_block(CHUNK, scores_per_query))
         outputs = []
         for rows in blocks:
             if running:

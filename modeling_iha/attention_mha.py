@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define multi-head attention, kind "mha": Llama's with QK-norm and a window. It is the base of the other kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -19,7 +17,6 @@ from transformers.models.llama.modeling_llama import (
 
 from .configuration_iha import IHAConfig
 from .cpu_precision import in_product_dtype
-from .mask_inputs import MaskKey
 from .paged_requests import PagedRequests
 from .window_blocks import maskless_attention
 
@@ -62,7 +59,7 @@ class MultiHeadAttention(LlamaAttention):
             )
 
     @classmethod
-    def for_layer(cls, config: IHAConfig, layer_idx: int) -> MultiHeadAttention:
+    def for_layer(cls, config: IHAConfig, layer_idx: int) -> "MultiHeadAttention":
         """Build the attention module of a layer of this kind."""
         return cls(config, layer_idx)
 
@@ -136,15 +133,15 @@ class MultiHeadAttention(LlamaAttention):
             **kwargs,
         )
 
-    def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the heads [batch, N, H, head_dim] of the layer, made from those of `attend` and the layer's input."""
-        return attn_output
-
     def attend_in_product_dtype(self, query_states: torch.Tensor, *args, **kwargs):
         """Call `attend` with states in the dtype whose products are fast."""
         # Products with one query are fast in every dtype, and cached keys then need no copy.
         one_query = query_states.shape[2] * self.num_pseudo_heads == 1 or kwargs.get("attention_form") == "absorbed"
         return (self.attend if one_query else in_product_dtype(self.attend))(query_states, *args, **kwargs)
+
+    def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the heads [batch, N, H, head_dim] of the layer, made from those of `attend` and the layer's input."""
+        return attn_output
 
     def forward(
         self,
@@ -161,7 +158,7 @@ class MultiHeadAttention(LlamaAttention):
         states = self.project(hidden_states, position_embeddings, past_key_values)
         attend: Callable = self.attend_in_product_dtype
         if isinstance(past_key_values, PagedRequests):
-            attend = partial(past_key_values.attend, attend, MaskKey(self.layer_type, self.num_pseudo_heads))
+            attend = partial(past_key_values.attend, attend, self.layer_idx)
         attn_output, attn_weights = attend(
             *states,
             attention_mask,

@@ -35,7 +35,7 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_iha.IHAForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_iha.IHAForQuestionAnswering",
 }
-CODE = {reference.split(".")[0] for reference in AUTO_MAP.values()}
+OUR_MODULES = {reference.split(".")[0] for reference in AUTO_MAP.values()}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Fields that hold one of a few words.
 CHOICES = {
@@ -237,6 +237,26 @@ class IHAConfig(LlamaConfig):
                 f"gated_mlp={self.gated_mlp}; it must be a divisor of intermediate_size, with gated_mlp=True, or None."
             )
 
+    def _validate_rope(self):
+        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
+        rope_type = self.rope_parameters.get("rope_type")
+        if rope_type not in rope_types:
+            raise ValueError(
+                f"rope_parameters={self.rope_parameters}; its rope_type must be one of "
+                f"{', '.join(map(repr, rope_types))}, and all layers share one set of parameters."
+            )
+        # Yarn and longrope find a factor of None from the lengths; None anywhere else is an option that is not set.
+        needed = ("rope_theta",) if rope_type in ("yarn", "longrope") else ("rope_theta", "factor")
+        for name, value in self.rope_parameters.items():
+            if value is not None or name in needed:
+                _check_number(name, value, "rope_parameters has ")
+        factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
+        if factor != 1.0 and rope_type != "proportional":
+            raise ValueError(
+                f"rope_parameters has partial_rotary_factor={factor}; the whole head is rotated, so it must be 1.0 "
+                "(rope_type 'proportional' excepted, which pads its frequencies with zeros)."
+            )
+
     def options_of(self, kind: str) -> Any:
         """Return the options of an attention kind, an instance of its class in `OPTIONS_CLASSES`.
 
@@ -262,26 +282,6 @@ class IHAConfig(LlamaConfig):
                 ) from error
         return options_class(**options)
 
-    def _validate_rope(self):
-        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
-        rope_type = self.rope_parameters.get("rope_type")
-        if rope_type not in rope_types:
-            raise ValueError(
-                f"rope_parameters={self.rope_parameters}; its rope_type must be one of "
-                f"{', '.join(map(repr, rope_types))}, and all layers share one set of parameters."
-            )
-        # Yarn and longrope find a factor of None from the lengths; None anywhere else is an option that is not set.
-        needed = ("rope_theta",) if rope_type in ("yarn", "longrope") else ("rope_theta", "factor")
-        for name, value in self.rope_parameters.items():
-            if value is not None or name in needed:
-                _check_number(name, value, "rope_parameters has ")
-        factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
-        if factor != 1.0 and rope_type != "proportional":
-            raise ValueError(
-                f"rope_parameters has partial_rotary_factor={factor}; the whole head is rotated, so it must be 1.0 "
-                "(rope_type 'proportional' excepted, which pads its frequencies with zeros)."
-            )
-
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
         """Build a config as Transformers does, which reads every config.json through this method.
@@ -302,7 +302,7 @@ class IHAConfig(LlamaConfig):
         # A user's own class stays. A name from the Hub points back at its repository, one of FSDP at its wrapper.
         given = (getattr(self, "auto_map", None) or {}).items()
         local = {auto: name for auto, name in given if auto in AUTO_MAP and "--" not in name}
-        users = {auto: name for auto, name in local.items() if name.split(".")[0] not in CODE}
+        users = {auto: name for auto, name in local.items() if name.split(".")[0] not in OUR_MODULES}
         return {**super().to_dict(), "auto_map": AUTO_MAP | users}
 
 

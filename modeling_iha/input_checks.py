@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse too large or too short masks, packed documents that would see each other, and tokens that are cached."""
 
+import warnings
+
 import torch
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
@@ -18,43 +20,43 @@ def check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
 
     "eager" always builds a dense mask. "sdpa" builds one where `_maskless` in masks.py returns `None`."""
     config, embeds = inputs.config, inputs.inputs_embeds
-    core, virtual = config._attn_implementation, key.num_pseudo_heads
-    # An export may leave the sizes open.
-    if core not in ("eager", "sdpa") or torch.compiler.is_exporting():
+    core, num_pseudo_heads = config._attn_implementation, key.num_pseudo_heads
+    if core not in ("eager", "sdpa") or torch.compiler.is_exporting():  # an export may leave the sizes open
         return
     rows, queries = embeds.shape[:2]
     past, keys, _ = inputs.key_span(layer_idx)
     additive = inputs.has_custom_mask or core == "eager"
-    size = rows * queries * keys * virtual**2 * (embeds.dtype.itemsize if additive else 1)
+    size = rows * queries * keys * num_pseudo_heads**2 * (embeds.dtype.itemsize if additive else 1)
     if size <= MAX_MASK_BYTES:
         return
     # SDPA needs no mask for causal attention over the whole input.
-    if not additive:
-        windowed = key.is_sliding and keys >= config.sliding_window
-        if not (windowed or past != 0 or inputs.may_be_padded or inputs.may_be_packed):
-            return
+    windowed = key.is_sliding and keys >= config.sliding_window
+    if not (additive or windowed or past != 0 or inputs.may_be_padded or inputs.may_be_packed):
+        return
     raise ValueError(
         f"attn_implementation={core!r} needs a mask of {size / 2**30:.3g} GiB here: {rows} rows of {queries} x "
-        f"{virtual} queries and {keys} x {virtual} keys; at most {MAX_MASK_BYTES / 2**30:.3g} GiB are allocated. Use "
-        "attn_implementation='flash_attention_2' or 'flash_attention_4', which take windows, padding and packing "
-        "without a mask, 'flex_attention', whose mask is in blocks, or a smaller batch."
+        f"{num_pseudo_heads} queries and {keys} x {num_pseudo_heads} keys; at most {MAX_MASK_BYTES / 2**30:.3g} GiB "
+        "are allocated. Use attn_implementation='flash_attention_2' or 'flash_attention_4', which take windows, "
+        "padding and packing without a mask, 'flex_attention', whose mask is in blocks, or a smaller batch."
     )
 
 
-def check_packing(inputs: MaskInputs, **kwargs) -> None:
-    """Raise a ValueError for packed documents that the attention core would silently join, or a cache misread.
+def check_inputs(inputs: MaskInputs, **kwargs) -> None:
+    """Raise a ValueError for packed documents that the core would silently join, and for what misfits the cache.
 
-    `position_ids` [batch, N] that restart declare them, or `cu_seq_lens_q` among `kwargs`. Masks and flash cores look
-    for these in some cases only."""
-    config, mask, cache = inputs.config, inputs.attention_mask, inputs.past_key_values
+    `position_ids` [batch, N] that restart declare documents, or `cu_seq_lens_q` among `kwargs`. Masks and flash cores
+    look for these in some cases only."""
+    config, embeds, mask, cache = inputs.config, inputs.inputs_embeds, inputs.attention_mask, inputs.past_key_values
     position_ids, cu_seq_lens = inputs.position_ids, kwargs.get("cu_seq_lens_q")
-    flash = is_flash_attention_requested(config)
-    if not flash and config._attn_implementation not in ("eager", "flex_attention", "sdpa"):
+    core, flash = config._attn_implementation, is_flash_attention_requested(config)
+    if core == "flex_attention" and embeds.device.type == "cpu" and not torch.compiler.is_compiling():
+        warnings.warn("FlexAttention compiled for a CPU may fail, crash or err in silence: use 'sdpa' or 'eager'.")
+    if not flash and core not in ("eager", "flex_attention", "sdpa"):
         return  # Other cores, such as the paged ones, have ways of their own.
-    if is_tracing(inputs.inputs_embeds) or inputs.inputs_embeds.is_meta or inputs.has_custom_mask:
+    if is_tracing(embeds) or embeds.is_meta or inputs.has_custom_mask:
         return  # There are no values to look at, or a custom mask decides.
 
-    restarts, again, length = False, False, inputs.inputs_embeds.shape[1]
+    restarts, is_cached, length = False, False, embeds.shape[1]
     past = 0 if cache is None else cache.get_seq_length()
     past = past if length == 1 else int(past)  # that of a static cache waits for a GPU
     is_short = mask is not None and isinstance(past, int) and mask.shape[1] < past + length
@@ -66,9 +68,9 @@ def check_packing(inputs: MaskInputs, **kwargs) -> None:
             restart = restart & real[:, 1:] & real[:, :-1]
             first = first & real & mask[:, :past].any(dim=-1, keepdim=True).to(restart.device)
         restarts = bool(restart.any())
-        again = past > 0 and not restarts and bool(first.any())
+        is_cached = past > 0 and not restarts and bool(first.any())
     # Short masks would hide the newest tokens. Assisted decoding on a cache passes these, or cached tokens again.
-    if again or is_short:
+    if is_cached or is_short:
         raise ValueError(
             f"{length} tokens come after {past} cached ones, but position_ids begin at 0 or attention_mask has fewer "
             f"than {past + length} columns: pass new tokens alone and a mask over all tokens, or no past_key_values."
@@ -79,7 +81,7 @@ def check_packing(inputs: MaskInputs, **kwargs) -> None:
     if flash:
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         by_lengths = all(kwargs.get(name) is not None for name in names)
-        one_row = restarts and past == 0 and len(inputs.inputs_embeds) == 1
+        one_row = restarts and past == 0 and len(embeds) == 1
         by_positions = one_row and bool((position_ids[:, 1:][restart] == position_ids[0, 0]).all())
         apart = (by_lengths or by_positions) and (mask is None or bool(mask.all()))
         how = (
@@ -93,5 +95,5 @@ def check_packing(inputs: MaskInputs, **kwargs) -> None:
     if not apart:
         raise ValueError(
             f"Packed documents (position_ids that restart, or cu_seq_lens) would attend to one another here: "
-            f"attn_implementation={config._attn_implementation!r} keeps them apart {how}."
+            f"attn_implementation={core!r} keeps them apart {how}."
         )

@@ -40,10 +40,9 @@ class MaskInputs:
 
     @property
     def has_custom_mask(self) -> bool:
-        return self.attention_mask is not None and self.attention_mask.ndim == 4
+        return self.attention_mask is not None and self.attention_mask.ndim != 2
 
-    # Cached, because the answer waits for a GPU.
-    @cached_property
+    @cached_property  # the answer waits for a GPU
     def may_be_packed(self) -> bool:
         """Return whether positions restart in an input that has neither mask nor cache.
 
@@ -83,7 +82,7 @@ class MaskInputs:
     def document_bounds(self) -> tuple[torch.Tensor, int]:
         """Return the bounds of the documents of an input without cached tokens, as `maskless_attention` takes them."""
         ids = self.document_ids(0, self.inputs_embeds.shape[1]).expand(len(self.inputs_embeds), -1)
-        return document_bounds(ids)
+        return find_document_bounds(ids)
 
     def key_span(self, layer_idx: int) -> tuple[int, int, int]:
         """Return (all cached tokens, tokens that the layer will see, position of the first that it sees)."""
@@ -93,7 +92,7 @@ class MaskInputs:
         return cache.get_query_offset(layer_idx), *cache.get_mask_sizes(length, layer_idx)
 
 
-def document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+def find_document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Compute the bounds that `maskless_attention` takes from ids [batch, N], waiting for a GPU once."""
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids.diff(dim=-1) != 0

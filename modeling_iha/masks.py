@@ -12,7 +12,7 @@ from transformers.utils.import_utils import is_tracing
 from .forms import choose_form
 from .input_checks import check_mask_size
 from .mask_inputs import MaskInputs, MaskKey
-from .virtual_tokens import VirtualView, virtual_cache, virtual_positions
+from .virtual_tokens import Overlay, virtual_cache, virtual_positions
 from .window_blocks import beats_a_mask, has_varlen
 from .window_edge import keep_window_edge
 
@@ -43,18 +43,20 @@ def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, Lay
     Raise a ValueError for a custom mask that the core does not take, and for a dense mask above MAX_MASK_BYTES."""
     if inputs.past_key_values is not None:
         keep_window_edge(inputs.past_key_values, layers, inputs.config.sliding_window)
-    masks, length, window = {}, inputs.inputs_embeds.shape[1], inputs.config.sliding_window or 0
-    is_short = not is_tracing(inputs.inputs_embeds) and inputs.past_key_values is None and length <= window
-    for layer_idx, key in enumerate(layers):
-        if key not in masks:
-            form = choose_form(inputs, key, inputs.key_span(layer_idx)[1])
-            # A window that reaches every token hides nothing.
-            made = key._replace(layer_type="full_attention") if is_short else key
-            masks[key] = _maskless(inputs, made, layer_idx, form)
-            if masks[key] is None:
-                mask = _dense_mask(inputs, made, layer_idx)
-                # For one token of a static cache that holds nothing yet the core makes no mask.
-                masks[key] = LayerMask(mask, attention_form=None if mask is None and form == "absorbed" else form)
+    length, window = inputs.inputs_embeds.shape[1], inputs.config.sliding_window or 0
+    in_window = not is_tracing(inputs.inputs_embeds) and inputs.past_key_values is None and length <= window
+    masks = {}
+    for key in dict.fromkeys(layers):
+        layer_idx = layers.index(key)
+        form = choose_form(inputs, key, inputs.key_span(layer_idx)[1])
+        # A window that reaches every token hides nothing.
+        effective = key._replace(layer_type="full_attention") if in_window else key
+        layer_mask = _maskless(inputs, effective, layer_idx, form)
+        if layer_mask is None:
+            mask = _dense_mask(inputs, effective, layer_idx)
+            # For one token of a static cache that holds nothing yet the core makes no mask.
+            layer_mask = LayerMask(mask, attention_form=None if mask is None and form == "absorbed" else form)
+        masks[key] = layer_mask
     return masks
 
 
@@ -77,24 +79,24 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
     if past > 0 or inputs.has_holes:
         return None
     varlen, window = has_varlen(config, embeds), (config.sliding_window or 0) * key.num_pseudo_heads
-    apart = inputs.may_be_packed or inputs.may_be_padded
+    has_documents = inputs.may_be_packed or inputs.may_be_padded
     if key.is_sliding:
-        needs_mask = not beats_a_mask(length * key.num_pseudo_heads, window, varlen)
+        is_faster = beats_a_mask(length * key.num_pseudo_heads, window, varlen)
     else:
-        # A dense mask is as good for padded rows and for batches.
-        needs_mask = not (apart if varlen else inputs.may_be_packed and len(embeds) == 1)
-    if needs_mask:
+        # Without `varlen_attn` a dense mask is as good for padded rows and for batches.
+        is_faster = has_documents if varlen else inputs.may_be_packed and len(embeds) == 1
+    if not is_faster:
         return None
-    bounds = inputs.document_bounds if apart or varlen else None
+    bounds = inputs.document_bounds if has_documents or varlen else None
     return LayerMask(document_ids=inputs.document_ids(0, length), document_bounds=bounds, attention_form=form)
 
 
 def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tensor | None:
     """Return the mask that Transformers makes for the core, over virtual tokens."""
-    config, virtual, past = inputs.config, key.num_pseudo_heads, inputs.key_span(layer_idx)[0]
+    config, num_pseudo_heads, past = inputs.config, key.num_pseudo_heads, inputs.key_span(layer_idx)[0]
     # A static cache's length is a tensor, a traced one a symbol. Rows without a query see nothing.
     past_rows = min(key.past_queries, past) if isinstance(past, int) else key.past_queries
-    if virtual > 1:
+    if num_pseudo_heads > 1:
         check_mask_size(inputs, key, layer_idx)
     if inputs.has_custom_mask:
         if is_flash_attention_requested(config):
@@ -107,11 +109,11 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
     padding, cache, position_ids = inputs.attention_mask, inputs.past_key_values, inputs.position_ids
     create_mask = create_sliding_window_causal_mask if key.is_sliding else create_causal_mask
     mask: Any = create_mask(
-        config=VirtualView(config, sliding_window=(config.sliding_window or 0) * virtual),  # type: ignore[arg-type]
-        inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, past_rows + length * virtual, 0),
-        attention_mask=None if padding is None else padding.repeat_interleave(virtual, dim=1),
-        past_key_values=None if cache is None else virtual_cache(cache, virtual, past_rows),
-        position_ids=None if position_ids is None else virtual_positions(position_ids, virtual),
+        config=Overlay(config, sliding_window=(config.sliding_window or 0) * num_pseudo_heads),  # type: ignore[arg-type]
+        inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, past_rows + length * num_pseudo_heads, 0),
+        attention_mask=None if padding is None else padding.repeat_interleave(num_pseudo_heads, dim=1),
+        past_key_values=None if cache is None else virtual_cache(cache, num_pseudo_heads, past_rows),
+        position_ids=None if position_ids is None else virtual_positions(position_ids, num_pseudo_heads),
         layer_idx=layer_idx,
         allow_is_causal_skip=past_rows == 0,
     )
@@ -125,18 +127,23 @@ def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int, past_rows: in
 
     The custom mask does not order the virtual tokens of one token, so they stay causal. A sliding layer keeps its
     window. The past queries see what the first new query sees, up to themselves."""
-    mask, virtual, dtype = inputs.attention_mask, key.num_pseudo_heads, inputs.inputs_embeds.dtype
+    mask, num_pseudo_heads, dtype = inputs.attention_mask, key.num_pseudo_heads, inputs.inputs_embeds.dtype
+    if mask.ndim != 4 or mask.dtype not in (torch.bool, *LOWEST):
+        raise ValueError(
+            f"attention_mask is {mask.dtype} {list(mask.shape)}: pass one [batch, tokens], or a boolean or additive "
+            "floating-point one [batch, 1, queries, keys]."
+        )
     if mask.dtype == torch.bool:
         # The eager and flex cores add the mask to the scores: True would be 1.
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, LOWEST[dtype])
     past, num_keys, first = inputs.key_span(layer_idx)
     if inputs.past_key_values is not None:
         mask = mask[..., first : first + num_keys]
-    mask = mask.repeat_interleave(virtual, dim=-1).repeat_interleave(virtual, dim=-2)
+    mask = mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
     mask = torch.cat((mask[..., :1, :].expand(*mask.shape[:-2], past_rows, -1), mask), dim=-2)
-    q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + past * virtual - past_rows
-    k = torch.arange(mask.shape[-1], device=mask.device) + first * virtual
-    hidden = (k > q) & ((k // virtual == q // virtual) | (q < past * virtual))
+    q = torch.arange(mask.shape[-2], device=mask.device)[:, None] + past * num_pseudo_heads - past_rows
+    k = torch.arange(mask.shape[-1], device=mask.device) + first * num_pseudo_heads
+    hidden = (k > q) & ((k // num_pseudo_heads == q // num_pseudo_heads) | (q < past * num_pseudo_heads))
     if key.is_sliding:
-        hidden |= k <= q - inputs.config.sliding_window * virtual
+        hidden |= k <= q - inputs.config.sliding_window * num_pseudo_heads
     return mask.masked_fill(hidden, LOWEST[mask.dtype])

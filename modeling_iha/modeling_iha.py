@@ -2,9 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define Llama with an attention mechanism chosen per layer, by default Interleaved Head Attention (IHA)."""
 
-import warnings
-from collections import defaultdict
-
 import torch
 from torch import nn
 from transformers import AutoModel, ContinuousBatchingConfig
@@ -31,7 +28,7 @@ from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .forms import choose_form
-from .input_checks import check_packing
+from .input_checks import check_inputs
 from .mask_inputs import MaskInputs, MaskKey
 from .masks import LayerMask, create_masks
 from .paged_requests import PagedRequests, keep_page_edge, requests_config
@@ -60,8 +57,8 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         """Return (cos, sin) tables in the dtype of x for token positions n [batch, N].
 
         `"token"` is at n, [batch, N, head_dim]. Interleaved positions n * P + p add `"interleaved"` at n * P,
-        [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. RoPE types that depend on the length take it
-        in tokens."""
+        [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. A layer rotates by both, so only
+        `"interleaved"` is scaled by `attention_scaling`. RoPE types that depend on the length take it in tokens."""
         tables = {"token": self(x, position_ids)}
         if self.interleaved:
             cos, sin = self._table(position_ids * self.num_pseudo_heads, x)
@@ -132,8 +129,8 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
 
         "iha" layers return maps [batch, H, N * P, keys * P]. The result is the sum over the pseudo-heads of a key and
         the mean over those of a query. The maps of other layers stay as they are."""
-        by_query = [(weights, (-1, weights.shape[-2] // num_tokens)) for weights in attentions]
-        return tuple(w.unflatten(-1, split).sum(-1).unflatten(-2, split).mean(-2) for w, split in by_query)
+        splits = [(-1, weights.shape[-2] // num_tokens) for weights in attentions]
+        return tuple(w.unflatten(-1, s).sum(-1).unflatten(-2, s).mean(-2) for w, s in zip(attentions, splits))
 
     @classmethod
     def is_backend_compatible(cls) -> bool:
@@ -160,11 +157,6 @@ class IHAModel(IHAPreTrainedModel):
 
     attention_form: str | None = None
 
-    @property
-    def is_llama(self) -> bool:
-        """Return whether all layers are full-attention "mha" layers, which Transformers' paged cores compute."""
-        return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
-
     def __init__(self, config: IHAConfig):
         config.validate_architecture()  # fields may have been set since the config was built
         super().__init__(config)
@@ -178,6 +170,11 @@ class IHAModel(IHAPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @property
+    def is_llama(self) -> bool:
+        """Return whether all layers are full-attention "mha" layers, which Transformers' paged cores compute."""
+        return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
+
     def create_masks(
         self, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs
     ) -> dict[MaskKey, LayerMask]:
@@ -185,10 +182,7 @@ class IHAModel(IHAPreTrainedModel):
         inputs = MaskInputs(
             self.config, inputs_embeds, attention_mask, past_key_values, position_ids, self.attention_form
         )
-        core, device = self.config._attn_implementation, inputs_embeds.device.type
-        if core == "flex_attention" and device == "cpu" and not torch.compiler.is_compiling():
-            warnings.warn("FlexAttention compiled for a CPU may fail, crash or err in silence: use 'sdpa' or 'eager'.")
-        check_packing(inputs, **kwargs)
+        check_inputs(inputs, **kwargs)
         return create_masks(inputs, [layer.mask_key for layer in self.layers])  # type: ignore[misc]  # all decoder layers
 
     def prepared_mask(self, key: MaskKey, mask: torch.Tensor | None, inputs_embeds: torch.Tensor) -> LayerMask:
@@ -230,7 +224,7 @@ class IHAModel(IHAPreTrainedModel):
 
         if "cache" in kwargs and not self.is_llama:  # continuous batching
             past_key_values = PagedRequests(self, inputs_embeds, position_ids, **kwargs)  # type: ignore[assignment]
-            masks: dict = defaultdict(LayerMask)  # each batch of requests has its own
+            masks: dict = {layer.mask_key: LayerMask() for layer in self.layers}  # each batch of requests has its own
         elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
             masks = {key: self.prepared_mask(key, mask, inputs_embeds) for key, mask in attention_mask.items()}
         else:

@@ -17,7 +17,7 @@ from transformers import ContinuousBatchingConfig
 
 from .mask_inputs import MaskInputs, MaskKey
 from .masks import LayerMask, create_masks
-from .virtual_tokens import VirtualView
+from .virtual_tokens import Overlay
 
 
 class RequestBatch(NamedTuple):
@@ -66,34 +66,35 @@ class PagedRequests:
         cache: Any,
         **kwargs,
     ):
-        self.cache, self.kwargs, self.layer_types = cache, kwargs, model.config.layer_types
+        self.cache, self.kwargs, self.mask_keys = cache, kwargs, [layer.mask_key for layer in model.layers]
         # Transformers 5.17 takes the indices alone, and returns [keys, G, head_dim].
         self.takes_indices = "kwargs" not in inspect.signature(cache.update).parameters
         starts, lengths = cu_seq_lens_q[:-1].long(), cu_seq_lens_q.diff()
         past = position_ids[0, starts.clamp_max(position_ids.shape[1] - 1)]
-        # A window's pages keep W tokens before the new ones: see `keep_page_edge`.
-        kept = dict.fromkeys(self.layer_types, past)
+        # The cached tokens that pages keep for each request, by layer type. A window's keep W: see `keep_page_edge`.
+        kept = {key.layer_type: past for key in self.mask_keys}
         if "sliding_attention" in kept:
             kept["sliding_attention"] = past.clamp(max=model.config.sliding_window)
         # A fork whose prompt is in shared pages has no new token: no position tells its past, and `read` does.
         read = kwargs["cu_seq_lens_k"]
         read = read if isinstance(read, dict) else dict.fromkeys(kept, read)
-        ends = {name: (kept[name] + lengths).where(lengths > 0, read[name].diff()).cumsum(0) for name in kept}
+        counts = {name: (kept[name] + lengths).where(lengths > 0, read[name].diff()) for name in kept}
+        ends = {name: count.cumsum(0) for name, count in counts.items()}
         self.num_keys = {name: int(end[-1]) for name, end in ends.items()}
         # The row as a whole is not causal, so Transformers says is_causal=False for the time of the forward.
-        config = VirtualView(model.config, is_causal=True)
+        config = Overlay(model.config, is_causal=True)
         self.batches = []
         for length in lengths[lengths > 0].unique().tolist():
             rows = lengths == length
             tokens = starts[rows, None] + torch.arange(length, device=starts.device)
-            keys = {name: _places(ends[name][rows], kept[name][rows] + length) for name in kept}
+            keys = {name: _places(ends[name][rows], counts[name][rows]) for name in kept}
             longest, padding = int(past[rows].max()), None
             if bool((past[rows] != longest).any()):
                 padding = torch.arange(longest + length, device=starts.device) >= longest - past[rows, None]
-            cached = KeyLengths(longest, [keys[name].shape[1] for name in self.layer_types])
+            cached = KeyLengths(longest, [keys[key.layer_type].shape[1] for key in self.mask_keys])
             embeds = inputs_embeds.new_empty(*tokens.shape, 0)
             inputs = MaskInputs(config, embeds, padding, cached, attention_form=model.attention_form)  # type: ignore[arg-type]
-            self.batches.append(RequestBatch(tokens, keys, create_masks(inputs, [x.mask_key for x in model.layers])))
+            self.batches.append(RequestBatch(tokens, keys, create_masks(inputs, self.mask_keys)))
         self.order = torch.cat([batch.tokens.flatten() for batch in self.batches]).argsort()
 
     def update(
@@ -108,7 +109,7 @@ class PagedRequests:
             states = [pages.transpose(0, 1).unsqueeze(0) for pages in states]
         else:
             states = self.cache.update(key_states, value_states, layer_idx, dict(self.kwargs))
-        expected = self.num_keys[self.layer_types[layer_idx]]
+        expected = self.num_keys[self.mask_keys[layer_idx].layer_type]
         if states[0].shape[2] != expected:
             raise RuntimeError(
                 f"The pages of layer {layer_idx} hold {states[0].shape[2]} keys, and its requests need {expected}: "
@@ -119,7 +120,7 @@ class PagedRequests:
     def attend(
         self,
         attend: Callable,
-        key: MaskKey,
+        layer_idx: int,
         query_states: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
@@ -131,7 +132,7 @@ class PagedRequests:
         """Return the output [1, T, ...] of `attend` for queries [1, H, T, head_dim].
 
         Keys and values are those that `update` returned. `packed` describes the row as a whole and is left out."""
-        outputs = []
+        key, outputs = self.mask_keys[layer_idx], []
         for batch in self.batches:
             keys = batch.keys[key.layer_type]
             states = (_pick(query_states, batch.tokens), _pick(key_states, keys), _pick(value_states, keys))
@@ -177,7 +178,7 @@ def keep_page_edge(manager: Any) -> None:
         config = copy.copy(model.config)
         if config.sliding_window is not None:
             config.sliding_window += 1
-        manager.model = VirtualView(model, config=config)
+        manager.model = Overlay(model, config=config)
         try:
             return type(manager)._create_batch_processor(manager)
         finally:

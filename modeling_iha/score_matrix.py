@@ -187,7 +187,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with the queries from `first_row` on; those before it are past queries."""
-        length, num_keys = query_states.shape[2], key_states.shape[2]
+        length, num_keys, device = query_states.shape[2], key_states.shape[2], query_states.device
         offset = query_offset(length, num_keys)
         # A mask holds the window. No mask is made where the window reaches every key.
         window = None if document_ids is None else sliding_window
@@ -197,9 +197,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
         for rows in blocks:
             reached = slice(max(0, rows.start - self.past_queries), rows.stop)
             columns = block_columns(attention_mask, reached, offset, window, num_keys)
-            visible = (attention_mask, document_ids, reached, columns, offset, window, query_states.device)
             states = (query_states[:, :, reached], key_states[:, :, columns], value_states[:, :, columns])
-            bias = partial(block_bias, *visible)
+            bias = partial(block_bias, attention_mask, document_ids, reached, columns, offset, window, device)
             output, block_weights = recomputed(self.attend_block, len(blocks), *states, bias, rows, columns, **kwargs)
             outputs.append(output)
             if self.config._attn_implementation == "eager":

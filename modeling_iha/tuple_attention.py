@@ -24,9 +24,9 @@ PAIR_BLOCK = 32
 MAX_SCORES = 2**24
 
 
-def block_size(size: int, scores: int) -> int:
-    """Return the size of a block: at most `size` queries, and MAX_SCORES scores with `scores` for each query."""
-    return max(1, min(size, MAX_SCORES // max(1, scores)))
+def queries_per_block(most: int, scores_per_query: int) -> int:
+    """Return the number of queries in a block: at most `most`, with MAX_SCORES scores in all, and at least one."""
+    return max(1, min(most, MAX_SCORES // max(1, scores_per_query)))
 
 
 def nearest(bias: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -125,8 +125,8 @@ class PairAttention(TupleAttention):
         (batch, heads, length, head_dim), num_keys = query_states.shape, key_states.shape[2]
         offset = query_offset(length, num_keys)
         reach = [num_keys if window is None else min(num_keys, window + PAIR_BLOCK) for window in self.windows]
-        scores = batch * heads * reach[0] * max(reach[1], head_dim)
-        blocks = query_blocks(query_states, block_size(PAIR_BLOCK, scores))
+        scores_per_query = batch * heads * reach[0] * max(reach[1], head_dim)
+        blocks = query_blocks(query_states, queries_per_block(PAIR_BLOCK, scores_per_query))
 
         outputs, weights = [], []
         for rows in blocks:

@@ -35,8 +35,8 @@ def virtual_kwargs(kwargs: dict, num_pseudo_heads: int) -> dict:
     return virtual
 
 
-class VirtualView:
-    """Show a config or a cache with some attributes replaced by `overrides`, which count virtual tokens."""
+class Overlay:
+    """Show an object, such as a config or a cache, with the attributes of `overrides` in place of its own."""
 
     def __init__(self, target: Any, **overrides):
         self._target, self._overrides = target, overrides
@@ -55,4 +55,4 @@ def virtual_cache(cache: Cache, num_pseudo_heads: int, past_rows: int) -> Any:
     def get_query_offset(layer_idx: int) -> int:
         return cache.get_query_offset(layer_idx) * num_pseudo_heads - past_rows
 
-    return VirtualView(cache, get_query_offset=get_query_offset, get_mask_sizes=get_mask_sizes)
+    return Overlay(cache, get_query_offset=get_query_offset, get_mask_sizes=get_mask_sizes)

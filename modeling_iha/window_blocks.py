@@ -97,15 +97,15 @@ def window_attention(
     batch, _, length, _ = query.shape
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
-    # The first queries see every key before them. As views they would keep all states for the backward pass. The other
-    # queries go in blocks, the last one padded. No query of a block sees its first key. Without this key, or with
-    # slices of the queries, autograd would fill zeros as long as the states.
+    # The first queries see every key before them. As views they would keep all states for the backward pass.
     start, query = query.split((window, length - window), dim=2)
     first, _ = core(module, *(states[:, :, :window].contiguous() for states in (start, key, value)), None, **kwargs)
+    # The other queries go in blocks, the last one padded, each with its keys and the `window` before. No query sees
+    # the first of these. Without it, or with slices of the queries, autograd would fill zeros as long as the states.
     block = block_size(window)
-    end = -(length - window) % block
-    if end > 0:  # even a padding of nothing copies
-        query, key, value = (torch.nn.functional.pad(states, (0, 0, 0, end)) for states in (query, key, value))
+    padding = -(length - window) % block
+    if padding > 0:  # even a padding of nothing copies
+        query, key, value = (torch.nn.functional.pad(states, (0, 0, 0, padding)) for states in (query, key, value))
     query = query.unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
     key, value = (each.unfold(2, block + window, block).permute(0, 2, 1, 4, 3).flatten(0, 1) for each in (key, value))
     i = torch.arange(block, device=query.device)[:, None]

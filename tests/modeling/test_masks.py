@@ -146,6 +146,12 @@ def test_a_custom_mask_that_separates_documents():
     assert_close(logits, torch.cat([model(first).logits, model(second).logits], dim=1))
 
 
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.long, (1, 1, 9, 9)), (torch.bool, (1, 9, 9)), (torch.long, (9,))])
+def test_a_mask_of_another_dtype_or_shape_is_refused(dtype, shape):
+    with pytest.raises(ValueError, match=r"attention_mask is torch.*pass one \[batch, tokens\], or a boolean"):
+        geometry_model("global", "sdpa")(random_ids(1, 9), attention_mask=torch.ones(shape, dtype=dtype))
+
+
 @pytest.mark.parametrize("kind", ["talking_heads", "hyper"])
 def test_kinds_with_their_own_scores_refuse_a_core_that_they_never_call(kind, monkeypatch):
     """Refuse it because Transformers makes no mask for a core that registers none."""

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_iha import masks as masks_module
 from modeling_iha import window_blocks
-from modeling_iha.mask_inputs import MaskInputs, MaskKey, document_bounds
+from modeling_iha.mask_inputs import MaskInputs, MaskKey, find_document_bounds
 from modeling_iha.masks import create_masks
 from modeling_iha.window_blocks import MIN_BLOCK, maskless_attention, window_attention
 
@@ -98,7 +98,7 @@ def test_blocks_equal_single_queries(small_blocks, length, window, packed):
     weight = torch.randn(2, length, 4, 6, generator=generator, dtype=torch.float64)
     output, _ = maskless_attention(
         sdpa_attention_forward,
-        document_bounds(documents) if packed else None,
+        find_document_bounds(documents) if packed else None,
         *(module, query, key, value),
         sliding_window=window,
         scaling=6**-0.5,
@@ -115,7 +115,7 @@ def test_the_gradient_of_a_document_is_as_long_as_the_document():
     states = torch.randn(3, 1, 2, 12, 4, requires_grad=True)
     module = torch.nn.Module()
     module.config = small_config()
-    bounds = document_bounds(torch.arange(12)[None] // 3)
+    bounds = find_document_bounds(torch.arange(12)[None] // 3)
     output, _ = maskless_attention(sdpa_attention_forward, bounds, module, *states.unbind())
     seen, todo = set(), [output.grad_fn]
     while todo:
