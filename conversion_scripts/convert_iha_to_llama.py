@@ -70,8 +70,10 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
         for model_type, architecture in targets.items():
             try:
                 target = _target_config(config, model_type)
-            except UserError:  # a config class refuses what others allow, such as heads that do not divide the width
-                continue
+            except UserError:
+                if config.hidden_size % config.num_attention_heads == 0:
+                    raise
+                continue  # Llama's config refuses such heads, and others allow them
             if (
                 all(getattr(config, name) == value for name, value in architecture.settings(config).items())
                 and layer_windows(target) == layer_windows(config)

@@ -36,9 +36,7 @@ def visible_pairs(tokens: int, virtual: int = 1, window: int | None = None) -> i
     return span * (span + 1) // 2 + (length - span) * span
 
 
-def score_products(
-    form: str, tokens: int, virtual: int = 1, window: int | None = None, training: bool = False
-) -> float:
+def score_products(form: str, tokens: int, virtual: int, window: int | None = None, training: bool = False) -> float:
     """Return the multiply-adds of query-key and weight-value products, for one head of size 1.
 
     They are those of a forward pass or, with `training`, of a forward and a backward pass.

@@ -149,10 +149,8 @@ class IHAConfig(LlamaConfig):
             meant = get_close_matches(name, (*ours, *LlamaConfig.__annotations__), n=1, cutoff=0.9)
             meant = meant or [field for field in ours if set(name.split("_")) <= set(field.split("_"))]
             if meant:
-                raise ValueError(
-                    f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean "
-                    f"{' or '.join(map(repr, meant))}?"
-                )
+                words = " or ".join(map(repr, meant))
+                raise ValueError(f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {words}?")
         if self.head_dim is None and (self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads):
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
@@ -180,11 +178,10 @@ class IHAConfig(LlamaConfig):
                 f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads="
                 f"{self.num_attention_heads}; each key/value head serves the same number of query heads."
             )
-        pad = self.pad_token_id
-        if pad is not None and not -self.vocab_size <= pad < self.vocab_size:
+        pad, size = self.pad_token_id, self.vocab_size
+        if pad is not None and not -size <= pad < size:
             raise ValueError(
-                f"pad_token_id={pad}; allowed are {-self.vocab_size} to {self.vocab_size - 1}, for "
-                f"vocab_size={self.vocab_size}, and None."
+                f"pad_token_id={pad}; allowed are {-size} to {size - 1}, for vocab_size={size}, and None."
             )
         if self.head_dim % 2 != 0:
             raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs, so it must be even.")
@@ -290,6 +287,9 @@ class IHAConfig(LlamaConfig):
         Raise a ValueError where a size is missing: the model would have Llama-7B's, whatever the weights beside it."""
         if missing := [name for name in SIZES if name not in config_dict]:
             raise ValueError(f"This config.json names no {', '.join(missing)}: copy it again, or add what is missing.")
+        if "rope_theta" in kwargs:  # beside `rope_parameters` it would be ignored
+            parameters = kwargs.get("rope_parameters") or config_dict.get("rope_parameters") or {}
+            kwargs["rope_parameters"] = parameters | {"rope_theta": kwargs.pop("rope_theta")}
         ours = IHAConfig.__annotations__ | LlamaConfig.__annotations__
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in ours}
         config_dict = config_dict | given

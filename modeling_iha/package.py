@@ -57,6 +57,7 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     if name not in presets:
         raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, presets))}.")
     fields, _ = cls.get_config_dict(directory / f"{name}.json")
+    rope_theta = {name: overrides.pop(name) for name in {"rope_theta"} & overrides.keys()}
     fields |= overrides
     if "sliding_window" not in overrides and "sliding_window" in fields:
         if "sliding_attention" not in fields["layer_types"]:
@@ -64,8 +65,7 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
         elif "iha" in fields["attention_kinds"]:
             length, num_pseudo_heads = fields["max_position_embeddings"], fields["num_pseudo_heads"]
             fields["sliding_window"] = flop_matched_window(length, num_pseudo_heads)
-    fields.pop("model_type")
-    return cls(**fields)
+    return cls.from_dict(fields, **rope_theta)
 
 
 def shipped_code(kinds: list[str]) -> dict[str, bytes]:

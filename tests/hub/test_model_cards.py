@@ -306,6 +306,8 @@ def test_a_checkpoint_is_made_again_as_recorded(index, tmp_path, capsys):
     first = capsys.readouterr().out
     assert re.search(f"^{NAME}: (the recorded weights, bit for bit|other bits than recorded; .*, within)", first, re.M)
     weights = tmp_path / "made" / NAME / "run" / "final" / "model.safetensors"
+    made, recorded = (read_json(path) for path in (weights.with_name("config.json"), index / NAME / "record.json"))
+    assert made | recorded["config"] | {"transformers_version": made["transformers_version"]} == made
     stamp = weights.stat().st_mtime_ns
     make_checkpoints.main(arguments)
     assert capsys.readouterr().out.count("done before") == 3 and weights.stat().st_mtime_ns == stamp
@@ -371,13 +373,13 @@ def test_what_is_missing_is_left_out_or_named(tmp_path, index, capsys):
 
 def test_a_fine_tuned_model_stands_beside_its_twin(tmp_path, index):
     """Read a run directory as experiments/warm_start.py leaves it."""
-    for variant, correct in {"iha_2": 20, "mha": 10}.items():
+    for variant, correct, loss in (("iha_2", 20, 0.125), ("mha", 10, 0.25)):
         run = tmp_path / "runs" / f"{variant}-1"
         random_model(small_config()).save_pretrained(run / "final")
         (run / "final" / "README.md").write_text(render_card(small_config(), "final"), encoding="utf-8")
         record = {"recipe": {"eval_size": 48.0, "seed": 0, "use_cpu": True}, "versions": {"torch": "2.13.0"}}
         record |= {section: {"name": f"{tmp_path}/here"} for section in ("data", "base_model")}
-        contents = {"result": {"correct": {"gcd": correct}}, "run": record, "loss": {"eval": [[0, 2.0], [100, 0.125]]}}
+        contents = {"result": {"correct": {"gcd": correct}}, "run": record, "loss": {"eval": [[0, 2.0], [100, loss]]}}
         contents["gcd"] = {"rows": 50, "accuracy": correct / 50, "correct": correct, "replies": []}
         for file, content in contents.items():
             (run / f"{file}.json").write_text(json.dumps(content))
@@ -387,9 +389,10 @@ def test_a_fine_tuned_model_stands_beside_its_twin(tmp_path, index):
     make_checkpoints.main([name, "--index", str(index), "--warm-start", str(tmp_path)])
     card = (index / name / "README.md").read_text(encoding="utf-8")
     assert "| gcd | accuracy | 40.0 ± 7.0 | 20.0 ± 5.7 | 50 | 1 |  |" in card
-    assert "| held-out rows | loss | 0.125 | 0.125 | 48 | 1 |  |" in card
+    assert "| held-out rows | loss | 0.125 | 0.250 | 48 | 1 |  |" in card
     record = read_json(index / name / "record.json")
     assert record["training"]["data"]["name"] == record["twin"]["data"]["name"] == "here"
+    assert [record[run]["losses"]["eval"][-1] for run in ("training", "twin")] == [[100, 0.125], [100, 0.25]]
     assert record["twin"]["weights_sha256"] == record["weights_sha256"]
     assert "--variants mha iha_2 --seeds 1" in (index / name / "commands.sh").read_text()
 

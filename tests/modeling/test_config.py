@@ -206,6 +206,7 @@ OVERRIDES = {
     "no position": ({"pseudo_positions": "foo"}, "pseudo_positions='foo'; allowed are"),
     "no option": ({"attention_options": {"iha": {"foo": 1}}}, "has the option 'foo'"),
     "one name": ({"attention_kinds": "mha", "num_pseudo_heads": None}, {"attention_kinds": ["mha"] * 4}),
+    "another base": ({"rope_theta": 7.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}),
     "a window": (
         {"layer_types": "sliding_attention", "sliding_window": 8},
         {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8},

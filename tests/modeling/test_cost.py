@@ -211,11 +211,11 @@ def test_decode_and_cache(monkeypatch, variant, windows, form):
 
 
 @pytest.mark.parametrize("form", ["base", "sdpa"])
-@pytest.mark.parametrize("kind", ["iha", "mha", "diff_v2", "gated", "knocking_heads"])
+@pytest.mark.parametrize("variant", ["grouped", "all_heads", "mha", "diff_v2", "gated", "knocking_heads"])
 @pytest.mark.parametrize("gated", [True, False])
-def test_kept_for_the_backward(monkeypatch, kind, gated, form):
+def test_kept_for_the_backward(monkeypatch, variant, gated, form):
     keep_base_states(monkeypatch)
-    config, tokens = small_config(attention_kinds=kind, gated_mlp=gated, num_key_value_heads=4), 300
+    config, tokens = small_config(**{**VARIANTS[variant], "gated_mlp": gated, "num_key_value_heads": 4}), 500
     model = random_model(config)
     set_core(model, form)
     parameters, kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, {}

@@ -157,6 +157,8 @@ def test_p_values_are_corrected_for_their_number():
     compared.append(study.interval([1.0]))
     study.correct_by_holm(compared)
     assert [each.get("p_holm") for each in compared] == pytest.approx([0.5903, 0.0954, 0.5903, None], abs=1e-4)
+    study.correct_by_holm(equal := [study.interval([-1.0, 1.0]) for _ in range(2)])
+    assert [each["p_holm"] for each in equal] == [1.0, 1.0]
 
 
 def test_the_smallest_detectable_effect():

@@ -143,6 +143,8 @@ def test_training_evaluates_the_mean_of_the_weights_and_mixing_has_its_own_rate(
     states.append(model.model.embed_tokens.weight.detach())
     assert seen[0].equal(states[0])
     torch.testing.assert_close(seen[-1], (states[1] + states[2]) / 2)
+    # Adam's first step is as long as the rate.
+    assert (states[1] - states[0]).abs().max().item() == pytest.approx(1e-2 / protocol.WARM_UP, rel=1e-3)
     moved = {name for name, value in model.named_parameters() if not value.equal(start[name])}
     assert moved and not any(is_mixing(name) for name in moved)
     assert any(is_mixing(name) for name in start)
