@@ -57,7 +57,7 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     if name not in presets:
         raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, presets))}.")
     fields, _ = cls.get_config_dict(directory / f"{name}.json")
-    rope_theta = {name: overrides.pop(name) for name in {"rope_theta"} & overrides.keys()}
+    rope_theta = {"rope_theta": overrides.pop("rope_theta")} if "rope_theta" in overrides else {}
     fields |= overrides
     if "sliding_window" not in overrides and "sliding_window" in fields:
         if "sliding_attention" not in fields["layer_types"]:

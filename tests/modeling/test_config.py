@@ -258,6 +258,12 @@ def test_a_damaged_number_of_layers_is_refused_before_lists_of_that_length_are_m
         IHAConfig.from_preset("tiny", num_hidden_layers=layers)
 
 
+@pytest.mark.parametrize("preset", ["tiny", "paper-2.4b-iha"])
+def test_a_preset_takes_another_base_for_rope(preset):
+    rope_parameters = IHAConfig.from_preset(preset, rope_theta=7.0).rope_parameters
+    assert rope_parameters == {"rope_type": "default", "rope_theta": 7.0}
+
+
 def test_a_config_of_defaults_survives_a_file(tmp_path):
     IHAConfig().save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).hidden_size == IHAConfig().hidden_size

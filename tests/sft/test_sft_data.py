@@ -409,6 +409,7 @@ def test_workers_stream_no_row_that_is_held_out(tmp_path):
     run, args = run_of(folder, tmp_path, **keys, per_device_train_batch_size=1)
     tokenizer = with_template("chatml.jinja")
     rows, held_out = rows_of_run(run, args, tokenizer)
+    assert args.dataloader_multiprocessing_context == "fork"  # the default until Python 3.14
     trained = [batch["input_ids"][0].tolist() for batch in trainer_of(args, rows, tokenizer).get_train_dataloader()]
     expected = tokenize(load_rows(str(folder)), tokenizer, assistant_only=True)["input_ids"][:]
     assert [*held_out["input_ids"], *trained] == expected
