@@ -60,8 +60,7 @@ def absorbed_attention(
         scaling: factor of the scores.
         window: W in tokens, or `None`; ignored with a mask.
         document_ids: int [batch or 1, N], equal where tokens may see each other, or `None`; ignored with a mask.
-        attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.
-    """
+        attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`."""
     # Autocast would round what is in float32 on purpose.
     with torch.autocast(query.device.type, enabled=False):
         batch, heads, _, head_dim = query.shape

@@ -18,8 +18,7 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> str | None:
     `None` is the algorithm as written, on the core of `attn_implementation`. `"absorbed"` computes one new token from
     the cached base states (`absorbed_attention`), without expanding their `num_keys` tokens. `"recomputed"` keeps the
     base states only, and expands them again in the backward pass. No other place decides the form. Raise a ValueError
-    for an `attention_form` of another name.
-    """
+    for an `attention_form` of another name."""
     config, form, (rows, length) = inputs.config, inputs.attention_form, inputs.inputs_embeds.shape[:2]
     if form not in (None, "virtual", "base"):
         raise ValueError(f'attention_form is {form!r}: expected None, "virtual" or "base".')

@@ -67,7 +67,7 @@ def check_inputs(inputs: MaskInputs, **kwargs) -> None:
             real = mask[:, : past + length][:, -length:].to(restart.device).bool()
             restart = restart & real[:, 1:] & real[:, :-1]
             first = first & real & mask[:, :past].any(dim=-1, keepdim=True).to(restart.device)
-        restarts = bool(restart.any())
+        restarts = (mask is not None or cache is not None or inputs.may_be_packed) and bool(restart.any())
         is_cached = past > 0 and not restarts and bool(first.any())
     # Short masks would hide the newest tokens. Assisted decoding on a cache passes these, or cached tokens again.
     if is_cached or is_short:

@@ -107,6 +107,8 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
         return _custom_mask(inputs, key, layer_idx, past_rows)
     batch_size, length = inputs.inputs_embeds.shape[:2]
     padding, cache, position_ids = inputs.attention_mask, inputs.past_key_values, inputs.position_ids
+    if not (is_tracing(inputs.inputs_embeds) or inputs.may_be_packed):
+        position_ids = None  # Transformers would look for documents again, and a GPU would wait for each answer.
     create_mask = create_sliding_window_causal_mask if key.is_sliding else create_causal_mask
     mask: Any = create_mask(
         config=Overlay(config, sliding_window=(config.sliding_window or 0) * num_pseudo_heads),  # type: ignore[arg-type]

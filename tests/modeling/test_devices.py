@@ -1,0 +1,108 @@
+"""Run every kind on stand-ins for GPUs: find tensors on another device, and waits of the CPU for the GPU."""
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from helpers import EVERY_KIND, HYBRID, assert_close, packing, padding, random_ids, random_model, small_config
+from stand_in_gpu import GpuTensor, gpus, move
+
+
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+LENGTH = 11
+
+
+@pytest.fixture(autouse=True)
+def no_driver(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    # The backward pass calls factories such as `torch.arange` outside the modes.
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+
+
+def spread(model) -> None:
+    """Place the first half of the model on one GPU and the rest on another, as `device_map="auto"` does."""
+    decoder = model.model
+    middle = len(decoder.layers) // 2
+    places = {decoder.embed_tokens: FIRST, decoder.rotary_emb: FIRST, decoder.norm: SECOND, model.lm_head: SECOND}
+    places |= {layer: FIRST if i < middle else SECOND for i, layer in enumerate(decoder.layers)}
+    for module, device in places.items():
+        move(module, device)
+        hook = AlignDevicesHook()
+        hook.execution_device = device  # the constructor's would move the parameters
+        add_hook_to_module(module, hook)
+
+
+def on_gpu(inputs: dict) -> dict:
+    return {name: GpuTensor(tensor, FIRST) for name, tensor in inputs.items()}
+
+
+def run(model, input_ids, how, inputs):
+    if how == "train":
+        output = model(input_ids, labels=input_ids, use_cache=False, **inputs)
+        output.loss.backward()
+        return [output.logits, *(parameter.grad for parameter in model.parameters())]
+    with torch.no_grad():
+        if how == "generate":
+            mask = torch.ones_like(input_ids)
+            return [model.generate(input_ids, attention_mask=mask, max_new_tokens=3, do_sample=False)]
+        cache = model(input_ids[:, :-1], use_cache=True).past_key_values
+        return [model(input_ids[:, -1:], past_key_values=cache).logits]
+
+
+PADDED = torch.ones(2, LENGTH, dtype=torch.bool)
+PADDED[0, 8:] = False
+INPUTS = {"plain": {}, "padded": padding(PADDED)[0], "packed": packing([4, 7])[0]}
+
+
+@pytest.mark.parametrize(
+    ("core", "how", "form", "inputs"),
+    [
+        *(("sdpa", "train", None, inputs) for inputs in INPUTS),
+        ("sdpa", "train", "base", "plain"),
+        ("eager", "train", None, "padded"),
+        *(("sdpa", "decode", form, "plain") for form in (None, "virtual")),
+        ("sdpa", "generate", None, "plain"),
+    ],
+)
+def test_two_gpus(core, how, form, inputs):
+    """Return the logits, gradients and tokens of a CPU where a model lies on two GPUs."""
+    input_ids = random_ids(1 if inputs == "packed" else 2, LENGTH)
+    model = random_model(small_config(**EVERY_KIND, **WINDOW))
+    model.set_attn_implementation(core)
+    model.model.attention_form = form
+    expected = run(model, input_ids, how, INPUTS[inputs])
+    model.zero_grad()
+    spread(model)
+    with gpus():
+        actual = run(model, GpuTensor(input_ids, FIRST), how, on_gpu(INPUTS[inputs]))
+    for one, other in zip(actual, expected, strict=True):
+        assert isinstance(one, GpuTensor)
+        assert_close(one.values, other)
+
+
+def test_a_tensor_on_another_device_is_refused():
+    """Show that the stand-in finds what a GPU would refuse."""
+    with gpus(), pytest.raises(RuntimeError, match="same device"):
+        GpuTensor(torch.ones(2), FIRST) + torch.ones(2)
+    with gpus(), pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, device=FIRST) + torch.ones(2, device=SECOND)
+
+
+# On "sdpa" a mask is looked at for padding and for holes, and Transformers looks twice for each dense mask.
+@pytest.mark.parametrize(
+    ("core", "inputs", "count"),
+    [("sdpa", "plain", 1), ("eager", "plain", 1), ("eager", "padded", 1), ("sdpa", "padded", 3 + 2 * 2)],
+)
+def test_waits(core, inputs, count):
+    """Count the waits for the GPU in a forward; one more token waits for nothing."""
+    model = random_model(small_config(**{**HYBRID, "sliding_window": 4}))
+    model.set_attn_implementation(core)
+    move(model, FIRST)
+    input_ids = GpuTensor(random_ids(2, LENGTH), FIRST)
+    with gpus() as waits, torch.no_grad():
+        model(input_ids, use_cache=False, **on_gpu(INPUTS[inputs]))
+        assert len(waits) == count
+        cache = model(input_ids).past_key_values
+        waits.clear()
+        model(input_ids[:, :1], past_key_values=cache)
+        assert not waits
