@@ -223,7 +223,7 @@ def next_word(document: dict, results: list[tuple[float, bool]]) -> dict[str, fl
 def loss_by_position(document: dict, results: list[list[float]]) -> dict[str, float]:
     """Return the mean loss in nats a token over the positions 1 to 63, 64 to 127, 128 to 255, and so on.
 
-    Each mean has the name of its first position. A stretch that the text fills to less than half is left out.
+    Each mean has the name of its first position. A stretch is left out unless the text fills more than half of it.
     """
     (log_probs,) = results
     metrics, first, end = {}, 1, 64
