@@ -25,6 +25,7 @@ import datasets
 import lm_eval.tasks
 import numpy as np
 from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
 from common.command_io import UserError
 from evaluation import data
@@ -48,60 +49,62 @@ STOCK = Path(lm_eval.tasks.__file__).parent / "ruler"
 STOCK_SAMPLES = 500
 
 
-class _Words(Sequence):
-    """Hold every "adjective-noun", the keys and values of needles.
-
-    lm-eval builds the list of all when it is imported, which takes a minute and a gigabyte.
-    """
-
-    def __init__(self, adjectives: list[str], nouns: list[str]):
-        self.adjectives, self.nouns = sorted(set(adjectives)), sorted(set(nouns))
-
-    def __len__(self) -> int:
-        return len(self.adjectives) * len(self.nouns)
-
-    def __getitem__(self, index: int) -> str:
-        adjective, noun = divmod(index, len(self.nouns))
-        return f"{self.adjectives[adjective]}-{self.nouns[noun]}"
-
-
-@cache
-def _generators() -> tuple[ModuleType, ...]:
-    """Import lm-eval's modules niah_utils, vt_utils, cwe_utils, fwe_utils and qa_utils.
-
-    The first would download nltk's model of sentences, which `split_sentences` replaces.
-    """
-    import nltk
-    import wonderwords
-
-    no_words = SimpleNamespace(_categories={"nouns": [], "adjectives": [], "verbs": []})
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(nltk, "download", lambda *_, **__: False))
-        stack.enter_context(mock.patch.object(wonderwords, "RandomWord", lambda: no_words))
-        stack.enter_context(redirect_stdout(io.StringIO()))
-        from lm_eval.tasks.ruler import prepare_niah
-    words = wonderwords.RandomWord()._categories
-    prepare_niah.WORDS = _Words(words["adjectives"], words["nouns"])
-    from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, qa_utils, vt_utils
-
-    return niah_utils, vt_utils, cwe_utils, fwe_utils, qa_utils
-
-
-@cache
-def split_sentences(text: str) -> list[str]:
-    """Return the sentences of `text`, between which needles go, without nltk's punkt, which has to be downloaded."""
-    return re.split(r"(?<=[.!?])\s+", text)
-
-
-def haystack_file(directory: Path | None) -> str:
-    """Return the manifest's name of the text that hides the needles: the essays if they are there."""
-    return ESSAYS if directory is not None and (Path(directory) / ESSAYS).is_file() else SUBSTITUTE
-
-
 def stock_config(task: str) -> dict:
     """Return lm-eval's YAML of a RULER task, without its functions."""
     config = load_yaml(STOCK / f"{task.removeprefix('ruler_')}.yaml", resolve_func=False)
     return {key: value for key, value in config.items() if key not in ("tag", "custom_dataset", "process_results")}
+
+
+def documents(task: str, length: int, count: int, seed=0, data_directory=None, tokenizer=None, **_) -> dict:
+    """Return `samples` as lm-eval's `custom_dataset`."""
+    rows = samples(task, length, count, seed, data_directory, tokenizer)
+    return {"test": datasets.Dataset.from_list(rows)}
+
+
+def samples(task: str, length: int, count: int, seed: int = 0, data_directory=None, tokenizer=None) -> list[dict]:
+    """Return `count` documents of a RULER task: {"input", "outputs", "gen_prefix", "max_length", "length", ...}.
+
+    Args:
+        length: nominal, in tokens, of prompt and answer; "length" of a document is the real one.
+        seed: the same seed gives the same documents whatever else is made, and fewer are the first of more.
+        tokenizer: the `PreTrainedTokenizerBase` that measures them.
+
+    Raise `UserError` for a length that is too short, a haystack that is, a missing file, and a skipped sample.
+    """
+
+    def tokens(text: str) -> int:
+        return len(tokenizer(text)["input_ids"])
+
+    if task in ESSAY_TASKS:
+        text = data.text(name := haystack_file(data_directory), data_directory)
+        if len(text) < 16 * length and tokens(text) < length:
+            raise UserError(f"{name} has {tokens(text)} tokens: too short a haystack for --lengths {length}.")
+    output = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    with _seeded(task, length, seed), redirect_stdout(output):
+        _check_length(task, length, tokens)
+        try:
+            rows = _generate(task, length, count, data_directory, tokenizer)
+        except ValueError as error:  # not one sample fits
+            raise UserError(f"{task} at --lengths {length}: {error}") from error
+    if len(rows) < count:
+        raise UserError(
+            f"{task} at --lengths {length}: {count - len(rows)} of {count} samples cannot be made to fit. Choose a "
+            f"larger length, or leave the task out with --tasks."
+        )
+    return rows
+
+
+@contextmanager
+def _seeded(task: str, length: int, seed: int) -> Iterator[None]:
+    """Give lm-eval's generators a random state of their own."""
+    *_, cwe, _, _ = _generators()
+    states = random.getstate(), np.random.get_state(), cwe.RNG.getstate()
+    number = random.Random(f"{seed}/{task}/{length}").getrandbits(32)
+    random.seed(number), np.random.seed(number), cwe.RNG.seed(number)
+    try:
+        yield
+    finally:
+        random.setstate(states[0]), np.random.set_state(states[1]), cwe.RNG.setstate(states[2])
 
 
 def _check_length(task: str, length: int, tokens: Callable[[str], int]) -> None:
@@ -122,62 +125,101 @@ def _check_length(task: str, length: int, tokens: Callable[[str], int]) -> None:
         raise UserError(f"{task} needs about {int(needed * 1.1)} tokens, --lengths says {length}: choose more.")
 
 
-@contextmanager
-def _settled(task: str, length: int, samples: int, seed: int, directory, tokenizer) -> Iterator[None]:
-    """Give lm-eval's generators their own random state, `samples` samples, this tokenizer and local texts."""
+def _generate(task: str, length: int, count: int, directory, tokenizer) -> list[dict]:
+    """Ask the generator of lm-eval's task, which makes 500 samples, for `count` of them."""
     niah, vt, cwe, fwe, qa = _generators()
-    from lm_eval.tasks.ruler import prepare_niah
+    if task == "ruler_vt":
+        (example,) = vt.sys_vartrack_w_noise_random(tokenizer, 1, 500, incremental=5)
+        return vt.sys_vartrack_w_noise_random(tokenizer, count, length, icl_example=example)
+    if task == "ruler_cwe":
+        return cwe.sys_word_pair_random(count, length, tokenizer)
+    if task == "ruler_fwe":  # it fills the length and then adds the answer
+        return [{**row, "max_length": length} for row in fwe.sys_kwext(tokenizer, length - 50, count)]
 
-    def fewer(generator: Callable, **changes) -> Callable:
-        def call(*args, **kwargs):
-            if kwargs.get("num_samples", STOCK_SAMPLES) == STOCK_SAMPLES:  # not vt's single worked example
-                kwargs["num_samples"] = samples
-            return generator(*args, **kwargs, **changes)
+    # The generators of "qa" and "niah" measure prompts without the answer's beginning.
+    if task in QA_FILES:
+        path = str(data.locate(QA_FILES[task], directory or "."))
+        questions, texts = (qa.read_squad if task == "ruler_qa_squad" else qa.read_hotpotqa)(path)
+        return qa.generate_samples(lambda text: tokenizer(f"{text} Answer:"), texts, questions, length, count)
 
-        return call
+    def with_beginning(text: str):
+        question = r"^What (is|are)(?: all)? t(he special magic [^?]*)\?"
+        verb, subject = re.search(question, text, re.MULTILINE).groups()
+        return tokenizer(f"{text} T{subject} {verb}")
+
+    stock_generator, stock_haystack = niah.generate_samples, niah.get_haystack
 
     def haystack(type_haystack: str):
         if type_haystack != "essay":
-            return original_haystack(type_haystack=type_haystack)
+            return stock_haystack(type_haystack=type_haystack)
         return re.sub(r"\s+", " ", data.text(haystack_file(directory), directory)).split(" ")
 
-    def frequent_words(*, max_seq_length: int, **kwargs):  # the stock one fills the length and then adds the answer
-        rows = fewer(original_fwe)(max_seq_length=max_seq_length - 50, **kwargs)
-        return [{**row, "max_length": max_seq_length} for row in rows]
+    def generator(*args, **kwargs):
+        return stock_generator(*args, **{**kwargs, "num_samples": count})
+
+    # Only the task's own function knows its number and types of needles.
+    ours = {"get_tokenizer": lambda _: with_beginning, "get_haystack": haystack, "generate_samples": generator}
+    with mock.patch.multiple(niah, **ours):
+        return list(getattr(niah, task)(max_seq_lengths=[length])["test"])
+
+
+def haystack_file(directory: Path | None) -> str:
+    """Return the manifest's name of the text that hides the needles: the essays if they are there."""
+    return ESSAYS if directory is not None and (Path(directory) / ESSAYS).is_file() else SUBSTITUTE
+
+
+@cache
+def _generators() -> tuple[ModuleType, ...]:
+    """Import lm-eval's modules niah_utils, vt_utils, cwe_utils, fwe_utils and qa_utils, and mend them for good.
+
+    The first would download nltk's model of sentences, which `split_sentences` replaces.
+    """
+    import nltk
+    import wonderwords
+
+    no_words = SimpleNamespace(_categories={"nouns": [], "adjectives": [], "verbs": []})
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nltk, "download", lambda *_, **__: False))
+        stack.enter_context(mock.patch.object(wonderwords, "RandomWord", lambda: no_words))
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        from lm_eval.tasks.ruler import prepare_niah
+    from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, qa_utils, vt_utils
+
+    words = wonderwords.RandomWord()._categories
+    prepare_niah.WORDS = _Words(words["adjectives"], words["nouns"])
+    prepare_niah.cached_sent_tokenize = split_sentences
+    qa_utils.download_json = _read
+    stock_words = cwe_utils.generate_input_output
 
     def with_example(*args):
-        example, prompt, answer = original_cwe(*args)
+        example, prompt, answer = stock_words(*args)
         return "", f"{example}\n{prompt}", answer
 
-    def measured(text: str):  # with the answer's beginning, which the stock ones do not count
-        asked = re.search(r"^What (is|are)(?: all)? t(he special magic [^?]*)\?", text, re.MULTILINE)
-        return tokenizer(f"{text} T{asked[2]} {asked[1]}" if asked else f"{text} Answer:")
+    cwe_utils.generate_input_output = with_example
+    return niah_utils, vt_utils, cwe_utils, fwe_utils, qa_utils
 
-    original_haystack, original_fwe, original_cwe = niah.get_haystack, fwe.sys_kwext, cwe.generate_input_output
-    states = random.getstate(), np.random.get_state(), cwe.RNG.getstate()
-    number = random.Random(f"{seed}/{task}/{length}").getrandbits(32)
-    random.seed(number), np.random.seed(number), cwe.RNG.seed(number)
-    try:
-        with ExitStack() as stack:
-            for module in (niah, vt, cwe, fwe, qa):
-                measure = measured if module in (niah, qa) else tokenizer
-                stack.enter_context(mock.patch.object(module, "get_tokenizer", lambda *_, m=measure, **__: m))
-            for target, name, replacement in (
-                (niah, "generate_samples", fewer(niah.generate_samples)),
-                (niah, "get_haystack", haystack),
-                (prepare_niah, "cached_sent_tokenize", split_sentences),
-                (vt, "sys_vartrack_w_noise_random", fewer(vt.sys_vartrack_w_noise_random)),
-                (cwe, "generate_input_output", with_example),
-                (cwe, "sys_word_pair_random", fewer(cwe.sys_word_pair_random)),
-                (fwe, "sys_kwext", frequent_words),
-                (qa, "generate_samples", fewer(qa.generate_samples)),
-                (qa, "download_json", _read),
-            ):
-                stack.enter_context(mock.patch.object(target, name, replacement))
-            stack.enter_context(redirect_stdout(sys.stderr if sys.stderr.isatty() else io.StringIO()))
-            yield
-    finally:
-        random.setstate(states[0]), np.random.set_state(states[1]), cwe.RNG.setstate(states[2])
+
+class _Words(Sequence):
+    """Hold every "adjective-noun", the keys and values of needles.
+
+    lm-eval builds the list of all when it is imported, which takes a minute and a gigabyte.
+    """
+
+    def __init__(self, adjectives: list[str], nouns: list[str]):
+        self.adjectives, self.nouns = sorted(set(adjectives)), sorted(set(nouns))
+
+    def __len__(self) -> int:
+        return len(self.adjectives) * len(self.nouns)
+
+    def __getitem__(self, index: int) -> str:
+        adjective, noun = divmod(index, len(self.nouns))
+        return f"{self.adjectives[adjective]}-{self.nouns[noun]}"
+
+
+@cache
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of `text`, between which needles go, without nltk's punkt, which has to be downloaded."""
+    return re.split(r"(?<=[.!?])\s+", text)
 
 
 def _read(path: str):
@@ -185,52 +227,6 @@ def _read(path: str):
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} cannot be read as JSON: {error}.") from error
-
-
-def samples(task: str, length: int, count: int, seed: int = 0, data_directory=None, tokenizer=None) -> list[dict]:
-    """Return `count` documents of a RULER task: {"input", "outputs", "gen_prefix", "max_length", "length", ...}.
-
-    Args:
-        length: nominal, in tokens, of prompt and answer; "length" of a document is the real one.
-        seed: the same seed gives the same documents whatever else is made, and fewer are the first of more.
-        tokenizer: the `PreTrainedTokenizerBase` that measures them.
-
-    Raise `UserError` for a length that is too short, a haystack that is, a missing file, and a skipped sample.
-    """
-    niah, vt, cwe, fwe, qa = _generators()
-    makers = {"ruler_vt": vt.get_vt_dataset, "ruler_cwe": cwe.get_cw_dataset, "ruler_fwe": fwe.fwe_download}
-
-    def tokens(text: str) -> int:
-        return len(tokenizer(text)["input_ids"])
-
-    if task in ESSAY_TASKS:
-        text = data.text(name := haystack_file(data_directory), data_directory)
-        if len(text) < 16 * length and tokens(text) < length:
-            raise UserError(f"{name} has {tokens(text)} tokens: too short a haystack for --lengths {length}.")
-    with _settled(task, length, count, seed, data_directory, tokenizer):
-        _check_length(task, length, tokens)
-        try:
-            if task in QA_FILES:
-                path = str(data.locate(QA_FILES[task], data_directory or "."))
-                qas, documents = (qa.read_squad if task == "ruler_qa_squad" else qa.read_hotpotqa)(path)
-                rows = qa.get_dataset(qa.get_tokenizer(), documents, qas[:count], max_seq_length=length)
-            else:
-                maker = makers.get(task) or getattr(niah, task)
-                rows = list(maker(max_seq_lengths=[length], tokenizer="given")["test"])
-        except ValueError as error:  # not one sample fits
-            raise UserError(f"{task} at --lengths {length}: {error}") from error
-    if len(rows) < count:
-        raise UserError(
-            f"{task} at --lengths {length}: {count - len(rows)} of {count} samples cannot be made to fit. Choose a "
-            f"larger length, or leave the task out with --tasks."
-        )
-    return rows
-
-
-def documents(task: str, length: int, count: int, seed=0, data_directory=None, tokenizer=None, **_) -> dict:
-    """Return `samples` as lm-eval's `custom_dataset`."""
-    rows = samples(task, length, count, seed, data_directory, tokenizer)
-    return {"test": datasets.Dataset.from_list(rows)}
 
 
 # Scores
@@ -256,29 +252,15 @@ def answer_first(reply: str, references: list[str]) -> float:
     return 1 - len(left) / len(references)
 
 
-def _contained(reply: str, references: list[str]) -> list[bool]:
-    # RULER's own treatment of replies: control characters to line breaks, no difference between cases.
-    reply = re.sub(r"[\x00-\x1f]", "\n", reply.strip()).lower()
-    return [reference.lower() in reply for reference in references]
-
-
 def score_all(document: dict, results: list[list[str]]) -> dict[str, float]:
     """Score the share of the references that the reply contains (RULER's string_match_all)."""
     ((reply,),) = results
-    found = _contained(reply, document["outputs"])
-    return {
-        "string_match": sum(found) / len(found),
-        "answer_first": answer_first(reply, document["outputs"]),
-        "lm_eval": sum(found) / len(found),
-    }
+    share = string_match_all(postprocess_pred([reply]), [document["outputs"]])
+    return {"string_match": share, "answer_first": answer_first(reply, document["outputs"]), "lm_eval": share}
 
 
 def score_any(document: dict, results: list[list[str]]) -> dict[str, float]:
     """Score whether one reference is there (RULER's string_match_part); lm-eval takes the mean over them."""
-    ((reply,),) = results
-    found = _contained(reply, document["outputs"])
-    return {
-        "string_match": float(any(found)),
-        "answer_first": max(answer_first(reply, [reference]) for reference in document["outputs"]),
-        "lm_eval": sum(found) / len(found),
-    }
+    each = [score_all({"outputs": [reference]}, results) for reference in document["outputs"]]
+    best = {metric: max(scores[metric] for scores in each) for metric in ("string_match", "answer_first")}
+    return best | {"lm_eval": score_all(document, results)["lm_eval"]}

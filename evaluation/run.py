@@ -14,10 +14,10 @@ examples:
 
 import argparse
 import hashlib
-import json
 import platform
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -27,7 +27,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from common.command_io import UserError, current_commit, read_json, run_cli, sole_writer, whole_file, write_json
+from common.command_io import UserError, current_commit, read_json, run_cli, sole_writer, write_json, write_jsonl
 from evaluation import run_code
 
 
@@ -115,7 +115,7 @@ def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def check_chat_template(tasks: dict[str, ConfigurableTask], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise `UserError` when a task is put to a chat model and the tokenizer cannot write a chat."""
-    names = [name for name, task in tasks.items() if task.config.metadata.get("chat")]
+    names = [name for name, task in tasks.items() if task.config.metadata["chat"]]
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
@@ -126,12 +126,12 @@ def check_chat_template(tasks: dict[str, ConfigurableTask], tokenizer: PreTraine
         )
 
 
-def evaluate(
-    model: RecordedModel, tasks: dict[str, ConfigurableTask], limit: int | None, use_chat: bool
-) -> tuple[dict, dict]:
-    """Return lm-eval's results and prompt lengths by task; empty dicts on every process but the first."""
-    chats = {name: bool(use_chat and task.config.metadata.get("chat")) for name, task in tasks.items()}
+def evaluate(model: RecordedModel, tasks: dict[str, ConfigurableTask], limit: int | None) -> tuple[dict, dict]:
+    """Return lm-eval's results, empty on every process but the first, and prompt lengths by task."""
+    by_chat: dict[bool, dict] = defaultdict(dict)
     for name, task in tasks.items():
+        chat = task.config.metadata["chat"]
+        by_chat[chat][name] = task
         if (count := min(len(task.eval_docs), limit or sys.maxsize)) < model.world_size:
             raise UserError(f"{name} has {count} examples for {model.world_size} processes: start fewer of them.")
         task.set_fewshot_seed(0)
@@ -139,24 +139,25 @@ def evaluate(
             limit=limit,
             rank=model.rank,
             world_size=model.world_size,
-            apply_chat_template=chats[name],
+            apply_chat_template=chat,
             fewshot_as_multiturn=True,
-            chat_template=model.apply_chat_template if chats[name] else None,
+            chat_template=model.apply_chat_template if chat else None,
         )
     lengths = model.check_prompts([request for task in tasks.values() for request in task.instances])
     merged: dict = {"results": {}, "samples": {}}
-    for chat in sorted(set(chats.values())):
+    for chat, chosen in by_chat.items():
         answer = lm_eval.evaluate(
             model,
-            {"tasks": {name: task for name, task in tasks.items() if chats[name] == chat}},
+            {"tasks": chosen},
             limit=limit,
             apply_chat_template=chat,
             fewshot_as_multiturn=True,
             bootstrap_iters=1,
-            confirm_run_unsafe_code=True,  # `main` has asked
+            confirm_run_unsafe_code=True,  # `measure` has asked
         )
-        for part in merged if answer else ():
-            merged[part] |= answer[part]
+        if answer:
+            merged["results"] |= answer["results"]
+            merged["samples"] |= answer["samples"]
     gathered = model.gather_object((lengths, model.counts, model.commits)) or []
     for other, counts, commits in gathered[1:]:
         model.commits |= commits
@@ -172,7 +173,6 @@ def summarise(
     model: RecordedModel,
     tasks: dict[str, ConfigurableTask],
     directory: Path | None,
-    use_chat: bool,
 ) -> dict:
     """Return one entry a task: its metrics with standard errors, and what they were measured on."""
     summary = {}
@@ -190,7 +190,7 @@ def summarise(
             "samples_each": tasks[name].config.repeats,
             "shots": tasks[name].config.num_fewshot or 0,
             "generation": tasks[name].config.generation_kwargs,
-            "chat": use_chat and bool(tasks[name].config.metadata.get("chat")),
+            "chat": tasks[name].config.metadata["chat"],
             "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)},
             "truncated_prompts": model.counts[name]["truncated_prompts"],
             "unfinished_replies": model.counts[name]["unfinished_replies"],
@@ -204,14 +204,14 @@ def summarise(
     return summary
 
 
-def write_samples(path: Path, rows: list[dict]) -> None:
-    """Write one line a document: its hash, target, replies and scores."""
-    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        for row in sorted(rows, key=lambda row: row["doc_id"]):
-            kept = {key: row[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target", *row["metrics"])}
-            if isinstance(row["resps"][0][0], str):
-                kept["replies"] = row["resps"][0]
-            file.write(json.dumps(kept, default=str) + "\n")
+def kept_samples(rows: list[dict]) -> list[dict]:
+    """Return one row a document of lm-eval's samples: its hash, target, replies and scores."""
+    kept = []
+    for row in sorted(rows, key=lambda row: row["doc_id"]):
+        kept.append({key: row[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target", *row["metrics"])})
+        if isinstance(row["resps"][0][0], str):
+            kept[-1]["replies"] = row["resps"][0]
+    return kept
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
@@ -259,8 +259,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     tasks = suites.build_tasks(args, tokenizer)
     if any(task.config.unsafe_code for task in tasks.values()):
         run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)
-    if not args.no_chat:
-        check_chat_template(tasks, tokenizer)
+    check_chat_template(tasks, tokenizer)
     identity = {
         "checkpoint": fingerprint(args.model),
         "tokenizer": fingerprint(args.tokenizer or args.model),
@@ -280,7 +279,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     model = RecordedModel(network, tokenizer, records, args.seed, args.batch_size, args.truncate_prompts)
     model.join(process)
     print(f"{len(tasks)} tasks; {len(records)} samples are recorded in {args.output / 'samples'}", flush=True)
-    answer, lengths = evaluate(model, tasks, args.limit, not args.no_chat)
+    answer, lengths = evaluate(model, tasks, args.limit)
     records.close()
     if process.process_index != 0:
         return None
@@ -306,11 +305,11 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
             if args.data is not None and (args.data / name).is_file()
         },
         "seconds": round(time.monotonic() - started),
-        "tasks": summarise(answer, lengths, model, tasks, args.data, not args.no_chat),
+        "tasks": summarise(answer, lengths, model, tasks, args.data),
     }
     results["ruler"] = report.ruler_means(results["tasks"])
     for name, rows in answer["samples"].items():
-        write_samples(args.output / f"samples_{name}.jsonl", rows)
+        write_jsonl(args.output / f"samples_{name}.jsonl", kept_samples(rows))
     report.write(results, args.output)
     write_json(args.output / "results.json", results)
     print((args.output / "report.md").read_text(encoding="utf-8"))

@@ -22,12 +22,7 @@ from evaluation.replies import equal_answers, math_answer, names_needed, program
 from evaluation.run_code import passes_each
 
 
-STOCK_TASKS = Path(lm_eval.tasks.__file__).parent
-
-
-def all_samples(replies: list[list[str]], documents: list[dict]) -> list[list[str]]:
-    """Hand every sample to the scorer, as a filter. lm-eval's default hands on the first one only."""
-    return [list(samples) for samples in replies]
+STOCK_GSM8K = load_yaml(Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml")
 
 
 # Several samples
@@ -79,22 +74,16 @@ def gsm8k(document: dict, results: list[list[str]]) -> dict[str, float]:
     return _math_metrics(math_answer(document["answer"]), replies) | _lm_eval_gsm8k(document, replies)
 
 
-@cache
-def _stock_gsm8k() -> dict:
-    return load_yaml(STOCK_TASKS / "gsm8k" / "gsm8k.yaml")
-
-
 def _lm_eval_gsm8k(document: dict, replies: list[str]) -> dict[str, float]:
     """Score as the stock task gsm8k does: the first sample by its two filters, and the majority of raw strings."""
-    stock = _stock_gsm8k()
-    options = {name: stock["metric_list"][0][name] for name in ("ignore_case", "regexes_to_ignore")}
+    options = {name: STOCK_GSM8K["metric_list"][0][name] for name in ("ignore_case", "regexes_to_ignore")}
 
     def matches(answer: str) -> float:
         found = exact_match_fn(predictions=[answer], references=[document["answer"]], **options)
         return float(found["exact_match"])
 
     metrics = {}
-    for pipeline in stock["filter_list"]:
+    for pipeline in STOCK_GSM8K["filter_list"]:
         name, (regex, _) = pipeline["name"].partition("-")[0], pipeline["filter"]
         extract = RegexFilter(**{key: value for key, value in regex.items() if key != "function"})
         ((*answers,),) = extract.apply([replies], [document])
@@ -234,7 +223,7 @@ def next_word(document: dict, results: list[tuple[float, bool]]) -> dict[str, fl
 def loss_by_position(document: dict, results: list[list[float]]) -> dict[str, float]:
     """Return the mean loss in nats a token over the positions 1 to 63, 64 to 127, 128 to 255, and so on.
 
-    Each mean has the name of its first position. A stretch that the text fills to less than half is left out.
+    Each mean has the name of its first position. A stretch is left out unless the text fills more than half of it.
     """
     (log_probs,) = results
     metrics, first, end = {}, 1, 64

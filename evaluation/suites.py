@@ -70,7 +70,8 @@ def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
             config = _config(name)
             run = {"task": name, "length": length, "count": args.limit or ruler.STOCK_SAMPLES, "seed": args.seed}
             run |= {"data_directory": args.data, "tokenizer": tokenizer}
-            metadata = config.pop("metadata", {})
+            metadata = config.pop("metadata")
+            metadata["chat"] = metadata.get("chat", False) and not args.no_chat
             title = name if length is None else f"{name}@{length}"
             task = ConfigurableTask(config={**config, "task": title, "metadata": metadata | run})
             task.config.metadata = metadata

@@ -9,7 +9,6 @@ example: python -m vllm_iha.throughput --requests 1 4
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,7 +43,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.harness import environment, save_plot
 from common.checkpoint_io import load_model, smollm2_gguf
-from common.command_io import write_json
+from common.command_io import run_module, write_json
 from modeling_iha import IHAForCausalLM
 
 
@@ -98,7 +97,9 @@ def generate_rates(model: IHAForCausalLM, batches: dict[int, list[list[int]]]) -
 
     def requests(prompts: list[list[int]]) -> None:
         options = {"max_new_tokens": args.new_tokens, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-        model.generate_batch(prompts, GenerationConfig(**options), ContinuousBatchingConfig(num_blocks=256))
+        # The default of 8192 tokens would plan 27 GB of memory.
+        batching = ContinuousBatchingConfig(num_blocks=256, max_batch_tokens=1024)
+        model.generate_batch(prompts, GenerationConfig(**options), batching)
 
     alone = {count: prompts for count, prompts in batches.items() if count <= ONE_BY_ONE}
     return {
@@ -119,9 +120,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         source, converted = Path(directory, "llama"), Path(directory, "iha")
         load_model(smollm2_gguf(), torch.float32).save_pretrained(source)
-        command = [sys.executable, "-m", "conversion_scripts.convert_llama_to_iha", smollm2_gguf(), converted]
-        schedule = ["--schedule", "hybrid", "--window", args.window, "--num-pseudo-heads", args.num_pseudo_heads]
-        subprocess.run([str(word) for word in (*command, *schedule)], check=True)
+        schedule = ["--schedule=hybrid", f"--window={args.window}", f"--num-pseudo-heads={args.num_pseudo_heads}"]
+        run_module(converted, "conversion_scripts.convert_llama_to_iha", smollm2_gguf(), converted, *schedule)
         table = {"vLLM, source Llama": vllm_rates(source, batches), "vLLM": vllm_rates(converted, batches)}
         table |= generate_rates(IHAForCausalLM.from_pretrained(converted, dtype=torch.float32), batches)
     setting = {

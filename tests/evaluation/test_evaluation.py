@@ -18,28 +18,16 @@ import pytest
 import torch
 from helpers import SLOW
 from lm_eval.api.instance import Instance
-from tiny_sources import save_tiny_source, tiny_source, tiny_tokenizer
+from tiny_sources import edit_config, save_tiny_source, tiny_source, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 
 pytest.importorskip("math_verify", reason='the extra "evaluation" is not installed')
 
-from common.command_io import UserError, read_jsonl, run_cli, sole_writer
-from evaluation import (
-    compare,
-    data,
-    recorded_model,
-    replay_gold,
-    replies,
-    report,
-    ruler,
-    run,
-    run_code,
-    scores,
-    suites,
-)
-from evaluation.recorded_model import RecordedModel, SeededSampling
+from common.command_io import UserError, read_json, read_jsonl, run_cli, sole_writer, write_json, write_jsonl
+from evaluation import compare, data, replay_gold, replies, report, ruler, run, run_code, scores, suites
+from evaluation.recorded_model import RecordedModel, SeededSampling, sample_seed
 from evaluation.records import Records, sample_key
 from modeling_iha import cpu_precision
 
@@ -441,7 +429,7 @@ def test_records_survive_a_kill_and_are_shared(tmp_path):
 def test_a_sample_belongs_to_what_was_asked():
     settings = [{"temperature": 1}, {"temperature": 2}]
     keys = {sample_key(*asked) for asked in itertools.product("ab", "ab", "ab", settings, (0, 1))}
-    assert len(keys) == 32 and len({recorded_model.sample_seed(0, key) for key in keys}) == 32
+    assert len(keys) == 32 and len({sample_seed(0, key) for key in keys}) == 32
 
 
 # Sampling
@@ -708,21 +696,21 @@ def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch,
     assert results["tasks"]["niah_multikey_1@512"]["note"] == ruler.NOT_COMPARABLE
     assert "note" not in results["tasks"]["niah_single_1@512"]
     assert results["tasks"]["gsm8k"]["unfinished_replies"] > 0
-    assert json.loads((output / "results.json").read_text()) == results
+    assert read_json(output / "results.json") == results
     text = (output / "report.md").read_text()
     assert "gsm8k: 4 of 4 replies were still going" in text and "not comparable" in text
     assert "Beside the paper" not in text and "| **ours** |" not in text  # the examples are hand-made
     assert {path.name for path in output.glob("*.png")} == {"ruler.png", "loss_by_position.png"}
-    rows = [json.loads(line) for line in (output / "samples_gsm8k.jsonl").read_text().splitlines()]
+    rows = list(read_jsonl(output / "samples_gsm8k.jsonl"))
     assert [len(row["replies"]) for row in rows] == [2, 2] and rows[0]["target"].endswith("#### 7")
 
     monkeypatch.setattr(RecordedModel, "_replies", fails(AssertionError("a recorded sample is generated again")))
     again = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
     assert again["tasks"] == results["tasks"] and "The replies were made at" not in text
     record = output / "samples" / "rank0.jsonl"
-    first, *others = map(json.loads, record.read_text().splitlines())
+    first, *others = read_jsonl(record)
     assert first["commit"] == results["commit"] and results["sample_commits"] == [results["commit"]]
-    record.write_text("".join(json.dumps(row) + "\n" for row in [first | {"commit": "0" * 40}, *others]))
+    write_jsonl(record, [first | {"commit": "0" * 40}, *others])
     again = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
     assert again["sample_commits"] == sorted(["0" * 40, results["commit"]])
     assert f"The replies were made at commit {'0' * 40}" in (output / "report.md").read_text()
@@ -739,14 +727,13 @@ def two_runs(tiny, tmp_path) -> list[Path]:
     runs = [tmp_path / "base", tmp_path / "tuned"]
     run.main([str(tiny), "--suite", "smoke", "--output", str(runs[0]), "--tasks", *COMPARED])
     shutil.copytree(*runs)
-    file = runs[1] / "samples_niah_single_1@512.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    rows[1] |= {"replies": ["7"], "string_match": 1.0}
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    results = json.loads((runs[1] / "results.json").read_text())
+    first, second = read_jsonl(runs[1] / "samples_niah_single_1@512.jsonl")
+    second |= {"replies": ["7"], "string_match": 1.0}
+    write_jsonl(runs[1] / "samples_niah_single_1@512.jsonl", [first, second])
+    results = read_json(runs[1] / "results.json")
     results["tasks"]["niah_single_1@512"]["metrics"]["string_match"] = {"value": 0.5, "stderr": 0.5}
     results["tasks"]["gsm8k"]["metrics"]["other"] = results["tasks"]["gsm8k"]["metrics"].pop("lm_eval_strict")
-    (runs[1] / "results.json").write_text(json.dumps(results))
+    write_json(runs[1] / "results.json", results)
     return runs
 
 
@@ -775,19 +762,15 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, cap
     file.write_text(file.read_text().splitlines()[0] + "\n")
     message = refused(base, tuned)
     assert "gsm8k has other examples in tuned than in base" in message and "--seed and on the tokenizer" in message
-    file = tuned / "results.json"
-    results = json.loads(file.read_text())
-    results["tasks"]["gsm8k"]["generation"] = {}
-    file.write_text(json.dumps(results))
-    assert "gsm8k has another generation in tuned than in base" in refused(base, tuned)
-    results = json.loads((base / "results.json").read_text())
-    results["tasks"]["gsm8k"]["chat"] = not results["tasks"]["gsm8k"]["chat"]
-    file.write_text(json.dumps(results))
-    assert "gsm8k has another chat in tuned than in base" in refused(base, tuned)
-    file.write_text(json.dumps(results | {"tasks": {}}))
+    file, results = tuned / "results.json", read_json(base / "results.json")
+    gsm8k = results["tasks"]["gsm8k"]
+    for what, value in (("generation", {}), ("chat", not gsm8k["chat"])):
+        write_json(file, results | {"tasks": results["tasks"] | {"gsm8k": gsm8k | {what: value}}})
+        assert f"gsm8k has another {what} in tuned than in base" in refused(base, tuned)
+    write_json(file, results | {"tasks": {}})
     assert "no task in common" in refused(base, tuned)
     for damaged in ({}, *(results | {"tasks": tasks} for tasks in ({"gsm8k": {}}, {"gsm8k": 1}, [], None))):
-        file.write_text(json.dumps(damaged))
+        write_json(file, damaged)
         assert "results.json holds no tasks with metrics, " in refused(base, tuned)
 
 
@@ -807,8 +790,7 @@ def test_a_checkpoint_is_told_by_what_it_is_loaded_from(tmp_path):
     before = run.fingerprint(tmp_path / "a")
     (tmp_path / "a" / "README.md").write_text("changed")
     assert run.fingerprint(tmp_path / "a") == before
-    config = json.loads((tmp_path / "a" / "config.json").read_text())
-    (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"rope_theta": 1.0}))
+    edit_config(tmp_path / "a", rope_theta=1.0)
     data.file_sha256.cache_clear()
     assert run.fingerprint(tmp_path / "a") != before
 
@@ -917,8 +899,7 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     ends.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     ends.save(str(ended / "tokenizer.json"))
     save_tiny_source(plain)
-    settings = json.loads((plain / "tokenizer_config.json").read_text())
-    (plain / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    edit_config(plain, "tokenizer_config.json", chat_template=None)
     (plain / "chat_template.jinja").unlink(missing_ok=True)
     save_tiny_source(short, max_position_embeddings=128)
     files.mkdir()
@@ -998,14 +979,8 @@ def test_only_a_mean_of_rulers_own_tasks_stands_beside_the_papers(tmp_path, left
     tasks = dict(list(tasks.items())[left_out:])
     tasks["niah_single_2@512"] |= note
     about = {"model": "m", "suite": suite, "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
-    about |= {
-        "commit": "0",
-        "sample_commits": ["0"],
-        "checkpoint": "0",
-        "processes": 1,
-        "device": "cpu",
-        "versions": {},
-    }
+    about |= {"commit": "0", "sample_commits": ["0"], "checkpoint": "0", "processes": 1, "device": "cpu"}
+    about["versions"] = {}
     report.write({**about, "tasks": tasks, "ruler": report.ruler_means(tasks)}, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside

