@@ -73,14 +73,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.harness import line_style
 from experiments.protocol import BUDGETS, Rates, budgets, by_seed, compare_tuned, fit, new_model
-from experiments.study import (
-    begin,
-    correct_by_holm,
-    interval,
-    legend_below,
-    plot_bars,
-    write,
-)
+from experiments.study import begin, correct_by_holm, interval, legend_below, plot_bars, write
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
