@@ -292,7 +292,7 @@ def right_by_task(model: IHAForCausalLM, batches: list[Batch]) -> list[float]:
     ]
 
 
-def model_of(size: dict, kind: str) -> IHAConfig:
+def config_of_kind(size: dict, kind: str) -> IHAConfig:
     """Return the config of a kind, with the parameters of "mha"."""
     return config_of({**size, "fields": {**size["fields"], "vocab_size": len(TOKENS) + 1}}, attention_kinds=kind)
 
@@ -307,7 +307,7 @@ def train(size: dict, device: str, kind: str, seed: int, rate: float, mixing: fl
         ]
         for name in ("seen", "new")
     }
-    model = new_model(model_of(size, kind), model_of(size, "mha"), seed).to(device)
+    model = new_model(config_of_kind(size, kind), config_of_kind(size, "mha"), seed).to(device)
     right, steps = {}, size["steps"]
 
     def loss() -> torch.Tensor:
@@ -393,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if size["steps"] < 1:
         raise UserError(f"--steps {args.steps}: expected at least 1.")
     setting = {**size, "device": args.device}
-    rates, runs = compare_tuned(args, setting, partial(train, size, args.device), partial(model_of, size))
+    rates, runs = compare_tuned(args, setting, partial(train, size, args.device), partial(config_of_kind, size))
     rows = [summary(kind, rates, runs) for kind in args.kinds]
     groups_of = [group for row in rows for group in row["groups"].values()]
     correct_by_holm([each for group in groups_of for key, each in group.items() if key.endswith("_more_than_mha")])

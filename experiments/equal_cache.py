@@ -49,7 +49,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.decode_model import NEW_TOKENS, greedy
 from benchmarks.harness import medians
-from experiments.language_models import FULL, SMALL, build, draw, read_text, rows_and_curves, setting_of, size_of
+from experiments.language_models import FULL, SMALL, build, plot_on, read_text, rows_and_curves, setting_of, size_of
 from experiments.study import begin, legend_below, write
 from kinds.model_cost import attention
 from modeling_iha import IHAForCausalLM
@@ -79,7 +79,7 @@ def plot(table: dict) -> Figure:
     """Plot the differences from the smallest cache, the loss by part of the row, and by the time of a token."""
     figure = Figure(figsize=(18, 5.5))
     *axes, price = figure.subplots(1, 3)
-    draw(axes, table["rows"])
+    plot_on(axes, table["rows"])
     for row in table["rows"]:
         loss, milliseconds = row["loss"], 1000 * row["seconds_per_token"]
         price.errorbar(milliseconds, loss["mean"], yerr=loss["half_width"] or 0, marker="o", label=row["variant"])

@@ -2,8 +2,10 @@
 
 For every head of every layer the page shows the attention patterns token by token, for an "iha" layer all P^2 of them
 (query pseudo-head by key pseudo-head), with its mixing matrices, its collapse, and how far these are from where they
-start. `--compare` adds a second checkpoint of the same shape, for example MODEL after fine-tuning, and the
-differences. The page is one file that needs no network, with Plotly inside, and stays under 10 MB.
+start. Of "diff" it shows both softmaxes, of "hyper" and "simplicial" the shares of the first token of a pair, and of a
+layer that returns no weights, such as linear "hyper", that it has none. `--compare` adds a second checkpoint of the
+same shape, for example MODEL after fine-tuning, and the differences. The page is one file that needs no network, with
+Plotly inside, and stays under 10 MB.
 
 example: python -m experiments.explore_attention smollm2-iha "The cat sat on the mat" --compare smollm2-iha-tuned
 """

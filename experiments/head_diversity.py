@@ -24,7 +24,7 @@ from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, "head_diversity", keeps_runs=False)
+    parser = study_parser(__doc__, "head_diversity", runs=None)
     parser.add_argument(
         "models", nargs="+", type=model_source, metavar="MODEL", help="a directory, a Hub id or a GGUF file"
     )
@@ -47,6 +47,7 @@ from transformers import PreTrainedModel
 
 from common.checkpoint_io import load_model
 from experiments.study import begin, write
+from model_cards.render import source_name
 
 
 CIRCUITS = ("QK", "OV")
@@ -118,14 +119,9 @@ def curves_of(model: PreTrainedModel, source: str) -> dict[str, torch.Tensor]:
     return {name: torch.stack(curves).mean(dim=0) for name, curves in per_layer.items()}
 
 
-def shown_name(source: str) -> str:
-    """Return a Hub id, or the name of a directory or file: results name no path of a machine."""
-    return Path(source).name if Path(source).exists() else source
-
-
 def summary(source: str, curves: dict[str, torch.Tensor]) -> dict:
     """Return each curve, its mean, and the share of the width whose components capture 90%."""
-    row = {"model": shown_name(source)}
+    row = {"model": source_name(source)}
     for name, curve in curves.items():
         reached = int((curve < 0.9).sum() + 1) / len(curve)
         row[name] = {"mean": curve.mean().item(), "for_90_percent": reached, "curve": curve.tolist()}

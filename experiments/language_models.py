@@ -73,14 +73,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.harness import line_style
 from experiments.protocol import BUDGETS, Rates, budgets, by_seed, compare_tuned, fit, new_model
-from experiments.study import (
-    begin,
-    correct_by_holm,
-    interval,
-    legend_below,
-    plot_bars,
-    write,
-)
+from experiments.study import begin, correct_by_holm, interval, legend_below, plot_bars, write
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -230,8 +223,8 @@ def rows_and_curves(args: argparse.Namespace, size: dict, variants: dict[str, di
     return rows, {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
 
 
-def draw(axes: Sequence[Axes], rows: list[dict]) -> None:
-    """Draw on two axes the differences from base and controls by budget, and the loss by part of the row."""
+def plot_on(axes: Sequence[Axes], rows: list[dict]) -> None:
+    """Plot on two axes the differences from base and controls by budget, and the loss by part of the row."""
     apart, by_part = axes
     base = rows[0]["variant"]
     compared = {f"{row['variant']} - {base}": row["minus_base"] for row in rows if "minus_base" in row}
@@ -255,7 +248,7 @@ def draw(axes: Sequence[Axes], rows: list[dict]) -> None:
 def plot(table: dict) -> Figure:
     """Plot the differences of losses by budget, and the loss by part of the row."""
     figure = Figure(figsize=(14, 5.5))
-    draw(figure.subplots(1, 2), table["rows"])
+    plot_on(figure.subplots(1, 2), table["rows"])
     return figure
 
 

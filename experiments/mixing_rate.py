@@ -19,7 +19,7 @@ from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, "mixing_rate")
+    parser = study_parser(__doc__, "mixing_rate", runs="outputs/warm_start")
     parser.set_defaults(output=Path("outputs/warm_start"))
     parser.add_argument("--steps", type=int, default=25)
     return parser.parse_args(argv)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from common.command_io import ROOT, attention_kinds, path_from_root
+from common.command_io import ROOT, path_from_root
 
 
 RESULTS = ROOT / "experiments" / "results"
@@ -23,46 +23,33 @@ class StudyParser(argparse.ArgumentParser):
         return parsed
 
 
-def study_parser(doc: str, study: str, seeds: int = 0, keeps_runs: bool = True) -> argparse.ArgumentParser:
+def study_parser(
+    doc: str, study: str, seeds: int = 0, runs: str | None = "outputs/{study}", has_sizes: bool = False
+) -> argparse.ArgumentParser:
     """Return a parser with the options of all studies.
 
     Args:
         doc: the description, which ends with an example; what a study writes and keeps is added here.
         study: the name of the module.
         seeds: how many there are by default; a study without any has no option for them.
-        keeps_runs: gives the study a directory of finished runs, outputs/{study} by default.
+        runs: the directory of finished runs, for the help; `None` for a study that keeps none.
+        has_sizes: gives the study a large size besides the small one.
     """
-    writes = f"Writes {study}.json and {study}.png." + " A finished run is not repeated." * keeps_runs
+    writes = f"Writes {study}.json and {study}.png." + " A finished run is not repeated." * (runs is not None)
     formatter = argparse.RawDescriptionHelpFormatter
     parser = StudyParser(description=doc, epilog=writes, formatter_class=formatter)
     parser.set_defaults(study=study, full=False, device="cpu")
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
-    if keeps_runs:
-        parser.add_argument("--output", type=path_from_root, help=f"where runs are kept (outputs/{study})")
+    if runs is not None:
+        where = runs.format(study=study)
+        parser.add_argument("--output", type=path_from_root, help=f"where runs are kept ({where})")
     parser.add_argument(
         "--results", type=path_from_root, default=RESULTS, help="where the table and the plot are written"
     )
-    return parser
-
-
-def comparison_parser(
-    doc: str,
-    study: str,
-    seeds: int,
-    kinds: Iterable[str] | None = None,
-    choices: Iterable[str] | None = None,
-    option: str = "--kinds",
-) -> argparse.ArgumentParser:
-    """Return a parser with the options of studies that compare kinds in a small and a large size.
-
-    The study compares `kinds` of the `choices` by default. Both are all attention kinds where they are None. `option`
-    sets the kinds.
-    """
-    parser = study_parser(doc, study, seeds)
-    parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(option, dest="kinds", nargs="+", choices=list(choices or attention_kinds()), default=kinds)
+    if has_sizes:
+        parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
+        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     return parser
 
 
@@ -72,9 +59,7 @@ def protocol_parser(doc: str, study: str, effect: float, variants: Iterable[str]
     `effect` is the smallest one worth having, in the unit of the loss; the first of the `variants` is the base.
     """
     variants = list(variants)
-    parser = study_parser(doc, study)
-    parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser = study_parser(doc, study, has_sizes=True)
     parser.add_argument("--kinds", nargs="+", choices=variants, default=variants, metavar="VARIANT")
     parser.add_argument("--fewest-seeds", type=int, default=6, help="seeds of every variant (6)")
     parser.add_argument("--most-seeds", type=int, default=12, help="where intervals are wider than --effect (12)")

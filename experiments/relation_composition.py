@@ -25,12 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common.command_io import run_cli, sole_writer
-from experiments.options import comparison_parser
+from common.command_io import attention_kinds, run_cli, sole_writer
+from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return comparison_parser(__doc__, "relation_composition", 5, ["mha", "iha", "simplicial"]).parse_args(argv)
+    parser = study_parser(__doc__, "relation_composition", seeds=5, has_sizes=True)
+    parser.add_argument("--kinds", nargs="+", choices=attention_kinds(), default=["mha", "iha", "simplicial"])
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -53,12 +55,10 @@ from experiments.study import (
 from modeling_iha import IHAConfig, IHAModel
 
 
-# task -> how often R is applied, smallest and largest m, probability of an entry
-TASKS = {"binary": (2, 6, 10, 0.325), "ternary": (3, 5, 8, 0.264)}
-# The probabilities balance the labels, as the paper's do.
-SMALL_TASKS = {"binary": (2, 4, 5, 0.4), "ternary": (3, 4, 5, 0.34)}
+# A task is how often R is applied, the smallest and the largest m, and the probability of an entry. The probabilities
+# balance the labels, as the paper's do.
 FULL = {
-    "tasks": TASKS,
+    "tasks": {"binary": (2, 6, 10, 0.325), "ternary": (3, 5, 8, 0.264)},
     "heads": 8,
     "head_dim": 16,
     "train": 40000,
@@ -67,7 +67,7 @@ FULL = {
     "rates": [1e-3, 1e-4],
 }
 SMALL = {
-    "tasks": SMALL_TASKS,
+    "tasks": {"binary": (2, 4, 5, 0.4), "ternary": (3, 4, 5, 0.34)},
     "heads": 2,
     "head_dim": 8,
     "train": 2500,

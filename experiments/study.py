@@ -17,7 +17,6 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from benchmarks.harness import environment, save_plot
 from common.command_io import ROOT, UserError, check_output_file, read_json, sole_writer, write_json
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 # Runs and results
@@ -36,7 +35,7 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
     os.chdir(ROOT)
     args.name = args.study + "_full" * args.full
     if hasattr(args, "kinds"):
-        args.kinds = list(dict.fromkeys(args.kinds or ATTENTION_CLASSES))
+        args.kinds = list(dict.fromkeys(args.kinds))
     if hasattr(args, "seeds"):
         args.seeds = list(dict.fromkeys(args.seeds))
     if hasattr(args, "output"):
@@ -213,9 +212,10 @@ def detectable(difference: dict) -> float:
 def correct_by_holm(compared: Sequence[dict]) -> None:
     """Add to each of these `differences` its p-value, `p_holm`, corrected for their number (Holm, 1979).
 
-    The p-values are those of Student's t against 0. Differences of one value, or of equal ones, get none.
+    The p-values are those of Student's t against 0. Differences of one value, of equal ones, or with a run that
+    diverged get none.
     """
-    tested = [each for each in compared if each["half_width"]]
+    tested = [each for each in compared if (each["half_width"] or 0) > 0]  # no NaN, which would spoil the order
     p_values = [float(stats.ttest_1samp(each["values"], 0).pvalue) for each in tested]
     highest = 0.0
     for rank, (p_value, each) in enumerate(sorted(zip(p_values, tested), key=lambda pair: pair[0])):

@@ -16,13 +16,14 @@ example: python -m experiments.theorem2_inclusion
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 
 from common.command_io import run_cli
 from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return study_parser(__doc__, "theorem2_inclusion", seeds=5, keeps_runs=False).parse_args(argv)
+    return study_parser(__doc__, "theorem2_inclusion", seeds=5, runs=None).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -122,12 +123,10 @@ def plot(table: dict) -> Figure:
     inclusion, seed = table["inclusion"], table["seeds"][0]
     figure = Figure(figsize=(12, 4.5))
     errors, curves = figure.subplots(1, 2)
-    for (setting, selected), line in zip(
-        [(setting, selected) for setting in SETTINGS for selected in ("first", "last")], "os^vDdPX"
-    ):
+    for (setting, selected), marker in zip(product(SETTINGS, ("first", "last")), "os^vDdPX"):
         rows = [row for row in inclusion if row["setting"] == setting and row["selected"] == selected]
         points = [(row["pseudo_heads"], max(row["error"]["max"], 1e-17)) for row in rows]
-        errors.semilogy(*zip(*points), marker=line, label=f"{setting}, {selected}")
+        errors.semilogy(*zip(*points), marker=marker, label=f"{setting}, {selected}")
     errors.set(title="inclusion: difference from MHA", xlabel="pseudo-heads P", ylabel="relative error, worst seed")
     errors.legend(fontsize="x-small", title="pseudo-head selected", title_fontsize="x-small")
     scale = torch.linspace(-3, 3, 61, dtype=torch.float64)
@@ -144,12 +143,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     begin(args)
     inclusion = []
-    for setting in SETTINGS:
-        for virtual in PSEUDO_HEADS:
-            for selected, pseudo_head in {"first": 0, "last": virtual - 1}.items():
-                errors = [inclusion_error(setting, virtual, pseudo_head, seed) for seed in args.seeds]
-                row = {"setting": setting, "pseudo_heads": virtual, "selected": selected, "error": spread(errors)}
-                inclusion.append(row)
+    for setting, virtual in product(SETTINGS, PSEUDO_HEADS):
+        for selected, pseudo_head in {"first": 0, "last": virtual - 1}.items():
+            errors = [inclusion_error(setting, virtual, pseudo_head, seed) for seed in args.seeds]
+            row = {"setting": setting, "pseudo_heads": virtual, "selected": selected, "error": spread(errors)}
+            inclusion.append(row)
     strictness = {
         name: spread([nonlinearity(strict_layers(seed)[name], seed) for seed in args.seeds])
         for name in strict_layers(0)

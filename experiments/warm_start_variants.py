@@ -33,7 +33,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from common.command_io import new_directory, read_json, run_cli, sole_writer, whole_file, write_json
-from experiments.options import comparison_parser
+from experiments.options import study_parser
 
 
 RATE, NOISE = 5e-5, 0.02
@@ -71,7 +71,9 @@ VARIANTS = {
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return comparison_parser(__doc__, "warm_start_variants", 3, choices=VARIANTS, option="--variants").parse_args(argv)
+    parser = study_parser(__doc__, "warm_start_variants", seeds=3, has_sizes=True)
+    parser.add_argument("--variants", dest="kinds", nargs="+", choices=list(VARIANTS))
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -83,6 +85,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
+from benchmarks.harness import save_plot
 from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert
 from experiments.study import (
@@ -93,7 +96,6 @@ from experiments.study import (
     legend_below,
     plot_bars,
     run_once,
-    save_plot,
     write,
 )
 from experiments.warm_start import RECIPE, train

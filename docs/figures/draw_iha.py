@@ -59,6 +59,20 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> N
     axes.annotate("", end, start, arrowprops=style)
 
 
+def strand(axes: Axes, xs: tuple[float, float], ys: tuple[float, float], bend: float, share: float, **style) -> None:
+    """Draw a line from (xs[0], ys[0]) to (xs[1], ys[1]), as thick as its share and level for `bend` at both ends."""
+    (left, right), (start, end) = xs, ys
+    axes.plot(
+        [left, left + bend, right - bend, right],
+        [start, start, end, end],
+        linewidth=0.6 + 5.5 * share,
+        solid_capstyle="butt",
+        solid_joinstyle="round",
+        zorder=2,
+        **style,
+    )
+
+
 def draw_mixing(axes: Axes) -> None:
     """Draw how every pseudo-head of a token reads all heads of that token."""
     xs = [HEADS_X + CELL * h for h in range(HEADS)]
@@ -69,21 +83,12 @@ def draw_mixing(axes: Axes) -> None:
         axes.text(HEADS_X - 0.42, token_y(n), f"token {n + 1}", ha="right", va="center", color=INK)
         for h, x in enumerate(xs):
             square(axes, x, token_y(n), [1.0], [HEAD_COLOURS[h]])
-        # A bundle of one strand for each head, as thick as its share.
-        left, right = xs[-1] + 0.28, QUERIES_X - 0.28
+        # A bundle of one strand for each head.
         for p, shares in enumerate(QUERY_SHARES):
             for h, share in enumerate(shares):
                 offset = 0.1 * (1 - h)
-                axes.plot(
-                    [left, left + 0.45, right - 0.45, right],
-                    [token_y(n) + offset] * 2 + [virtual_y(n, p) + offset] * 2,
-                    color=HEAD_COLOURS[h],
-                    linewidth=0.6 + 5.5 * share,
-                    alpha=0.75,
-                    solid_capstyle="butt",
-                    solid_joinstyle="round",
-                    zorder=2,
-                )
+                ends = (token_y(n) + offset, virtual_y(n, p) + offset)
+                strand(axes, (xs[-1] + 0.28, QUERIES_X - 0.28), ends, 0.45, share, color=HEAD_COLOURS[h], alpha=0.75)
 
 
 def draw_interleaving(axes: Axes) -> None:
@@ -129,17 +134,8 @@ def draw_collapse(axes: Axes) -> None:
             arrow(axes, (mask_end + 0.14, y), (OUTPUTS_X - 0.28, y))
             square(axes, OUTPUTS_X, y, [1.0], [OUTPUT + "66"])
             axes.text(OUTPUTS_X + 0.3, y, f"({n + 1},{p + 1})", ha="left", va="center", color=INK, size=10.5)
-            left, right = OUTPUTS_X + 0.92, COLLAPSED_X - 0.28
-            axes.plot(
-                [left, left + 0.25, right - 0.25, right],
-                [y, y, token_y(n), token_y(n)],
-                color=OUTPUT,
-                linewidth=0.6 + 5.5 * share,
-                alpha=0.6,
-                solid_capstyle="butt",
-                solid_joinstyle="round",
-                zorder=2,
-            )
+            xs = (OUTPUTS_X + 0.92, COLLAPSED_X - 0.28)
+            strand(axes, xs, (y, token_y(n)), 0.25, share, color=OUTPUT, alpha=0.6)
         square(axes, COLLAPSED_X, token_y(n), [1.0], [OUTPUT])
         axes.text(COLLAPSED_X + 0.32, token_y(n), f"token {n + 1}", ha="left", va="center", color=INK)
 

@@ -6,20 +6,12 @@ On a CPU `make test` covers eager, SDPA, FlexAttention (forward) and a dense sta
 import pytest
 import torch
 from helpers import set_core
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
 
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def flash_4_available():
-    try:
-        import flash_attn.cute  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 CORES = [
@@ -32,7 +24,7 @@ CORES = [
     ),
     pytest.param(
         "flash_attention_4",
-        marks=pytest.mark.skipif(not flash_4_available(), reason="the flash-attn-4 package is not installed"),
+        marks=pytest.mark.skipif(not is_flash_attn_4_available(), reason="the flash-attn-4 package is not installed"),
     ),
 ]
 GEOMETRIES = {
