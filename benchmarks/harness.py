@@ -157,7 +157,9 @@ def ratios(values: dict[str, float], base: str, what: str = "") -> dict[str, flo
 
 
 def arguments(doc: str, tokens: list[int], repeats: int = 3) -> argparse.ArgumentParser:
-    """Build a parser with the options of all benchmarks. `doc` ends with an example."""
+    """Build a parser with the options of all benchmarks, which run on one thread and draw the same in every run.
+
+    `doc` ends with an example."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=tokens, help=f"lengths in tokens ({tokens})")
     parser.add_argument("--repeats", type=int, default=repeats, help=f"timed runs of each form ({repeats})")
@@ -202,7 +204,7 @@ def versions() -> dict[str, str]:
 
 
 def write(
-    out: Path, name: str, rows: list[dict], x: str, panels: dict[str, Callable[[dict], dict]], **setting
+    out: Path, name: str, rows: list[dict], x: str, panels: dict[str, Callable[[dict], dict]], benchmark="", **setting
 ) -> None:
     """Write {name}.json and {name}.png to the directory `out`.
 
@@ -210,10 +212,10 @@ def write(
         rows: the measurements; benchmarks/report.py says what a row holds.
         x: the key of a row that the horizontal axis shows.
         panels: for each panel of the plot, the label of its vertical axis and a function from a row to {line: value}.
-        setting: what all rows have in common. Command, machine and versions are added; `benchmark` names it
-            where the file has another name.
+        benchmark: its module, where the file has another name.
+        setting: what all rows have in common. Command, machine and versions are added.
     """
-    command = " ".join([f"benchmarks.{setting.pop('benchmark', name)}", *sys.argv[1:]])
+    command = " ".join([f"benchmarks.{benchmark or name}", *sys.argv[1:]])
     threads = setting.get("threads", torch.get_num_threads())
     save_plot(draw(f"{name}: {processor()}, threads: {threads}", rows, x, panels), out / f"{name}.png")
     write_json(out / f"{name}.json", {**environment(command), **setting, "rows": rows})

@@ -74,7 +74,7 @@ FULL = {
     "batch": 64,
     "steps": 10000,
 }
-# What the paper concludes: the first has a lower perplexity than the second.
+# What the paper concludes, that the first has a lower perplexity than the second, and the control.
 CLAIMS = [
     ("dcmha", "static"),
     ("projection", "gate"),
@@ -88,7 +88,7 @@ CLAIMS = [
 
 
 def config_of(name: str, size: dict) -> IHAConfig:
-    """Return the model of a configuration."""
+    """Return the config of a configuration's model."""
     if name == "wider":
         return as_large_as(config_of("dcmha", size), size)
     options = CONFIGURATIONS[name][1]

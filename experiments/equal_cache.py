@@ -14,7 +14,7 @@ example: python -m experiments.equal_cache --kinds mha_g1 iha_g1_p2
 import argparse
 from collections.abc import Sequence
 
-from common.command_io import run_cli
+from common.command_io import UserError, run_cli
 from experiments.options import add_text_option, protocol_parser
 
 
@@ -93,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
+    if args.prompt < 1:
+        raise UserError(f"--prompt {args.prompt}: expected at least 1.")
     text = read_text(args.text)
     size = size_of(FULL if args.full else SMALL, args.tokens, text)
     rows, curves = rows_and_curves(args, size, VARIANTS, text)

@@ -53,43 +53,33 @@ from model_cards.render import source_name
 CIRCUITS = ("QK", "OV")
 
 
-class Heads:
-    """Hold the projections of a layer by head and pseudo-head; P is 1 for all kinds but "iha".
+def grams(attention: nn.Module, heads: int, groups: int) -> dict[str, torch.Tensor]:
+    """Return C^T C of each concatenation C of a layer's circuits, [width, width]."""
 
-    Attributes:
-        query, key, value: float32 [H, P, head_dim, width].
-        output: [H, width, head_dim].
-        share: [H, H], how much of head g's circuit is in the output of head h, as a sum of squares.
-    """
+    def by_head(name: str, count: int) -> torch.Tensor:
+        return getattr(attention, name).weight.detach().float().unflatten(0, (count, -1))
 
-    def __init__(self, attention: nn.Module, num_heads: int, num_groups: int):
-        def by_head(name: str, count: int) -> torch.Tensor:
-            return getattr(attention, name).weight.detach().float().unflatten(0, (count, -1))
-
-        self.query = by_head("q_proj", num_heads).unsqueeze(1)
-        self.key, self.value = (by_head(name, num_groups).unsqueeze(1) for name in ("k_proj", "v_proj"))
-        self.output = attention.o_proj.weight.detach().float().unflatten(1, (num_heads, -1)).transpose(0, 1)
-        self.share = torch.eye(num_heads)
-        if hasattr(attention, "q_mix"):
-            parts = ((self.query, "q_mix"), (self.key, "k_mix"), (self.value, "v_mix"))
-            self.query, self.key, self.value = (
-                torch.einsum("mhp,mdi->hpdi", getattr(attention, name).weight.detach().float(), states.squeeze(1))
-                for states, name in parts
-            )
-            squares = attention.collapse.weight.detach().float().square()
-            by_source = squares.unflatten(1, (-1, self.query.shape[1])).sum(dim=-1)
-            self.share = by_source if by_source.shape[1] > 1 else by_source * self.share
-        repeats = num_heads // num_groups
-        self.key, self.value = (states.repeat_interleave(repeats, dim=0) for states in (self.key, self.value))
-
-    def grams(self) -> dict[str, torch.Tensor]:
-        """Return C^T C of each concatenation C of circuits, [width, width]."""
-        queries = torch.einsum("hpdi,hpei->hde", self.query, self.query)
-        outputs = torch.einsum("hg,hde->gde", self.share, torch.einsum("hid,hie->hde", self.output, self.output))
-        return {
-            name: torch.einsum("hpdi,hpdj->ij", states, torch.einsum("hde,hpei->hpdi", inner, states))
-            for name, states, inner in (("QK", self.key, queries), ("OV", self.value, outputs))
-        }
+    # By head and pseudo-head, [H or G, P, head_dim, width]. P is 1 for all kinds but "iha".
+    query = by_head("q_proj", heads).unsqueeze(1)
+    key, value = (by_head(name, groups).unsqueeze(1) for name in ("k_proj", "v_proj"))
+    output = attention.o_proj.weight.detach().float().unflatten(1, (heads, -1)).transpose(0, 1)  # [H, width, head_dim]
+    # How much of head g's circuit is in the output of head h, [H, H], as a sum of squares.
+    share = torch.eye(heads)
+    if hasattr(attention, "q_mix"):
+        query, key, value = (
+            torch.einsum("mhp,mdi->hpdi", getattr(attention, name).weight.detach().float(), states.squeeze(1))
+            for states, name in ((query, "q_mix"), (key, "k_mix"), (value, "v_mix"))
+        )
+        squares = attention.collapse.weight.detach().float().square()
+        by_source = squares.unflatten(1, (-1, query.shape[1])).sum(dim=-1)
+        share = by_source if by_source.shape[1] > 1 else by_source * share
+    key, value = (states.repeat_interleave(heads // groups, dim=0) for states in (key, value))
+    queries = torch.einsum("hpdi,hpei->hde", query, query)
+    outputs = torch.einsum("hg,hde->gde", share, torch.einsum("hid,hie->hde", output, output))
+    return {
+        name: torch.einsum("hpdi,hpdj->ij", states, torch.einsum("hde,hpei->hpdi", inner, states))
+        for name, states, inner in (("QK", key, queries), ("OV", value, outputs))
+    }
 
 
 def captured(gram: torch.Tensor) -> torch.Tensor:
@@ -114,7 +104,7 @@ def curves_of(model: PreTrainedModel, source: str) -> dict[str, torch.Tensor]:
             raise UserError(
                 f"{source}: layer {index} has several keys for each token; expected heads with one query and one key."
             )
-        for name, gram in Heads(attention, heads, groups).grams().items():
+        for name, gram in grams(attention, heads, groups).items():
             per_layer[name].append(captured(gram))
     return {name: torch.stack(curves).mean(dim=0) for name, curves in per_layer.items()}
 

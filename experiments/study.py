@@ -30,6 +30,8 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
     """
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU here; use --device cpu.")
+    if getattr(args, "steps", None) is not None and args.steps < 1:
+        raise UserError(f"--steps {args.steps}: expected at least 1.")
     if args.device == "cpu" and threads:
         torch.set_num_threads(threads)
     os.chdir(ROOT)

@@ -226,7 +226,7 @@ def test_head_diversity_is_that_of_every_circuit_written_out(geometry):
                 moves.append(weight[h, p] * output[h] @ moved)
             else:
                 moves += [weight[g, 3 * h + p] * output[g] @ moved for g in range(4)]
-    measured = head_diversity.Heads(attention, 4, groups).grams()
+    measured = head_diversity.grams(attention, 4, groups)
     for name, circuits in (("QK", looks), ("OV", moves)):
         variance = torch.linalg.svdvals(torch.cat(circuits).double()).square()
         expected = variance.cumsum(0) / variance.sum()

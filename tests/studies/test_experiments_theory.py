@@ -241,7 +241,9 @@ def test_commands_in_small(study, tmp_path, monkeypatch, capsys):
     for name, value in sizes.items():
         if hasattr(study, name):
             monkeypatch.setattr(study, name, value)
-    options = ("--seeds", "0", "1", "--steps", "2", "--output", tmp_path / "runs", "--results", tmp_path)
+    where = ("--output", tmp_path / "runs", "--results", tmp_path)
+    assert "--steps 0: expected at least 1." in command(monkeypatch, capsys, study, "--steps", "0", *where)[2]
+    options = ("--seeds", "0", "1", "--steps", "2", *where)
     for _ in range(2):
         code, printed, errors = command(monkeypatch, capsys, study, *options)
         assert code == 0, errors

@@ -298,6 +298,12 @@ def test_interleaving_is_compared_with_a_cache_as_many_times_as_large(run_protoc
     assert row["seconds_per_token"] > 0
 
 
+def test_a_prompt_of_no_tokens_is_refused_before_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(equal_cache, "rows_and_curves", lambda *_: pytest.fail("trained first"))
+    with pytest.raises(UserError, match="--prompt 0: expected at least 1"):
+        equal_cache.main(["--prompt", "0", "--output", str(tmp_path / "runs"), "--results", str(tmp_path)])
+
+
 # The ladder
 
 
