@@ -173,21 +173,16 @@ def fine_tuned(variant: str, warm_start: Path | None, output: Path, name: str) -
     for run in runs:
         if not (run / "result.json").is_file():
             raise UserError(f"{run / 'result.json'} is missing: python -m experiments.warm_start --seeds 1 makes it.")
-    ours, twins = (reasoning_results(run / "final", run, tasks(run)) for run in runs)
+    ours, twins = map(reasoning_results, runs)
     made = Made(runs[0] / "final", ours, runs[0], ("its MHA twin", twins))
     made.checks = {"twin": {"weights_sha256": weights_sha256(runs[1] / "final"), **training(runs[1])}}
     made.commands = [["experiments.warm_start", "--variants", "mha", variant, "--seeds", "1"]]
     return made
 
 
-def tasks(run: Path) -> list[Path]:
-    """Return the files of scores of a run of experiments/warm_start.py, one for each task."""
-    return [run / f"{task}.json" for task in read_json(run / "result.json")["correct"]]
-
-
-def reasoning_results(checkpoint: Path, run: Path, scores: list[Path]) -> dict:
-    """Return the scores of sft/score_reasoning.py and the held-out loss of a run in the form of a results.json."""
-    record, loss = read_json(run / "run.json"), read_json(run / "loss.json")["eval"][-1][1]
+def reasoning_results(run: Path) -> dict:
+    """Return the scores and the held-out loss of a run of experiments/warm_start.py in the form of a results.json."""
+    checkpoint, record, loss = run / "final", read_json(run / "run.json"), read_json(run / "loss.json")["eval"][-1][1]
     about = {"samples_each": 1, "truncated_prompts": 0, "unfinished_replies": 0}
     measured = {
         "held-out rows": {
@@ -195,11 +190,11 @@ def reasoning_results(checkpoint: Path, run: Path, scores: list[Path]) -> dict:
             "examples": int(record["recipe"]["eval_size"]),
         }
     }
-    for path in scores:
-        score = read_json(path)
+    for task in read_json(run / "result.json")["correct"]:
+        score = read_json(run / f"{task}.json")
         rows, share = score["rows"], score["accuracy"]
         stderr = math.sqrt(share * (1 - share) / (rows - 1))
-        measured[path.stem] = {"metrics": {"accuracy": {"value": share, "stderr": stderr}}, "examples": rows}
+        measured[task] = {"metrics": {"accuracy": {"value": share, "stderr": stderr}}, "examples": rows}
     return {
         "checkpoint": fingerprint(checkpoint),
         "suite": "reasoning-gym",

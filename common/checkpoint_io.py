@@ -66,10 +66,22 @@ _ADVICE = {
 }
 
 
-def _reason(error: Exception) -> str:
-    """Return `one_line(error)` without advice that no command here can follow."""
-    text = one_line(error)
-    return next((ours for word, ours in _ADVICE.items() if word in text), text)
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Turn any exception of the block into a `UserError` that says `what` and why, and silence Transformers' warnings.
+
+    The type of the exception depends on the library that reads a damaged checkpoint.
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    except Exception as error:
+        text = one_line(error)
+        reason = next((ours for word, ours in _ADVICE.items() if word in text), text)
+        raise UserError(f"{what}: {reason}") from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _locate(source: str | os.PathLike) -> tuple[str, dict]:
@@ -88,17 +100,6 @@ def _locate(source: str | os.PathLike) -> tuple[str, dict]:
     return str(source), {}
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Transformers' warnings about problems that are refused here in one line."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
 def load_config(source: str | os.PathLike) -> Any:
     """Return the configuration, in the class that it names, of a checkpoint: a directory, a Hub id or a GGUF file.
 
@@ -107,13 +108,9 @@ def load_config(source: str | os.PathLike) -> Any:
     location, arguments = _locate(source)
     if not arguments:
         load_config_dict(source)
-    try:
-        with _quiet():
-            config = AutoConfig.from_pretrained(location, trust_remote_code=False, **arguments)
+    with _refusing(f"{source} has no usable configuration"):
+        config = AutoConfig.from_pretrained(location, trust_remote_code=False, **arguments)
         unread = _unread(os.path.join(location, arguments["gguf_file"]), config) if arguments else []
-    # The type of the error depends on the library that reads a damaged checkpoint.
-    except Exception as error:
-        raise UserError(f"{source} has no usable configuration: {_reason(error)}") from error
     if unread:
         raise UserError(
             f"{source} holds {', '.join(unread)}, which Transformers does not read from a GGUF file: the model would "
@@ -155,36 +152,31 @@ def load_config_dict(source: str | os.PathLike) -> dict:
     Raise `UserError`.
     """
     location, _ = _locate(source)
-    if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
-        raise UserError(f"{source} has no usable configuration: it holds no {CONFIG_NAME}.")
-    try:
+    with _refusing(f"{source} has no usable configuration"):
+        if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
+            raise UserError(f"it holds no {CONFIG_NAME}.")
         entries = read_json(str(cached_file(location, CONFIG_NAME)))
-    except Exception as error:
-        raise UserError(f"{source} has no usable configuration: {_reason(error)}") from error
-    if fault := _config_fault(entries):
-        raise UserError(f"{source} has no usable configuration: {fault}.")
-    if elsewhere := code_elsewhere(entries):
-        raise UserError(
-            f"{source} has no usable configuration: {', '.join(elsewhere)} would load what is not in the checkpoint. "
-            f"Remove this from its {CONFIG_NAME}."
-        )
+        _check_entries(entries)
+        if elsewhere := code_elsewhere(entries):
+            raise UserError(
+                f"{', '.join(elsewhere)} would load what is not in the checkpoint. Remove this from its {CONFIG_NAME}."
+            )
     return entries
 
 
-def _config_fault(entries: dict) -> str | None:
-    """Return what is wrong with entries that Transformers trips over without naming them, or None."""
+def _check_entries(entries: dict) -> None:
+    """Raise a `UserError` that names an entry of a config.json over which Transformers trips without naming it."""
     defaults: dict[str, dict | None] = {"auto_map": {}, "quantization_config": None}
     for key, default in defaults.items():
         if (value := entries.get(key, default)) is not default and not isinstance(value, dict):
-            return f"{key} is {value!r}; expected an object"
+            raise UserError(f"{key} is {value!r}; expected an object.")
     # Lists with an entry for each layer are made as soon as a config is read.
     if isinstance(layers := entries.get("num_hidden_layers"), int) and layers > MAX_LAYERS:
-        return f"num_hidden_layers is {layers}; expected at most {MAX_LAYERS}"
+        raise UserError(f"num_hidden_layers is {layers}; expected at most {MAX_LAYERS}.")
     for key in ("dtype", "torch_dtype"):
         name = entries.get(key, "float32")
         if name is not None and not isinstance(getattr(torch, str(name).removeprefix("torch."), None), torch.dtype):
-            return f"{key} is {name!r}; expected the name of a PyTorch type, such as 'bfloat16'"
-    return None
+            raise UserError(f"{key} is {name!r}; expected the name of a PyTorch type, such as 'bfloat16'.")
 
 
 def _optional_file(location: str, name: str) -> str | None:
@@ -204,10 +196,8 @@ def check_no_adapter(source: str | os.PathLike) -> None:
     Raise `UserError`.
     """
     location, _ = _locate(source)
-    try:
+    with _refusing(f"{source} has no usable configuration"):
         adapter = _optional_file(location, "adapter_config.json")
-    except Exception as error:
-        raise UserError(f"{source} has no usable configuration: {_reason(error)}") from error
     if adapter is not None:
         raise UserError(
             f"{source} holds a LoRA adapter (adapter_config.json), and a load would take the base model that it "
@@ -221,7 +211,7 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
     Raise `UserError` for a file that cannot be read, which Transformers would ignore without a warning.
     """
     location, _ = _locate(source)
-    try:
+    with _refusing(f"{source} has no usable {GENERATION_CONFIG_NAME}"):
         file = _optional_file(location, GENERATION_CONFIG_NAME)
         entries = {} if file is None else read_json(file)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -229,8 +219,6 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
             if ids is not None and not all(type(token) is int for token in (ids if isinstance(ids, list) else [ids])):
                 raise UserError(f"{key} is {ids!r}; expected a number or a list of numbers")
         return None if file is None else GenerationConfig.from_dict(entries)
-    except Exception as error:
-        raise UserError(f"{source} has no usable {GENERATION_CONFIG_NAME}: {_reason(error)}") from error
 
 
 def check_index(location: str) -> None:
@@ -285,11 +273,9 @@ def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
     are read. Raise `UserError`.
     """
     location, _ = _locate(source)
-    try:
+    with _refusing(f"The weights of {source} cannot be read"):
         files = _weight_files(location)
         weights = {key: tensor for path in files for key, tensor in load_state_dict(path).items()}
-    except Exception as error:
-        raise UserError(f"The weights of {source} cannot be read: {_reason(error)}") from error
     if not files:
         raise UserError(
             f"{source} holds no weights: expected {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, or the index of either."
@@ -314,13 +300,11 @@ def check_shapes(source: str | os.PathLike, config: PreTrainedConfig) -> None:
     Raise `UserError`.
     """
     shapes: dict[str, list[int]] = {}
-    try:
+    with _refusing(f"{source} cannot be loaded"):
         for file in _weight_files(_locate(source)[0]):
             if file.endswith(".safetensors"):
                 with safe_open(file, "pt") as tensors:
                     shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
-    except Exception as error:
-        raise UserError(f"{source} cannot be loaded: {_reason(error)}") from error
     layers = [int(number) for name in shapes for number in re.findall(r"\.(\d+)\.", name)[:1]]
     if not layers or getattr(config, "quantization_config", None):
         return
@@ -329,7 +313,7 @@ def check_shapes(source: str | os.PathLike, config: PreTrainedConfig) -> None:
         raise UserError(
             f"{wrong}: num_hidden_layers is {config.num_hidden_layers}, and its files hold {max(layers) + 1}."
         )
-    with torch.device("meta"):
+    with _refusing(f"{source} cannot be loaded"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
     for name, tensor in model.state_dict().items():
         if list(tensor.shape) != shapes.get(name, list(tensor.shape)):
@@ -339,8 +323,11 @@ def check_shapes(source: str | os.PathLike, config: PreTrainedConfig) -> None:
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.PathLike) -> None:
     """Raise a `UserError` that names the first floating-point tensor that holds NaN or infinity."""
     for name, tensor in tensors:
-        # If a tensor holds NaN, `aminmax` returns NaN.
-        if tensor.is_floating_point() and tensor.numel() and not all(map(math.isfinite, tensor.detach().aminmax())):
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        # The CPU finds no extremes of numbers of 8 bits. If a tensor holds NaN, `aminmax` returns NaN.
+        values = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
+        if not all(map(math.isfinite, values.aminmax())):
             raise UserError(
                 f"{name} of {source} holds NaN or infinity in {tensor.dtype}, whose largest number is "
                 f"{torch.finfo(tensor.dtype).max:g}: the checkpoint is damaged or has diverged, or needs another "
@@ -361,29 +348,22 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
     """
     location, arguments = _locate(source)
     check_no_adapter(source)
-    if "gguf_file" in arguments:
+    config = config or load_config(source)
+    if arguments:
         arguments["quantization_config"] = GgufConfig(dequantize=True)
-        config = config or load_config(source)
     else:
-        load_config_dict(source)
         load_generation_config(source)
-    try:
-        with _quiet():
-            if not arguments:
-                check_shapes(source, config or load_config(source))
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                location,
-                config=config,
-                trust_remote_code=False,
-                dtype=dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **arguments,
-            )
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{source} cannot be loaded: {_reason(error)}") from error
+        check_shapes(source, config)
+    with _refusing(f"{source} cannot be loaded"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            location,
+            config=config,
+            trust_remote_code=False,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **arguments,
+        )
     model, info = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info[problem]:
@@ -463,16 +443,13 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
     if lacks_tokenizer(source):
         raise UserError(f"{source} holds no tokenizer: save one beside the weights (tokenizer.save_pretrained).")
     location, arguments = _locate(source)
-    try:
-        with _quiet():
-            tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, **arguments)
+    with _refusing(f"{source} has no usable tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, **arguments)
         # What was read is a class of Transformers, whatever code of its own the source names.
         tokenizer.init_kwargs.pop("auto_map", None)
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
-    except Exception as error:
-        raise UserError(f"{source} has no usable tokenizer: {_reason(error)}") from error
-    if highest < 0:
-        raise UserError(f"{source} has no usable tokenizer: its vocabulary is empty.")
+        if highest < 0:
+            raise UserError("its vocabulary is empty.")
     if highest >= vocab_size:
         raise UserError(
             f"The tokenizer in {source} does not fit the model: its token {token!r} has the id {highest}, and the "

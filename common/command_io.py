@@ -312,10 +312,8 @@ def current_commit() -> str:
 
 def read_json(path: str | os.PathLike) -> dict:
     """Return the object that a JSON file holds, or raise `UserError` when it holds anything else."""
-    try:
+    with refusing(f"{path} cannot be read as JSON", OSError, ValueError, RecursionError):
         content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}: expected a JSON object.")
     return content
@@ -382,7 +380,5 @@ def open_plain_or_gzip(path: str | os.PathLike) -> Iterator[BufferedIOBase]:
     """
     with open(path, "rb") as file:
         is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
-        try:
+        with refusing(f"{path} cannot be decompressed", gzip.BadGzipFile, EOFError, zlib.error):
             yield gzip.open(file) if is_compressed else file
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise UserError(f"{path} cannot be decompressed: {one_line(error)}") from error

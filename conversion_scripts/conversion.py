@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 
 from common.checkpoint_io import (
@@ -96,18 +96,10 @@ def build(
     model_class: type[Model],
     config: PreTrainedConfig,
     state: dict[str, torch.Tensor],
-    source: PreTrainedModel,
+    dtype: torch.dtype,
+    generation_config: GenerationConfig | None,
 ) -> Model:
-    """Build a model that uses the tensors of `state` without a copy and generates with the settings of `source`."""
-    model = fill(model_class, config, state, source.dtype)
-    model.generation_config = copy.deepcopy(source.generation_config)
-    return model
-
-
-def fill(
-    model_class: type[Model], config: PreTrainedConfig, state: dict[str, torch.Tensor], dtype: torch.dtype
-) -> Model:
-    """Build a model that uses the tensors of `state` without a copy.
+    """Build a model that uses the tensors of `state` without a copy, with the generation config of its source, if any.
 
     Raise a `UserError` that names a tensor if `state` does not fit `config`.
     """
@@ -121,6 +113,8 @@ def fill(
                 f"The source weights do not fit its config: {problem} {sorted(map(str, info[problem]))[0]}."
             )
     model.name_or_path = model.config._name_or_path = ""  # adapters would record the base model "None"
+    if generation_config is not None:
+        model.generation_config = copy.deepcopy(generation_config)
     return model
 
 
@@ -138,10 +132,7 @@ def read_source(
     if dtype == "auto":
         note_rounding(src, source.dtype)
     tokenizer = read_tokenizer(src, source.config.vocab_size)
-    print(
-        f"Converting {source.config.model_type}, {source.num_parameters():,} parameters, {source.dtype}",
-        flush=True,
-    )
+    print(f"Converting {source.config.model_type}, {source.num_parameters():,} parameters, {source.dtype}", flush=True)
     return source, tokenizer
 
 

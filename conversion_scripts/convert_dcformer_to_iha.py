@@ -28,14 +28,14 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from common.checkpoint_io import check_finite, load_config_dict, load_generation_config, load_weights
 from conversion_scripts.conversion import (
+    build,
     check_known,
     check_sizes,
     describe,
-    fill,
     new_config,
     read_tokenizer,
     write_checkpoint,
@@ -256,7 +256,9 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
     return state
 
 
-def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
+def convert(
+    source: dict, weights: dict[str, torch.Tensor], generation_config: GenerationConfig | None = None
+) -> IHAForCausalLM:
     """Return the model that computes what the official code does with the config.json `source` and its `weights`.
 
     It is in eval mode and in the narrowest dtype that represents every weight exactly. Raise `UserError` if config and
@@ -265,7 +267,7 @@ def convert(source: dict, weights: dict[str, torch.Tensor]) -> IHAForCausalLM:
     config = iha_config(source)
     state = convert_weights(weights, config)
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in state.values()))
-    return fill(IHAForCausalLM, config, state, dtype)
+    return build(IHAForCausalLM, config, state, dtype, generation_config)
 
 
 def main() -> None:
@@ -277,9 +279,7 @@ def main() -> None:
         config = iha_config(source)
         generation_config = load_generation_config(args.src)
         tokenizer = read_tokenizer(args.src, config.vocab_size)
-        model = convert(source, load_weights(args.src))
-        if generation_config is not None:
-            model.generation_config = generation_config
+        model = convert(source, load_weights(args.src), generation_config)
         return model, tokenizer, describe(args.src, "dcformer")
 
     write_checkpoint(args.src, args.dst, make)

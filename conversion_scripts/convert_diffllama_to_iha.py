@@ -65,7 +65,8 @@ def convert(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
 
     Raise `UserError` when the source is not supported.
     """
-    return build(IHAForCausalLM, iha_config(source.config), source.state_dict(), source)
+    config = iha_config(source.config)
+    return build(IHAForCausalLM, config, source.state_dict(), source.dtype, source.generation_config)
 
 
 def main() -> None:

@@ -52,7 +52,8 @@ def convert_back(model: IHAForCausalLM) -> DiffLlamaForCausalLM:
 
     Raise `UserError` if there is none.
     """
-    return build(DiffLlamaForCausalLM, diffllama_config(model.config), model.state_dict(), model)
+    config = diffllama_config(model.config)
+    return build(DiffLlamaForCausalLM, config, model.state_dict(), model.dtype, model.generation_config)
 
 
 def main() -> None:

@@ -117,7 +117,7 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     for i, (kind, layer) in enumerate(zip(model.config.attention_kinds, model.model.layers)):
         folded = companion_of(kind).to_mha(model.config, layer.self_attn.state_dict())
         state |= {f"model.layers.{i}.self_attn.{name}": value for name, value in folded.items()}
-    return build(architecture.model_class, config, state, model)
+    return build(architecture.model_class, config, state, model.dtype, model.generation_config)
 
 
 def write_stock_checkpoint(src: str, dst: str, convert: Callable[[IHAForCausalLM], PreTrainedModel]) -> None:

@@ -81,12 +81,6 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 ATTENTION_KINDS = [kind for kind, mechanism in all_companions().items() if mechanism.start]
 
 
-def check_seed(seed: int) -> None:
-    """Raise `UserError` for a seed that PyTorch's generators refuse or take for another one."""
-    if not 0 <= seed < 2**64:
-        raise UserError(f"--seed {seed} must be a whole number from 0 to {2**64 - 1}.")
-
-
 def iha_config(
     source: PreTrainedConfig,
     num_pseudo_heads: int | None = None,
@@ -179,7 +173,7 @@ def convert(
             of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             started = start(config, generator, value_offsets) | companion.from_mha(config, of_mha)
             state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
-    return build(IHAForCausalLM, config, state, source)
+    return build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
 
 
 def main() -> None:
@@ -189,7 +183,8 @@ def main() -> None:
             f"--attention-kind {args.attention_kind}: no layer of this kind computes what one of Llama does; expected "
             f"one of {', '.join(ATTENTION_KINDS)}."
         )
-    check_seed(args.seed)
+    if not 0 <= args.seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
+        raise UserError(f"--seed {args.seed} must be a whole number from 0 to {2**64 - 1}.")
     arguments = (args.num_pseudo_heads, args.schedule, args.window)
 
     def make():

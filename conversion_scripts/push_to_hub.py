@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from common.command_io import UserError, printable, refusing, run_cli
@@ -38,7 +39,7 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import yaml
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from common.checkpoint_io import load_config, load_in_clean_process
@@ -144,7 +145,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
             )
         if stated is not None and value is not None and stated != value:
             raise UserError(f"{path} states {name} {stated!r}, and {option} says {value!r}: correct one of them.")
-        if stated is None and value != "none":
+        if stated is None and (name, value) != ("base_model", "none"):
             setattr(card.data, name, value)
             added = True
     return with_name(str(card) if added else text, repo_id)
@@ -237,8 +238,14 @@ def _commit(
         return f"{api.endpoint}/{repo_id}/commit/{head}", head
     for path in difference.superseded:
         print(f"Removing what is superseded: {path}", flush=True)
+    operations = [
+        *(CommitOperationAdd(path, str(stage / path)) for path in difference.changed),
+        *(CommitOperationDelete(path, is_folder=False) for path in difference.superseded),
+    ]
+    message = "Upload Interleaved Head Attention model"
+    create_commit = partial(api.create_commit, repo_id, operations, commit_message=message, create_pr=create_pr)
     try:
-        commit = _create_commit(api, stage, repo_id, head, difference, create_pr)
+        commit = create_commit(parent_commit=head)
     except Exception as error:
         if status_of(error) != 412:
             raise
@@ -248,22 +255,8 @@ def _commit(
             raise UserError(
                 f"Somebody has changed the same files of {repo_id} meanwhile: see what is there now, then push again."
             ) from error
-        commit = _create_commit(api, stage, repo_id, head, difference, create_pr)
+        commit = create_commit(parent_commit=head)
     return commit.pr_url or commit.commit_url, commit.oid
-
-
-def _create_commit(
-    api: HfApi, stage: Path, repo_id: str, head: str, difference: Difference, create_pr: bool
-) -> CommitInfo:
-    additions = [CommitOperationAdd(path, str(stage / path)) for path in difference.changed]
-    deletions = [CommitOperationDelete(path, is_folder=False) for path in difference.superseded]
-    return api.create_commit(
-        repo_id,
-        [*additions, *deletions],
-        parent_commit=head,
-        create_pr=create_pr,
-        commit_message="Upload Interleaved Head Attention model",
-    )
 
 
 def _has_tag(api: HfApi, repo_id: str, tag: str, head: str | None) -> bool:

@@ -8,7 +8,7 @@ import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.command_io import UserError, check_output_file, run_cli, write_json
+from common.command_io import UserError, check_output_file, refusing, run_cli, write_json
 
 
 DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
@@ -142,10 +142,8 @@ def verify(
 
 def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
     """Return the first `count` tokens of the text in `path`, [count], or raise `UserError` if there are fewer."""
-    try:
+    with refusing(f"{path} cannot be read as UTF-8 text", OSError, UnicodeDecodeError):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
     tokens = tokenizer(text, return_tensors="pt").input_ids[0]
     if len(tokens) < count:
         raise UserError(

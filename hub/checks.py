@@ -29,7 +29,7 @@ from common.checkpoint_io import (
     load_generation_config,
     load_tokenizer,
 )
-from common.command_io import UserError, one_line, printable, read_json
+from common.command_io import UserError, printable, read_json, refusing
 from common.foreign_code import refuse_foreign_code
 from hub.remote_code import check_remote_code
 
@@ -161,19 +161,15 @@ def _check_weights(directory: Path, tied: bool) -> None:
         print(f"Checking {printable(file)}", flush=True)
         if not (directory / file).is_file():
             raise UserError(f"{directory} lacks {printable(file)}, which {SAFE_WEIGHTS_INDEX_NAME} names.")
-        try:
-            with safe_open(directory / file, "pt") as tensors:
-                metadata = tensors.metadata() or {}
-                for name in tensors.keys():
-                    tensor = tensors.get_tensor(name)
-                    # The CPU finds no extremes of numbers of 8 bits.
-                    whole = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
-                    check_finite([(name, whole)], directory / file)
-                    found[name], size = file, size + tensor.nbytes
-                    if name in ("lm_head.weight", "model.embed_tokens.weight"):
-                        embeddings[name] = tensor
-        except SafetensorError as error:
-            raise UserError(f"{directory / file} is no whole safetensors file: {one_line(error)}") from error
+        whole = refusing(f"{directory / file} is no whole safetensors file", SafetensorError)
+        with whole, safe_open(directory / file, "pt") as tensors:
+            metadata = tensors.metadata() or {}
+            for name in tensors.keys():
+                tensor = tensors.get_tensor(name)
+                check_finite([(name, tensor)], directory / file)
+                found[name], size = file, size + tensor.nbytes
+                if name in ("lm_head.weight", "model.embed_tokens.weight"):
+                    embeddings[name] = tensor
         if metadata.get("format") != "pt":
             raise UserError(
                 f"{directory / file} has format={metadata.get('format')!r} in its metadata; expected 'pt': save the "

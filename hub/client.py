@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, constants, set_client_factory
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from huggingface_hub.utils._http import default_client_factory
 
-from common.command_io import UserError, one_line
+from common.command_io import UserError, one_line, refusing
 
 
 TIMEOUT = 120  # seconds without a byte; by itself the client waits for ever
@@ -82,10 +82,8 @@ def _explanation(error: BaseException) -> str:
 
 def check_repo_id(repo_id: str) -> None:
     """Raise `UserError` unless this could be a repository's id."""
-    try:
+    with refusing(f"{repo_id!r} is no repository id", HFValidationError):
         validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise UserError(f"{repo_id!r} is no repository id: {one_line(error)}") from error
 
 
 def commit_of(api: HfApi, repo_id: str, revision: str | None = None) -> str:

@@ -5,13 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import random_model, small_config
-from tiny_sources import (
-    OTHER_SOURCES,
-    assert_equal_logits,
-    continuation,
-    logits,
-    tiny_source,
-)
+from tiny_sources import OTHER_SOURCES, assert_equal_logits, continuation, logits, tiny_source
 from transformers import DiffLlamaForCausalLM
 
 from common.command_io import UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import IHA_CODE, random_model, small_config
+from helpers import IHA_CODE, LLAMA, random_model, small_config
 from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -94,19 +94,9 @@ def trained(hub, tmp_path_factory):
     """Return the output directory of a fine-tuning of an IHA model that was converted from a Llama on the hub."""
     path = tmp_path_factory.mktemp("hub")
     tokenizer = byte_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    random_model(config, LlamaForCausalLM).save_pretrained(path / "llama")
+    fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id}
+    random_model(LlamaConfig(**{**LLAMA, **fields, **ids}), LlamaForCausalLM).save_pretrained(path / "llama")
     tokenizer.save_pretrained(path / "llama")
     (path / "llama" / "README.md").write_text("---\nlicense: apache-2.0\n---\nA Llama.\n")
     hub.add("me/llama", path / "llama")

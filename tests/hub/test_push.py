@@ -15,7 +15,7 @@ from helpers import IHA_CODE, last_line, random_model, small_config
 from huggingface_hub import constants
 from loopback_hub import TOKEN, Fault, File, HubError, LoopbackHub
 from safetensors.torch import load_file, save_file
-from tiny_sources import tiny_source, tiny_tokenizer
+from tiny_sources import edit_config, tiny_source, tiny_tokenizer
 
 from common.checkpoint_io import run_in_clean_process
 from common.command_io import UserError
@@ -116,14 +116,6 @@ def test_dry_run_prints_the_upload_and_stays_off_the_network(hub, push):
 # What is refused before anything is uploaded
 
 
-def change_json(name, **fields):
-    def change(directory):
-        content = json.loads((directory / name).read_text())
-        (directory / name).write_text(json.dumps({**content, **fields}))
-
-    return change
-
-
 def change_weights(name=None, value=None, metadata={"format": "pt"}):
     def change(directory):
         tensors = load_file(directory / "model.safetensors")
@@ -182,7 +174,10 @@ FAULTS = {
     "cut weights": (lambda directory: os.truncate(directory / "model.safetensors", 1000), "no whole safetensors file"),
     "NaN": (change_weights("lm_head.weight", torch.full((61, 32), torch.nan)), "holds NaN or infinity"),
     "other format": (change_weights(metadata={"format": "tf"}), "expected 'pt'"),
-    "tied in name only": (change_json("config.json", tie_word_embeddings=True), "differs from model.embed_tokens"),
+    "tied in name only": (
+        lambda directory: edit_config(directory, tie_word_embeddings=True),
+        "differs from model.embed_tokens",
+    ),
     "one file and an index": (whole_file_beside, "Remove the older"),
     "a lost shard": (shards_and(lambda directory, first, index: (directory / first).unlink()), "which model.safe"),
     "a wrong index": (
@@ -350,6 +345,7 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
     card = hub.head("me/iha")["README.md"].content.decode()
     assert "license: mit" in card and "base_model" not in card and 'name = "me/iha"\n' in card
     assert not (directory / "README.md").exists()
+    assert "license: none" in push_to_hub.completed_card(directory, "me/iha", "none", "none")  # the Hub refuses it
     # A card that a converter or trainer wrote has the directory's name.
     (directory / "README.md").write_text(render_card(small_config(), "a-directory", license="mit", base_model="me/b"))
     push()
