@@ -241,7 +241,9 @@ def compare(name: str, made: Made, folder: Path) -> str:
     if weights_sha256(made.checkpoint) == record["weights_sha256"]:
         return "the recorded weights, bit for bit"
     found, recorded = losses(made.results), losses(results)
-    apart = max((abs(found.get(key, math.inf) - loss) for key, loss in recorded.items()), default=math.inf)
+    differences = [abs(found.get(key, math.inf) - loss) for key, loss in recorded.items()]
+    # Of NaN and a number `max` may return either.
+    apart = math.nan if any(map(math.isnan, differences)) else max(differences, default=math.inf)
     if apart <= TOLERANCE:
         return f"other bits than recorded; the losses differ by up to {apart:.4f} nats, within {TOLERANCE}"
     raise UserError(

@@ -337,6 +337,20 @@ def test_what_differs_from_its_record_is_named(made, tmp_path, index, monkeypatc
         make_checkpoints.main(arguments)
 
 
+def test_a_loss_that_is_no_number_does_not_agree(made, index):
+    """Expect this wherever it stands among losses that agree."""
+    made.results = deepcopy(made.results)
+    metrics = made.results["tasks"]["niah@512"]["metrics"]
+    metrics |= {"loss@1": {"value": 1.0, "stderr": None}, "loss@2": {"value": 1.0, "stderr": None}}
+    make_checkpoints.main(["--index", str(index)])
+    random_model(small_config(), seed=1).save_pretrained(made.checkpoint)
+    made.results |= {"checkpoint": fingerprint(made.checkpoint)}
+    for metric in metrics:
+        made.results["tasks"]["niah@512"]["metrics"] = metrics | {metric: {"value": float("nan"), "stderr": None}}
+        with pytest.raises(UserError, match="losses that differ by up to nan nats"):
+            make_checkpoints.compare("a", made, index / "a")
+
+
 def test_an_output_is_a_place_of_the_caller(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(make_checkpoints, "recipes", lambda _: {"a": lambda output, name: seen.append(output)})
