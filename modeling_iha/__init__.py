@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from .configuration_iha import IHAConfig
+from .interleave import LocalInterleavedConfig, interleave_heads, remove_interleaving
 from .modeling_iha import (
     IHAForCausalLM,
     IHAForQuestionAnswering,
@@ -29,6 +30,7 @@ IHAConfig.save_pretrained = save_pretrained
 IHAConfig._auto_class = None
 
 AutoConfig.register(IHAConfig.model_type, IHAConfig)
+AutoConfig.register(LocalInterleavedConfig.model_type, LocalInterleavedConfig)
 AutoModel.register(IHAConfig, IHAModel)
 AutoModelForCausalLM.register(IHAConfig, IHAForCausalLM)
 AutoModelForSequenceClassification.register(IHAConfig, IHAForSequenceClassification)
@@ -43,4 +45,6 @@ __all__ = [
     "IHAForTokenClassification",
     "IHAModel",
     "IHAPreTrainedModel",
+    "interleave_heads",
+    "remove_interleaving",
 ]

@@ -4,6 +4,7 @@
 
 import torch
 
+from .interleaving import absorption_pays
 from .mask_inputs import MaskInputs, MaskKey
 
 
@@ -26,7 +27,6 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> str | None:
         return None
     is_plain = config._attn_implementation == "sdpa" and config.pseudo_collapse == "per_head"
     if length == 1 and is_plain and not config.attention_dropout:
-        # On a CPU, expanding is faster for few tokens (benchmarks/default_form.py). A comparison would bound exports.
-        few = torch.compiler.is_exporting() or num_keys < 64 or rows * num_keys < 128
-        return None if inputs.inputs_embeds.device.type == "cpu" and form is None and few else "absorbed"
+        pays = form == "base" or absorption_pays(inputs.inputs_embeds.device, rows, num_keys)
+        return "absorbed" if pays else None
     return "recomputed" if recomputes(form, key.num_pseudo_heads) and torch.is_grad_enabled() else None

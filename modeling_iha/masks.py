@@ -5,16 +5,16 @@
 from typing import Any, NamedTuple
 
 import torch
+from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
 from .forms import choose_form
 from .input_checks import check_mask_size
+from .interleaving import Overlay, beats_a_mask, keep_window_edge, virtual_positions
 from .mask_inputs import MaskInputs, MaskKey
-from .virtual_tokens import Overlay, virtual_cache, virtual_positions
-from .window_blocks import beats_a_mask, has_varlen
-from .window_edge import keep_window_edge
+from .window_blocks import has_varlen
 
 
 # These values hide a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where the
@@ -42,7 +42,10 @@ def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, Lay
 
     Raise a ValueError for a custom mask that the core does not take, and for a dense mask above MAX_MASK_BYTES."""
     if inputs.past_key_values is not None:
-        keep_window_edge(inputs.past_key_values, layers, inputs.config.sliding_window)
+        # The window of the first past query begins earlier. A stock cache for a window of one token drops none.
+        one = inputs.config.sliding_window == 1
+        more = [key.is_sliding * (key.past_queries or (key.num_pseudo_heads > 1 or one)) for key in layers]
+        keep_window_edge(inputs.past_key_values, more, inputs.config.sliding_window)
     length, window = inputs.inputs_embeds.shape[1], inputs.config.sliding_window or 0
     in_window = not is_tracing(inputs.inputs_embeds) and inputs.past_key_values is None and length <= window
     masks = {}
@@ -114,7 +117,7 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
         config=Overlay(config, sliding_window=(config.sliding_window or 0) * num_pseudo_heads),  # type: ignore[arg-type]
         inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, past_rows + length * num_pseudo_heads, 0),
         attention_mask=None if padding is None else padding.repeat_interleave(num_pseudo_heads, dim=1),
-        past_key_values=None if cache is None else virtual_cache(cache, num_pseudo_heads, past_rows),
+        past_key_values=None if cache is None else _virtual_cache(cache, num_pseudo_heads, past_rows),
         position_ids=None if position_ids is None else virtual_positions(position_ids, num_pseudo_heads),
         layer_idx=layer_idx,
         allow_is_causal_skip=past_rows == 0,
@@ -122,6 +125,19 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
     if isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:
         mask = mask.clamp_min(LOWEST[torch.float64])
     return mask
+
+
+def _virtual_cache(cache: Cache, num_pseudo_heads: int, past_rows: int) -> Any:
+    """Show a cache of base keys and values in virtual tokens, where the last `past_rows` are queries, too."""
+
+    def get_mask_sizes(query_length: int, layer_idx: int) -> tuple[int, int]:
+        length, offset = cache.get_mask_sizes((query_length - past_rows) // num_pseudo_heads, layer_idx)
+        return length * num_pseudo_heads, offset * num_pseudo_heads
+
+    def get_query_offset(layer_idx: int) -> int:
+        return cache.get_query_offset(layer_idx) * num_pseudo_heads - past_rows
+
+    return Overlay(cache, get_query_offset=get_query_offset, get_mask_sizes=get_mask_sizes)
 
 
 def _custom_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int, past_rows: int) -> torch.Tensor:

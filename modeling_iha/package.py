@@ -17,7 +17,7 @@ SCORES = ("option_fields.py", "score_matrix.py")
 PAIRS = ("options_pairs.py", "tuple_attention.py", *SCORES)
 KIND_FILES = {
     "mha": (),
-    "iha": ("attention_iha.py", "absorbed_decode.py"),
+    "iha": ("attention_iha.py",),
     "talking_heads": ("attention_talking_heads.py", "score_matrix.py"),
     "diff": ("attention_diff.py", "options_diff.py", "option_fields.py"),
     "diff_v2": ("attention_diff_v2.py",),
@@ -30,14 +30,18 @@ KIND_FILES = {
     "dcmha": ("attention_dcmha.py", "options_dcmha.py", *SCORES),
 }
 KIND_TABLES = ("attention_kinds.py", "kind_options.py")
-PACKAGE_ONLY = {"__init__.py", "package.py"}
+PACKAGE_ONLY = {
+    *("__init__.py", "package.py", "interleave.py", "configuration_interleaved.py", "modeling_interleaved.py"),
+}
+# What the checkpoint of a decoder ships whose heads `interleave_heads` has interleaved.
+INTERLEAVED_FILES = ("configuration_interleaved.py", "interleaving.py", "modeling_interleaved.py")
 PACKAGE = Path(__file__).resolve().parent
 
 
 def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
     """Return W = N / (2 P^2), the window in tokens of a FLOP-matched schedule (IHA, Appendix C).
 
-    Four sliding IHA layers and a global one then cost about as much as five global MHA layers."""
+    Four sliding IHA layers and a global one then attend to about as many pairs as five causal MHA layers."""
     window = sequence_length // (2 * num_pseudo_heads**2)
     if window < 1:
         raise ValueError(

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import ContinuousBatchingConfig
 
+from .interleaving import Overlay
 from .mask_inputs import MaskInputs, MaskKey
 from .masks import LayerMask, create_masks
-from .virtual_tokens import Overlay
 
 
 class RequestBatch(NamedTuple):

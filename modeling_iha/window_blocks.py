@@ -15,26 +15,13 @@ import torch
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from .configuration_iha import IHAConfig
+from .interleaving import window_attention
 
 
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # a build of PyTorch without it
     varlen_attn = None
-
-# The fewest queries of a block. Longer blocks copy fewer keys and compute more pairs outside the window: a block of a
-# quarter of the window copies each key five times and computes a quarter more pairs.
-MIN_BLOCK = 128
-
-
-def block_size(window: int) -> int:
-    """Return the number of queries in a block for a window of `window` keys."""
-    return max(MIN_BLOCK, window // 4)
-
-
-def beats_a_mask(length: int, window: int, varlen: bool) -> bool:
-    """Return whether windows of `window` keys go faster without a dense mask for `length` queries."""
-    return length - window > (0 if varlen else MIN_BLOCK)
 
 
 def has_varlen(config: IHAConfig, states: torch.Tensor) -> bool:
@@ -60,7 +47,7 @@ def maskless_attention(
     attention_mask: None = None,
     sliding_window: int | None = None,
     **kwargs,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output [batch, L, H, head_dim] of attention within documents and windows.
 
     Query v sees the keys u of its own document with v - sliding_window < u <= v.
@@ -72,47 +59,17 @@ def maskless_attention(
         query, key, value: [batch, H or G, L, head_dim].
     """
     if document_bounds is None:
-        return window_attention(core, module, query, key, value, sliding_window, **kwargs)
+        return window_attention(core, module, query, key, value, None, sliding_window, **kwargs)
     if has_varlen(module.config, query):  # type: ignore[arg-type]
         return varlen_attention(document_bounds, module, query, key, value, sliding_window, **kwargs)
     # The gradient of a split is one concatenation; that of each slice would be a tensor as long as all documents.
     lengths = document_bounds[0].diff().tolist()
     documents = zip(*(states.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for states in (query, key, value)))
     outputs = [
-        window_attention(core, module, q[None], k[None], v[None], sliding_window, **kwargs)[0] for q, k, v in documents
+        window_attention(core, module, q[None], k[None], v[None], None, sliding_window, **kwargs)[0]
+        for q, k, v in documents
     ]
     return torch.cat(outputs, dim=1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:]), None
-
-
-def window_attention(
-    core: Callable,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window: int | None,
-    **kwargs,
-) -> tuple[torch.Tensor, None]:
-    """Return the output [batch, L, H, head_dim] of causal attention, within `window` keys unless it is `None`."""
-    batch, _, length, _ = query.shape
-    if window is None or length <= window:
-        return core(module, query, key, value, None, **kwargs)
-    # The first queries see every key before them. As views they would keep all states for the backward pass.
-    start, query = query.split((window, length - window), dim=2)
-    first, _ = core(module, *(states[:, :, :window].contiguous() for states in (start, key, value)), None, **kwargs)
-    # The other queries go in blocks, the last one padded, each with its keys and the `window` before. No query sees
-    # the first of these. Without it, or with slices of the queries, autograd would fill zeros as long as the states.
-    block = block_size(window)
-    padding = -(length - window) % block
-    if padding > 0:  # even a padding of nothing copies
-        query, key, value = (torch.nn.functional.pad(states, (0, 0, 0, padding)) for states in (query, key, value))
-    query = query.unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
-    key, value = (each.unfold(2, block + window, block).permute(0, 2, 1, 4, 3).flatten(0, 1) for each in (key, value))
-    i = torch.arange(block, device=query.device)[:, None]
-    j = torch.arange(block + window, device=query.device)
-    mask = ((i < j) & (j <= i + window))[None, None]
-    rest, _ = core(module, query, key, value, mask, **kwargs)
-    return torch.cat((first, rest.reshape(batch, -1, *rest.shape[2:])[:, : length - window]), dim=1), None
 
 
 def varlen_attention(

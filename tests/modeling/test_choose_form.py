@@ -5,7 +5,7 @@ import torch
 from helpers import assert_close, causal_4d, logits_in_chunks, random_ids, random_model, set_core, small_config
 from transformers import DynamicCache
 
-from modeling_iha import attention_iha, input_checks, window_blocks
+from modeling_iha import attention_iha
 from modeling_iha.mask_inputs import MaskInputs, MaskKey
 from modeling_iha.masks import create_masks
 
@@ -77,16 +77,6 @@ def calls(monkeypatch):
     return calls
 
 
-@torch.no_grad()
-def test_what_a_model_takes(calls):
-    """Decode in the absorbed form, and write no form into the config.json."""
-    model = random_model(small_config(num_hidden_layers=1))
-    model.base_model.attention_form = "base"
-    logits_in_chunks(model, random_ids(1, 9), [5, 3, 1])
-    assert calls == [(1, 9)]
-    assert "attn_implementation" not in model.config.to_json_string()
-
-
 @pytest.mark.parametrize("window", [None, 3, 40])
 @pytest.mark.parametrize("implementation", ["dynamic", "static"])
 def test_generation_with_a_cache_of_any_kind(implementation, window, calls):
@@ -117,15 +107,6 @@ def test_one_token_under_a_custom_mask(calls):
         logits[form] = model(input_ids[:, 5:], attention_mask=hidden[..., 5:, :], past_key_values=cache).logits
     assert calls == [(1, 6)]
     assert_close(logits["base"], logits["virtual"], 1e-10)
-
-
-@pytest.mark.parametrize("overrides", [{}, {"layer_types": "sliding_attention", "sliding_window": 3}], ids=str)
-def test_packed_long_rows_build_no_dense_mask(overrides, monkeypatch):
-    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 0)
-    monkeypatch.setattr(window_blocks, "MIN_BLOCK", 0)
-    model = random_model(small_config(**overrides))
-    positions = torch.cat([torch.arange(n) for n in (5, 1, 4)])[None]
-    model(random_ids(1, 10), position_ids=positions, use_cache=False).logits.sum().backward()
 
 
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
@@ -159,21 +140,6 @@ def test_gradients_under_autocast():
         gradients[core] = torch.cat([p.grad.flatten() for p in model.parameters()])
     errors = {core: (gradients[core] - gradients[None]).norm() / gradients[None].norm() for core in gradients}
     assert errors["base"] < 1.2 * errors["eager"] < 0.1
-
-
-def test_only_base_states_are_kept_for_the_backward():
-    """Save nothing for the backward pass that is larger than the layer's widest projection."""
-    model = random_model(small_config(num_pseudo_heads=8, num_key_value_heads=4, num_hidden_layers=1))
-    attention = model.model.layers[0].self_attn
-    hidden = torch.randn(1, 64, 32, requires_grad=True)
-    tables = model.model.rotary_emb.tables(hidden, torch.arange(64)[None])
-    largest = {}
-    for form in (None, "recomputed"):
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
-            attention(hidden, tables, attention_form=form)
-        largest[form] = max(kept)
-    assert largest == {None: 8 * hidden.numel(), "recomputed": hidden.numel()}
 
 
 @pytest.mark.parametrize("form", [None, "base"])

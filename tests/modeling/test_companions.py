@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_close, random_ids, random_model, small_config, uncached_logits
+from helpers import LLAMA, assert_close, random_ids, random_model, small_config, uncached_logits
 from mechanism_checks import all_mechanisms
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import kinds
 from common.command_io import ROOT
-from conversion_scripts.convert_llama_to_iha import ATTENTION_KINDS
+from conversion_scripts.convert_llama_to_iha import KINDS, exact_start
 from model_cards.render import render_card
-from modeling_iha import IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_talking_heads import TalkingHeadsAttention
 from modeling_iha.package import shipped_code
@@ -59,7 +60,8 @@ def test_every_companion_is_of_a_kind():
 
 
 def test_what_is_derived():
-    assert ATTENTION_KINDS == ["iha", "talking_heads", "diff_v2", "gated", "knocking_heads", "multi_token", "dcmha"]
+    assert KINDS == sorted(kind for kind in ATTENTION_CLASSES if kinds.companion_of(kind).start)
+    assert KINDS == ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "multi_token", "talking_heads"]
     of_scores = {"score_mix", "weight_mix", "score_conv", "weight_conv", "pre_base", "post_base"}
     assert kinds.MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
 
@@ -88,8 +90,7 @@ def test_no_deviation_at_the_exact_start(kind):
         assert mechanism.deviations(attention, config)[name].any() != is_folded
 
 
-# The start of "dcmha" is that of its default options.
-STARTS = [m for m in all_mechanisms() if kinds.companion_of(m.kind).start and not (m.kind == "dcmha" and m.options)]
+STARTS = [mechanism for mechanism in all_mechanisms() if kinds.companion_of(mechanism.kind).start]
 
 
 @pytest.mark.parametrize("mechanism", STARTS, ids=str)
@@ -100,12 +101,36 @@ def test_the_exact_start_is_multi_head_attention(mechanism):
     mha = random_model(mechanism.hybrid_config(**fields, attention_kinds="mha", attention_options=None))
     state = mha.state_dict()
     for i, layer in enumerate(mha.model.layers):
-        started = companion.start(config, torch.Generator().manual_seed(i), "balanced")
+        started = exact_start(config, i, torch.Generator().manual_seed(i), "balanced")
         started |= companion.from_mha(config, layer.self_attn.state_dict())
         state |= {f"model.layers.{i}.self_attn.{name}": value for name, value in started.items()}
     model = IHAForCausalLM(config).eval()
     model.load_state_dict(state)
     assert_close(uncached_logits(model, random_ids(2, 9)), uncached_logits(mha, random_ids(2, 9)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "added"),
+    [
+        ("talking_heads", {}, ["score_mix.weight", "weight_mix.weight"]),
+        ("multi_token", {}, ["score_conv.weight", "weight_conv.weight", "score_mix.weight", "weight_mix.weight"]),
+        ("knocking_heads", {}, ["v_map.up", "v_map.gate", "v_map.down"]),
+        (
+            "knocking_heads",
+            {"queries": True, "keys": True, "values": "linear"},
+            ["q_map.weight", "k_map.weight", "v_map.weight"],
+        ),
+        ("knocking_heads", {"keys": True, "values": None}, ["k_map.weight"]),
+    ],
+    ids=str,
+)
+def test_a_new_layer_is_multi_head_attention(kind, options, added):
+    """Start every map and kernel at the identity: a Llama's weights give a Llama's logits."""
+    llama = random_model(LlamaConfig(**LLAMA), LlamaForCausalLM)
+    model = IHAForCausalLM(IHAConfig(attention_kinds=kind, attention_options={kind: options}, **LLAMA)).eval()
+    missing, unexpected = model.load_state_dict(llama.state_dict(), strict=False)
+    assert not unexpected and {name.partition("self_attn.")[2] for name in missing} == set(added)
+    assert_close(uncached_logits(model, random_ids(2, 9)), uncached_logits(llama, random_ids(2, 9)))
 
 
 def test_a_kind_without_a_companion_has_defaults(monkeypatch):

@@ -86,8 +86,7 @@ def test_forward(geometry, core):
 
 
 @pytest.mark.parametrize(
-    ("geometry", "inputs"),
-    [*product(GEOMETRIES, ["plain", "packed"]), ("windows", "padded"), ("shared", "padded")],
+    ("geometry", "inputs"), [*product(GEOMETRIES, ["plain", "packed"]), ("windows", "padded"), ("shared", "padded")]
 )
 def test_backward(geometry, inputs):
     """Compile the gradients; in float64, because the compiler rounds in another order and many layers magnify it."""
@@ -163,7 +162,6 @@ class Logits(torch.nn.Module):
 @on_sdpa_and_eager
 @for_any_length
 def test_export(geometry, core):
-    """Export one program for every length, with left padding."""
     model = geometry_model(geometry)
     set_core(model, core)
     length = torch.export.Dim("length", min=2, max=128)

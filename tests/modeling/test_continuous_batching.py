@@ -60,7 +60,6 @@ def batching(**overrides):
 
 
 def alone(model, prompt, new_tokens=NEW_TOKENS):
-    """Return the new tokens of a prompt by `generate`, and their log-probabilities."""
     config = options(max_new_tokens=new_tokens, return_dict_in_generate=True, output_logits=True)
     output = model.generate(torch.tensor([prompt]), config)
     logits = torch.stack(output.logits, dim=1)[0].float()

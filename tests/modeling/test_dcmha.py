@@ -87,13 +87,6 @@ def test_every_option_matches_reference(options):
     assert relative_error(cached, uncached_logits(model, input_ids)) < FP64
 
 
-@pytest.mark.parametrize(("options", "extra"), [({}, 2 * (2 * 2 + 1)), ({"stages": "pre", "sides": "query"}, 0)])
-def test_width_of_the_cache(options, extra):
-    """Widen keys and values by (H / G) (2 R + 1) numbers each."""
-    layer = random_model(dcmha_config(options=options))(random_ids(2, 5)).past_key_values.layers[0]
-    assert layer.keys.shape == layer.values.shape == (2, 2, 5, 8 + extra)
-
-
 # Training
 
 
@@ -153,29 +146,6 @@ def test_exact_start_from_llama(options):
 # What the paper says of its size
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_extra_parameters(head_dim, rank):
-    """Count by DCMHA, Equation 10, in each layer of 12 D^2: a share of about (2 R + 1) / (3 d)."""
-    num_heads, width = 16, 16 * head_dim
-    config = IHAConfig.from_preset(
-        "dcformer-405m",
-        hidden_size=width,
-        num_attention_heads=num_heads,
-        num_hidden_layers=1,
-        layer_types="full_attention",
-        sliding_window=None,
-        attention_options={"dcmha": {"rank": rank}},
-    )
-    with torch.device("meta"):
-        model = IHAForCausalLM(config)
-    names = ("pre_query", "pre_key", "post_query", "post_key")
-    extra = sum(p.numel() for name in names for p in getattr(model.model.layers[0].self_attn, name).parameters())
-    assert extra == 4 * width * 2 * rank * num_heads + 4 * (2 * rank * num_heads) ** 2 + 4 * width * num_heads
-    ratio, first_order = extra / (12 * width**2), (2 * rank + 1) / (3 * head_dim)
-    assert ratio - first_order == pytest.approx(4 * rank**2 / (3 * head_dim**2))  # of second order in R / d
-
-
 @pytest.mark.parametrize(
     ("preset", "size"),
     [
@@ -202,8 +172,6 @@ def test_presets_have_the_size_of_their_name(preset, size):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": "before"}, "stages='before'.*'pre' or 'post'"),
-        ({"sides": "both sides"}, "'query' or 'key'"),
         ({"num_groups": 3}, "num_groups=3.*does not divide num_attention_heads=4"),
         ({"rank": 0, "gate": False}, "composes nothing.*'mha'"),
     ],

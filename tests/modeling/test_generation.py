@@ -20,13 +20,7 @@ from helpers import (
     small_config,
     uncached_logits,
 )
-from transformers import (
-    AutoConfig,
-    DynamicCache,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from configuration_iha import PRESETS
@@ -61,7 +55,6 @@ def test_cached_equals_uncached(cpu_cores, core, geometry, positions, chunks):
 
 
 def cache_bytes(model, input_ids):
-    """Return the bytes of keys and values in the model's own cache after the input."""
     with torch.no_grad():
         cache = model(input_ids, use_cache=True).past_key_values
     assert type(cache) is DynamicCache
@@ -107,28 +100,6 @@ def test_a_cache_cut_too_short_is_refused():
 
 
 # generate()
-
-
-@pytest.mark.parametrize("geometry", ["hybrid", "window_of_1", "dcmha"])
-@pytest.mark.parametrize(
-    "options",
-    [{"do_sample": True, "top_k": 5}, {"do_sample": True, "num_return_sequences": 2}],
-    ids=["sampling", "several"],
-)
-def test_generate_is_the_same_without_cache(geometry, options):
-    model = random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}), dtype=torch.float64)
-    input_ids = random_ids(2, 6)
-    sequences = []
-    for use_cache in (True, False):
-        torch.manual_seed(0)
-        output = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            generation_config=GenerationConfig(max_new_tokens=7, pad_token_id=0, use_cache=use_cache, **options),
-        )
-        sequences.append(output)
-    assert sequences[0].shape == (2 * options.get("num_return_sequences", 1), 13)
-    assert torch.equal(*sequences)
 
 
 @pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "window_of_1", "hybrid", *OTHER_KINDS]))
@@ -265,7 +236,6 @@ def test_paper_presets_have_the_papers_size(name, extra):
 
 BAD_CONFIGS = [
     ({"num_pseudo_heads": 0}, "num_pseudo_heads=0.*at least 1"),
-    ({"num_pseudo_heads": -2}, "num_pseudo_heads=-2.*at least 1"),
     ({"num_pseudo_heads": 1.5}, "num_pseudo_heads.*int.*1.5"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3.*divide.*num_attention_heads=4"),
     ({"num_key_value_heads": 0}, "num_key_value_heads=0.*at least 1"),
@@ -274,25 +244,18 @@ BAD_CONFIGS = [
     ({"vocab_size": 0}, "vocab_size=0.*at least 1"),
     ({"intermediate_size": -1}, "intermediate_size=-1.*at least 1"),
     ({"hidden_act": "zip"}, "hidden_act='zip'.*'gelu'"),
-    ({"num_pseudo_head": 3}, "num_pseudo_head=3.*'num_pseudo_heads'"),
     ({"head_dim": 7}, "head_dim=7.*even"),
     ({"attention_kinds": "linear"}, "attention_kinds.*'linear'.*'mha', 'iha'"),
-    ({"attention_kinds": ["iha", "linear"]}, "attention_kinds.*'linear'.*'mha', 'iha'"),
-    ({"attention_kinds": []}, "attention_kinds has 0 entries.*num_hidden_layers=2"),
     ({"attention_kinds": ["iha"] * 3}, "attention_kinds has 3 entries.*num_hidden_layers=2"),
     ({"layer_types": "chunked_attention"}, "layer_types.*'chunked_attention'.*'full_attention', 'sliding_attention'"),
     ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries.*num_hidden_layers=2"),
-    ({"layer_types": "sliding_attention"}, "sliding_window=None.*at least 1"),
     ({"layer_types": "sliding_attention", "sliding_window": 0}, "sliding_window=0.*at least 1"),
     ({"layer_types": "sliding_attention", "sliding_window": 2.5}, "sliding_window.*int.*2.5"),
-    ({"sliding_window": 4}, "sliding_window=4.*no effect.*layer_types"),
-    ({"pseudo_positions": "fractional"}, "pseudo_positions='fractional'.*'interleaved', 'shared'"),
     ({"pseudo_collapse": "mean"}, "pseudo_collapse='mean'.*'per_head', 'all_heads'"),
     ({"gated_mlp": "yes"}, "gated_mlp.*bool.*yes"),
     ({"use_qk_norm": "yes"}, "use_qk_norm.*bool.*yes"),
     ({"attention_options": {"linear": {}}}, "attention_options.*'linear'.*'mha', 'iha'"),
     ({"attention_options": {"iha": None}}, "attention_options.*'iha'.*None.*dict"),
-    ({"attention_options": {"iha": {"rank": 2}}}, "attention_options.*'iha'.*'rank'.*none"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters.*rope_type.*linear.*factor"),
     ({"rope_parameters": {"rope_type": "alibi", "rope_theta": 1e4}}, "rope_parameters.*'alibi'.*'default'.*'yarn'"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.*one set"),
@@ -305,7 +268,6 @@ BAD_CONFIGS = [
 
 @pytest.mark.parametrize(("fields", "message"), BAD_CONFIGS, ids=[str(fields) for fields, _ in BAD_CONFIGS])
 def test_bad_configs_are_refused(fields, message):
-    """Refuse what cannot work where the config is built: name the field, the value and what is allowed."""
     with pytest.raises(Exception, match=f"(?s){message}"):
         small_config(**fields)
 

@@ -56,7 +56,6 @@ def positions(attention_mask):
 @pytest.mark.parametrize("core", CORES)
 @torch.no_grad()
 def test_padding_changes_no_row(core, geometry):
-    """Pad on the left, not at all, on both sides, and on the right."""
     model = geometry_model(geometry, core)
     rows, pads = [random_ids(1, n, seed=n) for n in (3, 8, 1, 5)], [(5, 0), (0, 0), (3, 4), (0, 3)]
     padded = torch.cat([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, pads)])
@@ -137,7 +136,6 @@ def test_a_custom_mask_of_older_code_hides_as_well(kind, dtype):
 
 @torch.no_grad()
 def test_a_custom_mask_that_separates_documents():
-    """Separate two documents in a row, which a padding mask can't express."""
     model = geometry_model("hybrid", "sdpa")
     first, second = random_ids(1, 4), random_ids(1, 5, seed=2)
     mask = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).tril().bool()[None, None]
@@ -199,10 +197,7 @@ def test_packed_equals_separate(core, geometry):
 # What declares the documents, and the cores that keep them apart by it.
 PACKINGS = {
     "positions": ({"position_ids": POSITIONS, "use_cache": False}, CORES),
-    "positions_in_two_rows": (
-        {"position_ids": POSITIONS.expand(2, -1), "use_cache": False, "rows": 2},
-        MASKED_CORES,
-    ),
+    "positions_in_two_rows": ({"position_ids": POSITIONS.expand(2, -1), "use_cache": False, "rows": 2}, MASKED_CORES),
     "positions_for_two_rows": ({"position_ids": POSITIONS, "use_cache": False, "rows": 2}, MASKED_CORES),
     "positions_with_a_cache": ({"position_ids": POSITIONS, "use_cache": True}, [FLASH]),
     "positions_with_a_mask": ({"position_ids": POSITIONS, "attention_mask": ONES, "use_cache": False}, [FLASH]),
@@ -307,19 +302,13 @@ def masks_for(core, geometry, rows, length, attention_mask=None, cache=None, dty
 
 @pytest.mark.parametrize("geometry", ["window", "hybrid"])
 def test_a_mask_that_would_not_fit_is_refused(geometry):
-    """Refuse 64 GiB, for a window layer of 65536 tokens and P = 2; nothing is allocated on the meta device.
-
-    On SDPA window layers run in blocks (test_window_blocks.py).
-    """
+    """Refuse 64 GiB, for a window layer of 65536 tokens and P = 2; nothing is allocated on the meta device."""
     with pytest.raises(ValueError, match="(?s)'eager' needs a mask of 64 GiB.*65536 x 2.*'flash_attention_4'.*batch"):
         masks_for("eager", geometry, 1, 65536, device="meta")
 
 
 def test_no_mask_is_refused_where_none_is_built(monkeypatch):
-    """Build none on flash cores, and on SDPA none for causal attention over the whole input.
-
-    The input may go into a static cache or have an attention_mask that hides nothing.
-    """
+    """Build none on flash cores, and on SDPA none for causal attention over the whole input."""
     no_mask = {MaskKey("full_attention", 2): None}
     assert masks_for("sdpa", "global", 1, 65536, device="meta") == no_mask
     cache = StaticCache(config=small_config(), max_cache_len=70000)
@@ -331,8 +320,7 @@ def test_no_mask_is_refused_where_none_is_built(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("core", "dtype", "entry"),
-    [("sdpa", torch.float32, 1), ("eager", torch.float32, 4), ("eager", torch.bfloat16, 2)],
+    ("core", "dtype", "entry"), [("sdpa", torch.float32, 1), ("eager", torch.float32, 4), ("eager", torch.bfloat16, 2)]
 )
 def test_the_largest_mask(core, dtype, entry, monkeypatch):
     """Build a mask of exactly the limit, of the size that was counted, and refuse it with one byte less."""
@@ -347,10 +335,7 @@ def test_the_largest_mask(core, dtype, entry, monkeypatch):
 
 @torch.no_grad()
 def test_a_large_mask_is_refused_in_every_use(monkeypatch):
-    """Refuse windows, padding, several packed rows, a chunk on a cache and a custom mask on SDPA.
-
-    A plain forward, one packed row and "mha" layers need no such mask.
-    """
+    """Refuse windows, padding, several packed rows, a chunk on a cache and a custom mask on SDPA."""
 
     def sdpa_model(**overrides):
         model = random_model(small_config(**overrides))

@@ -22,10 +22,9 @@ from helpers import (
     small_config,
     uncached_logits,
 )
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from modeling_iha import IHAForCausalLM, absorbed_decode, cpu_precision
+from modeling_iha import IHAForCausalLM, cpu_precision, interleaving
 
 
 def hybrid_config(**overrides):
@@ -45,10 +44,7 @@ def hybrid_config(**overrides):
     ],
 )
 def test_half_precision(cpu_cores, dtype, core, how):
-    """Compare logits and gradients with those in float32: weights loaded in the dtype, moved to it, or autocast.
-
-    The logits of every kind are in test_mechanisms.py.
-    """
+    """Compare logits and gradients with those in float32: weights loaded in the dtype, moved to it, or autocast."""
     config = hybrid_config(use_qk_norm=True)
     reference, input_ids = random_model(config), random_ids(2, 24)
     expected_logits = uncached_logits(reference, input_ids)
@@ -94,7 +90,7 @@ def test_half_precision_on_a_cpu_without_products_of_it(kind, core, how, monkeyp
 
     The input has a mask that is added, and decoding widens the cache in parts.
     """
-    monkeypatch.setattr(absorbed_decode, "WIDENED_TOKENS", 5)
+    monkeypatch.setattr(interleaving, "WIDENED_TOKENS", 5)
     config = small_config(attention_kinds=kind, num_key_value_heads=4)
     input_ids = random_ids(2, 12)
     mask = torch.ones(2, 12, dtype=torch.long)
@@ -246,13 +242,6 @@ def test_resized_embeddings(size, tied, tmp_path):
     assert torch.equal(uncached_logits(loaded, input_ids), resized)
 
 
-def test_tied_weights_are_saved_once(tmp_path):
-    tied = random_model(hybrid_config(tie_word_embeddings=True))
-    tied.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == set(tied.state_dict()) - {"lm_head.weight"}
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
 def test_device_map_with_disk_offload(core, tied, tmp_path):
@@ -262,10 +251,7 @@ def test_device_map_with_disk_offload(core, tied, tmp_path):
     modules = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.3", "model.norm", "lm_head"]
     device_map = {**dict.fromkeys(modules, "cpu"), "model.layers.1": "disk", "model.layers.2": "disk"}
     loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model",
-        device_map=device_map,
-        offload_folder=tmp_path / "offload",
-        attn_implementation=core,
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload", attn_implementation=core
     )
     assert {name.split(".")[2] for name, p in loaded.named_parameters() if p.is_meta} == {"1", "2"}
     input_ids = random_ids(2, 9)

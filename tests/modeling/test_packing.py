@@ -8,7 +8,6 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import (
-    CORES,
     FP64,
     GEOMETRIES,
     OTHER_KINDS,
@@ -20,7 +19,6 @@ from helpers import (
     small_config,
 )
 from tiny_training import byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig
 
@@ -31,9 +29,6 @@ from sft.training_rows import check_packing
 
 # Documents with a length of their own each; a sequence of 16 holds several.
 LENGTHS = (9, 7, 5, 5, 3, 2, 1)
-LLAMA = LlamaConfig(
-    vocab_size=61, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
-)
 
 
 def document_rows() -> Dataset:
@@ -106,19 +101,6 @@ def test_a_packed_batch_is_learned_as_its_documents_alone(geometry, core, cpu_co
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     if gradients:
         assert_gradients_match(*gradients, FP64)
-
-
-@pytest.mark.parametrize("core", CORES)
-def test_a_packed_llama_is_learned_as_its_documents_alone(core, cpu_cores, tmp_path):
-    """Train the twin that IHA is compared with on the same packed rows."""
-    model = random_model(LLAMA, LlamaForCausalLM, dtype=torch.float64)
-    model.set_attn_implementation("sdpa" if core == "base" else core)
-    trainer = packed_trainer(model, tmp_path)
-    check_packing(model, trainer.args)
-    batch = next(iter(trainer.get_train_dataloader()))
-    with torch.no_grad():
-        packed, separate = trainer.compute_loss(model, dict(batch)).item(), separate_loss(model, batch).item()
-    assert packed == pytest.approx(separate, rel=1e-6)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)

@@ -35,8 +35,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_iha import IHAConfig, IHAForCausalLM, attention_iha
-from modeling_iha.attention_iha import InterleavedHeadAttention, mix
+from modeling_iha import IHAConfig, IHAForCausalLM, interleaving
+from modeling_iha.attention_iha import InterleavedHeadAttention
+from modeling_iha.interleaving import mix
 
 
 # The reference itself
@@ -89,11 +90,7 @@ def in_each_form(cases):
 def layer_config(num_pseudo_heads, collapse, window=None, **overrides):
     window_fields = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
     return small_config(
-        num_hidden_layers=1,
-        num_pseudo_heads=num_pseudo_heads,
-        pseudo_collapse=collapse,
-        **window_fields,
-        **overrides,
+        num_hidden_layers=1, num_pseudo_heads=num_pseudo_heads, pseudo_collapse=collapse, **window_fields, **overrides
     )
 
 
@@ -165,12 +162,7 @@ ROPE_OPTIONS = {
         "short_factor": [1.0, 1.1, 1.3, 1.7],
         "long_factor": [2.0, 3.0, 4.0, 5.0],
     },
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     "proportional": {"partial_rotary_factor": 0.5},
 }
 
@@ -236,7 +228,7 @@ def test_interleaving_is_a_view(recording_core, monkeypatch):
     model = random_model(small_config(num_hidden_layers=1, num_pseudo_heads=3))
     model.set_attn_implementation("recording")
     mixed = []
-    monkeypatch.setattr(attention_iha, "mix", lambda *args: mixed.append(mix(*args)) or mixed[-1])
+    monkeypatch.setattr(interleaving, "mix", lambda *args: mixed.append(mix(*args)) or mixed[-1])
     model(random_ids(2, 5))
     value, virtual = recording_core["value"], mixed[-1]
     assert value.shape == (2, 2, 5 * 3, 8)
@@ -253,31 +245,11 @@ def test_a_new_layer_copies_its_heads_and_takes_their_mean(collapse):
     for layer in (IHAForCausalLM(config).model.layers[0].self_attn, InterleavedHeadAttention(config, 0)):
         for mixing in (layer.q_mix.weight, layer.k_mix.weight, layer.v_mix.weight):
             assert torch.equal(mixing, torch.eye(len(mixing))[..., None].expand(-1, -1, 3))
-        collapsed = attention_iha.collapse(states, layer.collapse.weight, 3)
+        collapsed = interleaving.collapse(states, layer.collapse.weight, 3)
         torch.testing.assert_close(collapsed, states.unflatten(1, (5, 3)).mean(2))
 
 
-@pytest.mark.parametrize(("num_heads", "num_pseudo_heads"), [(4, 1), (4, 3), (2, 5)])
-def test_extra_parameters(num_heads, num_pseudo_heads):
-    """Count 4 H^2 P more than multi-head attention: 3 H^2 P of mixing and H^2 P of collapse (IHA, Theorem 2)."""
-    sizes = {
-        kind: random_model(
-            small_config(
-                attention_kinds=kind,
-                num_attention_heads=num_heads,
-                num_key_value_heads=num_heads,
-                num_pseudo_heads=num_pseudo_heads,
-                pseudo_collapse="all_heads",
-                num_hidden_layers=1,
-            )
-        ).num_parameters()
-        for kind in ("mha", "iha")
-    }
-    assert sizes["iha"] - sizes["mha"] == 4 * num_heads**2 * num_pseudo_heads
-
-
 def select_pseudo_head(model, selected):
-    """Set every mixing to the identity for all pseudo-heads, and every collapse to one of them."""
     with torch.no_grad():
         for layer in model.model.layers:
             attention = layer.self_attn
@@ -317,7 +289,6 @@ def test_mha_is_contained(num_pseudo_heads, collapse):
 
 
 def test_mha_layers_are_llama():
-    """Load a Llama's state dict as it is, and give its logits."""
     llama = random_model(LlamaConfig(**LLAMA), LlamaForCausalLM)
     model = IHAForCausalLM(IHAConfig(attention_kinds="mha", **LLAMA)).eval()
     model.load_state_dict(llama.state_dict())

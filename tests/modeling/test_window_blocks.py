@@ -12,9 +12,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_iha import masks as masks_module
 from modeling_iha import window_blocks
+from modeling_iha.interleaving import MIN_BLOCK, window_attention
 from modeling_iha.mask_inputs import MaskInputs, MaskKey, find_document_bounds
 from modeling_iha.masks import create_masks
-from modeling_iha.window_blocks import MIN_BLOCK, maskless_attention, window_attention
+from modeling_iha.window_blocks import maskless_attention
 
 
 # Several blocks, the last one short.
@@ -59,14 +60,12 @@ def inputs_of(case, rows, length):
 
 
 def assert_sdpa_is_eager(model, **inputs):
-    """Compare logits and gradients on SDPA with those of a dense mask."""
     actual = logits_and_gradients(model, "sdpa", **inputs)
     for value, target in zip(actual, logits_and_gradients(model, "eager", **inputs), strict=True):
         assert_close(value, target)
 
 
 def naive(query, key, value, documents, window):
-    """Attend with one query at a time."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     rows = []
@@ -187,16 +186,6 @@ def test_a_long_chunk_on_a_cache(name, blocks):
     assert calls > 0 and len(blocks) == calls
     expected = model(input_ids, use_cache=False).logits[:, LENGTH:]
     assert_close(logits, expected)
-
-
-def test_no_dense_mask_for_a_long_input():
-    """Take 64k tokens of four pseudo-heads, for which a dense mask would need 64 GiB."""
-    config = small_config(layer_types="sliding_attention", sliding_window=512)
-    config._attn_implementation = "sdpa"
-    length, key = 65536, MaskKey("sliding_attention", 4)
-    inputs = MaskInputs(config, torch.empty(1, length, 0), position_ids=torch.arange(length)[None])
-    mask = create_masks(inputs, [key])[key]
-    assert mask.attention_mask is None and mask.document_ids.shape == (1, length)
 
 
 def varlen_stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):

@@ -1,0 +1,55 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Configure a decoder of Transformers whose heads are interleaved: the configuration of its own, and a few fields."""
+
+from functools import cache
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+
+TASKS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+AUTO_MAP = {
+    "AutoConfig": "configuration_interleaved.InterleavedConfig",
+    "AutoModel": "modeling_interleaved.InterleavedModel",
+    **{f"AutoModel{task}": f"modeling_interleaved.Interleaved{task}" for task in TASKS},
+}
+
+
+class InterleavedConfig(PreTrainedConfig):
+    """Read a saved configuration; the result is an instance of a subclass of the base model's own configuration.
+
+    Fields beside the base model's:
+        base_model_type (`str`): the model type of the base, such as "olmo2".
+        num_pseudo_heads (`int`): P of the paper.
+        pseudo_collapse (`str`): "per_head" (Algorithm 1) or "all_heads" (Definition 3).
+        interleaved_layers (`dict`): query heads, key heads and value heads of each interleaved attention module, by
+            its name in the base model.
+        interleaved_window (`int`, *optional*): window of these modules in tokens, where it is not the base's."""
+
+    # On disk. No program then takes the checkpoint for the plain base model. See `config_class`.
+    model_type = "interleaved"
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        return config_class(config_dict["base_model_type"]).from_dict(config_dict, **kwargs)
+
+
+@cache
+def config_class(base_model_type: str) -> type[PreTrainedConfig]:
+    """Return the configuration class of interleaved models of a base type.
+
+    Its instances have the base's `model_type`, by which Transformers and PEFT find what the architecture needs, such
+    as the renaming of a checkpoint's experts. The class has "interleaved", which is saved."""
+    base = CONFIG_MAPPING[base_model_type]
+
+    def from_dict(cls, config_dict: dict, **kwargs):
+        loaded = base.from_dict.__func__(cls, config_dict, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).model_type = base_model_type
+        return loaded
+
+    def to_dict(self) -> dict:
+        return {**base.to_dict(self), "base_model_type": base_model_type, "auto_map": AUTO_MAP}
+
+    namespace = {"model_type": "interleaved", "from_dict": classmethod(from_dict), "to_dict": to_dict}
+    # One name for all, because the Auto classes compare names.
+    return type("InterleavedConfig", (base,), {**namespace, "__module__": __name__, "_auto_class": "AutoConfig"})

@@ -1,0 +1,326 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Interleave the heads of a decoder of Transformers in place, without changing what it computes, and undo it.
+
+At the start every pseudo-head equals its head, and the pseudo-heads of a token share its RoPE position. The collapse
+selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal mask.
+Every layer then computes what it computed before (the inclusion of IHA, Theorem 2, in its causal form). Value offsets
+that sum to zero over the pseudo-heads make them differ without changing the result, because their keys are equal.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .configuration_interleaved import TASKS, InterleavedConfig, config_class
+from .modeling_interleaved import MIXING_MODULES, attach_mixing, core_function, interleaved_class
+from .package import flop_matched_window
+
+
+FIELDS = ("num_pseudo_heads", "pseudo_collapse", "interleaved_window", "interleaved_layers")
+# The largest difference from the base model, as a share of the largest hidden state.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+# Rounding error of the sum over the pseudo-heads of offsets that are not exact in binary.
+OFFSET_TOLERANCE = 1e-6
+
+
+class LocalInterleavedConfig(InterleavedConfig):
+    """Read a saved configuration, and have the Auto classes take its models from this package, not from its code."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig:
+        if (base := config_dict.get("base_model_type")) not in CONFIG_MAPPING:
+            raise ValueError(f"base_model_type is {base!r}: expected a model type of Transformers.")
+        for task in TASKS:
+            with suppress(ValueError):  # Transformers has no such head of this base.
+                model_class = interleaved_class(f"Interleaved{task}", config_class(base))
+                getattr(transformers, f"AutoModel{task}").register(config_class(base), model_class, exist_ok=True)
+        return super().from_dict(config_dict, **kwargs)
+
+
+def identity_mixing(num_heads: int, num_pseudo_heads: int) -> torch.Tensor:
+    """Return alpha [M, M, P] (source head, head, pseudo-head), float32, where every pseudo-head equals its head."""
+    return torch.eye(num_heads)[:, :, None].repeat(1, 1, num_pseudo_heads)
+
+
+def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str = "per_head") -> torch.Tensor:
+    """Return R [H, P] or, for "all_heads", [H, H * P], float32, where each head selects its own last pseudo-head."""
+    last = torch.zeros(1, num_pseudo_heads)
+    last[0, -1] = 1.0
+    return last.repeat(num_heads, 1) if pseudo_collapse == "per_head" else torch.kron(torch.eye(num_heads), last)
+
+
+def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw D [M, M, P], float32, within 0.25 of zero, which sums to zero over the pseudo-heads and is zero for P = 1.
+
+    The entries are multiples of 2^-7, so I + D and its sum over the pseudo-heads are exact in bfloat16 too. Rounded
+    entries would cause an error of 0.2% in the values of every layer.
+    """
+    steps = torch.randint(-16, 17, (num_heads, num_heads, num_pseudo_heads), generator=generator)
+    return (steps - steps.roll(1, dims=-1)) / 128
+
+
+def exact_start(
+    heads: Sequence[int], num_pseudo_heads: int, pseudo_collapse: str, generator: torch.Generator | None
+) -> dict[str, torch.Tensor]:
+    """Return the mixing and collapse of a layer, float32, with which it computes what it computed without them.
+
+    `heads` are the numbers of query, key and value heads. The value offsets are drawn from `generator`, and are zero
+    without one."""
+    num_heads, num_key_heads, num_value_heads = heads
+    value_mixing = identity_mixing(num_value_heads, num_pseudo_heads)
+    if generator is not None:
+        value_mixing += balanced_offsets(num_value_heads, num_pseudo_heads, generator)
+    return {
+        "q_mix.weight": identity_mixing(num_heads, num_pseudo_heads),
+        "k_mix.weight": identity_mixing(num_key_heads, num_pseudo_heads),
+        "v_mix.weight": value_mixing,
+        "collapse.weight": last_pseudo_head(num_heads, num_pseudo_heads, pseudo_collapse),
+    }
+
+
+def interleave_heads(
+    model: PreTrainedModel,
+    num_pseudo_heads: int,
+    layers: Sequence[int] | str | None = None,
+    sliding_window: int | str | None = None,
+    collapse: str = "per_head",
+    seed: int | None = 0,
+) -> PreTrainedModel:
+    """Interleave the heads of a decoder in place, without changing what it computes (IHA, Algorithm 1).
+
+    The model stays what it is to Trainer, TRL, PEFT and `generate`. `save_pretrained` writes a checkpoint that loads
+    with `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` where this package is not installed.
+
+    Args:
+        model: any decoder of Transformers whose attention goes through its attention registry.
+        num_pseudo_heads: P, at least 2. Attention costs P^2 times as much in a layer without a window.
+        layers: the indices of the layers to interleave, "paper" for four of every five (IHA, Appendix C), or `None`
+            for all causal self-attention layers.
+        sliding_window: a window for the interleaved layers in tokens, "paper" for N / (2 P^2) with the N of
+            `max_position_embeddings` (IHA, Appendix C), or `None` for the base model's own. Only inputs within the
+            window are computed as before.
+        collapse: "per_head" (Algorithm 1) or "all_heads" (Definition 3).
+        seed: of the value offsets, which make the pseudo-heads of a head differ; `None` for none.
+
+    Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
+    _check(model, num_pseudo_heads, collapse)
+    config = model.config
+    if sliding_window == "paper":
+        sliding_window = flop_matched_window(config.get_text_config().max_position_embeddings, num_pseudo_heads)
+    if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
+        raise ValueError(f'sliding_window is {sliding_window!r}: expected at least 2 tokens, "paper" or None.')
+    chosen = _choose(_record_attention(model), layers, model)
+    expected = _probe(model)
+    _attach(model, chosen, num_pseudo_heads, collapse, seed)
+    try:
+        difference = _difference(expected, _probe(model))
+        problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
+    except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
+        problem = _one_line(error)
+    if problem is not None:
+        _detach(model)
+        raise ValueError(
+            f"{config.model_type} does not compute the same with interleaved heads ({problem}), and is left as it was."
+        )
+    for each in (config, *(module.config for module in chosen)):
+        each.interleaved_window = sliding_window
+    return model
+
+
+def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model, in place, to what it was before `interleave_heads`.
+
+    Raise a ValueError where the mixing was trained, because the plain model would compute something else."""
+    names = getattr(model.config, "interleaved_layers", None)
+    if names is None:
+        raise ValueError("This model has no interleaved heads.")
+    if model.config.interleaved_window is not None:
+        raise ValueError("The interleaved layers have a window of their own, which the plain model has not.")
+    config, change = model.config, 0.0
+    for name, heads in names.items():
+        module = model.base_model.get_submodule(name)
+        moved = deviations(module, heads, config.num_pseudo_heads, config.pseudo_collapse)
+        change = max(change, *(tensor.abs().max().nan_to_num(torch.inf).item() for tensor in moved.values()))
+    if change > 0:
+        raise ValueError(
+            f"The mixing was trained: its entries are up to {change:.2g} from the start that changes nothing. The "
+            "plain model would compute something else."
+        )
+    _detach(model)
+    return model
+
+
+def deviations(
+    attention: torch.nn.Module, heads: Sequence[int], num_pseudo_heads: int, pseudo_collapse: str
+) -> dict[str, torch.Tensor]:
+    """Return the differences of a layer's mixing from an exact start, by parameter.
+
+    Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters."""
+    exact = exact_start(heads, num_pseudo_heads, pseudo_collapse, None)
+    moved = {name: attention.get_parameter(name).detach().cpu() - value for name, value in exact.items()}
+    offsets = moved["v_mix.weight"].double().sum(-1)
+    # A NaN is kept: it is not a rounding error.
+    return moved | {"v_mix.weight": offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)}
+
+
+def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"{type(model).__name__} is no model of Transformers: interleave the heads before PEFT, FSDP or "
+            "DistributedDataParallel wrap the model."
+        )
+    config = model.config
+    if hasattr(config, "interleaved_layers"):
+        raise ValueError("The heads of this model are interleaved already.")
+    if not isinstance(num_pseudo_heads, int) or num_pseudo_heads < 2:
+        raise ValueError(
+            f"num_pseudo_heads is {num_pseudo_heads!r}: expected at least 2; with 1 there is nothing to do."
+        )
+    if collapse not in ("per_head", "all_heads"):
+        raise ValueError(f'collapse is {collapse!r}: expected "per_head" or "all_heads".')
+    if not type(model).__module__.startswith("transformers.") or _class_name(model) is None:
+        raise ValueError(
+            f"{type(model).__name__} is no class of Transformers that its Auto classes load for a decoder: a saved "
+            "checkpoint could not be loaded."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{config.model_type} has an encoder: interleaving is defined for causal self-attention alone."
+        )
+    if any(weight.is_meta for weight in model.parameters()) and not hasattr(model, "hf_device_map"):
+        raise ValueError("The model is on the meta device and has no weights: load it first.")
+
+
+def _class_name(model: PreTrainedModel) -> str | None:
+    """Return the name of the interleaved class of a model's task, such as "InterleavedForCausalLM"."""
+    for task in ("", *TASKS):
+        mapped = getattr(transformers, f"AutoModel{task}")._model_mapping.get(type(model.config), ())
+        if type(model) in (mapped if isinstance(mapped, tuple) else (mapped,)):
+            return f"Interleaved{task or 'Model'}"
+    return None
+
+
+def _record_attention(model: PreTrainedModel) -> dict[torch.nn.Module, tuple[torch.Tensor, tuple[int, int, int]]]:
+    """Return queries and numbers of heads by the attention modules that call the registry in a forward."""
+    core, modules = model.config.get_text_config(decoder=True)._attn_implementation, {}
+    stock, model_type, problem = ALL_ATTENTION_FUNCTIONS.get(core), model.config.model_type, None
+
+    def record(module, query, key, value, *args, **kwargs):
+        nonlocal problem
+        name = f"{model_type} cannot be interleaved: {type(module).__name__}"
+        if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            problem = f"{name} is not marked as causal self-attention."
+        elif getattr(module, "indexer", None) is not None or getattr(module, "compressor", None) is not None:
+            problem = f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own."
+        modules[module] = query, (query.shape[1], key.shape[1], value.shape[1])
+        return (stock or core_function(core, module))(module, query, key, value, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS[core] = record
+    try:
+        _probe(model)
+    except Exception as error:  # whatever the base model's code does with a mask or a cache
+        problem = problem or f"{model_type} does not run with a padding mask and a cache: {_one_line(error)}"
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[core]
+    if not modules:
+        problem = (
+            f"{model_type} does not call attention through the registry of Transformers, so its heads cannot be "
+            "interleaved."
+        )
+    if problem is not None:
+        raise ValueError(problem)
+    return modules
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _choose(modules: dict, layers: Sequence[int] | str | None, model: PreTrainedModel) -> dict:
+    """Return the recorded modules of the chosen layers."""
+    indices = sorted({module.layer_idx for module in modules})
+    if layers == "paper":
+        layers = [index for place, index in enumerate(indices) if place % 5 != 4]
+    chosen = indices if layers is None else layers
+    if isinstance(chosen, str) or not chosen or not set(chosen) <= set(indices):
+        raise ValueError(
+            f'layers is {layers!r}: expected "paper", None, or some of the attention layers {indices} of '
+            f"{model.config.model_type}."
+        )
+    return {module: heads for module, heads in modules.items() if module.layer_idx in chosen}
+
+
+def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Return hidden states of a padded batch, and of a prompt and one token after it in the cache.
+
+    A window is shorter than the prompt meanwhile, so that it acts; flash cores take theirs from the layers."""
+    decoder, device, config = model.base_model, model.device, model.config.get_text_config(decoder=True)
+    modes = {module: module.training for module in model.modules()}
+    tokens = torch.arange(3, 17, device=device).view(2, 7) % config.vocab_size
+    window = getattr(config, "sliding_window", None)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    model.eval()
+    if window and "flash" not in config._attn_implementation:
+        config.sliding_window = min(window, 4)
+    try:
+        with torch.no_grad():
+            padded = decoder(input_ids=tokens, attention_mask=mask, use_cache=False)[0][mask.bool()]
+            prompt = decoder(input_ids=tokens[1:, :6], use_cache=True)
+            if (cache := prompt.get("past_key_values")) is None:  # some base models do not return the cache they make
+                cache = DynamicCache(config=config)
+                prompt = decoder(input_ids=tokens[1:, :6], past_key_values=cache, use_cache=True)
+            last = decoder(input_ids=tokens[1:, 6:], past_key_values=cache, use_cache=True)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        if window:
+            config.sliding_window = window
+    return [padded, prompt[0], last[0]]
+
+
+def _difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> float:
+    """Return the largest difference as a share of the largest expected value."""
+    pairs = [(one.double(), other.double()) for one, other in zip(expected, actual)]
+    return max(((one - other).abs().max() / one.abs().max()).nan_to_num(torch.inf).item() for one, other in pairs)
+
+
+def _attach(model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collapse: str, seed: int | None) -> None:
+    """Turn the model into one of an interleaved class, with an exact start."""
+    config, core = model.config, model.config._attn_implementation
+    names = {module: name for name, module in model.base_model.named_modules() if module in chosen}
+    base_model_type, class_name = config.model_type, _class_name(model)
+    config.__class__, config.model_type = config_class(base_model_type), base_model_type
+    config.interleaved_layers = {names[module]: list(heads) for module, (_, heads) in chosen.items()}
+    for each in (config, *(module.config for module in chosen)):
+        each.num_pseudo_heads, each.pseudo_collapse, each.interleaved_window = num_pseudo_heads, collapse, None
+    model.__class__ = interleaved_class(class_name, type(config))
+    attach_mixing(model)
+    model.set_attn_implementation("iha_" + core)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    for module, (query, heads) in chosen.items():
+        for name, start in exact_start(heads, num_pseudo_heads, collapse, generator).items():
+            module.get_parameter(name).data = start.to(query.device, query.dtype)
+
+
+def _detach(model: PreTrainedModel) -> None:
+    """Undo `_attach`."""
+    config, decoder = model.config, model.base_model
+    modules = [decoder.get_submodule(name) for name in config.interleaved_layers]
+    for module in modules:
+        for name in (*MIXING_MODULES, "mixing_modules"):
+            delattr(module, name)
+    for each in (config, *(module.config for module in modules)):
+        for field in FIELDS:
+            vars(each).pop(field, None)
+    if hook := vars(decoder).pop("make_cache", None):
+        hook.remove()
+    core = config._attn_implementation.removeprefix("iha_")
+    model.__class__, config.__class__ = type(model).__bases__[1], type(config).__bases__[0]
+    del config.model_type  # the class has the base's own
+    config._attn_implementation = core

@@ -1,0 +1,353 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Interleave heads (IHA, Algorithm 1): mix them into pseudo-heads, attend over virtual tokens, collapse.
+
+P pseudo-heads turn token n into the P consecutive virtual tokens n * P .. n * P + P - 1. A stock attention core runs
+over the virtual sequence. The algorithm comes first. `absorbed_attention` then computes one new token faster.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+
+
+# Cached tokens that are converted at a time where products of the cache's dtype are slow.
+WIDENED_TOKENS = 1024
+# The fewest queries of a block. Longer blocks copy fewer keys and compute more pairs outside the window: a block of a
+# quarter of the window copies each key five times and computes a quarter more pairs.
+MIN_BLOCK = 128
+
+
+class HeadMixing(nn.Module):
+    """Combine heads into pseudo-heads by learned weights, alpha of IHA, Algorithm 1, step 2.
+
+    `weight` [M, M, P] holds alpha[m, h, p], the share of head m in pseudo-head p of head h."""
+
+    def __init__(self, num_heads: int, num_pseudo_heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(num_heads).unsqueeze(-1).repeat(1, 1, num_pseudo_heads))
+
+    def init_mechanism(self, config: PreTrainedConfig):
+        """Start every pseudo-head near its own head, so that the layer starts close to MHA.
+
+        The paper gives no initialisation. The noise makes the pseudo-heads differ."""
+        noise = torch.randn_like(self.weight) * config.initializer_range
+        identity = torch.eye(self.weight.shape[0], device=noise.device, dtype=noise.dtype)
+        init.copy_(self.weight, identity.unsqueeze(-1) + noise)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Return alpha for the states. Wrappers (PEFT, offloading) act on this call, not on the weight."""
+        return self.weight
+
+
+class HeadCollapse(nn.Module):
+    """Combine pseudo-heads into heads by learned weights, R of IHA, Algorithm 1, step 5.
+
+    `weight` is [H, P] for `"per_head"`: out[h] = sum_p R[h, p] O[h, p]. It is [H, H * P] for `"all_heads"`, which also
+    sums over the heads: column h' * P + p of row h, counted from 0, is the share of pseudo-head p of head h'
+    (Definition 3)."""
+
+    def __init__(self, num_heads: int, num_pseudo_heads: int, pseudo_collapse: str):
+        super().__init__()
+        self.num_pseudo_heads = num_pseudo_heads
+        columns = num_pseudo_heads if pseudo_collapse == "per_head" else num_heads * num_pseudo_heads
+        self.weight = nn.Parameter(torch.empty(num_heads, columns))
+        self.init_mechanism()
+
+    def init_mechanism(self, config: PreTrainedConfig | None = None):
+        """Start at the mean over the pseudo-heads."""
+        identity = torch.eye(self.weight.shape[0], device=self.weight.device, dtype=self.weight.dtype)
+        if self.weight.shape[1] == self.num_pseudo_heads:
+            identity = torch.ones_like(identity[:, :1])
+        init.copy_(self.weight, identity.repeat_interleave(self.num_pseudo_heads, dim=1) / self.num_pseudo_heads)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Return R for the states, as `HeadMixing` returns alpha."""
+        return self.weight
+
+
+def mix(states: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """Return pseudo-heads [batch, N, P, M, head_dim] of heads [batch, M, N, head_dim] by alpha [M, M, P] (step 2)."""
+    num_heads, _, num_pseudo_heads = alpha.shape
+    alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
+    return torch.matmul(alpha, states.transpose(1, 2)).unflatten(2, (num_pseudo_heads, num_heads))
+
+
+def interleave(states: torch.Tensor) -> torch.Tensor:
+    """View pseudo-heads [batch, N, P, M, head_dim] as the virtual sequence [batch, M, N * P, head_dim] (step 3)."""
+    return states.flatten(1, 2).transpose(1, 2)
+
+
+def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
+    """Collapse virtual tokens [batch, N * P, H, head_dim] to heads [batch, N, H, head_dim] by R (step 5)."""
+    states, weight = states.unflatten(1, (-1, num_pseudo_heads)), weight.to(states.dtype)
+    if weight.shape[1] == num_pseudo_heads:
+        # A product and a sum keep no copy of the states for the backward pass.
+        return (states * weight.t().unsqueeze(-1)).sum(dim=2)
+    return torch.einsum("hgp,bnpgd->bnhd", weight.unflatten(1, (-1, num_pseudo_heads)), states)
+
+
+class IHAWeights(NamedTuple):
+    """Hold the weights by which an "iha" layer mixes, rotates and collapses its heads (IHA, Algorithm 1)."""
+
+    q_mix: torch.Tensor  # alpha^Q, [H, H, P]
+    k_mix: torch.Tensor  # alpha^K, [G, G, P]
+    v_mix: torch.Tensor  # alpha^V, [G, G, P]
+    collapse: torch.Tensor  # R, [H, P] or [H, H * P]
+    # (cos, sin) of R_p, each [P, head_dim]. R_p rotates pseudo-head p within its token; `None` for shared positions.
+    rotation: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate states [..., head_dim] by RoPE tables that broadcast to them."""
+    half = states.shape[-1] // 2
+    # This equals states * cos + rotate_half(states) * sin to the last bit, in fewer passes.
+    sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+    return states * cos + states.roll(half, dims=-1) * sin
+
+
+def expand(
+    states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3).
+
+    `rotation` is R_p, as in [`IHAWeights`]."""
+    states = mix(states, alpha)
+    if rotation is not None:
+        cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
+        states = rotate(states, cos, sin)
+    return interleave(states)
+
+
+def attend_interleaved(
+    core: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: IHAWeights,
+    attention_mask: torch.Tensor | None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run steps 2 to 5 on base states, which `core` sees as the virtual sequence.
+
+    `core` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. It returns the output
+    [batch, N * P, H, head_dim] and weights. Return the output [batch, N, H, head_dim] and those weights."""
+    query = expand(query, weights.q_mix, weights.rotation)
+    key = expand(key, weights.k_mix, weights.rotation)
+    value = expand(value, weights.v_mix)
+    output, attn_weights = core(query, key, value, attention_mask, **kwargs)
+    return collapse(output, weights.collapse, weights.q_mix.shape[-1]), attn_weights
+
+
+def virtual_positions(position_ids: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
+    """Return positions n * P + p of virtual tokens, [batch, N * P], from positions n of tokens, [batch, N]."""
+    offsets = torch.arange(num_pseudo_heads, device=position_ids.device)
+    return (position_ids[..., None] * num_pseudo_heads + offsets).flatten(-2)
+
+
+def virtual_kwargs(kwargs: dict, num_pseudo_heads: int) -> dict:
+    """Convert the keyword arguments by which cores find windows and packed documents to virtual tokens.
+
+    Positions become n * P + p even where RoPE shares n: a core would take a repeated position for a new document."""
+    virtual = dict(kwargs)
+    if kwargs.get("position_ids") is not None:
+        virtual["position_ids"] = virtual_positions(kwargs["position_ids"], num_pseudo_heads)
+    if kwargs.get("document_ids") is not None:
+        virtual["document_ids"] = kwargs["document_ids"].repeat_interleave(num_pseudo_heads, dim=1)
+    if kwargs.get("document_bounds") is not None:
+        bounds, longest = kwargs["document_bounds"]
+        virtual["document_bounds"] = bounds * num_pseudo_heads, longest * num_pseudo_heads
+    for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        if kwargs.get(name) is not None:
+            virtual[name] = kwargs[name] * num_pseudo_heads
+    return virtual
+
+
+class Overlay:
+    """Show an object, such as a config or a cache, with the attributes of `overrides` in place of its own."""
+
+    def __init__(self, target: Any, **overrides):
+        self._target, self._overrides = target, overrides
+
+    def __getattr__(self, name: str) -> Any:
+        return self._overrides[name] if name in self._overrides else getattr(self._target, name)
+
+
+def absorption_pays(device: torch.device, batch: int, num_keys: int) -> bool:
+    """Return whether `absorbed_attention` is faster than expanding the cached keys and values."""
+    # On a CPU, expanding is faster for few tokens (benchmarks/default_form.py). A comparison would bound exports.
+    return device.type != "cpu" or not (torch.compiler.is_exporting() or num_keys < 64 or batch * num_keys < 128)
+
+
+def absorbed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weights: IHAWeights,
+    scaling: float,
+    window: int | None = None,
+    document_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    product_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the output [batch, 1, H, head_dim] of one new token (IHA, Algorithm 1, steps 2 to 5).
+
+    It rebuilds no pseudo-key or pseudo-value, because mixing and rotation are linear. For query pseudo-head i and key
+    pseudo-head j of a head in group g,
+
+        q_i . R_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] R_j^T q_i) . k_m
+
+    The bracket is as small as a query. Mixing and rotation of the keys move into the query, and the scores are one
+    product with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the
+    collapse moves before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
+
+    Args:
+        query: [batch, H, 1, head_dim], rotated as the cached keys are.
+        key, value: [batch, G, N, head_dim]. Without a mask the last one is the new token's.
+        weights: those of the layer, with a collapse [H, P].
+        scaling: factor of the scores.
+        window: W in tokens, or `None`; ignored with a mask.
+        document_ids: int [batch or 1, N], equal where tokens may see each other, or `None`; ignored with a mask.
+        attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.
+        product_dtype: dtype of the products where those of the cache's own are slow, or `None`."""
+    # Autocast would round what is in float32 on purpose.
+    with torch.autocast(query.device.type, enabled=False):
+        batch, heads, _, head_dim = query.shape
+        num_pseudo_heads, dtype = weights.collapse.shape[1], value.dtype
+        fast_dtype = product_dtype or dtype
+        if attention_mask is None and window is not None:
+            # For all pseudo-heads but the last, the window begins one token earlier.
+            key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
+            document_ids = None if document_ids is None else document_ids[:, -window - 1 :]
+        groups, num_keys = key.shape[1:3]
+        query = query.to(fast_dtype)
+        q_mix, k_mix, v_mix = (alpha.to(fast_dtype) for alpha in weights[:3])
+        k_mix, v_mix = (alpha.repeat_interleave(heads // groups, dim=1) for alpha in (k_mix, v_mix))
+        chunk = num_keys if key.dtype == fast_dtype else WIDENED_TOKENS
+
+        query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
+        query = query.view(batch, heads, num_pseudo_heads, 1, head_dim)
+        if weights.rotation is not None:
+            cos, sin = (table.to(fast_dtype) for table in weights.rotation)
+            # R_i, then R_j^T for every j, [batch, H, i, j, head_dim]
+            query = rotate(rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)
+        # [batch, m, H * i * j, head_dim]
+        absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
+        parts = [_scores(absorbed, keys.to(fast_dtype)) for keys in key.split(chunk, dim=2)]
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # `cat` copies one tensor too
+        scores = scores.view(batch, heads, num_pseudo_heads, num_pseudo_heads, num_keys)
+
+        if attention_mask is not None:
+            # [batch, heads, i, N * j] as [batch, heads, i, j, N]
+            mask = attention_mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
+            lowest = torch.finfo(scores.dtype).min  # padding sees nothing, and -inf alone would give NaN
+            scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+        else:
+            hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
+            scores[..., -1] += hidden.triu(1)
+            if window is not None and num_keys == window + 1:
+                scores[..., 0] += hidden.tril()
+            if document_ids is not None:
+                apart = document_ids != document_ids[:, -1:]
+                scores = scores.masked_fill(apart[:, None, None, None], -torch.inf)
+        # The softmax is in float32 at least, as in the eager core.
+        probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(fast_dtype, torch.float32))
+
+        collapse = weights.collapse.to(probabilities.dtype).unsqueeze(1)
+        collapsed = torch.matmul(collapse, probabilities).to(fast_dtype)
+        collapsed = collapsed.view(batch, 1, heads * num_pseudo_heads, num_keys)
+        pairs = zip(collapsed.split(chunk, dim=-1), value.split(chunk, dim=2))
+        output = sum(torch.matmul(shares, values.to(fast_dtype)) for shares, values in pairs)
+        output = output.unflatten(2, (heads, num_pseudo_heads))  # [batch, m, H, j, head_dim]
+        return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1).to(dtype)
+
+
+def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return sum_m absorbed[m] . key[m], [batch, rows, N].
+
+    `absorbed` is [batch, G, rows, head_dim], and `key` is [batch, G, N, head_dim]."""
+    if key.device.type != "cpu":
+        return torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
+    if key.dtype == torch.float32:
+        scores = absorbed.new_zeros(len(key), absorbed.shape[2], key.shape[2])
+        for m in range(key.shape[1]):
+            scores.baddbmm_(absorbed[:, m], key[:, m].transpose(1, 2))
+        return scores
+    # One product over all cached heads rounds a score once and is faster in half precision. It goes row by row of the
+    # batch, because a batched product would first transpose the keys.
+    rows = zip(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2))
+    return torch.stack([torch.mm(queries, keys.t()) for queries, keys in rows])
+
+
+def block_size(window: int) -> int:
+    """Return the number of queries in a block for a window of `window` keys."""
+    return max(MIN_BLOCK, window // 4)
+
+
+def beats_a_mask(length: int, window: int, varlen: bool) -> bool:
+    """Return whether windows of `window` keys go faster without a dense mask for `length` queries."""
+    return length - window > (0 if varlen else MIN_BLOCK)
+
+
+def window_attention(
+    core: Callable,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output [batch, L, H, head_dim] of causal attention, within `sliding_window` keys unless it is `None`.
+
+    A dense mask of L queries and L keys would cost O(L^2) time and memory, whatever the window. Here every block of
+    queries gets the keys that its window reaches, and all blocks go through the core in one call, as a batch with one
+    small mask. The cost is O(L * window)."""
+    window = sliding_window
+    batch, _, length, _ = query.shape
+    if window is None or length <= window:
+        return core(module, query, key, value, None, **kwargs)
+    # The first queries see every key before them. As views they would keep all states for the backward pass.
+    start, query = query.split((window, length - window), dim=2)
+    first, _ = core(module, *(states[:, :, :window].contiguous() for states in (start, key, value)), None, **kwargs)
+    # The other queries go in blocks, the last one padded, each with its keys and the `window` before. No query sees
+    # the first of these. Without it, or with slices of the queries, autograd would fill zeros as long as the states.
+    block = block_size(window)
+    padding = -(length - window) % block
+    if padding > 0:  # even a padding of nothing copies
+        query, key, value = (torch.nn.functional.pad(states, (0, 0, 0, padding)) for states in (query, key, value))
+    query = query.unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
+    key, value = (each.unfold(2, block + window, block).permute(0, 2, 1, 4, 3).flatten(0, 1) for each in (key, value))
+    i = torch.arange(block, device=query.device)[:, None]
+    j = torch.arange(block + window, device=query.device)
+    mask = ((i < j) & (j <= i + window))[None, None]
+    rest, _ = core(module, query, key, value, mask, **kwargs)
+    return torch.cat((first, rest.reshape(batch, -1, *rest.shape[2:])[:, : length - window]), dim=1), None
+
+
+def keep_window_edge(past_key_values: Cache, more: list[int], sliding_window: int | None) -> None:
+    """Make each sliding layer of a fresh stock cache keep as many more tokens as `more` says, one where P > 1.
+
+    A window of W * P virtual tokens reaches from (n, p) back to (n - W, p + 1). All pseudo-heads but the last still
+    see token n - W, which a cache for a window of W tokens has dropped."""
+    for layer, tokens in zip(past_key_values.layers, more):
+        if tokens == 0 or not getattr(layer, "is_sliding", False):  # a recurrent layer does not say
+            continue
+        # A dynamic layer names its window, a static one its length. A layer that was made shorter keeps its length.
+        name = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"
+        if getattr(layer, name) != sliding_window:
+            continue
+        if layer.get_seq_length() > 0:
+            raise ValueError(
+                f"The cache was filled for a window of sliding_window={sliding_window} tokens, but a sliding layer "
+                f"of this model needs {tokens} more. Pass a new cache, or none: the model makes its own."
+            )
+        setattr(layer, name, sliding_window + tokens)
+        if layer.is_initialized and name == "max_cache_len":
+            layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])  # `generate` has allocated it

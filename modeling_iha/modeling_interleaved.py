@@ -1,0 +1,293 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Run a decoder of Transformers with interleaved heads (IHA, Algorithm 1, with one RoPE position for each token).
+
+Transformers' models call attention and make masks through two registries. Here each attention core of Transformers,
+such as "sdpa", has a second name in both, such as "iha_sdpa". Under that name a mask is over virtual tokens, and an
+attention module with mixing weights attends over virtual tokens: `virtual_mask` and `virtual_attention`. All else is
+the base model's own: its projections, RoPE, cache, generation and parallel plans.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .interleaving import (
+    HeadCollapse,
+    HeadMixing,
+    IHAWeights,
+    Overlay,
+    absorbed_attention,
+    absorption_pays,
+    attend_interleaved,
+    keep_window_edge,
+    virtual_kwargs,
+    window_attention,
+)
+
+
+MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
+
+
+def register_core(core: str) -> str:
+    """Register attention and masks over virtual tokens on a core of Transformers, and return their name."""
+    name = "iha_" + core.replace("/", "_")
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(virtual_attention, core))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
+    return name
+
+
+def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
+    """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
+
+    Pseudo-head p of token n sees what token n sees, less the pseudo-heads after p of the oldest and of its own token,
+    and with these of the token before the oldest: in a window of W tokens, the last W * P virtual tokens."""
+    make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config)
+    num_pseudo_heads = getattr(config, "num_pseudo_heads", 1)  # the towers of other media have none
+    of_tokens = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+    if kwargs["q_length"] == 1 and core == "sdpa" and of_tokens() is None:
+        return None
+
+    def sees(batch, head, query, key):
+        token, cached, later = query // num_pseudo_heads, key // num_pseudo_heads, key % num_pseudo_heads
+        same = mask_function(batch, head, token, cached)
+        before = mask_function(batch, head, token - 1, cached) & mask_function(batch, head, token, token - 1)
+        return torch.where(later <= query % num_pseudo_heads, same, before)
+
+    if attention_mask is not None:
+        attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
+    sizes = ("q_length", "kv_length", "q_offset", "kv_offset", "local_size")
+    kwargs |= {name: kwargs[name] * num_pseudo_heads for name in sizes if kwargs.get(name) is not None}
+    mask = make_mask(mask_function=sees, attention_mask=attention_mask, **kwargs)
+    if isinstance(mask, BlockMask):
+        mask.of_tokens = of_tokens()  # for layers that are not interleaved
+    return mask
+
+
+def virtual_attention(
+    core: str,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output [batch, N, H, head_dim] and the weights of an attention module, as its core does.
+
+    Queries [batch, H, N, head_dim] and keys [batch, G, K, head_dim] are rotated and cached as in the base model. A
+    module without mixing weights attends as in the base model."""
+    num_pseudo_heads = getattr(module.config, "num_pseudo_heads", 1)
+    attend_tokens, view = core_function(core, module), _stock_view(module, core, num_pseudo_heads)
+    if not hasattr(module, "q_mix"):
+        return attend_tokens(view, query, key, value, _token_mask(attention_mask, num_pseudo_heads), **kwargs)
+    window, num_queries, num_keys = module.config.interleaved_window, query.shape[2], key.shape[2]
+    _check_mask(attention_mask, core, num_queries * num_pseudo_heads, num_keys * num_pseudo_heads)
+    if kwargs.get("s_aux") is not None:
+        kwargs["s_aux"] = view.sinks
+    if window is not None:
+        kwargs["sliding_window"] = min(window, kwargs.get("sliding_window") or window)
+        attention_mask = _in_window(attention_mask, window * num_pseudo_heads)
+    weights = IHAWeights(module.q_mix(query), module.k_mix(key), module.v_mix(value), module.collapse(query), None)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
+
+    is_plain = core == "sdpa" and module.config.pseudo_collapse == "per_head" and not kwargs.get("dropout")
+    if num_queries == 1 and is_plain and absorption_pays(query.device, len(query), num_keys):
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        return absorbed_attention(query, key, value, weights, scaling, window, attention_mask=attention_mask), None
+    attend = partial(attend_tokens, view)
+    if attention_mask is None and "flash" not in core:
+        if num_queries == 1:
+            places = torch.ones(num_pseudo_heads, num_keys * num_pseudo_heads, dtype=torch.bool, device=query.device)
+            attention_mask = places.tril((num_keys - 1) * num_pseudo_heads)[None, None]
+            attention_mask = _in_window(attention_mask, window and window * num_pseudo_heads)
+        else:  # causal from position 0 on, whatever a static cache holds behind
+            key, value = key[:, :, :num_queries], value[:, :, :num_queries]
+            attend = partial(window_attention, attend_tokens, view)
+    kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
+    return attend_interleaved(attend, query, key, value, weights, attention_mask, **kwargs)
+
+
+def core_function(core: str, module: nn.Module) -> Callable:
+    """Return the attention function of a core; "eager" is in the modeling file of the base model."""
+    if core == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[core]
+
+
+def _stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
+    """Show a module to its core: flash cores read their own name, and a sink stands beside P copies of each key."""
+    overrides: dict = {}
+    if "flash" in core:
+        overrides["config"] = Overlay(module.config, _attn_implementation=core)
+    if hasattr(module, "q_mix") and getattr(module, "sinks", None) is not None:
+        overrides["sinks"] = module.sinks + math.log(num_pseudo_heads)
+    return Overlay(module, **overrides) if overrides else module
+
+
+def _token_mask(mask: Any, num_pseudo_heads: int) -> Any:
+    """Return the mask over tokens for a layer that is not interleaved: that of the last pseudo-heads."""
+    if mask is None or num_pseudo_heads == 1:
+        return mask
+    if not isinstance(mask, torch.Tensor):
+        return mask.of_tokens
+    last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
+    return mask[:, last] if mask.ndim == 2 else mask[..., last, last]
+
+
+def _in_window(mask: Any, window: int | None) -> Any:
+    """Return a mask that also hides what is `window` keys back. The last key that a query sees is its own."""
+    if mask is None or window is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        return mask
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError("flex_attention takes no sliding_window of interleaved layers: use sdpa, eager or flash.")
+    places = torch.arange(mask.shape[-1], device=mask.device)
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    too_old = places <= torch.where(visible, places, 0).amax(dim=-1, keepdim=True) - window
+    return mask & ~too_old if mask.dtype == torch.bool else mask.masked_fill(too_old, torch.finfo(mask.dtype).min)
+
+
+def _check_mask(mask, core: str, num_queries: int, num_keys: int) -> None:
+    """Raise a ValueError for a dense mask that is not over the virtual tokens."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
+        return
+    if mask.shape[-2:] != (num_queries, num_keys):
+        raise ValueError(
+            f"attention_mask is {list(mask.shape)} for {num_queries} x {num_keys} virtual tokens on {core!r}: pass "
+            "attention_mask [batch, tokens] to an interleaved model; it takes no mask of its own for each query."
+        )
+
+
+class InterleavedPreTrainedModel:
+    """Add mixing weights to a model of Transformers, whose class stands behind this one."""
+
+    def __init__(self, config: PreTrainedConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        attach_mixing(self)
+
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if init_mechanism := getattr(module, "init_mechanism", None):
+            init_mechanism(self.config)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
+        """Return the name under which the requested core attends over virtual tokens."""
+        core = attn_implementation and attn_implementation.removeprefix("iha_")
+        core = super()._check_and_adjust_attn_implementation(core, *args, **kwargs)
+        if core not in ALL_MASK_ATTENTION_FUNCTIONS:
+            raise ValueError(f"attn_implementation={core!r} makes no masks, which an interleaved model needs.")
+        return register_core(core)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        keep_edge_of_windows(self.base_model, model_kwargs.get("past_key_values"))
+        return prepared
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(
+            "Continuous batching (generate_batch, transformers serve --continuous-batching) keeps one key for each "
+            "token, and an interleaved model needs P: use generate, which takes batches too."
+        )
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return cls.__bases__[1]._supports_default_dynamic_cache()  # which asks by the name of the class
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        return False  # Checkpoints are renamed on load as the base model's are.
+
+    @classmethod
+    def is_backend_compatible(cls) -> bool:
+        return False  # The paged caches of vLLM and SGLang hold one key for each token.
+
+
+def attach_mixing(model: PreTrainedModel) -> None:
+    """Give the attention modules that the configuration names their mixing weights."""
+    config, decoder = model.config, model.base_model
+    for name, (num_heads, num_key_heads, num_value_heads) in config.interleaved_layers.items():
+        module = decoder.get_submodule(name)
+        if hasattr(module, "q_mix"):
+            continue  # A generic task head has a decoder of this package within.
+        module.q_mix = HeadMixing(num_heads, config.num_pseudo_heads)
+        module.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
+        module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
+        module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
+        module.mixing_modules = MIXING_MODULES
+    if getattr(config.get_text_config(decoder=True), "sliding_window", None):
+        decoder.make_cache = decoder.register_forward_pre_hook(_make_cache, with_kwargs=True)
+
+
+def _make_cache(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Make the cache that the decoder would make, and keep what its windows reach."""
+    kwargs.pop("logits_to_keep", None)  # Gemma 4 would leave out rows of a mask, which are of virtual tokens
+    use_cache = kwargs.get("use_cache")
+    if kwargs.get("past_key_values") is None and (decoder.config.use_cache if use_cache is None else use_cache):
+        kwargs["past_key_values"] = DynamicCache(config=decoder.config)
+    keep_edge_of_windows(decoder, kwargs.get("past_key_values"))
+    return args, kwargs
+
+
+def keep_edge_of_windows(decoder: PreTrainedModel, past_key_values: Cache | None) -> None:
+    """Make the sliding layers of a cache keep the token that a window of virtual tokens still reaches."""
+    window = getattr(decoder.config.get_text_config(decoder=True), "sliding_window", None)
+    if window is not None and past_key_values is not None:
+        # One mask serves all sliding layers, also those that are not interleaved.
+        keep_window_edge(past_key_values, [1] * len(past_key_values.layers), window)
+
+
+@cache
+def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """Return the class "InterleavedForCausalLM", or of another task, for a class of configurations.
+
+    `config_class` is a subclass of the base model's own (see configuration_interleaved.py)."""
+    auto_class = f"AutoModel{name.removeprefix('Interleaved').removeprefix('Model')}"
+    base = getattr(transformers, auto_class)._model_mapping.get(config_class.__base__, None)
+    if base is None:
+        raise ValueError(f"Transformers has no {auto_class} of {config_class.__base__.model_type!r}.")
+    if name != "InterleavedModel":  # Generic task heads build their decoder by this mapping.
+        decoder = interleaved_class("InterleavedModel", config_class)
+        transformers.AutoModel.register(config_class, decoder, exist_ok=True)
+    attributes = {"config_class": config_class, "_auto_class": auto_class, "__module__": __name__}
+    return type(name, (InterleavedPreTrainedModel, base), attributes)
+
+
+class InterleavedModel:
+    """Load a decoder without a head. `auto_map` names this class and its subclasses.
+
+    The class of the model itself depends on the base type: see `interleaved_class`."""
+
+    @classmethod
+    def from_pretrained(cls, *args, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
+        return interleaved_class(cls.__name__, type(config)).from_pretrained(*args, config=config, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
+        return interleaved_class(cls.__name__, type(config))._from_config(config, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class=None):
+        """Do nothing; the Auto classes call this after they loaded remote code."""
+
+
+class InterleavedForCausalLM(InterleavedModel): ...
+
+
+class InterleavedForSequenceClassification(InterleavedModel): ...
+
+
+class InterleavedForTokenClassification(InterleavedModel): ...
+
+
+class InterleavedForQuestionAnswering(InterleavedModel): ...

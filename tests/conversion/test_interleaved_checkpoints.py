@@ -1,0 +1,95 @@
+"""Give the commands a checkpoint of a decoder whose heads `interleave_heads` interleaved."""
+
+import sys
+
+import pytest
+import torch
+from helpers import small_config
+from tiny_training import byte_tokenizer, saved
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+from common.checkpoint_io import load_config, load_model
+from common.command_io import UserError
+from conversion_scripts import convert_iha_to_llama, convert_llama_to_iha, export, list_checkpoints, verify_conversion
+from conversion_scripts.push_to_hub import publish
+from experiments import explore_attention
+from model_cards.render import render_card
+from modeling_iha import interleave_heads
+from modeling_iha.package import INTERLEAVED_FILES
+from sft.score_reasoning import generate_replies
+
+
+FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Save a Llama and a Gemma 3, plain and with two of three layers interleaved."""
+    place, small = tmp_path_factory.mktemp("interleaved"), small_config()
+    sizes = {name: getattr(small, name) for name in FIELDS}
+    sizes |= {"vocab_size": len(byte_tokenizer()), "eos_token_id": byte_tokenizer().eos_token_id, "pad_token_id": 0}
+    sizes |= {"num_hidden_layers": 3, "max_position_embeddings": 2048, "initializer_range": 0.3, "bos_token_id": 0}
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    torch.manual_seed(0)
+    for name, model in {
+        "llama": LlamaForCausalLM(LlamaConfig(**sizes)),
+        "gemma3": Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window=6, layer_types=types)),
+    }.items():
+        saved(model, place / name)
+        saved(interleave_heads(model, 2, layers=[0, 1]), place / f"{name}-iha")
+    return place
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_commands_take_it(name, place, tmp_path, monkeypatch, capsys):
+    plain, directory = str(place / name), str(place / f"{name}-iha")
+    monkeypatch.setattr(sys, "argv", ["verify", plain, directory, "--tokens", "40", "--max-new-tokens", "9"])
+    verify_conversion.main()
+    printed = capsys.readouterr().out
+    assert "exact up to rounding" in printed
+    assert [line.split()[-1] for line in printed.splitlines() if line.startswith(("converted", "control"))] == [
+        *("agrees", "differs")
+    ]
+    explore_attention.main([directory, "abc", "--output", str(tmp_path / "page.html")])
+    assert generate_replies(load_model(directory), byte_tokenizer(), [[{"role": "user", "content": "1"}]] * 2, 2, 3)
+    kind, schedule = {"llama": ("llama", "3 full"), "gemma3": ("gemma3_text", "2 sliding of 6 + 1 full")}[name]
+    rows = {row[0]: row[1:4] for row in list_checkpoints.local_rows(place)}
+    assert rows[f"{name}-iha"] == [f"iha, {kind}", "2", schedule] and name not in rows
+    card = render_card(load_config(directory), "me/model")
+    assert f'- "{kind}": the base model\'s own layer.' in card
+    assert "vLLM, SGLang and llama.cpp do not run it" in card
+    assert "--lora_modules_to_save collapse k_mix q_mix v_mix" in card
+
+
+def test_it_is_published_with_the_code_of_this_package_alone(place, capsys):
+    options = {"license": "apache-2.0", "base_model": "none", "dry_run": True}
+    publish(place / "gemma3-iha", "me/model", **options)
+    printed = capsys.readouterr().out
+    assert {line.split()[0] for line in printed.splitlines() if ".py " in line} == set(INTERLEAVED_FILES)
+    code = place / "gemma3-iha" / "interleaving.py"
+    before = code.read_bytes()
+    code.write_bytes(before + b"# changed\n")
+    with pytest.raises(UserError, match=r"interleaving\.py of .* differs from this package's code"):
+        publish(place / "gemma3-iha", "me/model", **options)
+    code.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        (convert_llama_to_iha, ["--num-pseudo-heads", "2"], "heads of the source are interleaved already"),
+        (convert_iha_to_llama, [], "is a 'interleaved' checkpoint; expected 'iha'"),
+        (export, ["--format", "dynamo"], "is a 'interleaved' checkpoint; expected 'iha'"),
+    ],
+)
+def test_converters_and_export_refuse_it(command, options, message, place, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["command", str(place / "llama-iha"), str(tmp_path / "out"), *options])
+    with pytest.raises(UserError, match=message):
+        command.main()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_transformers_does_not_know_is_refused(place, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "interleaved", "base_model_type": "gpt-9"}')
+    with pytest.raises(UserError, match="base_model_type is 'gpt-9': expected a model type of Transformers"):
+        load_config(tmp_path)

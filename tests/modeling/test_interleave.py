@@ -1,0 +1,466 @@
+"""Test `interleave_heads`: the model computes what it computed, learns as a plain loop does, and comes back."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from helpers import assert_close, assert_gradients_match, loss_and_gradients, random_ids
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertLMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from common.checkpoint_io import run_in_clean_process
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, remove_interleaving
+from modeling_iha.configuration_interleaved import TASKS
+from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core
+
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": 1,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DECODERS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
+}
+EVERY = pytest.mark.parametrize("name", DECODERS)
+
+
+def decoder(name, core="sdpa", **fields):
+    torch.manual_seed(0)
+    model_class, config_class, own = DECODERS[name]
+    return model_class._from_config(config_class(**{**SIZES, **own, **fields}), attn_implementation=core).eval()
+
+
+def train_mixing(model):
+    """Move the mixing, as training does."""
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in model.named_parameters():
+        if name.split(".")[-2] in MIXING_MODULES:
+            weight.data += 0.3 * torch.randn(weight.shape, generator=generator).to(weight)
+    return model
+
+
+def padded(rows=2, length=27, padding=5):
+    tokens = random_ids(rows, length)
+    mask = torch.ones_like(tokens)
+    mask[0, :padding] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def logits(model, **inputs):
+    with torch.no_grad():
+        return model(**inputs, use_cache=False).logits
+
+
+# The same mechanism as kind "iha"
+
+
+WINDOWS = {"layer_types": "sliding_attention", "sliding_window": 6}
+SCHEDULE = {
+    "attention_kinds": ["iha", "iha", "mha"],
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "pseudo_collapse": "all_heads",
+}
+TWINS = {
+    "global": (LlamaForCausalLM, LlamaConfig, {}, {}, {}),
+    "window of the base": (MistralForCausalLM, MistralConfig, {"sliding_window": 6}, {}, WINDOWS),
+    "schedule": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {},
+        {"layers": [0, 1], "sliding_window": 5, "collapse": "all_heads"},
+        SCHEDULE,
+    ),
+}
+
+
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+@pytest.mark.parametrize("twin", TWINS)
+def test_interleaved_llama_is_iha_with_shared_positions(twin, core):
+    """Compare logits, gradients, packing and decoding with `IHAForCausalLM`, which the references test."""
+    model_class, config_class, own, options, iha = TWINS[twin]
+    torch.manual_seed(0)
+    model = model_class._from_config(config_class(**SIZES, **own), attn_implementation=core).eval()
+    train_mixing(interleave_heads(model, 3, **options))
+    same = {"rms_norm_eps": model.config.rms_norm_eps, "rope_parameters": model.config.rope_parameters}
+    config = IHAConfig(**SIZES, **same, num_pseudo_heads=3, pseudo_positions="shared", **iha)
+    expected = IHAForCausalLM._from_config(config, attn_implementation=core).eval()
+    expected.load_state_dict(model.state_dict())
+
+    inputs = padded()
+    tokens = inputs["input_ids"]
+    assert_close(logits(model, input_ids=tokens), logits(expected, input_ids=tokens))
+    real = inputs["attention_mask"].bool()
+    assert_close(logits(model, **inputs)[real], logits(expected, **inputs)[real])
+    packed = {"input_ids": tokens[:1], "position_ids": torch.cat((torch.arange(13), torch.arange(14)))[None]}
+    assert_close(logits(model, **packed), logits(expected, **packed))
+    loss, gradients = loss_and_gradients(model, tokens)
+    expected_loss, expected_gradients = loss_and_gradients(expected, tokens)
+    assert_close(loss, expected_loss)
+    assert_gradients_match(gradients, {name: g.double() for name, g in expected_gradients.items()}, 1e-4)
+    for options in ({}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}):
+        greedy = {"max_new_tokens": 9, "do_sample": False, **options}
+        assert model.generate(**inputs, **greedy).equal(expected.generate(**inputs, **greedy))
+
+
+# An attention of loops, as an attention core of the base model: it reads the mixing weights by itself.
+
+
+def attend_in_loops(module, query, key, value, attention_mask, scaling, softcap=None, **kwargs):
+    """Compute IHA, Algorithm 1, for full attention, from a mask over tokens."""
+    weights, dtype = [getattr(module, name).weight.double() for name in MIXING_MODULES], value.dtype
+    query, key, value = query.double(), key.double(), value.double()
+    heads, groups = query.shape[1], key.shape[1]
+    q_mix, k_mix, v_mix, shares = weights
+    pseudo_heads, output = q_mix.shape[-1], []
+    for h in range(heads):
+        g = h // (heads // groups)
+        keys = [sum(k_mix[m, g, j] * key[:, m] for m in range(groups)) for j in range(pseudo_heads)]
+        values = [sum(v_mix[m, g, j] * value[:, m] for m in range(groups)) for j in range(pseudo_heads)]
+        collapsed = 0
+        for p in range(pseudo_heads):
+            own = sum(q_mix[m, h, p] * query[:, m] for m in range(heads))
+            scores = torch.stack([own @ keys[j].transpose(1, 2) * scaling for j in range(pseudo_heads)], dim=-1)
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            hidden = (attention_mask[:, 0] != 0)[..., None].repeat(1, 1, 1, pseudo_heads)
+            n = torch.arange(query.shape[2])
+            hidden[:, n, n, p + 1 :] = True
+            scores = scores.masked_fill(hidden, -torch.inf).flatten(2)
+            collapsed = collapsed + shares[h, p] * (scores.softmax(-1) @ torch.stack(values, dim=2).flatten(1, 2))
+        output.append(collapsed)
+    return torch.stack(output, dim=2).to(dtype), None
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "qwen3_moe"])
+def test_gradients_are_those_of_a_plain_loop(name, monkeypatch):
+    fields = {"sliding_window": 64, "attn_logit_softcapping": 2.0}  # as long as no window acts
+    with monkeypatch.context() as patch:
+        patch.setitem(DECODERS, "gemma2", (Gemma2ForCausalLM, Gemma2Config, fields))
+        model = train_mixing(interleave_heads(decoder(name, "eager"), 3))
+    plain = remove_only_the_classes(copy.deepcopy(model))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "eager", attend_in_loops)
+    expected = loss_and_gradients(plain, random_ids(2, 7))
+    monkeypatch.delitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "eager")
+    loss, gradients = loss_and_gradients(model, random_ids(2, 7))
+    assert_close(loss, expected[0])
+    assert_gradients_match(gradients, {name: g.double() for name, g in expected[1].items()}, 1e-4)
+    assert all(gradient.abs().max() > 0 for name, gradient in gradients.items() if "_mix" in name)
+
+
+def remove_only_the_classes(model):
+    """Return the base model with the mixing still in it, for a core that reads it."""
+    model.__class__ = type(model).__bases__[1]
+    model.config._attn_implementation = "eager"
+    return model
+
+
+# Exact start and the way back
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"collapse": "all_heads", "layers": [1], "seed": None}])
+def test_start_changes_nothing_and_can_be_removed(name, dtype, options):
+    model, inputs = decoder(name).to(dtype), padded()
+    real, before = inputs["attention_mask"].bool(), decoder(name).to(dtype)
+    expected, names = logits(before, **inputs)[real], set(before.state_dict())
+    assert interleave_heads(model, 2, **options) is model
+    assert_close(logits(model, **inputs)[real], expected, 1e-6 if dtype == torch.float32 else 2e-2)
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+
+    assert type(remove_interleaving(model)) is type(before)
+    assert set(model.state_dict()) == names
+    assert model.config.to_dict() == before.config.to_dict()
+    assert logits(model, **inputs)[real].equal(expected)
+    interleave_heads(model, 3)  # a second time
+
+
+def test_trained_mixing_is_not_removed():
+    model = interleave_heads(decoder("llama"), 2)
+    model.model.layers[2].self_attn.k_mix.weight.data[0, 1, 1] += 0.25
+    with pytest.raises(ValueError, match=r"up to 0\.25 from the start"):
+        remove_interleaving(model)
+    with pytest.raises(ValueError, match="no interleaved heads"):
+        remove_interleaving(decoder("llama"))
+    with pytest.raises(ValueError, match="window of their own"):
+        remove_interleaving(interleave_heads(decoder("llama"), 2, sliding_window=3))
+
+
+def test_layers_and_windows_of_the_paper():
+    model = interleave_heads(decoder("llama", num_hidden_layers=6), 2, layers="paper", sliding_window="paper")
+    assert list(model.config.interleaved_layers) == [f"layers.{i}.self_attn" for i in (0, 1, 2, 3, 5)]
+    assert model.config.interleaved_window == 256 // (2 * 2**2)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: decoder("llama"), {"num_pseudo_heads": 1}, "expected at least 2"),
+        (lambda: decoder("llama"), {"collapse": "sum"}, 'expected "per_head" or "all_heads"'),
+        (lambda: decoder("llama"), {"layers": [3]}, r"some of the attention layers \[0, 1, 2\] of llama"),
+        (lambda: decoder("llama"), {"layers": []}, "some of the attention layers"),
+        (lambda: decoder("llama"), {"sliding_window": 1}, "at least 2 tokens"),
+        (lambda: interleave_heads(decoder("llama"), 2), {}, "interleaved already"),
+        (lambda: decoder("llama").model.layers[0], {}, "LlamaDecoderLayer is no model of Transformers"),
+        (lambda: get_peft_model(decoder("llama"), LoraConfig()), {}, "before PEFT, FSDP"),
+        (lambda: IHAForCausalLM(IHAConfig(**SIZES)), {}, "no class of Transformers that its Auto"),
+        (lambda: BertLMHeadModel(BertConfig(**{**SIZES, "eos_token_id": 2})), {}, "is not marked as causal"),
+        (lambda: BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4)), {}, "bloom does not call"),
+        (
+            lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_ff=32, num_layers=1)),
+            {},
+            "no class of Transformers",
+        ),
+    ],
+)
+def test_what_is_refused(make, options, message):
+    model = make()
+    state = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        interleave_heads(model, **{"num_pseudo_heads": 2, **options})
+    assert model.state_dict().keys() == state.keys()
+
+
+def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    with pytest.raises(ValueError, match="meta device"):
+        interleave_heads(model, 2)
+    # A model whose code changes its mask after it was made, and one that is computed otherwise than before.
+    model = decoder("llama")
+    forward = model.model.layers[1].self_attn.forward
+    model.model.layers[1].self_attn.forward = lambda *args, attention_mask=None, **kwargs: forward(
+        *args, attention_mask=None if attention_mask is None else attention_mask[..., :7, :7], **kwargs
+    )
+    with pytest.raises(ValueError, match=r"ValueError: attention_mask is .*left as it was"):
+        interleave_heads(model, 2)
+    assert type(model) is LlamaForCausalLM
+    assert model.config._attn_implementation == "sdpa"
+    monkeypatch.setattr("modeling_iha.interleave.last_pseudo_head", lambda heads, p, _: torch.ones(heads, p) / p)
+    with pytest.raises(ValueError, match="hidden states differ by"):
+        interleave_heads(decoder("llama"), 2)
+
+
+def test_custom_masks_and_continuous_batching_are_refused():
+    model = interleave_heads(decoder("llama"), 2)
+    with pytest.raises(ValueError, match=r"pass attention_mask \[batch, tokens\]"):
+        model(random_ids(1, 5), attention_mask=torch.ones(1, 1, 5, 5, dtype=torch.bool).tril())
+    with pytest.raises(NotImplementedError, match="use generate"):
+        model.generate_batch([[3, 4]])
+    with pytest.raises(ValueError, match="makes no masks"):
+        model.set_attn_implementation("paged|eager")
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "iha_eager"
+
+
+# Checkpoints
+
+
+LOAD = """
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+tokens = torch.tensor(request["tokens"])
+logits, missing = {}, []
+for place in request["places"]:
+    model, info = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, output_loading_info=True)
+    missing += [*info["missing_keys"], *info["unexpected_keys"]]
+    logits[place] = model(input_ids=tokens, use_cache=False).logits.tolist()
+    model.generate(tokens, max_new_tokens=2, do_sample=False)
+    model.save_pretrained(request["again"])
+    again = AutoModelForCausalLM.from_pretrained(request["again"], trust_remote_code=True, attn_implementation="eager")
+    logits[place + " again"] = again(input_ids=tokens, use_cache=False).logits.tolist()
+for task in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+    if type(model.config).__base__ not in task._model_mapping:
+        continue  # Transformers has no such head
+    head, info = task.from_pretrained(place, trust_remote_code=True, output_loading_info=True)
+    missing += [name for name in info["missing_keys"] if not name.startswith("score.")]
+    head.save_pretrained(request["head"])
+    task.from_pretrained(request["head"], trust_remote_code=True)
+try:
+    AutoModelForCausalLM.from_pretrained(place, trust_remote_code=False)
+    trusted = "loaded"
+except ValueError as error:
+    trusted = str(error)
+result = {"logits": logits, "missing": missing, "trusted": trusted}
+"""
+
+
+@EVERY
+def test_checkpoint_loads_where_the_package_is_not_installed(name, tmp_path):
+    model = train_mixing(interleave_heads(decoder(name), 2, layers=[0, 1]))
+    tokens = random_ids(2, 11)
+    expected = logits(model, input_ids=tokens)
+    model.save_pretrained(tmp_path / "model")
+    assert {path.name for path in (tmp_path / "model").glob("*.py")} == {
+        *("configuration_interleaved.py", "modeling_interleaved.py", "interleaving.py")
+    }
+    request = {"tokens": tokens.tolist(), "again": str(tmp_path / "again"), "head": str(tmp_path / "head")}
+    answer = run_in_clean_process(LOAD, request | {"places": [str(tmp_path / "model")]})
+    assert answer["missing"] == []
+    assert len(answer["logits"]) == 2
+    for found in answer["logits"].values():
+        assert_close(torch.tensor(found), expected)
+    assert "trust_remote_code=True" in answer["trusted"]
+
+
+def test_config_of_a_checkpoint_names_no_plain_model(tmp_path):
+    interleave_heads(decoder("llama"), 2).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model_type"], config["base_model_type"]) == ("interleaved", "llama")
+    assert config["architectures"] == ["InterleavedForCausalLM"]
+    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", *(f"AutoModel{task}" for task in TASKS)}
+
+
+def test_classifier_is_interleaved_in_place_and_loaded(tmp_path):
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**SIZES)).eval()
+    tokens = random_ids(1, 9)
+    before = model(tokens).logits
+    assert_close(interleave_heads(model, 2)(tokens).logits, before)
+    expected = train_mixing(model)(tokens).logits
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, trust_remote_code=True)
+    assert_close(loaded(tokens).logits, expected)
+
+
+# Other libraries
+
+
+LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "modules_to_save": list(MIXING_MODULES)}
+
+
+@EVERY
+def test_adapter_with_the_mixing_is_saved_loaded_and_merged(name, tmp_path):
+    model = get_peft_model(interleave_heads(decoder(name), 2), LoraConfig(**LORA))
+    assert any("q_mix" in name for name, weight in model.named_parameters() if weight.requires_grad)
+    train_mixing(model)
+    for name_, weight in model.named_parameters():
+        if "lora_B" in name_:
+            weight.data.normal_(std=0.1)
+    tokens = random_ids(2, 9)
+    expected = logits(model.eval(), input_ids=tokens)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(interleave_heads(decoder(name), 2, seed=9), tmp_path).eval()
+    assert_close(logits(loaded, input_ids=tokens), expected)
+    merged = loaded.merge_and_unload()
+    assert_close(logits(merged, input_ids=tokens), expected)
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
+    assert_close(logits(again, input_ids=tokens), expected)
+
+
+@EVERY
+def test_layers_may_be_offloaded(name, tmp_path):
+    model, tokens = train_mixing(interleave_heads(decoder(name), 2)), random_ids(2, 9)
+    expected = logits(model, input_ids=tokens)
+    model.save_pretrained(tmp_path / "model")
+    places = {f"model.{part}": "cpu" for part, _ in model.model.named_children() if part != "layers"}
+    places |= {"lm_head": "cpu", **{f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(3)}}
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", trust_remote_code=True, device_map=places, offload_folder=str(tmp_path / "offload")
+    )
+    assert loaded.model.layers[1].self_attn.q_mix.weight.is_meta
+    assert_close(logits(loaded, input_ids=tokens), expected)
+
+
+@EVERY
+def test_compilation_makes_no_more_graphs_than_the_base(name):
+    def compiled(model):
+        graphs = []
+        torch._dynamo.reset()
+        backend = lambda module, _: graphs.append(module) or module.forward  # noqa: E731
+        with torch.no_grad():
+            found = torch.compile(model, backend=backend)(input_ids=random_ids(2, 9), use_cache=False).logits
+        return len(graphs), found
+
+    model = decoder(name)
+    graphs, expected = compiled(model)
+    found = compiled(interleave_heads(model, 2))
+    assert found[0] <= graphs
+    assert_close(found[1], expected)
+
+
+@EVERY
+def test_checkpointing_changes_no_gradient(name):
+    model = train_mixing(interleave_heads(decoder(name), 2)).train()
+    loss, expected = loss_and_gradients(model, random_ids(2, 9))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again, gradients = loss_and_gradients(model, random_ids(2, 9))
+    assert_close(again, loss)
+    assert_gradients_match(gradients, {name: g.double() for name, g in expected.items()}, 1e-5)
+
+
+def test_flash_cores_get_virtual_lengths(monkeypatch):
+    """Record what a flash core is called with: on a CPU none runs."""
+    calls = []
+
+    def record(module, query, key, value, attention_mask, **kwargs):
+        calls.append((module.config._attn_implementation, attention_mask, kwargs))
+        return query.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", record)
+    model = interleave_heads(decoder("gemma3"), 2, layers=[0, 1], sliding_window=4)
+    model.config._attn_implementation = register_core("flash_attention_2")
+    inputs = padded(length=9)
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "max_length_q": 5}
+    model(**inputs, **bounds, use_cache=False)
+    names, masks, options = zip(*calls)
+    assert set(names) == {"flash_attention_2"}
+    assert [mask.shape[1] for mask in masks] == [18, 18, 9]
+    assert masks[0].equal(inputs["attention_mask"].bool().repeat_interleave(2, dim=1))
+    assert masks[2].equal(inputs["attention_mask"].bool())
+    assert [each.get("sliding_window") for each in options] == [8, 8, 6]
+    assert [each["cu_seq_lens_q"].tolist() for each in options] == [[0, 8, 18], [0, 8, 18], [0, 4, 9]]
+    assert [each["max_length_q"] for each in options] == [10, 10, 5]
+
+
+def test_cost_of_the_mixing_is_what_the_paper_counts():
+    """Compare with 4 H^2 P extra parameters for G = H and a collapse over all heads (IHA, Theorem 2)."""
+    model = decoder("llama", num_key_value_heads=4)
+    before = model.num_parameters()
+    interleave_heads(model, 3, collapse="all_heads")
+    assert model.num_parameters() - before == 3 * 4 * 4**2 * 3
+    assert math.isfinite(model(random_ids(1, 3)).logits.sum())

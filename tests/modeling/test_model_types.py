@@ -1,0 +1,127 @@
+"""Interleave tiny models whose code differs most, and check every refusal and the page of all model types.
+
+`python -m experiments.model_types` tries all types; `try_type` of this command compares one with itself.
+"""
+
+import json
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from common.command_io import ROOT, UserError
+from experiments import model_types
+from experiments.model_types import document, outputs, tiny_config, tiny_model, try_type
+from modeling_iha import interleave_heads
+
+
+EXACT = {
+    "bart": "a decoder of an encoder-decoder, with learned positions",
+    "bert": "an encoder as a decoder",
+    "cohere2": "windows, and layers without RoPE",
+    "ctrl": "no positions for packed rows",
+    "deepseek_v3": "latent attention, whose keys are wider than its values, and experts that are renamed on load",
+    "gemma2": "soft caps, on eager",
+    "gemma3_text": "windows, and a RoPE of their own",
+    "gemma4_text": "shared keys and values, whose layers take the last token of a prompt only",
+    "gpt2": "one projection for queries, keys and values",
+    "gpt_neox": "RoPE on a part of a head",
+    "gpt_oss": "attention sinks, on eager",
+    "granitemoehybrid": "Mamba layers and attention",
+    "lfm3": "convolutions, windows and attention",
+    "llama4_text": "chunks, and layers without RoPE",
+    "minimax": "a cache of its own",
+    "modernbert-decoder": "windows on both sides in its encoder",
+    "olmo2": "norms of queries and keys over all heads",
+    "opt": "positions from the padding mask",
+    "phi": "biases everywhere",
+    "qwen3_5": "recurrent layers, within a model of several media",
+    "qwen3_moe": "experts",
+    "recurrent_gemma": "a cache that its decoder does not return",
+    "starcoder2": "a window in all layers",
+    "zamba": "one attention module at several depths",
+}
+REGISTRY = "does not call attention through the registry of Transformers, so its heads cannot be interleaved."
+CHOOSES = "chooses or compresses the keys of each query, in a mask over tokens of its own."
+REFUSED = {
+    **dict.fromkeys(("bloom", "doge", "falcon", "gptj", "mpt", "rwkv", "xlstm"), REGISTRY),
+    "deepseek_v32": f"cannot be interleaved: DeepseekV32Attention {CHOOSES}",
+    "deepseek_v4": f"cannot be interleaved: DeepseekV4Attention {CHOOSES}",
+    "minimax_m3_vl_text": f"cannot be interleaved: MiniMaxM3VLAttention {CHOOSES}",
+    "blt": "cannot be interleaved: BltCrossAttention is not marked as causal self-attention.",
+    "mllama": "is no class of Transformers that its Auto classes load for a decoder: a saved checkpoint could not",
+    # Its cache has a window that its masks have not.
+    "moshi": "does not compute the same with interleaved heads (hidden states differ by",
+    # It adds a bias over tokens to the mask.
+    "inkling_text": "does not compute the same with interleaved heads (RuntimeError: The size of tensor",
+}
+
+
+@pytest.mark.parametrize("model_type", EXACT)
+def test_exact(model_type):
+    row = try_type(model_type)
+    assert row["verdict"] == "exact", row
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused(model_type):
+    row = try_type(model_type)
+    assert row["verdict"] == "refused" and REFUSED[model_type] in row["reason"], row
+
+
+def test_encoder(monkeypatch):
+    monkeypatch.setitem(model_types.FIELDS, "bert", {})
+    row = try_type("bert")
+    assert row == {
+        "verdict": "refused",
+        "reason": "bert cannot be interleaved: BertSelfAttention is not marked as causal self-attention.",
+    }
+
+
+@pytest.mark.parametrize("model_type", ["moshi", "inkling_text", "minimax_m3_vl_text"])
+def test_refusal_leaves_the_model(model_type):
+    """A refusal before and after the mixing was attached, on a window that the check shortens."""
+    model = tiny_model(model_type)
+    before, config, kind = outputs(model), model.config.to_dict(), type(model)
+    with pytest.raises(ValueError):
+        interleave_heads(model, 2)
+    assert (type(model), model.config.to_dict()) == (kind, config)
+    assert not any("mix" in name for name, _ in model.named_parameters())
+    assert all(logits.equal(before[name]) for name, logits in outputs(model, before).items())
+
+
+def test_probe_reaches_past_windows():
+    """Without a shorter window, 7 tokens would show nothing of one of 3,000."""
+    config = tiny_config("moshi")
+    config.sliding_window = 3000
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match="hidden states differ"):
+        interleave_heads(model, 2)
+    assert model.config.sliding_window == 3000
+
+
+@pytest.mark.parametrize("model_type", ["hrm_text", "zamba"])
+def test_modules_of_one_index(model_type):
+    """Two stacks of layers count from 0, or none has an index."""
+    model = interleave_heads(tiny_model(model_type), 2)
+    assert len(model.config.interleaved_layers) == {"hrm_text": 4, "zamba": 2}[model_type]
+
+
+def test_command_fails_on_a_difference(monkeypatch, capsys):
+    monkeypatch.setattr(model_types, "try_type", lambda name: {"verdict": "DIFFERS", "full": 1.0})
+    with pytest.raises(UserError, match="Neither exact nor refused: llama"):
+        model_types.main(["--types", "llama"])
+    assert capsys.readouterr().out.splitlines()[-1] == "1 DIFFERS"
+
+
+def test_page():
+    record = json.loads((ROOT / "experiments" / "results" / "model_types.json").read_text(encoding="utf-8"))
+    table = record.pop("types")
+    assert (ROOT / "docs" / "MODEL_TYPES.md").read_text(encoding="utf-8") == document(table, record)
+    verdicts = [row["verdict"] for row in table.values()]
+    assert verdicts.count("exact") >= 110 and set(verdicts) == {"exact", "refused", "not built"}
+    if record["transformers"] == transformers.__version__:
+        assert list(table) == list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

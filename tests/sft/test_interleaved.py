@@ -1,0 +1,148 @@
+"""Train decoders of Transformers whose heads are interleaved, by recipes and by TRL's own trainer."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import random_ids
+from tiny_training import byte_tokenizer, interrupted_at, recipe, saved, sizes, training_rows, write_jsonl
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from trl import SFTConfig, SFTTrainer
+
+from common.checkpoint_io import load_in_clean_process, load_model
+from common.command_io import UserError
+from kinds import is_mixing
+from modeling_iha import interleave_heads
+from sft import train
+from sft.trainer import MixingTrainer
+
+
+SIZES = {
+    "vocab_size": len(byte_tokenizer()),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": byte_tokenizer().eos_token_id,
+    "initializer_range": 0.2,
+}
+LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DECODERS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, LAYERS),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
+}
+
+
+def decoder(name):
+    torch.manual_seed(0)
+    model_class, config_class, own = DECODERS[name]
+    return model_class(config_class(**{**SIZES, **own}))
+
+
+def arguments(tmp_path, model, name, **keys) -> list[str]:
+    rows = write_jsonl(tmp_path / "rows.jsonl", training_rows(20))
+    return ["--config", recipe("demo"), *sizes(str(tmp_path / model), rows, tmp_path / name, **keys)]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("llama", {"packing": "true"}), ("qwen3_moe", {}), ("gemma3", {"use_peft": "true", "lora_dropout": 0})],
+)
+def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
+    saved(decoder(name), tmp_path / "plain")
+    keys |= {"num_pseudo_heads": 2}
+    with interrupted_at(MixingTrainer, 4):
+        train.main(arguments(tmp_path, "plain", "resumed", **keys))
+    for run in ("resumed", "whole"):
+        train.main(arguments(tmp_path, "plain", run, **keys))
+    resumed, whole = (load_model(tmp_path / run / "final") for run in ("resumed", "whole"))
+    assert type(resumed).__name__ == "InterleavedForCausalLM"
+    for (key, weight), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(weight, other, atol=1e-6), key
+    assert json.loads((tmp_path / "whole" / "run.json").read_text())["recipe"]["num_pseudo_heads"] == 2
+    curves = json.loads((tmp_path / "whole" / "curves.json").read_text())
+    assert max(rate for _, rate in curves["mixing_learning_rate"]) == pytest.approx(40e-4)
+    assert curves["mixing_distance"][-1][1] > 0
+    card = (tmp_path / "whole" / "final" / "README.md").read_text()
+    assert "interleaved-head-attention" in card and "Fine-tuned from plain" in card
+
+    if not keys.get("use_peft"):
+        return  # tests/modeling/test_interleave.py loads such a checkpoint in a clean process
+    chat = [{"role": "user", "content": "1+1?"}]
+    reply = load_in_clean_process(tmp_path / "whole" / "final", chat, 4)
+    assert reply["module"].startswith("transformers_modules.")
+    inputs = byte_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    output = whole.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert output[0, inputs["input_ids"].shape[1] :].tolist() == reply["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"num_pseudo_heads": 3}, "states num_pseudo_heads=3 and .* has 2: give the plain base model"),
+        ({"attention_form": "base"}, "no 'iha' layer"),
+        (
+            {"gradient_checkpointing": "true", "gradient_checkpointing_kwargs": '{"selective": true}'},
+            "selective keeps .* 2 times",
+        ),
+    ],
+)
+def test_what_does_not_fit_an_interleaved_model_is_refused(keys, named, tmp_path):
+    saved(interleave_heads(decoder("llama"), 2), tmp_path / "model")
+    with pytest.raises(UserError, match=named):
+        train.main(arguments(tmp_path, "model", "run", **keys))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_packed_rows_have_the_loss_of_padded_ones(name, tmp_path):
+    """Compare a step of TRL's trainer on packed rows (bfd) with one on padded rows."""
+    rows = [{"input_ids": ids[:length].tolist()} for ids, length in zip(random_ids(6, 30), (30, 9, 17, 5, 22, 11))]
+    losses = {}
+    for packing in (False, True):
+        model = interleave_heads(decoder(name), 2)
+        before = {key: weight.detach().clone() for key, weight in model.named_parameters() if is_mixing(key)}
+        options = {"packing": packing, "packing_strategy": "bfd", "max_length": 32, "max_steps": 1}
+        args = SFTConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=6,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            **options,
+        )
+        trainer = SFTTrainer(
+            model, args=args, train_dataset=Dataset.from_list(rows), processing_class=byte_tokenizer()
+        )
+        assert len(trainer.train_dataset) == (4 if packing else 6)
+        trainer.train()
+        losses[packing] = trainer.state.log_history[0]["loss"]
+        assert all(not weight.equal(before[key]) for key, weight in model.named_parameters() if key in before)
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+
+
+def test_auto_classes_load_an_interleaved_model_without_its_code(tmp_path):
+    interleave_heads(decoder("olmo2"), 2).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model).__module__ == "modeling_iha.modeling_interleaved"
