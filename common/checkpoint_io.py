@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import gguf
 import torch
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from pydantic import AfterValidator, Field
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -44,16 +44,14 @@ from transformers.utils import (
     logging,
 )
 from transformers.utils.hub import get_checkpoint_shard_files
+from typing_extensions import TypedDict
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
-from common.command_io import UserError, file_sha256, one_line, read_json
+from common.command_io import LOADED, UserError, file_sha256, locate_checkpoint, one_line, read_json
 from common.foreign_code import code_elsewhere
 from modeling_iha import cpu_precision
 from modeling_iha.configuration_iha import MAX_LAYERS
 
-
-# The files of a checkpoint's directory that decide what is loaded.
-_LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
 
 # How the names of a tokenizer's files start: of Transformers, SentencePiece, BPE and Mistral.
 _TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
@@ -64,6 +62,27 @@ _ADVICE = {
     "deserializing header": "safetensors are damaged, or only a pointer of Git LFS: fetch it again (git lfs pull)",
     "weights_only": "it is damaged, or a pickle of more than tensors, which is not read because it could run any code",
 }
+
+
+def _is_dtype(name: str | None) -> str | None:
+    if name is not None and not isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype):
+        raise ValueError("expected the name of a PyTorch type, such as 'bfloat16'")
+    return name
+
+
+class _Entries(TypedDict, total=False):
+    """Hold the entries of a config.json over which Transformers trips without a word, or which it does not check."""
+
+    auto_map: dict
+    quantization_config: dict | None
+    dtype: Annotated[str | None, AfterValidator(_is_dtype)]
+    torch_dtype: Annotated[str | None, AfterValidator(_is_dtype)]
+    # Lists with an entry for each of these are made as soon as a config is read.
+    num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)] | None
+    num_labels: Annotated[int, Field(le=100_000)] | None
+    # Of the forward.
+    is_causal: bool
+    return_dict: Literal[True]
 
 
 @contextmanager
@@ -84,28 +103,12 @@ def _refusing(what: str) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _locate(source: str | os.PathLike) -> tuple[str, dict]:
-    """Return the first argument of `from_pretrained` for `source` and, for a GGUF file, its keyword argument."""
-    path = Path(source).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UserError(f"{source} does not exist: expected a GGUF file.")
-        return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
-        return str(path), {}
-    try:
-        validate_repo_id(str(source))
-    except HFValidationError:
-        raise UserError(f"{source} is neither a directory, nor a GGUF file, nor a Hub id such as org/name.") from None
-    return str(source), {}
-
-
 def load_config(source: str | os.PathLike) -> Any:
     """Return the configuration, in the class that it names, of a checkpoint: a directory, a Hub id or a GGUF file.
 
     Raise `UserError`.
     """
-    location, arguments = _locate(source)
+    location, arguments = locate_checkpoint(source)
     if not arguments:
         load_config_dict(source)
     with _refusing(f"{source} has no usable configuration"):
@@ -151,12 +154,11 @@ def load_config_dict(source: str | os.PathLike) -> dict:
 
     Raise `UserError`.
     """
-    location, _ = _locate(source)
+    location, _ = locate_checkpoint(source)
     with _refusing(f"{source} has no usable configuration"):
         if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
             raise UserError(f"it holds no {CONFIG_NAME}.")
-        entries = read_json(str(cached_file(location, CONFIG_NAME)))
-        _check_entries(entries)
+        entries = read_json(str(cached_file(location, CONFIG_NAME)), _Entries)
         if elsewhere := code_elsewhere(entries):
             raise UserError(
                 f"{', '.join(elsewhere)} would load what is not in the checkpoint. Remove this from its {CONFIG_NAME}."
@@ -164,30 +166,9 @@ def load_config_dict(source: str | os.PathLike) -> dict:
     return entries
 
 
-def _check_entries(entries: dict) -> None:
-    """Raise a `UserError` that names an entry of a config.json over which Transformers trips without naming it."""
-    defaults: dict[str, dict | None] = {"auto_map": {}, "quantization_config": None}
-    for key, default in defaults.items():
-        if (value := entries.get(key, default)) is not default and not isinstance(value, dict):
-            raise UserError(f"{key} is {value!r}; expected an object.")
-    # Lists with an entry for each layer are made as soon as a config is read.
-    if isinstance(layers := entries.get("num_hidden_layers"), int) and layers > MAX_LAYERS:
-        raise UserError(f"num_hidden_layers is {layers}; expected at most {MAX_LAYERS}.")
-    for key in ("dtype", "torch_dtype"):
-        name = entries.get(key, "float32")
-        if name is not None and not isinstance(getattr(torch, str(name).removeprefix("torch."), None), torch.dtype):
-            raise UserError(f"{key} is {name!r}; expected the name of a PyTorch type, such as 'bfloat16'.")
-
-
 def _optional_file(location: str, name: str) -> str | None:
-    """Return the local path of a file of a directory or Hub id, or `None` if the checkpoint has no such file.
-
-    Raise `UserError` for a broken link and for a folder of that name, which Transformers would treat as absent.
-    """
-    file = cached_file(location, name, _raise_exceptions_for_missing_entries=False)
-    if file is None and os.path.lexists(os.path.join(location, name)):
-        raise UserError(f"{os.path.join(location, name)} is no file, or a link to none.")
-    return file
+    """Return the local path of a file of a directory or Hub id, or `None` if the checkpoint has no such file."""
+    return cached_file(location, name, _raise_exceptions_for_missing_entries=False)
 
 
 def check_no_adapter(source: str | os.PathLike) -> None:
@@ -195,7 +176,7 @@ def check_no_adapter(source: str | os.PathLike) -> None:
 
     Raise `UserError`.
     """
-    location, _ = _locate(source)
+    location, _ = locate_checkpoint(source)
     with _refusing(f"{source} has no usable configuration"):
         adapter = _optional_file(location, "adapter_config.json")
     if adapter is not None:
@@ -210,7 +191,7 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
 
     Raise `UserError` for a file that cannot be read, which Transformers would ignore without a warning.
     """
-    location, _ = _locate(source)
+    location, _ = locate_checkpoint(source)
     with _refusing(f"{source} has no usable {GENERATION_CONFIG_NAME}"):
         file = _optional_file(location, GENERATION_CONFIG_NAME)
         entries = {} if file is None else read_json(file)
@@ -221,18 +202,18 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
         return None if file is None else GenerationConfig.from_dict(entries)
 
 
-def check_index(location: str) -> None:
-    """Raise `UserError` if an index of weights is damaged or names a file outside its directory."""
+class _Index(TypedDict):
+    metadata: dict
+    weight_map: dict[str, str]
+
+
+def _check_index(location: str) -> None:
+    """Raise `UserError` if an index of weights is damaged or names a file that is not beside it."""
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        if (file := _optional_file(location, name)) is None:
-            continue
-        index = read_json(file)
-        for field in ("metadata", "weight_map"):
-            if not isinstance(index.get(field), dict):
-                raise UserError(f"{name} has {field}={index.get(field)!r}: expected an object.")
-        for tensor, shard in index["weight_map"].items():
-            if not isinstance(shard, str) or Path(shard).is_absolute() or ".." in Path(shard).parts:
-                raise UserError(f"{name} looks for {tensor} in {shard!r}: expected a file of the same directory.")
+        if (file := _optional_file(location, name)) is not None:
+            for tensor, shard in read_json(file, _Index)["weight_map"].items():
+                if Path(shard).name != shard:
+                    raise UserError(f"{name} looks for {tensor} in {shard!r}: expected a file of the same directory.")
 
 
 def _check_shards(location: str) -> None:
@@ -272,9 +253,8 @@ def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
     They come from one file or several: safetensors or, if there are none, PyTorch's pickles, from which only tensors
     are read. Raise `UserError`.
     """
-    location, _ = _locate(source)
+    files = weight_files(source)
     with _refusing(f"The weights of {source} cannot be read"):
-        files = _weight_files(location)
         weights = {key: tensor for path in files for key, tensor in load_state_dict(path).items()}
     if not files:
         raise UserError(
@@ -283,28 +263,39 @@ def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _weight_files(location: str) -> list[str]:
-    """Return the local paths of the weights that a load reads, which may be none."""
-    check_index(location)
-    _check_shards(location)
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        if (file := _optional_file(location, name)) is not None:
-            return get_checkpoint_shard_files(location, file)[0] if name.endswith(".json") else [file]
+def weight_files(source: str | os.PathLike) -> list[str]:
+    """Return the local paths of the weights that a load of a directory or Hub id reads, which may be none.
+
+    Raise `UserError` for an index or shards that contradict each other.
+    """
+    location, _ = locate_checkpoint(source)
+    with _refusing(f"The weights of {source} cannot be read"):
+        _check_index(location)
+        _check_shards(location)
+        for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+            if (file := _optional_file(location, name)) is not None:
+                return get_checkpoint_shard_files(location, file)[0] if name.endswith(".json") else [file]
     return []
 
 
-def check_shapes(source: str | os.PathLike, config: PreTrainedConfig) -> None:
-    """Refuse weights whose shapes are not those that `config` asks for, and name the first such tensor.
-
-    Only the headers of safetensors are read and no tensor is made, because one of a wrong size may fill the memory.
-    Raise `UserError`.
-    """
+def weight_shapes(source: str | os.PathLike) -> dict[str, list[int]]:
+    """Return the shape of each tensor by the headers of the safetensors that a load of `source` reads."""
     shapes: dict[str, list[int]] = {}
-    with _refusing(f"{source} cannot be loaded"):
-        for file in _weight_files(_locate(source)[0]):
+    files = weight_files(source)
+    with _refusing(f"The weights of {source} cannot be read"):
+        for file in files:
             if file.endswith(".safetensors"):
                 with safe_open(file, "pt") as tensors:
                     shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    return shapes
+
+
+def _check_shapes(source: str | os.PathLike, config: PreTrainedConfig) -> None:
+    """Refuse weights whose shapes are not those that `config` asks for, and name the first such tensor.
+
+    No tensor is made, because one of a wrong size may fill the memory. Raise `UserError`.
+    """
+    shapes = weight_shapes(source)
     layers = [int(number) for name in shapes for number in re.findall(r"\.(\d+)\.", name)[:1]]
     if not layers or getattr(config, "quantization_config", None):
         return
@@ -338,22 +329,18 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.P
 def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig | None = None) -> Any:
     """Return the causal language model in `source`, of the class that its config names, on CPU, in eval mode.
 
-    Args:
-        source: a directory, a Hub id or a GGUF file, which is dequantised.
-        dtype (`str` or `torch.dtype`): of the weights; "auto" keeps the checkpoint's.
-        config: takes the place of the checkpoint's own.
-
+    It comes from a directory, a Hub id or a GGUF file, which is dequantised, and `config` takes the place of its own.
     Raise `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns) or are not
     finite in that dtype, or if there is a generation config that cannot be read.
     """
-    location, arguments = _locate(source)
+    location, arguments = locate_checkpoint(source)
     check_no_adapter(source)
     config = config or load_config(source)
     if arguments:
         arguments["quantization_config"] = GgufConfig(dequantize=True)
     else:
         load_generation_config(source)
-        check_shapes(source, config)
+        _check_shapes(source, config)
     with _refusing(f"{source} cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             location,
@@ -365,6 +352,14 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
             **arguments,
         )
     model, info = loaded
+    check_filled(info, source)
+    _check_tied(model, source)
+    check_finite(model.named_parameters(), source)
+    return model
+
+
+def check_filled(info: dict, source: str | os.PathLike) -> None:
+    """Raise `UserError` if the weights of `source` did not fill its model exactly, by the loading `info` of a load."""
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info[problem]:
             names = sorted(str(name) for name in info[problem])
@@ -372,9 +367,6 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
                 f"{source} does not hold the weights its config asks for: {problem.replace('_', ' ')} "
                 f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}."
             )
-    _check_tied(model, source)
-    check_finite(model.named_parameters(), source)
-    return model
 
 
 def _check_tied(model: Any, source: str | os.PathLike) -> None:
@@ -396,11 +388,10 @@ def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
 
     A config may name another dtype than the files have, and a load takes the config's.
     """
-    location, arguments = _locate(source)
-    if arguments:
+    if locate_checkpoint(source)[1]:
         return
     loaded, rounded = torch.finfo(dtype), {}
-    for file in _weight_files(location):
+    for file in weight_files(source):
         for name, tensor in load_state_dict(file, map_location="meta").items():
             if tensor.is_floating_point():
                 stored = torch.finfo(tensor.dtype)
@@ -442,7 +433,7 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
     """
     if lacks_tokenizer(source):
         raise UserError(f"{source} holds no tokenizer: save one beside the weights (tokenizer.save_pretrained).")
-    location, arguments = _locate(source)
+    location, arguments = locate_checkpoint(source)
     with _refusing(f"{source} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, **arguments)
         # What was read is a class of Transformers, whatever code of its own the source names.
@@ -466,7 +457,7 @@ def fingerprint(source: str | os.PathLike) -> str:
     path = Path(source).expanduser()
     if not path.exists():
         return f"{source}@{load_config(source)._commit_hash}"
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in _LOADED)
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in LOADED)
     together = hashlib.sha256()
     for file in files:
         together.update(f"{file.name} {file_sha256(file)}\n".encode())
@@ -607,12 +598,9 @@ def load_in_clean_process(
     weights, and loads the tokenizer. With a `prompt` (text, or a list of chat messages for the chat template) it
     decodes greedily.
 
-    Args:
-        source: a directory or, with a `revision`, a Hub id.
-        revision (`str`, *optional*): commit that the Hub's cache `hub_cache` holds.
-
-    Return a dict with "model_class", "module", "parameters", "vocabulary" and, with a prompt, "token_ids" (the new
-    tokens only) and "text". If the process fails, raise `UserError` with the last line that the process wrote.
+    With a `revision`, a commit that the Hub's cache `hub_cache` holds, `source` is a Hub id. Return a dict with
+    "model_class", "module", "parameters", "vocabulary" and, with a prompt, "token_ids" (the new tokens only) and
+    "text". If the process fails, raise `UserError` with the last line that the process wrote.
     """
     if revision is None:
         source = Path(source).resolve()

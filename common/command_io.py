@@ -1,6 +1,7 @@
 """Hold what every command does in the same way.
 
-An error is one line. An output is written whole or not at all. Mistakes in JSON are named. One command runs another.
+An error is one line. What comes from outside is read with a bound, and has the types that its reader expects. An
+output is written whole or not at all. One command runs another.
 """
 
 import atexit
@@ -9,24 +10,39 @@ import gzip
 import hashlib
 import json
 import os
+import re
+import reprlib
+import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from io import BufferedIOBase
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import cache
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 from filelock import FileLock, Timeout
 
 
 ROOT = Path(__file__).resolve().parents[1]
+
+MAX_TEXT = 2**26  # bytes of a JSON file or of one row: far more than any record here
+MAX_YAML = 2**20  # bytes: PyYAML reads a megabyte in half a minute
+MAX_EXPANSION = 100  # of the bytes of a compressed file: rows rarely shrink to a twentieth, and zeros to a thousandth
+# What acts on a terminal: controls but tab, line feed and carriage return, and marks that turn the order of letters.
+_ACTS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# The files of a checkpoint's directory that decide what is loaded.
+LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
 
 
 class UserError(Exception):
@@ -36,8 +52,9 @@ class UserError(Exception):
 def run_cli(main: Callable[[], object]) -> None:
     """Run a command's `main` and turn its errors into one line on stderr and an exit code.
 
-    The code is 1 for a mistake of the user and for a refusal of the machine, such as a full disk, and 130 for Ctrl-C.
-    Any other exception is a defect and keeps its traceback.
+    The code is 130 for Ctrl-C and 1 for every exception. Of one that is neither a mistake of the user nor a refusal of
+    the machine, such as a full disk, the line names a file with the traceback. The option --traceback of every command
+    shows it instead. What the terminal cannot show, and what would act on it, is printed escaped.
 
     A command that has read its arguments imports its libraries without the garbage collector: each collection would
     walk through all that they make, a quarter of their time.
@@ -50,27 +67,67 @@ def run_cli(main: Callable[[], object]) -> None:
         gc.enable()
     if not sys.stderr.isatty() and "transformers" in sys.modules:  # to import it for --help would take seconds
         sys.modules["transformers"].utils.logging.disable_progress_bar()  # a log would keep every state of a bar
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    given, arguments = sys.argv, [word for word in sys.argv if word != "--traceback"]
+    sys.argv = arguments
     try:
-        if "" in sys.argv[1:]:  # as a path it would be the current directory
+        if "" in arguments[1:]:  # as a path it would be the current directory
             raise UserError(
-                f"argument {sys.argv.index('', 1)} is empty: expected a value; is a variable of the shell not set?"
+                f"argument {arguments.index('', 1)} is empty: expected a value; is a variable of the shell not set?"
             )
-        main()
+        with redirect_stdout(_Escaped(sys.stdout)):  # type: ignore[type-var]
+            main()
     except KeyboardInterrupt as interrupt:
         print("Interrupted.", file=sys.stderr)
         sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
-    except Exception as error:
-        # safetensors, tokenizers and PyTorch wrap the system's error in exception types of their own, and keep its
-        # wording.
-        refused = ("(os error ", "can't allocate memory")
-        if not isinstance(error, (UserError, OSError, MemoryError)) and not any(
-            text in str(error) for text in refused
-        ):
+    except SystemExit:
+        raise
+    except BaseException as error:  # the panics of Rust's libraries are no `Exception`
+        if given != arguments:
             raise
-        print(f"Error: {one_line(error)}", file=sys.stderr)
+        print(f"Error: {_explained(error, arguments)}", file=sys.stderr)
         sys.exit(1)
+    finally:
+        sys.argv = given
     if "torch" not in sys.modules:
         gc.disable()  # until the command itself runs
+
+
+class _Escaped:
+    """Write to a stream, with what would act on a terminal escaped: much that is printed is a stranger's."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def isatty(self) -> bool:
+        return False  # libraries would send colours
+
+    def write(self, text: str) -> int:
+        return self._stream.write(_ACTS.sub(lambda found: printable(found[0]), text))
+
+
+def _explained(error: BaseException, arguments: list[str]) -> str:
+    """Return one line on an exception that ended a command, which names a file with the traceback of a defect."""
+    # safetensors, tokenizers and PyTorch wrap the system's error in exception types of their own, and keep its
+    # wording.
+    refused = ("(os error ", "can't allocate memory")
+    if isinstance(error, (UserError, OSError, MemoryError)) or any(text in str(error) for text in refused):
+        return one_line(error)
+    ours = [call for call in traceback.extract_tb(error.__traceback__) if "site-packages" not in call.filename]
+    doing = printable(" ".join([Path(arguments[0]).name, *arguments[1:]]))
+    place = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}"
+    what = f"{doing:.300} failed in {place}: {type(error).__name__}: {one_line(error):.500}; --traceback shows more"
+    with suppress(OSError):
+        descriptor, name = tempfile.mkstemp(".txt", "traceback-")
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            traceback.print_exception(error, file=file)
+        what += f", as does {name}"
+    return f"{what}."
 
 
 def one_line(error: BaseException) -> str:
@@ -87,11 +144,71 @@ def refusing(what: str, *errors: type[Exception]) -> Iterator[None]:
         raise UserError(f"{what}: {one_line(error)}") from error
 
 
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in a block that takes longer, such as a chat template that loops, in the main thread."""
+
+    def stop(number, frame):
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def printable(text: str) -> str:
     """Return `text` with its control characters escaped, because a terminal acts on those that a stranger wrote."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
+
+
+@contextmanager
+def progress(what: str, every: float = 5) -> Iterator[None]:
+    """Print `what` the block does and, each time that it has taken `every` seconds more, how long it has taken."""
+    print(what, flush=True)
+    start, done = time.monotonic(), threading.Event()
+
+    def tick() -> None:
+        while not done.wait(every):
+            print(f"    {time.monotonic() - start:.0f} s", flush=True)
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticker.join()
+
+
+def locate_checkpoint(source: str | os.PathLike) -> tuple[str, dict]:
+    """Return the first argument of `from_pretrained` for `source` and, for a GGUF file, its keyword argument.
+
+    Raise `UserError` for what is no directory, GGUF file or Hub id, and for a directory with a folder, a FIFO or a
+    broken link in the place of a file, which a load would pass over in silence or wait for.
+    """
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"{source} does not exist: expected a GGUF file.")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        for file in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
+            if file.suffix in LOADED and not file.is_file():
+                raise UserError(f"{file} is no file, or a link to none: remove it, or fetch what it stood for.")
+        return str(path), {}
+    from huggingface_hub.utils import HFValidationError, validate_repo_id  # here: --help must not wait for it
+
+    try:
+        validate_repo_id(str(source))
+    except HFValidationError:
+        raise UserError(f"{source} is neither a directory, nor a GGUF file, nor a Hub id such as org/name.") from None
+    return str(source), {}
 
 
 def path_from_root(text: str) -> Path:
@@ -126,8 +243,8 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
     killed run left. Raise `UserError` before anything is done when `dst` is anything but an empty directory, cannot be
     made or replaced, or is being written by another run.
     """
+    check_new_directory(dst)
     dst = Path(os.path.abspath(dst))
-    _check_destination(dst)
     absent = [parent for parent in dst.parents if not parent.exists()]
     try:
         with _signals_as_interrupts(), _temporary_sibling(dst) as temporary:
@@ -144,17 +261,26 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a temporary sibling of `path` to write to, which becomes `path` on success.
 
-    `path` holds its old content or all of the new, never a part. Missing directories are made. A symbolic link stays
-    one.
+    `path` holds its old content or all of the new, never a part, and keeps its permissions. Missing directories are
+    made. A symbolic link stays one.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = _new_sibling(path)
     try:
+        with suppress(FileNotFoundError):
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
         yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _new_sibling(path: Path) -> Path:
+    """Make an empty file beside `path` that is nobody else's: neither of another writer nor a link to elsewhere."""
+    sibling = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    sibling.touch(exist_ok=False)
+    return sibling
 
 
 def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
@@ -170,9 +296,7 @@ def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
         if path.exists() and not replace:
             raise UserError(f"{path} exists: remove it or choose another name.")
         directory = next(parent for parent in path.parents if parent.exists())
-        probe = directory / f".{path.name}.tmp"
-        probe.touch()
-        probe.unlink()
+        _new_sibling(directory / path.name).unlink()
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
@@ -193,8 +317,9 @@ def sole_writer(directory: str | os.PathLike) -> Iterator[None]:
             directory.rmdir()
 
 
-def _check_destination(dst: Path) -> None:
+def check_new_directory(dst: str | os.PathLike) -> None:
     """Raise `UserError` unless `dst` is free or an empty directory, and its parents can be made."""
+    dst = Path(os.path.abspath(dst))
     if dst.is_symlink():
         raise UserError(f"{dst} is a symbolic link: give the path it leads to, or remove it.")
     if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
@@ -238,7 +363,7 @@ def _temporary_sibling(dst: Path) -> Iterator[Path]:
     """
     temporary, lock_file = dst.with_name(f".{dst.name}.tmp"), dst.with_name(f".{dst.name}.lock")
     with _locked(lock_file, dst):
-        _check_destination(dst)  # another run may have finished since
+        check_new_directory(dst)  # another run may have finished since
         if os.path.lexists(temporary):
             if not lock_file.read_bytes():
                 raise UserError(f"{temporary} exists, and no run of this command made it: remove or rename it.")
@@ -310,13 +435,55 @@ def current_commit() -> str:
         return "unknown"
 
 
-def read_json(path: str | os.PathLike) -> dict:
-    """Return the object that a JSON file holds, or raise `UserError` when it holds anything else."""
-    with refusing(f"{path} cannot be read as JSON", OSError, ValueError, RecursionError):
-        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}: expected a JSON object.")
+def open_regular(path: str | os.PathLike) -> BufferedReader:
+    """Open a file for reading bytes. Raise `UserError` for what is no regular file: a FIFO would wait for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise UserError(f"{path} is no regular file: expected a file to read.")
+    return open(path, "rb")
+
+
+def read_text(path: str | os.PathLike, most: int) -> str:
+    """Return the text of a regular file in UTF-8 of at most `most` bytes. Raise `UserError` for any other."""
+    with refusing(f"{path} cannot be read", OSError, ValueError), open_regular(path) as file:
+        content = file.read(most + 1)
+        if len(content) > most:
+            raise UserError(f"{path} has more than {most:,} bytes: expected a smaller file.")
+        return content.decode()
+
+
+@cache
+def _validator(shape: Any) -> Any:
+    from pydantic import TypeAdapter  # takes 0.1 s
+
+    return TypeAdapter(shape)
+
+
+def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
+    """Return `content`, which was read from `source`, if it has the types that `shape` names.
+
+    `shape` is any type that pydantic knows, mostly a `typing_extensions.TypedDict`. Nothing is converted, and keys
+    that `shape` does not name stay. Raise a `UserError` that names the first key with a wrong value.
+    """
+    validator = _validator(shape)
+    try:
+        validator.validate_python(content, strict=True)
+    except ValueError as error:  # pydantic's `ValidationError` is one
+        first = error.errors(include_url=False)[0]  # type: ignore[attr-defined]
+        key = ".".join(map(str, first["loc"])) or "it"
+        wrong = "missing" if first["type"] == "missing" else reprlib.repr(first["input"])
+        expected = first["msg"].replace("Input should be", "expected")
+        raise UserError(f"{source}: {key} is {wrong}: {expected}.") from None
     return content
+
+
+def read_json(path: str | os.PathLike, shape: Any = dict) -> Any:
+    """Return what a JSON file holds, of the types that `shape` names: see `typed`. Raise `UserError`."""
+    text = read_text(path, MAX_TEXT)
+    with refusing(f"{path} cannot be read as JSON", ValueError, RecursionError):
+        content = json.loads(text, object_pairs_hook=unique_keys)
+    if not isinstance(content, dict) and shape is dict:  # without pydantic
+        raise UserError(f"{path} holds a {type(content).__name__}: expected a JSON object.")
+    return content if shape is dict else typed(content, shape, path)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -332,38 +499,56 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
+    def compose_node(self, parent: yaml.Node, index: Any) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("an alias (*name) could stand for any number of values: write its value out")
+        return super().compose_node(parent, index)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         unique_keys([(key.value, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)])
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: str | os.PathLike) -> Any:
-    """Return the content of a YAML file.
+def read_yaml(path: str | os.PathLike, shape: Any = Any) -> Any:
+    """Return what a YAML file holds, of the types that `shape` names: see `typed`. Raise `UserError`."""
+    text = read_text(path, MAX_YAML)
+    with refusing(f"{path} cannot be read as YAML", ValueError, RecursionError, yaml.YAMLError):
+        content = yaml.load(text, Loader=_UniqueKeyLoader)
+    return content if shape is Any else typed(content, shape, path)
 
-    Raise `OSError`, `yaml.YAMLError`, and `ValueError` for text that is not UTF-8 and for a key given twice.
-    """
-    return yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+
+def read_lines(path: str | os.PathLike) -> Iterator[bytes]:
+    """Yield the lines of a regular file, plain or compressed by gzip. Raise `UserError` for lines without bound."""
+    left = MAX_TEXT + MAX_EXPANSION * os.path.getsize(path)
+    with open_plain_or_gzip(path) as file:
+        while line := file.readline(MAX_TEXT + 1):
+            left -= len(line)
+            if len(line) > MAX_TEXT or left < 0:
+                raise UserError(f"{path} has more than {MAX_TEXT:,} bytes in a line, or grows {MAX_EXPANSION}-fold.")
+            yield line
 
 
-def read_jsonl(path: str | os.PathLike) -> Iterator[dict]:
-    """Yield the rows of a JSON-lines file, plain or compressed by gzip.
+def read_jsonl(path: str | os.PathLike, shape: Any = dict) -> Iterator[dict]:
+    """Yield the rows of a JSON-lines file, plain or compressed by gzip, of the types that `shape` names: see `typed`.
 
     Each line is one object, and empty lines do not count. Raise `UserError`, which names the row.
     """
-    with open_plain_or_gzip(path) as lines:
-        for number, line in enumerate(filter(bytes.strip, lines), 1):
-            try:
-                row = json.loads(line.decode(), object_pairs_hook=unique_keys)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}, row {number}: not UTF-8 text ({error}).") from None
-            # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"{path}, row {number}: not valid JSON ({error}); each line holds one object."
-                ) from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}, row {number}: expected a JSON object, got {row!r:.80}.")
-            yield row
+    for number, line in enumerate(filter(bytes.strip, read_lines(path)), 1):
+        yield parse_row(line, f"{path}, row {number}", shape)
+
+
+def parse_row(line: bytes, source: str, shape: Any = dict) -> dict:
+    """Return the object in a `line` of JSON that comes from `source`, as `read_jsonl` does. Raise `UserError`."""
+    try:
+        row = json.loads(line.decode(), object_pairs_hook=unique_keys)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source}: not UTF-8 text ({error}).") from None
+    # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{source}: not valid JSON ({error}); each line holds one object.") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{source}: expected a JSON object, got {row!r:.80}.")
+    return row if shape is dict else typed(row, shape, source)
 
 
 def write_jsonl(path: str | os.PathLike, rows: list[dict]) -> None:
@@ -378,7 +563,7 @@ def open_plain_or_gzip(path: str | os.PathLike) -> Iterator[BufferedIOBase]:
 
     Raise `UserError` for compressed data that is damaged or cut short.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
         with refusing(f"{path} cannot be decompressed", gzip.BadGzipFile, EOFError, zlib.error):
             yield gzip.open(file) if is_compressed else file

@@ -11,7 +11,8 @@ from pathlib import Path
 from transformers.utils import CONFIG_NAME
 
 from common.command_io import UserError, printable, read_json
-from modeling_iha.package import shipped_code
+from modeling_iha.configuration_interleaved import InterleavedConfig
+from modeling_iha.package import INTERLEAVED_FILES, PACKAGE, shipped_code
 
 
 CUSTOM_GENERATE = "custom_generate/generate.py"  # Transformers puts it in the place of `generate`
@@ -24,7 +25,7 @@ def refuse_foreign_code(directory: Path, trust_code: bool) -> None:
     """
     if not trust_code and (found := foreign_code(directory)):
         raise UserError(
-            f"{', '.join(map(printable, found))} of {directory} differs from this package's code, and the check of a "
+            f"{', '.join(found)} of {directory} differs from this package's code, and the check of a "
             "load runs it: save the model again with this package, or read the code and give --trust-code."
         )
 
@@ -50,8 +51,12 @@ def foreign_code(directory: Path) -> list[str]:
     import, `custom_generate`, and code of other repositories. Raise `UserError`.
     """
     configs = {path.name: read_json(path) for path in sorted(directory.glob("*config.json"))}
-    kinds = configs.get(CONFIG_NAME, {}).get("attention_kinds", [])
-    known = shipped_code(kinds if isinstance(kinds, list) else [kinds])
+    config = configs.get(CONFIG_NAME, {})
+    if config.get("model_type") == InterleavedConfig.model_type:
+        known = {name: (PACKAGE / name).read_bytes() for name in INTERLEAVED_FILES}
+    else:
+        kinds = config.get("attention_kinds", [])
+        known = shipped_code(kinds if isinstance(kinds, list) else [kinds])
     elsewhere, modules = [], set()
     for name, entries in configs.items():
         elsewhere += [f"{entry} in {name}" for entry in code_elsewhere(entries)]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from typing import NotRequired
 
 from common.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
 
@@ -26,31 +27,41 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 from scipy.stats import sem
+from typing_extensions import TypedDict
 
 from evaluation.report import draw_bars
-from model_cards.render import figure_text, markdown_table
+from model_cards.render import Results, Task, figure_text, markdown_table
 
 
-NEEDED = ("metrics", "task_hash", "samples_each", "shots", "generation")  # of each task in a results.json
+# What two evaluations must have in common in a task.
+SETTINGS = ("task_hash", "samples_each", "shots", "generation", "chat")
+
+
+class ComparedTask(Task):
+    """Name what decides whether two evaluations of a task can be compared."""
+
+    task_hash: str
+    shots: int
+    generation: dict | None
+    chat: NotRequired[bool]  # older results do not say whether the task was put as a chat
+
+
+class ComparedResults(Results):
+    model: str
+    tasks: dict[str, ComparedTask]
+
+
+class Sample(TypedDict):
+    doc_id: int
+    doc_hash: str
+    replies: NotRequired[list[str]]
 
 
 def read_run(directory: Path) -> dict:
     """Return results.json of an output directory, with "samples", {task: {document: row}}. Raise `UserError`."""
-    path = directory / "results.json"
-    if not path.is_file():
-        raise UserError(
-            f"{directory} holds no results.json: expected the output directory of a finished evaluation.run."
-        )
-    results = read_json(path)
-    tasks = results.get("tasks")
-    if not isinstance(tasks, dict) or not all(
-        isinstance(task, dict) and task.keys() >= set(NEEDED) for task in tasks.values()
-    ):
-        raise UserError(f"{path} holds no tasks with {', '.join(NEEDED)}: expected what evaluation.run writes.")
-    samples = {
-        task: {(row["doc_id"], row["doc_hash"]): row for row in read_jsonl(directory / f"samples_{task}.jsonl")}
-        for task in tasks
-    }
+    results = read_json(directory / "results.json", ComparedResults)
+    rows = {task: read_jsonl(directory / f"samples_{task}.jsonl", Sample) for task in results["tasks"]}
+    samples = {task: {(row["doc_id"], row["doc_hash"]): row for row in found} for task, found in rows.items()}
     return results | {"samples": samples}
 
 
@@ -66,8 +77,7 @@ def check_comparable(runs: dict[str, dict]) -> list[str]:
     for task in tasks:
         for name, other in others:
             mine, theirs = first["tasks"][task], other["tasks"][task]
-            for what in (*NEEDED[1:], "chat"):
-                # Older results do not say whether the task was put as a chat.
+            for what in SETTINGS:
                 if mine.get(what, theirs.get(what)) != theirs.get(what, mine.get(what)):
                     raise UserError(f"{task} has another {what} in {name} than in {first_name}: evaluate both alike.")
             if first["samples"][task].keys() != other["samples"][task].keys():

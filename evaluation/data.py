@@ -14,7 +14,7 @@ from pathlib import Path
 from datasets import Dataset, load_dataset
 
 from common import command_io
-from common.command_io import UserError, one_line, read_json, read_jsonl
+from common.command_io import UserError, read_json, read_jsonl, refusing
 
 
 MANIFEST = read_json(Path(__file__).with_name("data_manifest.json"))
@@ -55,11 +55,8 @@ def rows(name: str, directory: str | os.PathLike | None) -> list[dict]:
         return list(read_jsonl(locate(name, directory)))
     if "hub" not in (entry := MANIFEST[name]):
         raise UserError(f"{name} is not on the Hub in this form ({entry['source']}): give a directory with --data.")
-    try:
+    with refusing(f"{entry['hub']['path']} cannot be read from the Hub", Exception):  # of many types without a network
         loaded = load_dataset(**entry["hub"]).to_list()
-    # Without a network, an account or the repository the errors are of many types.
-    except Exception as error:
-        raise UserError(f"{entry['hub']['path']} cannot be read from the Hub: {one_line(error)}") from error
     if len(loaded) != entry["rows"]:
         raise UserError(f"{entry['hub']['path']} on the Hub has {len(loaded)} rows, expected {entry['rows']}.")
     return loaded

@@ -18,13 +18,14 @@ from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from common.command_io import UserError
+from common.command_io import UserError, refusing, time_limit
+from common.thoughts import THOUGHTS
 from evaluation.records import Records, sample_key
-from evaluation.replies import THOUGHTS
 
 
 # The day of every chat template that asks for today: a run that goes on tomorrow asks the same. Llama's own names it.
 TODAY = datetime(2024, 7, 26)
+TEMPLATE_SECONDS = 10
 
 
 class SeededSampling(LogitsProcessor):
@@ -88,9 +89,16 @@ class RecordedModel(HFLM):
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the prompt of a chat, in which today is `TODAY`."""
-        # Transformers' own clock cannot be passed by: of a template's arguments only plain data reach it.
-        with mock.patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: TODAY)):
+        """Return the prompt of a chat, in which today is `TODAY`.
+
+        Raise `UserError` for a template that fails or does not end.
+        """
+        with (
+            refusing("The chat template cannot write this chat", Exception),
+            time_limit(TEMPLATE_SECONDS),
+            # Transformers' own clock cannot be passed by: of a template's arguments only plain data reach it.
+            mock.patch.object(chat_template_utils, "datetime", SimpleNamespace(now=lambda: TODAY)),
+        ):
             return super().apply_chat_template(chat_history, add_generation_prompt)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,30 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import NotRequired
 
 from filelock import FileLock, Timeout
+from typing_extensions import TypedDict
 
-from common.command_io import UserError
+from common.command_io import UserError, open_regular, parse_row
 
 
 def sample_key(task: str, document: str, prompt: str, settings: dict, index: int) -> tuple[str, str, int]:
     """Return the key of one sample: its task, a hash of what was asked with which settings, and its number."""
     question = json.dumps([document, prompt, settings], sort_keys=True, ensure_ascii=False)
     return task, hashlib.sha256(question.encode("utf-8", "surrogatepass")).hexdigest()[:16], index
+
+
+class Sample(TypedDict):
+    """Name the fields of a recorded sample that are read again."""
+
+    task: str
+    hash: str
+    sample: int
+    text: str
+    unfinished: bool
+    truncated: bool
+    commit: NotRequired[str]
 
 
 class Records:
@@ -42,14 +56,11 @@ class Records:
             self._read(other)
 
     def _read(self, path: Path) -> None:
-        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):  # the last one is empty or half a line
-            try:
-                row = json.loads(line)
-                if not isinstance(row["text"], str):
-                    raise TypeError
-                self._samples[row["task"], row["hash"], row["sample"]] = row
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}, line {number}: not a recorded sample. Remove the line to go on.") from None
+        with open_regular(path) as file:
+            lines = file.read().split(b"\n")[:-1]  # the last one is empty or half a line
+        for number, line in enumerate(lines, 1):
+            row = parse_row(line, f"{path}, line {number}, which to go on remove", Sample)
+            self._samples[row["task"], row["hash"], row["sample"]] = row
 
     def __len__(self) -> int:
         return len(self._samples)

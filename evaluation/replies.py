@@ -1,6 +1,6 @@
 r"""Read a chat model's reply: its final answer as math_verify reads it, and its program.
 
-tests/evaluation/replies.jsonl holds replies with a reader's verdict. In doubt a reply has no answer.
+tests/evaluation/replies.jsonl holds replies with a reader's verdict.
 """
 
 import builtins
@@ -10,19 +10,18 @@ import symtable
 from decimal import Decimal
 from functools import cache
 
+from latex2sympy2_extended.sets import FiniteSet
 from markdown_it import MarkdownIt
 from math_verify import parse, verify
+from sympy import Basic, Eq, Union
+from sympy.core.relational import Relational
 
-
-# What thoughts begin with, in DeepSeek-R1's form and in OpenThoughts-114k's, which the recipes of `sft` train.
-THOUGHTS = ("<think>", "<|begin_of_thought|>")
+from common.thoughts import after_thoughts
 
 
 def final_part(reply: str) -> str:
-    """Return what a reply says after its thoughts: nothing when they do not end."""
-    said = re.split(r"</think>|<\|end_of_thought\|>", reply)[-1]
-    said = re.sub(r"<\|(?:begin|end)_of_solution\|>", "", said)
-    return "" if any(marker in said for marker in THOUGHTS) else said
+    """Return what a reply says after its thoughts, without OpenThoughts' markers."""
+    return re.sub(r"<\|(?:begin|end)_of_solution\|>", "", after_thoughts(reply))
 
 
 # Mathematics
@@ -39,36 +38,59 @@ _JOINT = re.compile(
 )
 _MARKER = re.compile(r"(?<!#)####\s*(-?\s*\\?[$€£]?\s*-?\s*[\d,]*\.?\d+\s*\\?%?)\.?\s*$", re.MULTILINE)
 
+# Signs that math_verify does not read.
+_SIGNS = str.maketrans({"−": "-", "∞": r"\infty ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "`": ""})
+
 # Around the number of an answer.
 _TEXT = r"\\(?:text(?:it|rm|sf|normal)?|math(?:rm|sf)|mbox)\s*"
-_CURRENCY = re.compile(rf"(^|=)(\s*-?\s*)(?:{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds|USD|EUR|GBP)\s*(?=[-\d.])")
-_THOUSANDS = re.compile(r"(?:^|=)\s*(?:\\\$)?\s*-?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?(?=\s*(?:\Z|\$|\\[)\]]))")
+_CURRENCY = re.compile(rf"{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds\b|\b(?:USD|EUR|GBP)\b")
+_THOUSANDS = re.compile(r"(?:^|=)\s*-?\s*\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?(?=\s*(?:\Z|\$|\\[)\]]))")
 _SUM = re.compile(r"^(?:[-+*/×÷=\s\d.,()]|\\(?:times|cdot|div|\$))*=(?=\s*-?[\d., ]+$)")
 _UNIT_IN_TEXT = rf"\s*/?\s*{_TEXT}\{{([^{{}}\\\d]+)\}}"
 _UNIT_IN_WORDS = r"(?<=\d)\s+([A-Za-z]{3,}(?:[ /-](?:[A-Za-z]{2,}|a))*)"
 _UNIT_IN_SIGNS = r"(?<=\d)\s+((?:[kcm]?m|mi|ft|k?g|L)/(?:h|hr|min|s)|(?:[kcm]m|ft|in|yd)(?=\^\{?\d))"
 _UNIT = re.compile(rf"(?:{_UNIT_IN_TEXT}|{_UNIT_IN_WORDS}|{_UNIT_IN_SIGNS})(?:\^\{{?\d\}}?)?$")
-_FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-_MULTIPLE = re.compile(
-    rf"(\d[\d,]*(?:\.\d+)?)((?:[\s~$*]|\\[ ,;()]|{_TEXT}\{{)+)((?:\s*\b(?:{'|'.join(_FACTORS)})s?\b)+)", re.IGNORECASE
-)
 _NO_UNITS = {"and", "or", "if", "more", "less", "fewer", "most", "least", "not", "plus", "minus"}
-
-# Sentences that do not say the answer.
-_DOUBT = re.compile(
-    r"\b(?:not|no|or|between|might|may|could|would|perhaps|maybe|wait|however|in fact|actually|at (?:most|least))\b"
-    r"|n't\b|^\(?[A-E][.)]\s|\d:\d|\d to \$?\d|\dk\b",
+_FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+# The result of a calculation, "84/12 = 7 dozen", is in the unit that was asked for.
+_MULTIPLE = re.compile(
+    rf"(?<![\d.,=])(?<!= )(?<!= \$)(\d[\d,]*(?:\.\d+)?)((?:[\s~$*]|\\[ ,;()]|{_TEXT}\{{)+)"
+    rf"((?:\s*\b(?:{'|'.join(_FACTORS)})s?\b)+)",
     re.IGNORECASE,
 )
-_ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)", re.IGNORECASE)
+
+# A reply without a box: its formulas in lines of their own, sentences that do not say the answer, what takes it back,
+# and numbers that are none: bounds and ranges, times and ratios, "60k".
+_DISPLAY = re.compile(
+    r"\\\[(.*?)\\\]|\$\$(.*?)\$\$|\\begin\{((?:align|gather|eqnarray)\*?)\}(.*?)\\end\{\3\}", re.DOTALL
+)
+_ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)|\(?[A-E][.)]\s", re.IGNORECASE)
+_CORRECTION = re.compile(r"\b(?:wait|in fact|actually)\b", re.IGNORECASE)
+_NUMBER = r"[\s*]*\$?\d[\d,.]*\$?(?=[\s.,;!?)*]|\Z)"
+_NO_ANSWER = re.compile(
+    rf"(?:n't|\b(?:not|over|under|than|up to|at (?:most|least)|between)){_NUMBER}(?:[\s*]*(?:and|or|to)\b{_NUMBER})?"
+    rf"|\$?\d[\d,.]*(?:[\s*]*or|\$?[\s*]*to)\b(?:{_NUMBER}| (?:more|less|fewer))|\d+:\d+|\$?\d+k\b",
+    re.IGNORECASE,
+)
 
 
 def _without_separators(number: re.Match) -> str:
     return re.sub(r"(?<=\d)[, ]", "", number[0])
 
 
-def _factor(words: list[str]) -> int:
-    return math.prod(_FACTORS.get(word.removesuffix("s"), 1) for word in words)
+def _multiplied(multiple: re.Match) -> str:
+    """Return the number of "5 dozen", with the LaTeX between its parts."""
+    number, between, words = multiple.groups()
+    factors = (_FACTORS[word.removesuffix("s")] for word in words.lower().split())
+    return f"{Decimal(number.replace(',', '')) * math.prod(factors):f}{between}"
+
+
+def _plain(text: str) -> str:
+    """Return `text` with its signs, numbers, degrees and bases as math_verify reads them."""
+    text = re.sub(r"°[CF]?|\\degree\b", r"^\\circ ", text.translate(_SIGNS))
+    text = re.sub(r",\\!\s*|\{,\}", ",", text).replace(r"\!", "")
+    text = re.sub(r"\bUS(?=\\?\$)|\((?=\d+\)_)|(?<=\d)\)(?=_)|(?<=\d)\s+(?=i\b)", "", text)
+    return _MULTIPLE.sub(_multiplied, text)
 
 
 def _without_unit(answer: str) -> str:
@@ -77,45 +99,53 @@ def _without_unit(answer: str) -> str:
     answer = re.sub(r"\\(?:mathbf|boldsymbol)\s*\{([A-Za-z])\}|\\(?:mathrm|text)\s*\{([ie])\}", r"\1\2", answer)
     if whole := re.fullmatch(rf"{_TEXT}\{{([^{{}}]*\d[^{{}}]*)\}}", answer):
         answer = whole[1]
-    answer = re.sub(r"(?<!\\)\\[ ,;:]|~", " ", answer.replace(r"\!", "").replace("{,}", ",")).strip().removesuffix(".")
-    answer = _CURRENCY.sub(r"\1\2", re.sub("°[CF]?", r"^\\circ ", answer))
+    answer = re.sub(r"(?<!\\)\\[ ,;:]|~", " ", _CURRENCY.sub("", answer)).strip().removesuffix(".")
     if (unit := _UNIT.search(answer)) and (number := answer[: unit.start()].strip()):
-        words = re.findall("[a-z]+", (unit[1] or unit[2] or unit[3]).lower().replace(".", ""))
-        if (factor := _factor(words)) > 1:
-            return rf"{number} \cdot {factor}"
+        words = re.findall("[a-z]+", (unit[1] or unit[2] or unit[3]).lower())
         # math_verify would drop every text.
         answer = number if _NO_UNITS.isdisjoint(words) else f"({number}, {' '.join(words)})"
     return _THOUSANDS.sub(_without_separators, _SUM.sub("", answer))
 
 
-def _multiplied(multiple: re.Match) -> str:
-    """Return the number of "5 dozen", with the LaTeX between its parts."""
-    number, between, words = multiple.groups()
-    return f"{Decimal(number.replace(',', '')) * _factor(words.lower().split()):f}{between}"
+def _is_range(part: Basic) -> bool:
+    """Return whether `part` is x < 2 or 3 < x < 5."""
+    return len(part.free_symbols) == 1 and bool(part.atoms(Relational) - part.atoms(Eq))
 
 
 def _read(answer: str) -> tuple | None:
-    answer = _without_unit(answer.strip()).replace(r"\varnothing", r"\emptyset")
+    answer = _without_unit(_plain(answer.strip())).replace(r"\varnothing", r"\emptyset")
     if re.match(r"[<>≤≥]|\\[gl](?:eq?|t)\b", answer):  # math_verify reads the number alone
         return None
-    return tuple(parse(rf"\boxed{{{answer}}}")) or None
+    found = tuple(parse(rf"\boxed{{{answer}}}"))
+    if re.search(r"\bor\b", answer) and isinstance(found[0], FiniteSet) and all(map(_is_range, found[0].args)):
+        return Union(*(bounds.as_set() for bounds in found[0].args)), found[1]
+    return found or None
 
 
-def _conclusion(text: str) -> str | None:
+def _last_row(display: re.Match) -> str:
+    """Return the last row of a displayed formula as a formula in a line."""
+    row = " ".join((display[1] or display[2] or display[4] or "").split()).removesuffix(r"\\")
+    if "matrix" not in row:
+        row = re.sub(r"\\(?:begin|end)\{\w+\}|&", "", row).rpartition(r"\\")[2]
+    return f" ${row.strip(' .=')}$. "
+
+
+def _conclusion(text: str) -> str:
     """Return the last sentence with a number or LaTeX of a reply without a box, from its last "answer" on.
 
-    It is `None` where the reply breaks off or doubts what it says, and where there is no such sentence.
+    It is empty where the reply breaks off or takes back its answer, and where there is no such sentence.
     """
-    text = re.sub(r"(?is)\\\[.*?\\\]|\$\$.*?\$\$|answer\W*\n", lambda part: part[0].replace("\n", " "), text)
-    sentences = re.split(r"(?<=[.!?])\s+|\n+", text.strip())
-    stated = [sentence for sentence in sentences if re.search(r"\d|\\\w", sentence) and not _ASIDE.match(sentence)]
-    if not stated or re.search(r"(?:\s[-=+*/×]|,)$", sentences[-1]):
-        return None
-    if re.search(r"[A-Za-z]$", sentences[-1]) and sentences[-1] is not stated[-1]:
-        return None
-    named = [number for number, sentence in enumerate(stated) if "answer" in sentence.lower()]
-    end = stated[named[-1] if named else -1 :]
-    return None if any(map(_DOUBT.search, end)) else re.split("(?=answer)", end[0], flags=re.IGNORECASE)[-1]
+    text = _DISPLAY.sub(_last_row, text).replace(".$", "$.").strip()
+    text = re.sub(r"(?i)(answer(?: is)?)\W*\n", r"\1: ", text)
+    sentences = re.split(r"(?i)(?<=[.!?])(?<!\d!)\s+|\n+|(?=\banswer)", text)
+    says = re.compile(r"(?i)\d|\\\w|\$|^answer(?: is|\W*:)")
+    stated = [sentence for sentence in sentences if says.search(sentence) and not _ASIDE.match(sentence)]
+    if not stated or re.search(r"(?:\s[-=+*/×]|,|[.!?] [^\d\\\n]*[A-Za-z])$", text):  # it breaks off
+        return ""
+    named = [number for number, sentence in enumerate(stated) if sentence.lower().startswith("answer")]
+    if named and any(map(_CORRECTION.search, stated[named[-1] :])):
+        return ""
+    return stated[named[-1] if named else -1]
 
 
 @cache
@@ -125,26 +155,24 @@ def math_answer(text: str) -> tuple | None:
     It is in the last box, else after the last "####" (GSM8K's marker) with nothing but a number, else in the
     conclusion. Thoughts do not count, and boxes that "and", "or" or a comma joins are one answer.
     """
-    text = final_part(text).replace("\N{MINUS SIGN}", "-")
+    text = final_part(text)
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
         text = tagged[-1]
-    if boxes := list(_BOX.finditer(text)):
+    boxes = list(_BOX.finditer(text))
+    if re.search(_OPENING, text[boxes[-1].end() if boxes else 0 :]):  # a box that does not end
+        return None
+    if boxes:
         first = len(boxes) - 1
         while first and _JOINT.fullmatch(text, boxes[first - 1].end(), boxes[first].start()):
             first -= 1
-        answers = dict.fromkeys(box[1] for box in boxes[first:])
-        text_after = text[boxes[-1].end() :]
-        return None if re.search(_OPENING, text_after) else _read(", ".join(answers))
-    if re.search(_OPENING, text):  # a box that does not end
-        return None
+        return _read(", ".join(dict.fromkeys(box[1] for box in boxes[first:])))
+    text = _plain(text)
     if markers := _MARKER.findall(text):
         return _read(markers[-1])
-    text = _THOUSANDS.sub(_without_separators, _MULTIPLE.sub(_multiplied, text))
-    found = tuple(parse(text))
-    if found and not getattr(found[0], "is_number", True):  # formulas, and sets of what "and" and "or" join
-        return found
-    conclusion = _conclusion(text)
-    return tuple(parse(conclusion)) or None if conclusion else None
+    conclusion = _conclusion(text.replace(r"\$", ""))
+    if words := re.fullmatch(r"(?i)answer(?: is|\W*:)([^\d\\$]*)", conclusion):
+        return _read(words[1].strip(" .*"))
+    return tuple(parse(_THOUSANDS.sub(_without_separators, _NO_ANSWER.sub(" ", conclusion)))) or None
 
 
 def _letters(latex: str) -> set[str]:
@@ -201,7 +229,8 @@ def program(reply: str, names: set[str]) -> str:
     It is the last block of Python that defines them, with the blocks that it needs; without such a block the last one.
     Blocks without a label count where none says Python, and the whole reply where there is no block.
     """
-    reply = final_part(reply)
+    # A fence may stand behind prose: "Here is the code: ```python".
+    reply = re.sub(r"(?m)(?<=\S)[ \t]+(?=```\w+\s*$)", "\n", final_part(reply))
     fences = [token for token in _MARKDOWN.parse(reply) if token.type == "fence"]
     labelled = [fence.content for fence in fences if re.match(r"\W*py(?:thon)?3?(?![\w-])", fence.info, re.IGNORECASE)]
     blocks = labelled or [fence.content for fence in fences if not fence.info.strip()]

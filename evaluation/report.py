@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from common.command_io import read_json, whole_file
+from common.plots import save_plot
 from evaluation import ruler
 from model_cards.render import figure_text, markdown_table
 
@@ -76,7 +77,7 @@ def _paper_table(results: dict, table: dict) -> str:
 
 def draw_bars(path: Path, groups: Sequence[str], series: dict[str, Sequence[dict | None]]) -> None:
     """Draw a group of bars for each of `groups`, with a figure {"value", "stderr"} of each of the series."""
-    figure = Figure(figsize=(3 + 1.2 * len(groups), 4.5))
+    figure = Figure(figsize=(3 + 1.2 * len(groups), 4.5), layout="constrained")
     axes, width = figure.subplots(), 0.8 / len(series)
     for index, (label, figures) in enumerate(series.items()):
         places = [place + index * width for place in range(len(groups))]
@@ -86,23 +87,16 @@ def draw_bars(path: Path, groups: Sequence[str], series: dict[str, Sequence[dict
     middle = 0.4 - width / 2
     axes.set_xticks([place + middle for place in range(len(groups))], groups, rotation=45, ha="right")
     axes.set_ylabel("per cent ± standard error")
-    _save(figure, path)
+    save_plot(figure, path)
 
 
 def _draw_lines(path: Path, series: dict[str, list[tuple[int, float]]], **settings) -> None:
-    figure = Figure(figsize=(8, 4.5))
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for label, points in series.items():
         axes.plot(*zip(*sorted(points)), marker="o", label=label)
     axes.set(xscale="log", **settings)
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.axes[0].legend(fontsize="x-small", ncols=2)
-    figure.tight_layout()
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, dpi=90, format="png")
+    save_plot(figure, path)
 
 
 def _draw(results: dict, directory: Path) -> list[str]:
@@ -157,8 +151,6 @@ def markdown(results: dict, plots: list[str]) -> str:
         if task["unfinished_replies"]:
             of = task["examples"] * task["samples_each"]
             warnings.append(f"{name}: {task['unfinished_replies']} of {of} replies were still going at the limit.")
-    if any("lm_eval_same_string" in task["metrics"] for task in tasks.values()):
-        warnings.append("MATH-500: lm-eval's own exact match needs antlr 4.11; lm_eval_same_string compares strings.")
     lines += [f"- {warning}" for warning in warnings]
     lines += ["", _tasks_table(tasks)]
     if results["ruler"]:

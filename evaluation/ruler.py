@@ -10,15 +10,15 @@ This mends what lm-eval 0.4.13 leaves to chance or passes over:
 """
 
 import io
-import json
 import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import datasets
@@ -27,7 +27,7 @@ import numpy as np
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
-from common.command_io import UserError
+from common.command_io import UserError, read_json
 from evaluation import data
 
 
@@ -40,10 +40,7 @@ TASKS = (
 ESSAY_TASKS = {"niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery"}
 ESSAYS = "ruler/paul_graham_essays.txt"
 SUBSTITUTE = "text/state_union.txt"
-QA_FILES = {
-    "ruler_qa_squad": "ruler/squad_dev_v2.json",
-    "ruler_qa_hotpot": "ruler/hotpot_dev_distractor_v1.json",
-}
+QA_FILES = {"ruler_qa_squad": "ruler/squad_dev_v2.json", "ruler_qa_hotpot": "ruler/hotpot_dev_distractor_v1.json"}
 NOT_COMPARABLE = "not comparable with published RULER: the haystack is another text than the essays"
 STOCK = Path(lm_eval.tasks.__file__).parent / "ruler"
 STOCK_SAMPLES = 500
@@ -188,7 +185,7 @@ def _generators() -> tuple[ModuleType, ...]:
     words = wonderwords.RandomWord()._categories
     prepare_niah.WORDS = _Words(words["adjectives"], words["nouns"])
     prepare_niah.cached_sent_tokenize = split_sentences
-    qa_utils.download_json = _read
+    qa_utils.download_json = partial(read_json, shape=Any)
     stock_words = cwe_utils.generate_input_output
 
     def with_example(*args):
@@ -222,31 +219,26 @@ def split_sentences(text: str) -> list[str]:
     return re.split(r"(?<=[.!?])\s+", text)
 
 
-def _read(path: str):
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}.") from error
-
-
 # Scores
 
 
 def answer_first(reply: str, references: list[str]) -> float:
-    """Return the share of the references that the reply begins with, in any order.
+    """Return the share of the references that the reply begins with, word for word, in any order and either case.
 
-    Nothing but punctuation, "and" and list numbers may stand between them. A string match also counts an answer in a
-    reply that lists everything it has seen.
+    A word keeps its hyphens, apostrophes, points and minus: "red-car" and "1.5" are no "red" and no "1". Between the
+    references may stand other signs, "and", and list numbers that count from 1. A string match also counts an answer
+    in a reply that lists everything it has seen.
     """
-    left, rest = sorted(references, key=len, reverse=True), reply
+    left, rest, number = sorted(references, key=len, reverse=True), reply, 1
     while left:
-        rest = rest.lstrip(" \t\n\r.,;:*_`'\"()[]-")
-        found = next((r for r in left if re.match(rf"{re.escape(r)}(?!\w)", rest, re.IGNORECASE)), None)
+        rest = re.sub(r"^(?:(?!-\d)[\W_])+", "", rest.replace("\N{MINUS SIGN}", "-"))
+        found = next((r for r in left if re.match(rf"{re.escape(r)}(?![-.'’]?[^\W_])", rest, re.IGNORECASE)), None)
         if found is not None:
             left.remove(found)
             rest = rest[len(found) :]
-        elif separator := re.match(r"(and\b|\d{1,2}[.)])\s*", rest):
-            rest = rest[separator.end() :]
+        elif between := re.match(rf"and\b|{number}[.)](?!\w)", rest, re.IGNORECASE):
+            number += between[0].lower() != "and"
+            rest = rest[between.end() :]
         else:
             break
     return 1 - len(left) / len(references)

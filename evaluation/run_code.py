@@ -6,6 +6,8 @@ interpreter, its packages and the system's libraries, read-only, and no other fi
 its own, all of which dies with the program; no network; limits on CPU time of each process, wall-clock time, address
 space of each process, file size and number of processes (which Linux does not count for root).
 
+On any Linux the program dies with the evaluating process, however that ends.
+
 Elsewhere a program can read, change and send whatever the user can, within the limits. This is refused until
 `confirm_unsafe_code`, as lm-eval does.
 
@@ -91,7 +93,7 @@ def _run(
             # No user site and no directory of this file on the path; a fixed hash seed, so that a score does not
             # depend on the order of a set.
             [sys.executable, "-s", "-P", Path(__file__).with_name("run_program.py")]
-            + ["wall" if wall else "none", home, *limits],
+            + [str(os.getpid()), "wall" if wall else "none", home, *limits],
             stdin=subprocess.PIPE,
             stdout=report,
             stderr=subprocess.DEVNULL,

@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import types
+from contextlib import suppress
 
 
 # From the headers of Linux; the numbers of these system calls are the same on all its architectures.
@@ -107,7 +108,11 @@ def wall_off(root: str) -> None:
         os._exit(NO_WALL)
 
 
-def main(wall: str, root: str, cpu_seconds: str, memory_bytes: str, file_bytes: str) -> None:
+def main(parent: str, wall: str, root: str, cpu_seconds: str, memory_bytes: str, file_bytes: str) -> None:
+    with suppress(AttributeError):  # of Linux alone
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # it was killed before
+        os._exit(1)
     key, report = os.dup(0), os.dup(1)
     size = int(sys.stdin.buffer.raw.readline())
     program = b""

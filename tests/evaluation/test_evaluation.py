@@ -25,7 +25,9 @@ from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("math_verify", reason='the extra "evaluation" is not installed')
 
-from common.command_io import UserError, read_json, read_jsonl, run_cli, sole_writer, write_json, write_jsonl
+from math_verify import parse, verify
+
+from common.command_io import UserError, read_json, read_jsonl, run_cli, write_json, write_jsonl
 from evaluation import compare, data, replay_gold, replies, report, ruler, run, run_code, scores, suites
 from evaluation.recorded_model import RecordedModel, SeededSampling, sample_seed
 from evaluation.records import Records, sample_key
@@ -53,80 +55,6 @@ def confirmed(monkeypatch):
 def test_gold_scores_1_and_broken_0(name, directory, rows):
     result = replay_gold.replay(name, directory, limit=rows)
     assert result["gold_right"] == result["rows"] == (rows or result["rows"]) > 1 and result["broken_right"] == 0
-
-
-OPEN_THOUGHTS = (
-    "<|begin_of_thought|>\n\\boxed{5}?<|end_of_thought|>\n<|begin_of_solution|>\nThe answer is 7.\n<|end_of_solution|>"
-)
-
-
-@pytest.mark.parametrize(
-    ("gold", "reply", "right"),
-    [
-        ("#### 1,000", r"so \boxed{1000}", True),
-        ("#### 1000", "The answer is 1,000.", True),
-        ("#### 18", "She makes $18.00 a day", True),
-        ("#### 18", "#### 18\n\nQuestion: what is 2 + 3?\nAnswer: 5", True),
-        ("#### 18", r"#### 7, no: \boxed{18}", True),
-        ("#### 18", "", False),
-        ("#### 18", "I do not know.", False),
-        ("#### 18", "#### 1800", False),
-        ("#### 5", "<|begin_of_thought|>\nTry \\boxed{5}? Let me check: 5 + 2", False),
-        ("#### 7", OPEN_THOUGHTS, True),
-        ("#### 5", OPEN_THOUGHTS, False),
-        ("#### -3", r"\boxed{3}", False),
-        ("#### -5", "#### -$5", True),
-        ("#### -5", r"#### -\$5", True),
-        ("#### -5", "#### $-5", True),
-        ("#### -3", "#### - 3", True),
-        ("#### 3", "#### - 3", False),
-        ("#### 2", "The answer is $2 million.", False),
-        ("#### 2500000", "The answer is $2.5 million.", True),
-        ("#### 1000000", "The answer is 1 million.", True),
-        ("#### 300000", "The answer is 3 hundred thousand dollars.", True),
-        ("#### 60", "The answer is 5 dozen", True),
-        ("#### 60", r"The answer is $5 \text{ dozen}$.", True),
-        ("#### 60", "The answer is **5** dozen.", True),
-        ("#### 5", "She bought 5 dozen eggs.", False),
-        ("#### 1000", r"\boxed{x = 1,000}", True),
-        ("#### 1200", r"\boxed{C = \$1,200}", True),
-        ("#### 1200", r"\boxed{C = $1,200 \text{ dollars}}", True),
-        ("#### 1200", r"\boxed{\text{Total} = 1,200}", True),
-        ("#### 1500", r"\boxed{1,000 + 500 = 1,500}", True),
-        ("#### 1000", r"\boxed{1,000 + 500 = 1,500}", False),
-        ("#### -1500", r"\boxed{x = -1,500}", True),
-        ("#### 1500", "The total is $x = 1,500$.", True),
-        ("#### 1500", r"The total is \(x = \$1,500\).", True),
-        ("#### 2500", r"We have $x = 1,500$ and $y = 2,500$.", False),
-        ("x = 5", r"$\boxed{y = 5}$", False),
-        ("(1,500)", r"$\boxed{(x, y) = (1,500)}$", True),
-        (r"\frac{1}{2}", r"It is $\boxed{0.5}$.", True),
-        (r"\frac{1}{2}", r"It is $\boxed{\frac12}$.", True),
-        (r"\text{Evelyn}", r"$\boxed{\text{Evelyn}}$", True),
-        ("[2,5)", r"$\boxed{[2,5)}$", True),
-        ("[2,5)", r"$\boxed{(2,5)}$", False),
-        (r"\left( 3, \frac{\pi}{2} \right)", r"$\boxed{(3, \pi/2)}$", True),
-        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"$\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}$", True),
-        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"$\boxed{\begin{pmatrix} 2 \\ 1 \end{pmatrix}}$", False),
-        ("12", r"$\boxed{}$", False),
-        ("2", r"$\boxed{2\mathrm{i}}$", False),
-        ("2i", r"$\boxed{2\mathrm{i}}$", True),
-        (r"3\mathbf{i} - 2\mathbf{j}", r"$\boxed{3\mathbf{i} - 2\mathbf{k}}$", False),
-        ("10", r"$\boxed{10\text{ or more}}$", False),
-        ("60", r"$\boxed{60 km/h}$", True),
-        ("60", r"$\boxed{60 ft^{2}}$", True),
-        ("60", r"$\boxed{60 m^2}$", False),
-        ("60", r"$\boxed{60°C}$", True),
-        ("-60", "The answer is \N{MINUS SIGN}60.", True),
-        ("60", "The answer is 60 to 70.", False),
-        ("60", "The answer is $60k.", False),
-        (r"\cot x", r"The final answer is $\cot x$. I hope it is correct.", True),
-        (r"\pi", r"Answer: $\pi$", True),
-    ],
-)
-def test_answers_of_mathematics(gold, reply, right):
-    scorer = scores.gsm8k if gold.startswith("####") else scores.math500
-    assert scorer({"answer": gold}, [[reply]])["exact_match"] == right
 
 
 def test_majority_counts_equal_answers_together_and_none_never():
@@ -161,11 +89,6 @@ def test_code_of_several_samples():
     assert "pass@10" not in scores.mbpp(row, [[right] * 9])
 
 
-def test_mbpp_runs_the_set_up_of_its_tests():
-    row = data.rows("mbpp/test.jsonl", data.SMOKE)[1]  # its set-up makes `root` of what the solution defines
-    assert scores.mbpp_completion(row, [[row["code"]]]) == {"pass@1": 1.0, "lm_eval_pass@1": 0.0}
-
-
 def test_mbpp_may_ask_for_a_function_with_the_name_of_pythons_own():
     tests = {"test_setup_code": "", "test_list": ["assert sum(10,15) == 6"]}
     reply = fenced("def sum(a, b): return 6", "print(sum(10, 15))")
@@ -191,6 +114,7 @@ def fenced(*blocks):
         (fenced("    return a"), "    return a\n"),
         ("```\ndef f(): a\n```", "def f(): a\n"),
         ("```\nf() == 1\n```\n~~~py\ndef f(): a\n~~~\n```\n1\n```", "def f(): a\n"),
+        ("Here is the code: ```python\ndef f(): a\n```\nIt adds.", "def f(): a\n"),
         ("- f:\n\n      ```{.Python3}\n      def f():\n        a\n      ```", "def f():\n  a\n"),
         ("<answer>\n```python\ndef f(): a\n```\n</answer>", "def f(): a\n"),
         ("```python\nunclosed", "unclosed"),
@@ -203,11 +127,6 @@ def fenced(*blocks):
 )
 def test_the_program_in_a_reply(reply, code):
     assert replies.program(reply, {"f"}) == code
-
-
-@pytest.mark.parametrize("reply", ["The answer is 18:30.", "The ratio of girls to boys is 18:12."])
-def test_a_time_or_a_ratio_in_a_sentence_is_no_number(reply):
-    assert replies.math_answer(reply) is None
 
 
 REPLIES = list(read_jsonl(Path(__file__).with_name("replies.jsonl")))
@@ -231,6 +150,37 @@ def test_scorers_agree_with_a_reader_on_98_of_100_replies():
     assert sum(verdicts.values()) >= 200 and verdicts["missed"] <= 0.02 * sum(verdicts.values())
 
 
+def is_right(reply, gold):
+    answer = replies.math_answer(reply)
+    return answer is not None and replies.equal_answers(gold, answer)
+
+
+def last_number(text):
+    return float(re.findall(r"-?\d*\.?\d+", text.replace(",", ""))[-1])
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("step", "gsm8k", "math500"),
+    [(20, (65, 65, 65), (25, 18, 15)), pytest.param(1, (1283, 1280, 1280), (500, 420, 343), marks=pytest.mark.slow)],
+)
+def test_solutions_without_a_box_are_read_at_least_as_often_as_by_math_verify(step, gsm8k, math500):
+    """Count people's solutions, those read, and those that math_verify reads; cut before the last line none passes.
+
+    They are GSM8K's whose last number is the answer, and MATH-500's with their boxes taken off.
+    """
+    worked = (re.sub("<<.*?>>", "", row["answer"]).split("\n#### ") for row in data.rows("gsm8k/test.jsonl", DATA))
+    worked = [(text, gold) for text, gold in worked if last_number(text) == last_number(gold)]
+    proofs = [(replies._BOX.sub(r"\1", r["solution"]), r["answer"]) for r in data.rows("math500/test.jsonl", DATA)]
+    for solutions, expected in ((worked[::step], gsm8k), (proofs[::step], math500)):
+        ours = stock = 0
+        for text, written in solutions:
+            gold, rest = replies.math_answer(rf"\boxed{{{written}}}"), text.strip().rpartition("\n")[0]
+            ours, stock = ours + is_right(text, gold), stock + verify(list(gold), parse(text))
+            assert written in rest or not is_right(rest, gold), rest
+        assert (len(solutions), ours, stock) == expected
+
+
 def test_loss_by_position():
     log_probs = [-float(position) for position in range(1, 228)]
     assert scores.loss_by_position({}, [log_probs]) == {"loss@1": 32.0, "loss@64": 95.5, "loss@128": 177.5}
@@ -252,6 +202,14 @@ def test_loss_by_position():
         ("4 and then 5", ["4", "5"], 1 / 2),
         ("ABC, ABCD", ["ABC", "ABCD"], 1),
         ("12, 3.", ["3", "12"], 1),
+        ("• “123”", ["123"], 1),
+        ("_A_ & _B_", ["a", "b"], 1),
+        ("-123", ["123"], 0),
+        ("- 123", ["123"], 1),
+        ("123.5 or red-car", ["123", "red"], 0),
+        ("1.5", ["5"], 0),
+        ("7. 123", ["123"], 0),
+        ("1) 12 2) 34", ["34", "12"], 1),
         ("", ["1"], 0),
     ],
 )
@@ -337,22 +295,16 @@ def test_ruler_questions_that_need_several_documents(questions):
     documents = ruler.samples("ruler_qa_hotpot", 512, 2, 0, questions, tiny_tokenizer())
     assert [document["outputs"] for document in documents] == [["name 0"], ["name 1"]]
     assert all(f"Title 1.{j}\nText 1.{j}. More." in documents[1]["input"] for j in range(10))
-    (questions / ruler.QA_FILES["ruler_qa_hotpot"]).write_text("{")
-    ruler._generators()[-1].read_hotpotqa.cache_clear()
-    with pytest.raises(UserError, match="cannot be read as JSON"):
-        ruler.samples("ruler_qa_hotpot", 512, 2, 0, questions, tiny_tokenizer())
 
 
 @pytest.mark.parametrize(
     ("task", "length", "message"),
     [
         ("ruler_vt", 128, "ruler_vt needs about .* --lengths says 128"),
-        ("ruler_cwe", 128, "ruler_cwe needs about .* --lengths says 128"),
         ("ruler_fwe", 64, "ruler_fwe needs about .* --lengths says 64"),
         ("niah_single_1", 128, "niah_single_1 at --lengths 128: "),
         ("niah_single_2", 100_000, "too short a haystack for --lengths 100000"),
         ("ruler_qa_squad", 512, "squad_dev_v2.json is missing"),
-        ("ruler_qa_hotpot", 512, "hotpot_dev_distractor_v1.json is missing"),
     ],
 )
 def test_ruler_refuses_what_it_cannot_make(task, length, message):
@@ -402,10 +354,13 @@ def test_files_are_checked_against_the_manifest(tmp_path):
 # Records
 
 
+WHOLE = {"unfinished": False, "truncated": False}
+
+
 def test_records_survive_a_kill_and_are_shared(tmp_path):
     first, second = sample_key("t", "d", "p", {}, 0), sample_key("t", "d", "p", {}, 1)
     records = Records(tmp_path)
-    records.add(first, text="é\n")
+    records.add(first, text="é\n", **WHOLE)
     assert (tmp_path / "rank0.jsonl").read_bytes().endswith(b"\n")  # before the process ends in whatever way
     with pytest.raises(UserError, match="Another run is writing"):
         Records(tmp_path)
@@ -414,16 +369,14 @@ def test_records_survive_a_kill_and_are_shared(tmp_path):
         file.write(b'{"task": "t", "hash": "')
     records = Records(tmp_path)
     assert len(records) == 1 and records.get(first)["text"] == "é\n"
-    records.add(second, text="b")
+    records.add(second, text="b", **WHOLE)
     records.close()
     other = Records(tmp_path, rank=1)
     assert len(other) == 2 and other.get(second)["text"] == "b"
-    whole = (tmp_path / "rank0.jsonl").read_bytes()
-    begun = b'{"task": "t", "hash": "h", "sample": 0'
-    for line in (b"{}", begun + b"}", begun + b', "text": 1}'):
-        (tmp_path / "rank0.jsonl").write_bytes(whole + line + b"\n")
-        with pytest.raises(UserError, match="rank0.jsonl, line 3: not a recorded sample"):
-            Records(tmp_path, rank=2)
+    with open(tmp_path / "rank0.jsonl", "ab") as file:
+        file.write(b"{}\n")
+    with pytest.raises(UserError, match="rank0.jsonl, line 3, which to go on remove: task is missing"):
+        Records(tmp_path, rank=2)
 
 
 def test_a_sample_belongs_to_what_was_asked():
@@ -755,9 +708,7 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, cap
         return str(error.value)
 
     base, tuned = two_runs
-    assert "two or more directories" in refused(base)
     assert "two or more directories" in refused(base, base)
-    assert "holds no results.json" in refused(base, tmp_path)
     file = tuned / "samples_gsm8k.jsonl"
     file.write_text(file.read_text().splitlines()[0] + "\n")
     message = refused(base, tuned)
@@ -769,9 +720,8 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, cap
         assert f"gsm8k has another {what} in tuned than in base" in refused(base, tuned)
     write_json(file, results | {"tasks": {}})
     assert "no task in common" in refused(base, tuned)
-    for damaged in ({}, *(results | {"tasks": tasks} for tasks in ({"gsm8k": {}}, {"gsm8k": 1}, [], None))):
-        write_json(file, damaged)
-        assert "results.json holds no tasks with metrics, " in refused(base, tuned)
+    write_json(file, results | {"tasks": {"gsm8k": gsm8k | {"shots": None}}})
+    assert "results.json: tasks.gsm8k.shots is None: expected a valid integer" in refused(base, tuned)
 
 
 def test_cut_prompts_are_reported(tmp_path, offline, monkeypatch, capsys):
@@ -852,10 +802,15 @@ def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, offline, monkey
     assert prompts["gsm8k"].startswith("Ann has 3")
 
 
-def test_today_is_always_the_same_day(tmp_path, monkeypatch):
-    model = recorded(tmp_path)
+def test_a_chat_template_says_the_same_day_and_ends(tmp_path, monkeypatch):
+    model, chat = recorded(tmp_path), [{"role": "user", "content": "Hello"}]
     monkeypatch.setattr(model.tokenizer, "chat_template", "{{ strftime_now('%d %b %Y') }}")
-    assert model.apply_chat_template([{"role": "user", "content": "Hello"}]) == "26 Jul 2024"
+    assert model.apply_chat_template(chat) == "26 Jul 2024"
+    monkeypatch.setattr("evaluation.recorded_model.TEMPLATE_SECONDS", 0.2)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(model.tokenizer, "chat_template", endless)
+    with pytest.raises(UserError, match="chat: it takes more than"):
+        model.apply_chat_template(chat)
 
 
 @pytest.mark.parametrize(("templates", "refused"), [({"tool_use": "x"}, True), ({"default": "x", "rag": "y"}, False)])
@@ -868,19 +823,11 @@ def test_of_named_chat_templates_the_default_one_writes_a_chat(templates, refuse
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("TINY all", "--suite all: expected one of smoke, ruler, reasoning, paper"),
         ("TINY smoke --tasks chess", "--tasks chess: not a task of the suite smoke"),
-        ("TINY reasoning --tasks niah_single_1", "not a task of the suite reasoning"),
         ("TINY smoke --limit 0", "--limit 0: expected at least 1"),
-        ("TINY smoke --samples 0", "--samples 0: expected at least 1"),
         ("TINY ruler --lengths 8", "--lengths 8: expected at least 64"),
         ("TINY reasoning --lengths 4096", "--lengths changes none of gsm8k, .*: leave it out"),
-        ("TINY ruler --samples 4", "--samples changes none of niah_multikey_1, .*: leave it out"),
-        ("TINY reasoning --data OUT/none", "--data .*none is not a directory"),
-        ("TINY reasoning --data TINY", "gsm8k/test.jsonl is missing"),
-        ("TINY ruler --tasks ruler_qa_squad --data SMOKE", "squad_dev_v2.json is missing"),
         ("TINY ruler --tasks niah_single_2", "text/state_union.txt is not on the Hub .* --data"),
-        ("OUT/none smoke", "none is neither a directory, nor a GGUF file, nor a Hub id"),
         ("MUTE smoke", "mute holds no tokenizer: save one beside the weights"),
         ("PLAIN smoke", "no chat template, which gsm8k, math500, mbpp, humaneval need"),
         ("ENDED smoke", "puts its end token </s> behind every text"),
@@ -905,8 +852,7 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     files.mkdir()
     (files / "notes.txt").write_text("mine")
     places = {"TINY": tiny, "MUTE": mute, "PLAIN": plain, "ENDED": ended, "SHORT": short, "FILES": files}
-    places["SMOKE"] = data.SMOKE
-    model, suite, *options = [str(places.get(a, a)).replace("OUT/", f"{tmp_path}/") for a in arguments.split()]
+    model, suite, *options = [str(places.get(argument, argument)) for argument in arguments.split()]
     output = ["--output", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["run", model, "--suite", suite, *output, *options])
     with pytest.raises(SystemExit) as stopped:
@@ -915,13 +861,6 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     assert stopped.value.code == 1 and len(errors) == 1
     assert re.search(message, errors[0]), errors[0]
     assert (files / "notes.txt").read_text() == "mine" and not (tmp_path / "out" / "results.json").exists()
-
-
-def test_a_second_run_in_one_output_is_refused(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "load_config", lambda *_: pytest.fail("the second run begins"))
-    with sole_writer(tmp_path / "out"), pytest.raises(UserError, match="Another run is writing .*out"):
-        run.main([str(tiny), "--suite", "smoke", "--output", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_main_process_alone_claims_the_output(tiny, tmp_path, monkeypatch):

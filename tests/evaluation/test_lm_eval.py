@@ -70,7 +70,6 @@ def documents() -> list[dict]:
 
 
 def log_likelihood(model, context: str, choice: str) -> float:
-    """Return the log-likelihood in nats of the choice after the context."""
     tokenizer = tiny_tokenizer()
     length = len(tokenizer(context)["input_ids"])
     input_ids = tokenizer(context + choice, return_tensors="pt")["input_ids"]

@@ -3,13 +3,15 @@
 import os
 import resource
 import socket
+import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from common.command_io import UserError
+from common.command_io import ROOT, UserError
 from evaluation import run_code
 
 
@@ -144,6 +146,35 @@ os.posix_spawn(sys.executable, [a.encode() for a in arguments], {}, setsid=True)
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # the process has ended
             assert f"outlives-{os.getpid()}" not in path.read_text()
+
+
+@pytest.mark.parametrize("wall", [pytest.param(True, marks=isolated), False])
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_no_program_outlives_its_killed_evaluator(wall, tmp_path):
+    begun = tmp_path / "begun"  # behind the wall it cannot be made, and three processes say the same
+    program = f"import time\ntry: open({str(begun)!r}, 'w')\nexcept OSError: pass\ntime.sleep(50)"
+    started = f"from evaluation import run_code; run_code._run({program!r}, {wall})"
+    evaluator = subprocess.Popen([sys.executable, "-c", started], cwd=ROOT)
+
+    def programs() -> list[int]:
+        """Return the processes of this evaluator: run_program.py is told its number."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):  # the process has ended
+                words = path.read_bytes().split(b"\0")
+                found += [int(path.parent.name)] * (str(evaluator.pid).encode() in words)
+        return found
+
+    def wait_until(done) -> None:
+        end = time.monotonic() + 30
+        while not done():
+            assert time.monotonic() < end, programs()
+            time.sleep(0.05)
+
+    wait_until(lambda: len(programs()) == 3 if wall else begun.exists())
+    evaluator.kill()
+    evaluator.wait()
+    wait_until(lambda: not programs())
 
 
 def test_without_isolation_the_user_has_to_confirm(monkeypatch):

@@ -1,0 +1,119 @@
+"""Draw every plot alike: 800 pixels wide, with a message above, units on the axes and one legend below all panels."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+from common.command_io import whole_file
+
+
+WIDTH, DOTS_PER_INCH = 8, 100
+LINE = 0.24  # inches, of text
+# A mean, and how far its interval goes down and up.
+Point = tuple[float, float, float]
+
+
+def panels(message: str, count: int = 1, columns: int = 1, height: float = 3, **options) -> tuple[Figure, list[Axes]]:
+    """Return a figure under a `message`, and its axes, in rows of `height` inches. `options` are those of subplots."""
+    rows, lines = -(-count // columns), textwrap.wrap(message, 72)
+    figure = Figure(figsize=(WIDTH, rows * height + LINE * len(lines)), layout="constrained")
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize="large", fontweight="bold")
+    axes = figure.subplots(rows, columns, squeeze=False, **options).flat
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, list(axes[:count])
+
+
+def line_style(index: int) -> str:
+    """Return the colour and the dashes of a line: after ten lines the colours come again, with other dashes."""
+    return f"C{index % 10}{('-', ':', '--', '-.')[index // 10 % 4]}"
+
+
+def dots(
+    axes: Axes,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[Point | float | None]],
+    limits: tuple[float, float] = (-inf, inf),
+    mark: float | None = None,
+) -> None:
+    """Plot a line of dots for each name, from above, a dot of each of the series; `None` leaves one out.
+
+    Beyond the `limits` of the axis a number stands at its edge in place of the dot. A vertical line stands at `mark`.
+    """
+    low, high = limits
+    if mark is not None:
+        axes.axvline(mark, color="black", linewidth=0.8)
+    for index, (label, values) in enumerate(series.items()):
+        shift = 0.7 * ((index + 0.5) / len(series) - 0.5)
+        placed = [
+            (place + shift, *(value if isinstance(value, tuple) else (value, 0.0, 0.0)))
+            for place, value in enumerate(values)
+            if value is not None
+        ]
+        for place, value, *_ in placed:
+            if not low <= value <= high:
+                text, edge, side = (
+                    (f"{value:.2f} →", high, "right") if value > high else (f"← {value:.2f}", low, "left")
+                )
+                axes.text(edge, place, text, color=f"C{index}", ha=side, va="center", fontsize="small")
+        inside = [point for point in placed if low <= point[1] <= high]
+        places, means, down, up = zip(*inside) if inside else ((), (), (), ())
+        marker: dict[str, Any] = {"fmt": "osD^vPX*"[index % 8], "color": f"C{index}", "markersize": 4, "capsize": 2}
+        axes.errorbar(means, places, xerr=(down, up), label=label, elinewidth=1, **marker)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.grid(axis="x", linewidth=0.3)
+    if high < inf:
+        axes.set_xlim(low, high)
+
+
+def dot_panels(
+    message: str, names: Sequence[str], series: Mapping[str, Mapping], mark: float | None = None
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure of `dots`, with a panel for each of the `series`, {label of the axis: series of the panel}."""
+    figure, all_axes = panels(message, len(series), len(series), 1 + 0.38 * len(names), sharey=True)
+    for axes, (label, of_panel) in zip(all_axes, series.items()):
+        dots(axes, names, of_panel, mark=mark)
+        axes.set(xlabel=label)
+    return figure, all_axes
+
+
+def ticks(axes: Axes, axis: str, places: Sequence[float]) -> None:
+    """Put the ticks of the "x" or "y" axis at these places, as plain numbers."""
+    places = sorted(set(places))
+    axes.set(**{f"{axis}ticks": places, f"{axis}ticklabels": [f"{place:,}" for place in places]})
+    getattr(axes, f"{axis}axis").set_minor_locator(NullLocator())
+
+
+def _plain_numbers(axes: Axes) -> None:
+    """Write 0.5 and 2,000 on logarithmic axes, between the powers of ten too where there are few of these."""
+    plain = FuncFormatter(lambda value, _: f"{value:,.10g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.0e}")
+    for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        if axis.get_scale() == "log" and not isinstance(axis.get_minor_locator(), NullLocator):
+            axis.set_major_formatter(plain)
+            axis.set_minor_formatter(plain if max(low, high) < 12 * min(low, high) else NullFormatter())
+            axis.set_tick_params(which="minor", labelsize="small")
+
+
+def save_plot(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, with one legend below of all panels without a legend of their own."""
+    named: dict[str, Artist] = {}
+    for axes in figure.axes:
+        _plain_numbers(axes)
+        for handle, label in zip(*axes.get_legend_handles_labels()) if axes.get_legend() is None else ():
+            named.setdefault(label, handle)
+    if named:
+        columns = max(1, min(len(named), int(92 / (max(map(len, named)) + 7))))
+        figure.set_figheight(figure.get_figheight() + LINE * -(-len(named) // columns))
+        figure.legend(
+            handles=list(named.values()), labels=list(named), loc="outside lower center", ncols=columns, frameon=False
+        )
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH)

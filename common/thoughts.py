@@ -1,0 +1,13 @@
+"""Tell a model's thoughts from what it says after them."""
+
+import re
+
+
+# What thoughts begin with, in DeepSeek-R1's form and in OpenThoughts-114k's, which the recipes of `sft` train.
+THOUGHTS = ("<think>", "<|begin_of_thought|>")
+
+
+def after_thoughts(reply: str) -> str:
+    """Return what a reply says after its thoughts: nothing when they do not end."""
+    said = re.split(r"</think>|<\|end_of_thought\|>", reply)[-1]
+    return "" if any(marker in said for marker in THOUGHTS) else said

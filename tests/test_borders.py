@@ -1,0 +1,222 @@
+"""Answer in one line, with a bound, whatever comes from outside, and show a terminal nothing that acts on it."""
+
+import gzip
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from helpers import last_line
+from pydantic import FiniteFloat
+from typing_extensions import TypedDict
+
+from common import command_io
+from common.command_io import UserError, check_output_file, read_json, read_jsonl, read_yaml, run_cli, whole_file
+
+
+# What is left of an exception
+
+
+def failing():
+    raise KeyError("value\n\x1b[2J")
+
+
+@pytest.fixture
+def fails(monkeypatch, capsys, tmp_path):
+    """Return a function that runs a `main` as a command with arguments, and returns its line on stderr."""
+    monkeypatch.setattr(command_io.tempfile, "tempdir", str(tmp_path))
+
+    def fails(main, *arguments):
+        monkeypatch.setattr(sys, "argv", ["room/command.py", *arguments])
+        with pytest.raises(SystemExit, match="^1$"):
+            run_cli(main)
+        assert sys.argv == ["room/command.py", *arguments]
+        return last_line(capsys.readouterr().err)
+
+    return fails
+
+
+def test_a_defect_is_one_line_that_names_its_traceback(fails, tmp_path):
+    line = fails(failing, "results\x1b.json")
+    assert re.match(r"Error: command.py results\\x1b.json failed in test_borders.py, line \d+: KeyError: ", line)
+    assert "\x1b" not in line and "\n" not in line
+    (file,) = tmp_path.iterdir()
+    assert line.endswith(f"--traceback shows more, as does {file}.")
+    assert file.read_text().startswith("Traceback") and "in failing" in file.read_text()
+
+
+def test_a_defect_is_one_line_where_no_file_can_be_written(fails, monkeypatch):
+    monkeypatch.setattr(command_io.tempfile, "tempdir", "/proc/nowhere")
+    assert fails(failing).endswith("--traceback shows more.")
+
+
+def test_a_panic_of_a_library_in_rust_is_one_line(fails):
+    class PanicException(BaseException):
+        pass
+
+    def panic():
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    assert "PanicException: called `Option::unwrap()`" in fails(panic)
+
+
+@pytest.mark.parametrize("error", [KeyError("value"), UserError("no such task")])
+def test_the_option_traceback_shows_it(error, monkeypatch):
+    def main():
+        assert sys.argv == ["command", "a"]  # a parser need not know the option
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["command", "--traceback", "a"])
+    with pytest.raises(type(error)):
+        run_cli(main)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_any_terminal_shows_any_name(encoding, monkeypatch):
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2)]
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    name = "日\udcff\u202e\x1b[2J\x9b"
+
+    def main():
+        print(f"a\tb: {name}")
+        raise UserError(name)
+
+    with pytest.raises(SystemExit):
+        run_cli(main)
+    for stream in streams:
+        stream.flush()
+        text = stream.buffer.getvalue().decode(encoding)
+        assert text.endswith(r"\udcff\u202e\x1b[2J\x9b" + "\n") and text.count("\n") == 1
+        assert ("日" in text) == (encoding == "utf-8")
+
+
+# What is read
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path / "fifo"
+
+
+@pytest.mark.parametrize("read", [read_json, read_yaml, lambda path: list(read_jsonl(path))])
+def test_only_a_regular_file_is_read(read, fifo):
+    for path in (fifo, fifo.parent, Path("/dev/zero")):
+        with pytest.raises(UserError, match="is no regular file"):
+            read(path)
+
+
+YAML_BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
+BOMB = gzip.compress(b'{"a": 1}\n' * 10**6, mtime=0)
+
+
+@pytest.mark.parametrize(
+    ("read", "content", "words"),
+    [
+        (read_json, b'{"a": ' * 10**5, "cannot be read as JSON"),
+        (read_json, b'{"a": ' + b"1" * 5000 + b"}", "cannot be read as JSON"),
+        (read_json, b'{"a": 1, "a": 2}', "cannot be read as JSON: the key 'a' is given twice"),
+        (read_json, b'{"a": "\xff"}', "cannot be read: 'utf-8' codec"),
+        (read_json, b" " * 2000, "has more than 1,000 bytes"),
+        (read_json, b"[]", "holds a list: expected a JSON object"),
+        (read_yaml, b"[" * 10**4, "has more than 1,000 bytes"),
+        (read_yaml, b"[" * 999, "cannot be read as YAML"),
+        (read_yaml, YAML_BOMB.encode(), "cannot be read as YAML: an alias"),
+        (read_yaml, b"a: 1\na: 2\n", "the key 'a' is given twice"),
+        (read_yaml, b"\xff", "cannot be read: 'utf-8' codec"),
+        (read_jsonl, b'{"a": 1}\n' + b'{"a": ' * 100, "row 2: not valid JSON"),
+        (read_jsonl, b'{"a": 1}\n\n[1]\n', "row 2: expected a JSON object"),
+        (read_jsonl, b'{"a": "\xff"}\n', "row 1: not UTF-8 text"),
+        (read_jsonl, b" " * 2000 + b"{}\n", "has more than 1,000 bytes in a line"),
+        (read_jsonl, BOMB, "or grows 100-fold"),
+        (read_jsonl, gzip.compress(b'{"a": 1}', mtime=0)[:-9], "cannot be decompressed"),
+    ],
+)
+def test_what_is_read_is_bounded(read, content, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(command_io, "MAX_TEXT", 10**7 if content[:1] == b"{" else 1000)
+    monkeypatch.setattr(command_io, "MAX_YAML", 1000)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}.* {words}"):
+        list(read(path))
+
+
+class Figure(TypedDict):
+    value: FiniteFloat
+    stderr: FiniteFloat | None
+
+
+class Record(TypedDict):
+    suite: Literal["smoke", "paper"]
+    figures: dict[str, Figure]
+
+
+GOOD = {"suite": "smoke", "figures": {"acc": {"value": 1, "stderr": None, "more": 2}}, "more": 3}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([], r"it is \[\]: expected a valid dictionary"),
+        ({}, "suite is missing"),
+        (GOOD | {"suite": "all"}, "suite is 'all': expected 'smoke' or 'paper'"),
+        (GOOD | {"figures": {"acc": {"value": True, "stderr": 0}}}, "figures.acc.value is True: expected a valid num"),
+        (
+            GOOD | {"figures": {"acc": {"value": float("nan"), "stderr": 0}}},
+            "figures.acc.value is nan: expected a finite number",
+        ),
+        (
+            GOOD | {"figures": {"acc": {"value": 1, "stderr": 1e999}}},
+            "figures.acc.stderr is inf: expected a finite number",
+        ),
+        (
+            GOOD | {"figures": {"acc": {"value": "1" * 999, "stderr": 0}}},
+            "figures.acc.value is '1+[.]{3}1+': expected a",
+        ),
+    ],
+)
+def test_what_is_read_has_the_types_that_are_asked_for(content, words, tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps(GOOD) + "\n")
+    assert read_json(path, Record) == read_yaml(path, Record) == next(read_jsonl(path, Record)) == GOOD
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"^{path}: {words}"):
+        read_json(path, Record)
+
+
+# What is written
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path):
+    path = tmp_path / "file"
+    with whole_file(path) as first, whole_file(path) as second:
+        first.write_text("first")
+        second.write_text("second")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("file", "first")]
+
+
+def test_no_link_in_the_place_of_a_temporary_file_is_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr(command_io.secrets, "token_hex", lambda size: "0")
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".file.0.tmp").symlink_to(tmp_path / "mine")
+    with pytest.raises(FileExistsError), whole_file(tmp_path / "file"):
+        pytest.fail("it was opened")
+    with pytest.raises(UserError, match="cannot be written: File exists"):
+        check_output_file(tmp_path / "file")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_file_that_is_written_again_keeps_its_permissions(tmp_path):
+    path = tmp_path / "file"
+    for mode in (0o600, 0o644):
+        with whole_file(path) as temporary:
+            temporary.write_text("figures")
+        path.chmod(mode)
+        with whole_file(path) as temporary:
+            temporary.write_text("figures")
+        assert path.stat().st_mode & 0o777 == mode
