@@ -3,20 +3,20 @@
 `--help` must not wait for PyTorch, so what needs it is imported where it is used.
 """
 
+import math
 import sys
 from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
-from math import inf
+from inspect import formatannotation
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-import yaml
+from huggingface_hub.dataclasses import type_validator
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from common.command_io import UserError, one_line, read_yaml, refusing
+from common.command_io import UserError, read_text, read_yaml, refusing
 
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # The two keys set the same rate: one on the command line wins over either in the file.
 RATES_OF_MIXING = {"mixing_lr_multiplier", "mixing_learning_rate"}
 DEFAULT_MIXING_LR_MULTIPLIER = 40.0
+MAX_TEMPLATE = 2**20  # bytes
 # Keys of TRL that nothing here reads: they would silently do nothing.
 UNUSED_KEYS = (
     *("model_revision", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
@@ -63,7 +64,9 @@ class RunArguments(ScriptArguments, ModelConfig):
     attention_form: str | None = option(
         'How "iha" layers compute: see IHAModel.attention_form.', choices=("virtual", "base")
     )
-    num_pseudo_heads: int | None = option("P that the recipe is for; another P of the checkpoint is refused.")
+    num_pseudo_heads: int | None = option(
+        "P that is trained: a plain base model is interleaved with it; another P of the checkpoint is refused."
+    )
     max_position_embeddings: int | None = option("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = option("RoPE base to train with, which the trained checkpoint keeps.")
     sliding_window: int | None = option("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
@@ -119,9 +122,9 @@ class RecipeParser(TrlParser):
             self.error("--config needs a YAML file")
         if argv.count("--config") > 1:
             self.error("--config is given twice: expected one YAML file")
-        with refusing("invalid configuration", ValueError, TypeError, ImportError, yaml.YAMLError):
-            if "--config" in argv:
-                read_yaml(argv[argv.index("--config") + 1])  # TRL would take the last of two equal keys
+        if "--config" in argv:
+            read_yaml(argv[argv.index("--config") + 1], dict[str, Any])  # TRL would take the last of two equal keys
+        with refusing("invalid configuration", ValueError, TypeError, ImportError):  # of keys that do not go together
             return self.parse_args_and_config(argv)
 
     def set_defaults_with_config(self, **config) -> list[str]:
@@ -135,25 +138,39 @@ class RecipeParser(TrlParser):
         return []
 
     def _read(self, action, value: Any, hint: Any) -> Any:
-        # By the rules of the command line, which takes no null for a number.
-        types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        types = {get_origin(each) or each for each in types}
-        # Transformers documents fsdp as text and takes true for it as well.
-        if type(value) in types & {type(None), bool, list, dict} or (value is True and types == {str, type(None)}):
-            return value
+        # By the rules of the command line, which has no words for null, and for a list or a dictionary of some keys.
+        if isinstance(value, list) and action.nargs == "+":
+            return [self._read_word(action, each) for each in value]
         if value is None or isinstance(value, (list, dict)):
-            names = " or ".join(sorted(each.__name__ for each in types))
-            raise UserError(f"invalid configuration: {action.dest} is {value!r:.80}: expected {names}.")
+            try:
+                type_validator(action.dest, value, hint)
+            except TypeError:
+                raise UserError(f"{action.dest} is {value!r:.80}: expected {formatannotation(hint)}.") from None
+            return value
+        if value is True and hint == str | None:
+            return value  # Transformers documents fsdp as text and takes true for it as well
+        value = self._read_word(action, value)
+        return [value] if action.nargs == "+" else value
+
+    def _read_word(self, action, value: Any) -> Any:
         try:
             value = self._get_value(action, str(value))
             self._check_value(action, value)
         except ArgumentError as error:
             self.error(str(error))
-        return [value] if action.nargs == "+" else value
+        return value
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
         self._refuse_unknown(unknown)
+        for key, value in vars(namespace).items():
+            if value == "":
+                raise UserError(f"{key} is empty: give it a value, or leave it out.")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{key} is {value}: expected a finite number.")
+            for allows, expected, keys in LIMITS:
+                if key in keys and value is not None and not allows(value):
+                    raise UserError(f"{key} is {value}: expected {expected}.")
         return namespace, []
 
     def _refuse_unknown(self, arguments: list[str]) -> None:
@@ -167,22 +184,21 @@ class RecipeParser(TrlParser):
         raise UserError(f"{message}. See --help.")
 
 
-# What a key may hold: a test that NaN fails, its name, and the keys. A key without a value passes.
+# What a key may hold: a test, its name, and the keys. A key without a value passes.
 LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
     (
-        lambda value: 1 <= value < inf,
+        lambda value: value >= 1,
         "at least 1",
         (
             *("max_length", "per_device_train_batch_size", "per_device_eval_batch_size"),
             *("gradient_accumulation_steps", "lora_r", "lora_alpha", "dataset_num_proc"),
             *("num_pseudo_heads", "max_position_embeddings", "sliding_window", "save_total_limit"),
             *("max_completion_length", "num_iterations", "steps_per_generation"),
-            "pad_to_multiple_of",
         ),
     ),
     (
-        lambda value: 0 <= value < inf,
-        "a finite number, 0 or more",
+        lambda value: value >= 0,
+        "0 or more",
         (
             *("learning_rate", "mixing_lr_multiplier", "mixing_learning_rate", "weight_decay", "max_grad_norm"),
             *("warmup_steps", "eval_size", "eval_delay", "sample_prompts", "dataloader_num_workers", "beta"),
@@ -190,8 +206,8 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
         ),
     ),
     (
-        lambda value: 0 < value < inf,
-        "a finite number above 0",
+        lambda value: value > 0,
+        "above 0",
         (
             *("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon", "rope_theta"),
             *("memory_gb", "temperature", "repetition_penalty"),
@@ -212,24 +228,15 @@ LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
 def check_values(run: RunArguments, args: "TrainingArguments") -> None:
     """Refuse what no run can have, before anything is loaded.
 
-    Raise `UserError` for values out of range, keys that exclude each other or that nothing reads, packages that are
-    not installed, and a chat template that cannot be read.
+    Raise `UserError` for keys that exclude each other or that nothing reads, and a chat template that cannot be read.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     from model_cards.render import source_base_model, source_license
 
-    for key, value in {**vars(args), **vars(run)}.items():
-        if value == "":
-            raise UserError(f"{key} is empty: give it a value, or leave it out.")
     for key in UNUSED_KEYS if type(args).__name__ == "SFTConfig" else UNUSED_KEYS + KEYS_OF_SFT:
         if getattr(run, key) != RunArguments.__dataclass_fields__[key].default:
             raise UserError(f"{key} is not used here: remove the key.")
-    for allows, expected, keys in LIMITS:
-        for key in keys:
-            value = getattr(run, key, getattr(args, key, None))
-            if value is not None and not allows(value):
-                raise UserError(f"{key} is {value}: expected {expected}.")
     if run.mixing_lr_multiplier is not None and run.mixing_learning_rate is not None:
         raise UserError(
             f"mixing_lr_multiplier={run.mixing_lr_multiplier:g} and mixing_learning_rate="
@@ -255,42 +262,11 @@ def check_values(run: RunArguments, args: "TrainingArguments") -> None:
             "sync_ref_model moves the reference model, which no checkpoint holds: a resumed run would go on with that "
             "of its start. Remove the key, or set save_strategy to no."
         )
-    _check_early(args)
+    # Looked at after the first evaluation.
+    if (metric := args.metric_for_best_model) and metric.removeprefix("eval_") not in BEST_BY[type(args).__name__]:
+        known = ", ".join(BEST_BY[type(args).__name__])
+        raise UserError(f"metric_for_best_model is {metric!r}: expected one of {known}.")
     chat_template(args)
-
-
-def _check_early(args: "TrainingArguments") -> None:
-    """Refuse what the libraries refuse too, but only where it is used, hours later for the evaluation's metric."""
-    import torch
-    from accelerate.utils import DynamoBackend
-    from transformers import Trainer, get_scheduler
-    from transformers.integrations import get_reporting_integration_callbacks
-    from transformers.utils import is_liger_kernel_available
-
-    known = {"metric_for_best_model": BEST_BY[type(args).__name__]}
-    if args.torch_compile:
-        usable = torch.compiler.list_backends(())
-        known["torch_compile_backend"] = [name for each in DynamoBackend if (name := each.value.lower()) in usable]
-        known["torch_compile_mode"] = list(torch._inductor.list_mode_options())
-    for key, names in known.items():
-        value = getattr(args, key)
-        if value is not None and value.removeprefix("eval_") not in names:
-            raise UserError(f"{key} is {value!r}: expected one of {', '.join(names)}.")
-    if args.save_strategy == "best" and args.metric_for_best_model is None:
-        raise UserError("save_strategy 'best' needs metric_for_best_model: set it, or save by steps.")
-    if args.use_liger_kernel and not is_liger_kernel_available():
-        raise UserError("use_liger_kernel needs the package liger-kernel: pip install liger-kernel")
-    with refusing(f"lr_scheduler_kwargs {args.lr_scheduler_kwargs}", TypeError, ValueError):
-        optimizer = torch.optim.SGD([torch.zeros(1)])
-        get_scheduler(args.lr_scheduler_type, optimizer, 1, 2, args.lr_scheduler_kwargs)
-    with refusing(f"report_to {', '.join(args.report_to)}", ImportError, RuntimeError, ValueError):
-        for callback in get_reporting_integration_callbacks(args.report_to):
-            callback()
-    try:
-        Trainer.get_optimizer_cls_and_kwargs(args)
-    except (ImportError, ValueError, TypeError) as error:
-        if "a model" not in one_line(error).replace("`", ""):  # some are made for one, which is not there yet
-            raise UserError(f"optim {args.optim.value!r}: {one_line(error)}") from error
 
 
 def chat_template(args: "TrainingArguments") -> str | None:
@@ -301,8 +277,6 @@ def chat_template(args: "TrainingArguments") -> str | None:
 
 def read_chat_template(path: str) -> str:
     """Return the chat template in the .jinja file `path`, and refuse one that cannot be read."""
-    template = Path(path)
-    if template.suffix != ".jinja" or not template.is_file():
-        raise UserError(f"chat_template_path: {template} is not a .jinja file.")
-    with refusing(f"chat_template_path: {template} is not UTF-8 text", UnicodeDecodeError):
-        return template.read_text(encoding="utf-8")
+    if Path(path).suffix != ".jinja":  # TRL would take the name of a model
+        raise UserError(f"chat_template_path: {path} is not a .jinja file.")
+    return read_text(path, MAX_TEMPLATE)

@@ -5,15 +5,17 @@ import math
 import torch
 from peft import LoraConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import get_peft_config
 
 from common.checkpoint_io import load_config, load_model, load_tokenizer, note_slow_dtype
-from common.command_io import UserError, one_line
-from kinds import own_modules
-from modeling_iha import IHAConfig
+from common.command_io import UserError, one_line, refusing
+from kinds import is_interleaved, own_modules
+from modeling_iha import IHAConfig, interleave_heads
 from modeling_iha.forms import recomputes
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from sft.arguments import RunArguments, chat_template
+from sft.data import rendering
 
 
 # Keys of a recipe that change the configuration of the base model.
@@ -56,12 +58,30 @@ def _has_iha_layers(config: PreTrainedConfig) -> bool:
     return isinstance(config, IHAConfig) and "iha" in config.attention_kinds
 
 
+def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
+    """Return whether the run interleaves the heads of its base model, which is a plain one of Transformers."""
+    is_plain = not isinstance(config, IHAConfig) and not is_interleaved(config)
+    return is_plain and (run.num_pseudo_heads or 1) > 1
+
+
+def pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> int:
+    """Return P of the model that the run trains, 1 for one without interleaved heads."""
+    if interleaves(config, run):
+        return run.num_pseudo_heads or 1
+    return config.num_pseudo_heads if is_interleaved(config) or _has_iha_layers(config) else 1
+
+
 def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
-    found = config.num_pseudo_heads if _has_iha_layers(config) else 1
+    found = pseudo_heads(config, run)
     if run.num_pseudo_heads not in (None, found):
         raise UserError(
             f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {run.model_name_or_path} has {found}: "
-            f"convert the base model with --num-pseudo-heads {run.num_pseudo_heads}, or correct the recipe."
+            "give the plain base model, whose heads the run then interleaves, or correct the recipe."
+        )
+    if interleaves(config, run) and is_deepspeed_zero3_enabled():
+        raise UserError(
+            "num_pseudo_heads: under DeepSpeed ZeRO-3 no process holds the weights that are interleaved: save an "
+            "interleaved model before (interleave_heads), or shard with FSDP2."
         )
 
 
@@ -124,21 +144,28 @@ def _check_attention_form(config: PreTrainedConfig, run: RunArguments, args: Tra
 
 def _check_selective(config: PreTrainedConfig, run: RunArguments, args: TrainingArguments) -> None:
     selective = (args.gradient_checkpointing_kwargs or {}).get("selective")
-    if selective and _has_iha_layers(config) and config.num_pseudo_heads > 1 and run.attention_form != "base":
+    if selective and (found := pseudo_heads(config, run)) > 1 and run.attention_form != "base":
         raise UserError(
             "gradient_checkpointing_kwargs: selective keeps the output of the attention core, which has "
-            f"{config.num_pseudo_heads} times the size of a token's in an 'iha' layer: remove the key, "
+            f"{found} times the size of a token's in a layer with interleaved heads: remove the key, "
             "all is recomputed then."
         )
 
 
 def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """Load the run's base model in `run.dtype` with `config` of `run_config`. Raise `UserError`."""
+    """Load the run's base model in `run.dtype` with `config` of `run_config`, and interleave its heads.
+
+    Raise `UserError`.
+    """
+    is_plain = interleaves(config, run)
     model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
     if run.attention_form is not None:
         model.base_model.attention_form = run.attention_form
     if run.attn_implementation is not None:
         model.set_attn_implementation(run.attn_implementation)
+    if is_plain:
+        with refusing(f"num_pseudo_heads={run.num_pseudo_heads}", ValueError):
+            interleave_heads(model, run.num_pseudo_heads)
     return model
 
 
@@ -161,11 +188,6 @@ def prepare_model(
             "as those of the mixing are, is rounded away, with adapters too: dtype float32 with bf16 true learns it."
         )
     tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
-    for key in ("eos_token", "pad_token"):
-        if (token := getattr(args, key, None)) is not None and token not in tokenizer.get_vocab():
-            raise UserError(
-                f"{key} {token!r} is no token of {run.model_name_or_path}: give one that is, or remove the key."
-            )
     if template is not None:
         tokenizer.chat_template = template
     return model, tokenizer
@@ -177,7 +199,8 @@ def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
     Return the token, or None where the model stops at it anyway.
     """
     turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
-    encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    with rendering("three turns"):
+        encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
     added = set(tokenizer.get_added_vocab().values())
     learned = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
     end = [token for token, kept in learned if kept and token in added][-1]

@@ -5,24 +5,40 @@ away. So both steps are done here, where a bad row can be named.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
-import yaml
+from annotated_types import Gt, MinLen
 from datasets import Dataset, Features, IterableDataset, List, Value, interleave_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from pyarrow.parquet import ParquetFile
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
+from typing_extensions import TypedDict
 
-from common.command_io import UserError, file_sha256, one_line, open_plain_or_gzip, read_jsonl, read_yaml, refusing
+from common.command_io import (
+    UserError,
+    file_sha256,
+    one_line,
+    open_plain_or_gzip,
+    read_jsonl,
+    read_yaml,
+    refusing,
+    time_limit,
+    typed,
+)
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 # column of a row -> the names under which its turns hold the role and the text
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+Text = Annotated[str, MinLen(0)]  # with a bound pydantic looks into the text, and refuses half of a surrogate pair
+Role = Literal["system", "user", "human", "assistant", "gpt"]
+Messages = Annotated[list[TypedDict("Message", {"role": Role, "content": Text})], MinLen(1)]
+Conversation = Annotated[list[TypedDict("Turn", {"from": Role, "value": Text})], MinLen(1)]
 # Of a turn, what a chat template may render and `to_messages` does not read.
 UNREAD_KEYS = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
 # Of a turn, what other trainers read as "do not learn this turn".
@@ -30,6 +46,7 @@ WEIGHT_KEYS = ("weight", "train")
 # Of a row, what TRL would give to the template or the processor.
 UNREAD_COLUMNS = ("tools", "chat_template_kwargs", "image", "images", "video", "videos", "audio", "audios")
 IGNORED_LABEL = -100
+RENDER_SECONDS = 30  # for a row
 # Kind of a dataset's rows, the column that holds them -> its type.
 KINDS = {"messages": List({"role": Value("string"), "content": Value("string")}), "text": Value("string")}
 TOKEN_COLUMNS = {
@@ -63,17 +80,14 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
         raise UserError(f"{where}: columns 'messages' and 'conversations' both hold turns; remove one of them.")
     if lost := [name for name in UNREAD_COLUMNS if row.get(name)]:
         raise UserError(f"{where}: column '{lost[0]}' would be lost; write it into the turns, or remove the column.")
-    turns = row[column := columns[0]]
-    if not isinstance(turns, list) or not turns:
-        raise UserError(f"{where}, column '{column}': expected a list with at least one turn, got {turns!r:.80}.")
+    column = columns[0]
+    turns = typed(row[column], Messages if column == "messages" else Conversation, f"{where}, column '{column}'")
     role_key, text_key = TURN_KEYS[column]
     messages = []
     if row.get("system") not in (None, ""):
         messages.append({"role": "system", "content": _text(row["system"], f"{where}, column 'system'")})
     for number, turn in enumerate(turns, 1):
         place = f"{where}, column '{column}', turn {number}"
-        if not isinstance(turn, dict) or turn.get(role_key) is None or text_key not in turn:
-            raise UserError(f"{place}: expected an object with '{role_key}' and '{text_key}', got {turn!r:.80}.")
         if lost := [name for name in UNREAD_KEYS if turn.get(name)]:
             raise UserError(f"{place}: '{lost[0]}' would be lost; write it into '{text_key}' or drop the row.")
         if ignored := [name for name in WEIGHT_KEYS if turn.get(name, 1) not in (1, None)]:
@@ -81,11 +95,9 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
                 f"{place}: '{ignored[0]}' is {turn[ignored[0]]!r:.80}, and the turn would be learned like any other: "
                 "expected 1, true or no such key; drop the turn or the row."
             )
-        role = turn[role_key]
-        if not isinstance(role, str) or role not in ROLES:
-            raise UserError(f"{place}: unknown role {role!r:.80}; known are {', '.join(ROLES)}.")
-        content = _text(turn[text_key], f"{place}, '{text_key}'", may_be_empty=ROLES[role] == "system")
-        messages.append({"role": ROLES[role], "content": content})
+        role = ROLES[turn[role_key]]
+        content = _text(turn[text_key], f"{place}, '{text_key}'", may_be_empty=role == "system")
+        messages.append({"role": role, "content": content})
     if row.get("system") and any(message["role"] == "system" for message in messages[1:]):
         raise UserError(
             f"{where}: column 'system' and a turn of '{column}' both hold a system prompt; remove one of them."
@@ -110,17 +122,9 @@ def to_row(row: dict, where: str, kind: str) -> dict:
     return {"text": _text(row.get("text"), f"{where}, column 'text'")}
 
 
-def _text(value: object, place: str, may_be_empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{place}: expected text, got {type(value).__name__} {value!r:.80}.")
-    if not (may_be_empty or value.strip()):
+def _text(value: str, place: str, may_be_empty: bool = False) -> str:
+    if not (typed(value, Text, place).strip() or may_be_empty):
         raise UserError(f"{place}: the text is empty.")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{place}: character {error.start + 1} is half of a surrogate pair, which no UTF-8 text can hold."
-        ) from None
     return value
 
 
@@ -258,10 +262,12 @@ def load_rows(
 # Tokens
 
 
-def rendering(what: str) -> AbstractContextManager[None]:
-    """Raise `UserError` for whatever a chat template fails with in the block."""
+@contextmanager
+def rendering(what: str) -> Iterator[None]:
+    """Raise `UserError` for whatever a chat template fails with in the block, and for one that does not end."""
     # A template is a program: it divides by zero, loops and fails in other ways than Jinja's own.
-    return refusing(f"{what}: the chat template does not take it", Exception)
+    with refusing(f"{what}: the chat template does not take it", Exception), time_limit(RENDER_SECONDS):
+        yield
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> None:
@@ -372,6 +378,14 @@ def check_labels(rows: Dataset, max_length: int | None) -> None:
 # Mixtures by shares of the tokens, such as ProLong's of long and short documents
 
 
+class Part(TypedDict):
+    """Hold an entry of a mixture."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]
+    path: str
+    share: Annotated[float, Gt(0)]
+
+
 def sources(dataset_name: str) -> list[tuple[str, float]]:
     """Return the name of each dataset and its share of the tokens: those that a .yaml file lists, or this one alone.
 
@@ -380,23 +394,7 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
     file = Path(dataset_name)
     if file.suffix not in (".yaml", ".yml"):
         return [(dataset_name, 1.0)]
-    with refusing(f"dataset_name: {dataset_name} cannot be read", OSError, ValueError, yaml.YAMLError):
-        entries = read_yaml(file)
-    expected, seen = "expected a list of {path: NAME, share: NUMBER}", set()
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"{dataset_name}: {expected}.")
-    for number, entry in enumerate(entries, 1):
-        if not isinstance(entry, dict) or set(entry) != {"path", "share"} or not isinstance(entry["path"], str):
-            raise UserError(f"{dataset_name}, entry {number}: {expected}, got {entry!r:.80}.")
-        share = entry["share"]
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise UserError(f"{dataset_name}, entry {number}: share is {share!r:.80}: expected above 0 and at most 1.")
-        if (path := Path(entry["path"]).resolve()) in seen:
-            raise UserError(
-                f"{dataset_name}, entry {number}: {entry['path']} is listed twice, and rows held out of one entry "
-                "would be learned from the other: list it once, with the sum of the shares."
-            )
-        seen.add(path)
+    entries = read_yaml(file, Annotated[list[Part], MinLen(1)])
     total = sum(entry["share"] for entry in entries)
     if abs(total - 1) > 1e-6:
         raise UserError(f"{dataset_name}: the shares add up to {total:g}: expected 1.")

@@ -17,6 +17,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from common.checkpoint_io import load_config
 from common.command_io import UserError, refusing
+from kinds import is_interleaved
 from sft.arguments import RunArguments
 
 
@@ -105,11 +106,8 @@ def _check_processes(args: TrainingArguments) -> None:
 def _check_sharding(args: TrainingArguments) -> None:
     resolved = args.distributed_state.distributed_type
     on_cpu = resolved in (DistributedType.NO, DistributedType.MULTI_CPU)
-    if args.deepspeed or _flag("ACCELERATE_USE_DEEPSPEED"):
-        if on_cpu:
-            raise UserError(
-                f"DeepSpeed would silently train unsharded on the CPU ({resolved}): use {CONFIGS}/ddp.yaml."
-            )
+    if on_cpu and (args.deepspeed or _flag("ACCELERATE_USE_DEEPSPEED")):
+        raise UserError(f"DeepSpeed would silently train unsharded on the CPU ({resolved}): use {CONFIGS}/ddp.yaml.")
     if asks_for_fsdp(args):
         if on_cpu:
             raise UserError(
@@ -153,6 +151,8 @@ def _check_shared_sequence(run: RunArguments, args: TrainingArguments, paralleli
             f"{what}: parallelism_config_sp_attn_implementation is "
             f"{parallelism.sp_handler.sp_attn_implementation}; expected the recipe's attn_implementation, {core}."
         )
+    if is_interleaved(config) or run.num_pseudo_heads and not hasattr(config, "attention_kinds"):
+        raise UserError(f"{what} is not tested with a decoder of interleaved heads: use fsdp2.yaml.")
     if others := set(getattr(config, "attention_kinds", ())) - SHARED_SEQUENCE_KINDS:
         raise UserError(f"{what} is not tested with attention of kind {', '.join(sorted(others))}: use fsdp2.yaml.")
     if config.num_attention_heads % size:

@@ -37,9 +37,17 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 
+from typing_extensions import TypedDict
+
 from sft.data import to_messages
 from sft.make_reasoning_data import extract_solution
 from sft.score_reasoning import check_rows, is_right, read_rows
+
+
+class Scored(TypedDict):
+    """Hold what is read here of what score_reasoning.py writes."""
+
+    replies: list[str]
 
 
 def with_slip(answer: str, row: dict, where: str, source: random.Random) -> str:
@@ -90,9 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = read_rows(args.rows)
     replies = None
     if args.replies is not None:
-        replies = read_json(args.replies).get("replies")
-        if not isinstance(replies, list) or not all(isinstance(reply, str) for reply in replies):
-            raise UserError(f"{args.replies}: expected 'replies' as score_reasoning.py --json writes them.")
+        replies = read_json(args.replies, Scored)["replies"]
         if len(replies) != len(rows):
             raise UserError(f"{args.replies} holds {len(replies)} replies to {len(rows)} rows: they must be to these.")
     pairs = make_pairs(rows, replies, args.seed)

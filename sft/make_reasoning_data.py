@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.command_io import UserError, check_output_file, read_jsonl, refusing, run_cli, write_jsonl
+from common.thoughts import after_thoughts
 
 
 EXAMPLE = """example:
@@ -51,12 +52,13 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import reasoning_gym
+from typing_extensions import TypedDict
 
 
 SYSTEM = "Think step by step, then give the solution."
 # reasoning-gym draws entry i of seed s from the seed s + i: neighbouring seeds would give nearly the same entries.
 SEED_STRIDE = 10_000_000
-# More draws than this without a new question mean that the generator has no more questions at this difficulty.
+# More draws than this for each known question mean that the generator has no more questions at this difficulty.
 DRAWS_PER_ROW = 100
 
 
@@ -100,15 +102,28 @@ def assistant_text(entry: dict, generator: str) -> str:
 
 
 def extract_solution(reply: str) -> str:
-    """Return the text of a reply's last solution block, else its last number, else the whole reply.
+    """Return what a reply gives as its solution after its thoughts: a block, else the last number, else all of it.
 
-    The fallbacks give a model that was never shown the markers credit for a right answer.
+    It takes the last block. What follows gives a model that was never shown the markers credit for a right answer.
     """
-    _, marker, solution = reply.rpartition("<|begin_of_solution|>")
+    said = after_thoughts(reply).replace("\N{MINUS SIGN}", "-")
+    _, marker, solution = said.rpartition("<|begin_of_solution|>")
     if marker:
         return solution.partition("<|end_of_solution|>")[0].strip()
-    numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", reply)
-    return numbers[-1] if numbers else reply.strip()
+    numbers = re.findall(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?", said)
+    return numbers[-1] if numbers else said.strip()
+
+
+class Entry(TypedDict):
+    """Hold what is read here of an entry of reasoning-gym."""
+
+    question: str
+
+
+class Made(TypedDict):
+    """Hold what is read here of a row of this command."""
+
+    entry: Entry
 
 
 def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set[str]) -> list[dict]:
@@ -127,6 +142,8 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
     for index in range(draws):
         if len(made) == rows:
             return made
+        if index > DRAWS_PER_ROW * (len(seen) + 1):
+            break
         entry = json.loads(json.dumps(dataset[index], default=str))
         if entry["question"] in seen:
             continue
@@ -141,31 +158,14 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
     raise UserError(f"generator {generator!r} with options {options} has only {len(made)} more questions, not {rows}.")
 
 
-def questions(path: Path) -> set[str]:
-    """Return the questions of a file that this command made, and refuse another file."""
-    found = set()
-    for number, row in enumerate(read_jsonl(path), 1):
-        entry = row.get("entry")
-        if not isinstance(entry, dict) or not isinstance(entry.get("question"), str):
-            raise UserError(
-                f"{path}, row {number}: column 'entry' with a 'question' as this command writes is needed."
-            )
-        found.add(entry["question"])
-    if not found:
-        raise UserError(f"{path}: no rows to exclude.")
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the file the command line asks for, whole or not at all. Raise `UserError`."""
     args = parse_arguments(argv)
-    if args.rows < 1:
-        raise UserError(f"--rows {args.rows}: expected at least 1.")
     # Python draws the same from a seed and its negative.
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: expected at least 0.")
     check_output_file(args.out)
-    excluded = questions(args.exclude) if args.exclude else set()
+    excluded = {row["entry"]["question"] for row in read_jsonl(args.exclude, Made)} if args.exclude else set()
     rows = make_rows(args.rows, args.seed, args.generator, dict(args.options), excluded)
     write_jsonl(args.out, rows)
     print(f"{len(rows)} rows of {args.generator}: {args.out}")

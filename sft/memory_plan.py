@@ -39,8 +39,8 @@ from kinds import companion_of
 from kinds.model_cost import attention, ffn, norm
 from modeling_iha import IHAConfig
 from modeling_iha.forms import recomputes
-from modeling_iha.window_blocks import beats_a_mask, block_size
-from sft.base_model import lora_config, run_config
+from modeling_iha.interleaving import beats_a_mask, block_size
+from sft.base_model import interleaves, lora_config, run_config
 
 
 GB = 1e9
@@ -320,7 +320,7 @@ def launched_layout() -> Layout:
 
 def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> Setting | None:
     """Return what a run's memory depends on, or None for a model or an optimiser whose memory is not known."""
-    known, optimizer = known_config(config), args.optim.value
+    known, optimizer = None if interleaves(config, run) else known_config(config), args.optim.value
     if known is None or optimizer not in STATES:
         return None
     known = deepcopy(known)
@@ -403,7 +403,8 @@ def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -
     say = args.distributed_state.print
     setting = run_setting(config, run, args)
     if setting is None:
-        say(f"No memory plan: a {config.model_type!r} model, a mechanism without a cost, or optim {args.optim.value}.")
+        what = f"a {config.model_type!r} model, interleaved heads, a mechanism without a cost"
+        say(f"No memory plan: {what}, or optim {args.optim.value}.")
         return
     memory, limit = estimate(setting), available_memory(args) if run.memory_gb is None else run.memory_gb * GB
     # On a CPU, what is free now is beside what this process holds already.
@@ -461,7 +462,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if setting is None:
         raise UserError(
             f"No memory plan for a {config.model_type!r} model with optim {args.optim.value}: expected 'iha' or "
-            f"'llama', and one of {', '.join(STATES)}."
+            f"'llama' without interleave_heads, and one of {', '.join(STATES)}."
         )
     setting = replace(setting, on_cpu=args.planned_on_cpu)
     print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if setting.on_cpu else 'GPU'}")

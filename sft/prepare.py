@@ -288,9 +288,6 @@ def make_manifest(
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the directory the command line asks for, whole or not at all. Raise `UserError`."""
     args = parse_arguments(argv)
-    for name in ("max_length", "min_tokens", "max_tokens", "num_proc"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
     with new_directory(args.out) as directory:
         local_files(args.source)
         check_split(args.source, args.split)

@@ -9,15 +9,17 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NotRequired
 
 from datasets import load_dataset_builder
 from datasets.exceptions import DatasetNotFoundError
-from matplotlib.figure import Figure
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
+from typing_extensions import TypedDict
 
+from common import plots
 from common.checkpoint_io import load_config_dict
 from common.command_io import (
     ROOT,
@@ -25,24 +27,37 @@ from common.command_io import (
     current_commit,
     file_sha256,
     new_directory,
-    one_line,
     read_json,
     refusing,
     sole_writer,
-    whole_file,
     write_json,
 )
 from conversion_scripts.push_to_hub import publish
+from kinds import is_ours
 from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
 from sft.arguments import UNUSED_KEYS, RecipeParser, RunArguments, chat_template, check_values
 from sft.data import local_files, sources
 from sft.distributed import check_launch, check_resumable, whole_model
 from sft.prepare import is_prepared, prepared_files
-from sft.trainer import NotFiniteError, RecipeTrainer, checkpoint_to_resume, newest_complete_checkpoint
+from sft.trainer import RECORD, NotFiniteError, RecipeTrainer, checkpoint_to_resume, newest_complete_checkpoint
 
 
 BuildTrainer = Callable[[RunArguments, TrainingArguments], RecipeTrainer]
-RECORD = "run.json"
+Section = dict[str, Any]
+
+
+class Record(TypedDict):
+    """Hold what a run is made of, and why it stopped."""
+
+    base_model: Section
+    data: Section
+    recipe: Section
+    processes: Section
+    code: Section
+    versions: dict[str, str]
+    stopped: NotRequired[str]
+
+
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 # Of a checkpoint, what decides on the model and its tokens: a card or a log beside it does not.
 _MODEL_FILES = ("*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.model", "*.txt")
@@ -114,7 +129,7 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
         keep_record(record, args.output_dir)
     checkpoint = checkpoint_to_resume(args)
     if is_main and checkpoint is not None:
-        check_record(record, checkpoint.parent)
+        check_record(record, checkpoint)
 
     # TRL, Transformers and PEFT refuse keys that do not go together when they get them.
     with refusing("the recipe cannot be trained", ImportError, ValueError):
@@ -135,11 +150,6 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
             f"Training stopped at {error} {last}. Lower the rates, or look for what is odd in the data, and start in "
             "another output_dir."
         ) from error
-    except (ImportError, ValueError) as error:
-        if trainer.state.global_step:
-            raise
-        # Some values they look at in the first step only.
-        raise UserError(f"the recipe cannot be trained: {one_line(error)}") from error
 
     if (steps := trainer.state.global_step) < trainer.state.max_steps:
         raise UserError(
@@ -148,6 +158,7 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
         )
     model = whole_model(trainer)
     if is_main:
+        check_record(record, Path(args.output_dir))  # another run may be in a directory that was removed
         write_losses(trainer.state.log_history, args.output_dir)
         save_final(trainer, model, run, record, final)
         print(f"Final model: {final}\nCurves:      loss.json, loss.png, curves.json and curves.png beside it")
@@ -165,7 +176,7 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
 # The record of a run
 
 
-def make_record(run: RunArguments, args: TrainingArguments) -> dict[str, dict]:
+def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     """Return what the run is made of, as sections of JSON values.
 
     Raise `UserError` for a model or data that are not there.
@@ -189,7 +200,7 @@ def make_record(run: RunArguments, args: TrainingArguments) -> dict[str, dict]:
     return json.loads(json.dumps(record, default=str))
 
 
-def keep_record(record: dict[str, dict], output_dir: str | Path) -> None:
+def keep_record(record: Record, output_dir: str | Path) -> None:
     """Write `record` to `output_dir`/run.json, unless the checkpoints there belong to such a run already.
 
     A record without checkpoints is replaced, since nothing was learned yet. Prints what stopped the earlier run, and
@@ -198,7 +209,7 @@ def keep_record(record: dict[str, dict], output_dir: str | Path) -> None:
     directory = Path(output_dir)
     if any(directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
         kept = check_record(record, directory)
-        for name, then in kept.get("versions", {}).items():
+        for name, then in kept["versions"].items():
             if (now := record["versions"].get(name)) != then:
                 print(f"Warning: this run began with {name} {then} and continues with {now}.", flush=True)
         if stopped := kept.get("stopped"):
@@ -207,22 +218,15 @@ def keep_record(record: dict[str, dict], output_dir: str | Path) -> None:
         write_json(directory / RECORD, record)
 
 
-def check_record(record: dict[str, dict], directory: Path) -> dict[str, dict]:
-    """Return the record kept in `directory`.
+def check_record(record: Record, directory: Path) -> Record:
+    """Return the record kept in `directory`, of a run or of its checkpoint.
 
     Raise `UserError` when there is none, or `record` differs from it in what decides on what is learned.
     """
-    if not (directory / RECORD).exists():
-        raise UserError(
-            f"{directory} holds checkpoints and no {RECORD}, so nothing says which run they belong to: choose another "
-            "output_dir, or remove them."
-        )
-    kept = read_json(directory / RECORD)
+    kept = read_json(directory / RECORD, Record)
     differences = []
     for section in ("base_model", "data", "recipe", "processes", "code"):
-        then, now = kept.get(section), record[section]
-        if not isinstance(then, dict):
-            raise UserError(f"{directory / RECORD} holds no section {section!r}: choose another output_dir.")
+        then, now = kept[section], record[section]
         for key in sorted(then.keys() | now.keys()):
             if (section, key) not in _INFORMATION and then.get(key) != now.get(key):
                 name = key if section == "recipe" else f"{section} {then.get('name', '')}".strip() + f" ({key})"
@@ -293,14 +297,14 @@ def write_losses(history: list[dict], output_dir: str | Path) -> None:
     write_json(output_dir / "loss.json", losses)
     write_json(output_dir / "curves.json", curves)
 
-    figure = Figure()
-    _plot(figure.subplots(), "loss", losses)
-    _write_figure(figure, output_dir / "loss.png")
-    figure = Figure(figsize=(10, 12), layout="constrained")
-    for axes, (title, panel) in zip(figure.subplots(4, 2).flat, PANELS.items()):
+    ends = ", ".join(f"{name} {points[-1][1]:.3f}" for name, points in losses.items() if points)
+    figure, (axes,) = plots.panels(f"Loss at the end: {ends or 'none was logged'}")
+    _plot(axes, "loss (SFT: nats per token)\nlower is better", losses)
+    plots.save_plot(figure, output_dir / "loss.png")
+    figure, all_axes = plots.panels(f"Curves of the run; loss at the end: {ends or 'none was logged'}", len(PANELS), 2)
+    for axes, (title, panel) in zip(all_axes, PANELS.items()):
         _plot(axes, title, {name: curves[name] for name in panel})
-    figure.axes[-1].set_visible(False)  # seven panels in eight places
-    _write_figure(figure, output_dir / "curves.png")
+    plots.save_plot(figure, output_dir / "curves.png")
 
 
 def _plot(axes, title: str, curves: dict[str, list]) -> None:
@@ -308,16 +312,11 @@ def _plot(axes, title: str, curves: dict[str, list]) -> None:
         steps, values = zip(*points, strict=True) if points else ((), ())
         axes.plot(steps, values, marker=".", label=name)
     axes.set(xlabel="step", ylabel=title)
-    axes.legend()
-
-
-def _write_figure(figure: Figure, path: Path) -> None:
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
+    axes.legend(fontsize="small")
 
 
 def save_final(
-    trainer: RecipeTrainer, model: PreTrainedModel, run: RunArguments, record: dict[str, dict], directory: Path
+    trainer: RecipeTrainer, model: PreTrainedModel, run: RunArguments, record: Record, directory: Path
 ) -> None:
     """Write the trained `model` (see `whole_model`) with its code, tokenizer and card as `directory`.
 
@@ -330,7 +329,7 @@ def save_final(
     with new_directory(directory) as temporary:
         model.save_pretrained(temporary)
         trainer.processing_class.save_pretrained(temporary)
-        if model.config.model_type == "iha":
+        if is_ours(model.config):
             source = run.model_name_or_path
             card = render_card(
                 model.config,
@@ -344,7 +343,7 @@ def save_final(
             shutil.copy(Path(trainer.args.output_dir) / "curves.png", temporary)
 
 
-def _card_details(trainer: RecipeTrainer, run: RunArguments, record: dict[str, dict]) -> str:
+def _card_details(trainer: RecipeTrainer, run: RunArguments, record: Record) -> str:
     """Return the card's section on the run, in Markdown."""
     history, args = trainer.state.log_history, trainer.args
     code, recipe = record["code"], record["recipe"]

@@ -1,14 +1,12 @@
 """Answer reasoning rows greedily with a model and score the replies by reasoning-gym's own verifier."""
 
 import argparse
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from common.command_io import UserError, check_output_file, read_jsonl, run_cli, write_json
+from common.command_io import UserError, check_output_file, read_jsonl, run_cli, time_limit, write_json
 
 
 EXAMPLE = """example:
@@ -48,22 +46,6 @@ VERIFIER_SECONDS = 5
 verifier = cache(reasoning_gym.get_score_answer_fn)
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in the block when it has run for `seconds`; works in the main thread only."""
-
-    def stop(*_):
-        raise TimeoutError
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
 def is_right(reply: str, generator: str, entry: dict) -> bool:
     """Return whether the verifier gives the solution of a reply (see `extract_solution`) the full score.
 
@@ -80,9 +62,12 @@ def is_right(reply: str, generator: str, entry: dict) -> bool:
 
 def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int) -> None:
     """Refuse chat prompts that leave no room for `new_tokens` more in the model's positions."""
-    with rendering("the prompts"):
-        encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)
-    longest, positions = max(map(len, encoded["input_ids"])), model.config.max_position_embeddings
+    lengths = []
+    for number, prompt in enumerate(prompts, 1):
+        with rendering(f"row {number}"):
+            encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+        lengths.append(len(encoded["input_ids"]))
+    longest, positions = max(lengths), model.config.max_position_embeddings
     if longest + new_tokens > positions:
         raise UserError(
             f"the longest prompt has {longest} tokens and its reply may have {new_tokens} more, but the model has "
@@ -94,12 +79,8 @@ def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int
 def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: int, max_new_tokens: int) -> list[str]:
     """Return the model's greedy replies to chat prompts, in batches padded on the left.
 
-    Raise `UserError` for a tokenizer without a chat template or a token to pad with, and see `check_positions`.
+    Raise `UserError`: see `check_positions`.
     """
-    if tokenizer.chat_template is None:
-        raise UserError("The tokenizer has no chat template: score a chat model, or add one (see sft/chat_templates).")
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise UserError("The tokenizer has neither a padding nor an end-of-sequence token: set one of them.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     check_positions(model, tokenizer, prompts, max_new_tokens)
@@ -176,9 +157,6 @@ def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_toke
 def main(argv: Sequence[str] | None = None) -> dict:
     """Score the model and rows of the command line, print the accuracy and return `score`'s result."""
     args = parse_arguments(argv)
-    for name in ("limit", "batch_size", "max_new_tokens"):
-        if (count := getattr(args, name)) is not None and count < 1:
-            raise UserError(f"--{name.replace('_', '-')} {count}: expected at least 1.")
     if args.json is not None:
         check_output_file(args.json)
     rows = read_rows(args.data, args.limit)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from common.command_io import UserError, run_cli
+from common.command_io import UserError, run_cli, typed
 from sft.arguments import RunArguments, answer_help
 
 
@@ -32,9 +32,10 @@ from datasets import Dataset, Features
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
+from typing_extensions import TypedDict
 
 from sft.base_model import load_base_model, prepare_model, run_config
-from sft.data import KINDS, UNREAD_COLUMNS, check_split, load_rows, rendering, to_messages
+from sft.data import KINDS, UNREAD_COLUMNS, Messages, check_split, load_rows, rendering, to_messages
 from sft.distributed import asks_for_fsdp
 from sft.run import run_recipe
 from sft.trainer import RecipeTrainer
@@ -42,6 +43,14 @@ from sft.training_rows import split_rows
 
 
 COLUMNS = ("prompt", "chosen", "rejected")
+
+
+class Pair(TypedDict):
+    """Hold the columns of a row that `to_pair` reads."""
+
+    prompt: Messages
+    chosen: Messages
+    rejected: Messages
 
 
 class MixingDPOTrainer(RecipeTrainer, DPOTrainer):
@@ -54,12 +63,7 @@ def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
     The prompt ends with the user, the answers are the assistant's and differ. `where` names the row in errors. Raise
     `UserError` naming the row and the column.
     """
-    for column in COLUMNS:
-        if not isinstance(row.get(column), list) or not row[column]:
-            raise UserError(
-                f"{where}, column '{column}': expected a list of messages ({{role, content}}), "
-                f"got {row.get(column)!r:.80}."
-            )
+    typed(dict(row), Pair, where)  # a row of the Hub is no dictionary
     pair = {}
     for column in ("chosen", "rejected"):
         turns = {name: row.get(name) for name in ("system", *UNREAD_COLUMNS)}
@@ -92,9 +96,8 @@ def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOC
     Raise `UserError` for a pair whose answers do not differ in what is left: TRL drops some of them silently and
     learns nothing from the others.
     """
-    if args.max_length is None:
-        return
-    kept = slice(args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
+    length = args.max_length or sys.maxsize
+    kept = slice(length) if args.truncation_mode == "keep_start" else slice(-length, None)
     cut = 0
     for number, pair in enumerate(pairs, 1):
         with rendering(f"row {number}"):
@@ -106,7 +109,7 @@ def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOC
                 f"row {number}: its answers do not differ within max_length={args.max_length} tokens; raise "
                 "max_length or remove the row."
             )
-        cut += max(len(chosen), len(rejected)) > args.max_length
+        cut += max(len(chosen), len(rejected)) > length
     PartialState().print(
         f"{cut} of {len(pairs)} pairs are longer than max_length={args.max_length} tokens and are cut."
     )

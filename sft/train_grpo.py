@@ -93,12 +93,8 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
             "use_transformers_continuous_batching with bf16 or fp16: TRL would round the weights that are trained to "
             f"half precision for the answers, and keep them so. Train in float32. {instead}"
         )
-    if args.max_completion_length is None:
-        raise UserError("max_completion_length is null: expected the tokens at which an answer ends.")
     if args.reward_weights is None:
         args.reward_weights = [1.0, FORMAT_WEIGHT]
-    elif len(args.reward_weights) != 2:
-        raise UserError(f"reward_weights {args.reward_weights}: expected two, of right answers and of the format.")
     changed = [key for key in CONFIG_KEYS if getattr(run, key) is not None]
     if changed and args.beta and not run.use_peft:
         raise UserError(

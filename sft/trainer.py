@@ -15,14 +15,17 @@ from typing import Self
 import torch
 from accelerate import Accelerator, PartialState
 from datasets import Dataset
+from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProgressCallback, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
 from trl import SFTTrainer
+from typing_extensions import TypedDict
 
-from common.checkpoint_io import check_finite
+from common.checkpoint_io import check_finite, load_model
 from common.command_io import UserError, file_sha256, one_line, read_json, write_json
 from kinds import is_mixing
 from sft.arguments import RunArguments
@@ -31,11 +34,11 @@ from sft.data import IGNORED_LABEL
 from sft.distributed import OPTIMIZER_STATES, DistributedTrainer
 
 
-# The file of a Trainer checkpoint that holds the size and SHA-256 of all others.
+# The file that says what a run is made of, in its directory and in each of its checkpoints.
+RECORD = "run.json"
+# The file of a Trainer checkpoint that holds the SHA-256 of all others.
 CHECKSUMS = "checksums.json"
 SAMPLE_TOKENS = 64
-# How the libraries below a checkpoint word what the system refused to write.
-_WRITE_ERRORS = ("(os error ", "PytorchStreamWriter", "unexpected pos")
 
 
 class NotFiniteError(UserError):
@@ -45,13 +48,16 @@ class NotFiniteError(UserError):
 # Checkpoints that a run can continue from
 
 
+class State(TypedDict):
+    """Hold what is read here of a Trainer's state."""
+
+    global_step: int
+
+
 def write_checksums(checkpoint: Path) -> None:
-    """Write the size and SHA-256 of every file of a Trainer checkpoint beside them, which makes it complete."""
+    """Write the SHA-256 of every file of a Trainer checkpoint beside them, which makes it complete."""
     files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file != checkpoint / CHECKSUMS)
-    sums = {
-        file.relative_to(checkpoint).as_posix(): {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-        for file in files
-    }
+    sums = {file.relative_to(checkpoint).as_posix(): file_sha256(file) for file in files}
     write_json(checkpoint / CHECKSUMS, sums)
 
 
@@ -60,16 +66,13 @@ def file_fault(checkpoint: Path) -> str | None:
     if not (checkpoint / CHECKSUMS).exists():
         return f"{CHECKSUMS} is missing, which is written last"
     try:
-        for name, written in read_json(checkpoint / CHECKSUMS).items():
-            file = checkpoint / name
-            if not file.is_file():
+        for name, written in read_json(checkpoint / CHECKSUMS, dict[str, str]).items():
+            if not (checkpoint / name).is_file():
                 return f"{name} is missing"
-            if (size := file.stat().st_size) != written["bytes"]:
-                return f"{name} is damaged: it holds {size} bytes, and {written['bytes']} were written"
-            if file_sha256(file) != written["sha256"]:
+            if file_sha256(checkpoint / name) != written:
                 return f"{name} is damaged: its SHA-256 is not that of what was written"
-    except (UserError, OSError, KeyError, TypeError) as error:
-        return f"{CHECKSUMS} is damaged: {one_line(error)}"
+    except UserError as error:
+        return f"{CHECKSUMS} is damaged: {error}"
     return None
 
 
@@ -79,7 +82,13 @@ def checkpoint_fault(checkpoint: Path) -> str | None:
         return fault
     written = {name.partition("/")[0] for name in read_json(checkpoint / CHECKSUMS)}
     # Without its state Transformers would silently begin with a new optimiser.
-    return None if written & OPTIMIZER_STATES.keys() else "optimizer.pt is missing"
+    if not written & OPTIMIZER_STATES.keys():
+        return "optimizer.pt is missing"
+    try:
+        step = read_json(checkpoint / TRAINER_STATE_NAME, State)["global_step"]
+    except UserError as error:
+        return str(error)
+    return None if checkpoint.name == f"{PREFIX_CHECKPOINT_DIR}-{step}" else f"{TRAINER_STATE_NAME} is of step {step}"
 
 
 def newest_complete_checkpoint(output_dir: str | Path) -> Path | None:
@@ -106,15 +115,11 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
     if args.resume_from_checkpoint in (None, True):
         return newest_complete_checkpoint(args.output_dir)
     checkpoint = Path(args.resume_from_checkpoint)
-    if not checkpoint.is_dir():
-        raise UserError(
-            f"resume_from_checkpoint: {checkpoint} is no directory. Without that key a run continues from the newest "
-            "complete checkpoint of its output_dir."
-        )
     if fault := checkpoint_fault(checkpoint):
-        whole = newest_complete_checkpoint(checkpoint.parent)
-        older = f"Continue from {whole}, which is whole" if whole else "No checkpoint beside it is whole"
-        raise UserError(f"resume_from_checkpoint: {checkpoint} cannot be continued from: {fault}. {older}.")
+        raise UserError(
+            f"resume_from_checkpoint: {checkpoint} cannot be continued from: {fault}. Without that key a run "
+            "continues from the newest complete checkpoint of its output_dir."
+        )
     return checkpoint
 
 
@@ -191,6 +196,18 @@ class RecipeTrainer(DistributedTrainer):
             )
         return loader
 
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *others):
+        begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *others)
+        # Where the last step lies inside an epoch, Transformers would go on with the epoch.
+        return (num_train_epochs, 0) if self.state.global_step >= max_steps else begun
+
+    def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
+        kept, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False  # no held-out row is left out
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = kept
+
     def train(self, *args, **kwargs):
         try:
             return super().train(*args, **kwargs)
@@ -247,23 +264,29 @@ class RecipeTrainer(DistributedTrainer):
             if self.args.should_save:
                 # They make a checkpoint complete and are written last: those that a killed run left must not before.
                 (checkpoint / CHECKSUMS).unlink(missing_ok=True)
+                checkpoint.mkdir(exist_ok=True)  # in a directory that is still there
+                shutil.copy(checkpoint.with_name(RECORD), checkpoint)
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()  # each process writes its random state, and its share of a model
             if self.args.should_save:
                 write_checksums(checkpoint)
                 # Not by the Trainer: it would remove the last complete checkpoint before this one is.
                 rotate_checkpoints(self.args.output_dir, kept, self.state.best_model_checkpoint, use_mtime=True)
-        # safetensors, tokenizers and PyTorch wrap the system's error in exception types of their own.
-        except Exception as error:
-            if not isinstance(error, OSError) and not any(text in str(error) for text in _WRITE_ERRORS):
-                raise
+        except Exception as error:  # safetensors, tokenizers and PyTorch wrap the system's in types of their own
             shutil.rmtree(checkpoint, ignore_errors=True)
             raise UserError(
-                f"{checkpoint} cannot be written: {one_line(error)[:200]}. Make room and give the same command again: "
-                "it continues from the checkpoint before."
+                f"{checkpoint} cannot be written: {one_line(error)[:200]}. Make room, or leave output_dir where it "
+                "is, and give the same command again: it continues from the checkpoint before."
             ) from error
         finally:
             self.args.save_total_limit = kept
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or isinstance(self.model, PeftModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            # The Trainer takes the names in the files for the model's, and would leave experts as they were.
+            self.model.load_state_dict(load_model(resume_from_checkpoint, self.model.dtype).state_dict())
 
     def _load_best_model(self) -> None:
         if fault := file_fault(best := Path(self.state.best_model_checkpoint)):

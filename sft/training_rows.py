@@ -1,6 +1,7 @@
 """Make the rows that a run trains and evaluates on from its recipe: prepared, whole, streamed or packed."""
 
 import math
+from collections.abc import Iterable
 from itertools import islice
 
 import numpy as np
@@ -51,8 +52,6 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
         )
     if args.packing and args.packing_strategy == "wrapped":
         raise UserError("packing_strategy 'wrapped' lets documents attend to one another: use 'bfd' or 'bfd_split'.")
-    if args.packing and args.max_length is None:
-        raise UserError("packing needs max_length, the length of a packed sequence.")
     if args.padding_free and not args.packing and args.max_length is not None:
         raise UserError("padding_free without packing leaves rows uncut: set packing to true, or max_length to null.")
     parts = sources(run.dataset_name)
@@ -65,11 +64,7 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
             local_files(name)
         elif run.dataset_streaming:
             raise UserError("streaming is for rows that are not prepared; these are read from disk as they are used.")
-    if not run.dataset_streaming:
-        return
-    if args.max_steps <= 0:
-        raise UserError("streaming needs max_steps: how many rows a stream holds is not known before its end.")
-    if run.eval_size % 1 or run.eval_size < 0:
+    if run.dataset_streaming and run.eval_size % 1:
         raise UserError(f"eval_size={run.eval_size:g} with streaming: give a number of rows, not a share of them.")
 
 
@@ -120,7 +115,10 @@ def cut_length(args: SFTConfig) -> int | None:
 
 
 def split_rows(rows: Rows, run: RunArguments, args: SFTConfig) -> tuple[Rows, Dataset | None]:
-    """Return rows to train on and `run.eval_size` held-out rows or None; of a stream, the first are held out."""
+    """Return rows to train on and `run.eval_size` held-out rows or None; of a stream, the first are held out.
+
+    A row to train on with the tokens or the prompt of a held-out one is left out.
+    """
     if run.eval_size == 0:
         if args.eval_strategy != "no" or args.eval_on_start:
             raise UserError("eval_strategy and eval_on_start need rows to evaluate on: set eval_size.")
@@ -136,11 +134,25 @@ def split_rows(rows: Rows, run: RunArguments, args: SFTConfig) -> tuple[Rows, Da
         first = list(islice(rows, size + 1))
         if len(first) <= size:
             raise UserError(f"eval_size={size} leaves no row of the {len(first)} that the stream holds.")
-        return rows.skip(size), Dataset.from_list(first[:size], features=rows.features)
+        return _without(held := first[:size], rows.skip(size)), Dataset.from_list(held, features=rows.features)
     size = run.eval_size if run.eval_size < 1 else int(run.eval_size)
     with refusing(f"eval_size={run.eval_size:g} does not fit {len(rows)} rows", ValueError):
         parts = rows.train_test_split(test_size=size, seed=args.seed)
-    return parts["train"], parts["test"]
+    with args.main_process_first():
+        kept = _without(parts["test"], parts["train"])
+    if dropped := len(parts["train"]) - len(kept):
+        PartialState().print(f"{dropped:,} rows to train on are also held out, and are left out of training.")
+    return kept, parts["test"]
+
+
+def _without(held_out: Iterable[dict], rows: Rows) -> Rows:
+    """Return the rows whose content is not that of a held-out row."""
+    seen = {_content(row) for row in held_out}
+    return rows.filter(lambda row: _content(row) not in seen)
+
+
+def _content(row: dict) -> str:
+    return str(row.get("input_ids", row.get("prompt")))
 
 
 def epoch_summary(trainer: MixingTrainer, rows: Rows) -> str:
@@ -172,10 +184,10 @@ def epoch_summary(trainer: MixingTrainer, rows: Rows) -> str:
 
 def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
     """Refuse an attention core that is not known to keep packed documents apart."""
-    core = model.config._attn_implementation
+    core = model.config._attn_implementation.removeprefix("iha_")
     if not (args.packing or args.padding_free):
         return
-    if core not in ISOLATING_CORES and not is_flash_attention_requested(model.config):
+    if core not in ISOLATING_CORES and not is_flash_attention_requested(requested_attention_implementation=core):
         raise UserError(
             f"packing with attn_implementation={core!r} is not known to keep documents apart: use one of "
             f"{', '.join(ISOLATING_CORES)} or a flash core, or set packing to false."

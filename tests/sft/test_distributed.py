@@ -20,6 +20,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launch
 from distributed_driver import train_run, whole_gradients
 from safetensors.torch import load_file
 from tiny_training import byte_tokenizer, preset_config, recipe, saved, sizes, training_rows, write_jsonl
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.checkpoint_io import load_in_clean_process
 from common.command_io import ROOT, UserError
@@ -72,6 +73,8 @@ def workplace(tmp_path_factory) -> Path:
     for name, geometry in GEOMETRIES.items():
         torch.manual_seed(0)
         saved(IHAForCausalLM(preset_config(**geometry)), place / name)
+    torch.manual_seed(0)
+    saved(LlamaForCausalLM(LlamaConfig(**preset_config().to_diff_dict())), place / "llama")
     write_jsonl(place / "rows.jsonl", training_rows(20))
     return place
 
@@ -141,6 +144,10 @@ def sharded(workplace) -> Path:
         "full": {"arguments": arguments(workplace, "plain", "full", 2)},
         "shards": {"arguments": arguments(workplace, "tied", "shards", 2, max_steps=4), "environment": shards},
         "lora": {"arguments": arguments(workplace, "plain", "lora", 2, use_peft="true", lora_dropout=0)},
+        "interleaved": {
+            "arguments": arguments(workplace, "llama", "interleaved", 2, num_pseudo_heads=2),
+            "environment": {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"},
+        },
         "tensor_parallel": {"model": str(workplace / "plain"), "ids": torch.arange(24).view(2, 12).tolist()},
     }
     if DEEPSPEED.exists():
@@ -163,6 +170,13 @@ def test_fsdp2_trains_like_one_process(sharded):
     record = assert_same_run(sharded, "full", in_one_process(sharded, "plain", "full", batch=4))
     assert record["class"] == "FSDPIHAForCausalLM"
     assert record["sharded"] == set(record["gradients"])
+
+
+def test_interleaved_heads_train_like_in_one_process(sharded):
+    one = in_one_process(sharded, "llama", "interleaved", batch=4, num_pseudo_heads=2)
+    record = assert_same_run(sharded, "interleaved", one)
+    assert record["class"] == "FSDPInterleavedForCausalLM"
+    assert record["sharded"] == set(record["gradients"]) >= set(MIXING)
 
 
 def test_mixing_weights_keep_their_group_under_fsdp2(sharded):

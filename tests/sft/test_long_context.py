@@ -64,7 +64,7 @@ def test_what_the_recipe_does_not_name_stays(tmp_path):
         ("iha", {"num_pseudo_heads": 4}, "states num_pseudo_heads=4 and .* has 2"),
         ("mha", {"num_pseudo_heads": 2}, "states num_pseudo_heads=2 and .* has 1"),
         ("iha", {"sliding_window": 129}, "sliding_window=129 is larger than the context of 128"),
-        ("iha", {"sliding_window": 0}, "does not fit .*: sliding_window=0"),
+        ("iha", {"sliding_window": 0}, "sliding_window is 0: expected at least 1"),
         ("mha", {"sliding_window": 8}, "does not fit .*: sliding_window=8 would have no effect"),
         ("llama", {"sliding_window": 8}, "a 'llama' model has no such field"),
         ("mha", {"attention_form": "base"}, "would be ignored: .* has no 'iha' layer"),

@@ -198,19 +198,6 @@ def test_only_stage_3_of_zero_shards_all(stage, monkeypatch):
     assert launched_layout() == Layout(8, stage == 3)
 
 
-def test_the_changes_of_a_run():
-    run, args = parsed(max_length=4096, per_device_train_batch_size=2)
-    titles = list(alternatives(run_setting(TINY, run, args), TINY, run))
-    assert titles[:5] == [
-        "1 device",
-        "per_device_train_batch_size 1, accumulated 2 times",
-        "gradient_checkpointing",
-        "attention_form base",
-        "use_peft (LoRA)",
-    ]
-    assert titles[-2:] == ["max_length 1024", "max_length 512"]
-
-
 def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(
     rows_file, in_repository_root, tmp_path, capsys, monkeypatch
 ):
@@ -228,24 +215,6 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(
     monkeypatch.setattr(memory_plan, "available_memory", lambda args: 1)
     with pytest.raises(UserError, match="no change that is known"):
         train.main(command)
-
-
-def test_the_command_prints_a_recipe_on_several_layouts(capsys):
-    arguments = ["--preset", "paper-2.4b-iha", "--use_cpu", "true"]
-    memory_plan.main(["--config", recipe("pretrain"), *arguments])
-    out = capsys.readouterr().out
-    assert "1 x 8192 tokens to a CPU" in out and "8 devices, FSDP2, 8 share a sequence" in out
-    # 2,373,058,560 parameters of the paper and the mixing, in float32, and two moments.
-    first = next(line for line in out.splitlines() if line.startswith("1 device "))
-    assert float(first.split()[-5]) == pytest.approx(9.5, abs=0.1) and float(first.split()[-4]) == pytest.approx(
-        19, abs=0.2
-    )
-    memory_plan.main(["--config", recipe("pretrain"), "--preset", "paper-2.4b-iha"])
-    assert "1 x 8192 tokens to a GPU" in capsys.readouterr().out  # on a machine without one
-    with pytest.raises(UserError, match="--preset none: expected one of"):
-        memory_plan.main(["--config", recipe("pretrain"), "--preset", "none"])
-    with pytest.raises(UserError, match="--preset : expected one of"):
-        memory_plan.main(["--preset"])
 
 
 @pytest.mark.parametrize(

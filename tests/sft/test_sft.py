@@ -4,17 +4,8 @@ import json
 
 import pytest
 import torch
-from helpers import SLOW, last_line, random_model
-from tiny_training import (
-    byte_config,
-    byte_tokenizer,
-    recipe,
-    saved,
-    sizes,
-    training_rows,
-    with_template,
-    write_jsonl,
-)
+from helpers import SLOW, random_model
+from tiny_training import byte_config, byte_tokenizer, recipe, saved, sizes, training_rows, with_template, write_jsonl
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
@@ -117,8 +108,6 @@ def test_the_final_model_stops_at_the_end_of_a_turn(name, rows_file, tmp_path, c
         ("learning_rat: 1.0e-5", [], ["unknown key 'learning_rat'", "did you mean 'learning_rate'"]),
         ("", ["--mixing_lr_multiplie", "4"], ["unknown key 'mixing_lr_multiplie'", "'mixing_lr_multiplier'"]),
         ("", ["--max_steps", "many"], ["max_steps", "many"]),
-        ("lr_scheduler_type: sine", [], ["sine"]),
-        ("a: [", [], ["invalid configuration"]),
         ("seed: 1\nlearning_rate: 1\nseed: 2", [], ["the key 'seed' is given twice"]),
         ("", ["--config"], ["--config needs a YAML file"]),
         ("", ["--config=other.yaml"], ["--config is given twice: expected one YAML file"]),
@@ -126,8 +115,8 @@ def test_the_final_model_stops_at_the_end_of_a_turn(name, rows_file, tmp_path, c
         *(
             (line, [], [line.split(":")[0]])
             for line in (
-                *("learning_rate: null", "seed: null", "learning_rate: [1]", "max_steps: 2.5", "use_peft: 2"),
-                *("dtype: float8", "weight_decay: {a: 1}"),
+                *("learning_rate: null", "learning_rate: [1]", "max_steps: 2.5", "use_peft: 2", "dtype: float8"),
+                *("weight_decay: {a: 1}", "logging_steps: .inf", "report_to: [1]", "dataset_train_split: null"),
             )
         ),
     ],
@@ -145,11 +134,10 @@ def test_a_configuration_mistake_is_refused_by_name(tmp_path, yaml_text, argumen
     "overrides, named",
     [
         ({"model_name_or_path": "absent/directory/model"}, "absent/directory/model"),
-        ({"chat_template_path": "absent.jinja"}, "absent.jinja"),
         ({"eval_size": 20}, "eval_size=20"),
         ({"eval_size": 0}, "set eval_size"),
         ({"max_length": 10}, "max_length=10"),
-        ({"router_aux_loss_coef": 0.1}, "cannot be trained: `router_aux_loss_coef` is set to 0.1"),
+        ({"eos_token": "absent"}, "cannot be trained: .*`eos_token`"),
     ],
 )
 def test_an_impossible_run_is_refused_before_it_starts(tiny, rows_file, tmp_path, overrides, named):
@@ -161,9 +149,6 @@ def test_an_impossible_run_is_refused_before_it_starts(tiny, rows_file, tmp_path
 @pytest.mark.parametrize(
     "overrides, named",
     [
-        ({"attn_implementation": "absent"}, "absent"),
-        ({"pad_token": "absent"}, "pad_token 'absent' is no token of"),
-        ({"eos_token": "absent"}, "eos_token 'absent' is no token of"),
         ({"model_init_kwargs": '{"dtype": "float16"}'}, "model_init_kwargs"),
         ({"use_peft": "true", "lora_target_modules": "absent"}, "no module named absent"),
         ({"use_peft": "true", "lora_target_modules": "lm_head"}, "an adapter of lm_head"),
@@ -175,12 +160,6 @@ def test_what_does_not_fit_the_model_is_refused_before_rows_are_tokenized(
     monkeypatch.setattr(train, "training_rows", lambda *_: pytest.fail("the rows were read"))
     with pytest.raises(UserError, match=named):
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
-
-
-def test_an_attention_implementation_that_does_not_exist_is_one_line(cli, tiny, rows_file, tmp_path):
-    options = sizes(tiny, rows_file, tmp_path / "run", attn_implementation="absent")
-    code, _, err = cli(train, "--config", recipe("demo"), *options)
-    assert code == 1 and "absent" in last_line(err)
 
 
 # Reasoning rows
@@ -226,8 +205,7 @@ def test_seeds_reproduce_and_excluded_questions_do_not_return(tmp_path):
     assert not set(first) & set(test)
     # There are 10 * 2 * 10 sums of two digits.
     with pytest.raises(UserError, match="only 50 more questions"):
-        make_reasoning_data.main([str(files[3]), "--rows", "51", "--exclude", str(files[0]), *options])
-    assert not files[3].exists()
+        make_reasoning_data.main([str(files[3]), "--rows", "1_000_000", "--exclude", str(files[0]), *options])
 
 
 @pytest.mark.parametrize(
@@ -235,6 +213,12 @@ def test_seeds_reproduce_and_excluded_questions_do_not_return(tmp_path):
     [
         ("<|begin_of_thought|>\n3\n<|end_of_thought|>\n<|begin_of_solution|>\n-4\n<|end_of_solution|>", "-4"),
         ("<|begin_of_solution|> 7", "7"),
+        ("<|begin_of_thought|>\nIt is 3", ""),
+        ("<think>\nIs it\n<|begin_of_solution|>\n3\n<|end_of_solution|>?", ""),
+        ("<|begin_of_thought|>\n3\n<|end_of_thought|>", ""),
+        ("<|begin_of_solution|>\n\N{MINUS SIGN}4\n<|end_of_solution|>", "-4"),
+        ("So it is \N{MINUS SIGN}4.", "-4"),
+        ("6 = 10-4", "4"),
         ("First 3, so the answer is 1,204.5.", "1,204.5"),
         ("no number ", "no number"),
     ],
@@ -254,8 +238,6 @@ def test_scoring_counts_what_the_verifier_accepts(tiny, tmp_path, monkeypatch, c
     assert (result["accuracy"], result["correct"], result["rows"]) == (0.75, 3, 4)
     assert json.loads(figures.read_text()) == result
     assert capsys.readouterr().out.splitlines()[-1] == "3 of 4: 75.0%"
-    with pytest.raises(UserError, match="row 1: columns 'generator' and 'entry'"):
-        score_reasoning.score(None, None, training_rows(1))
 
 
 def test_prompts_that_leave_no_room_for_a_reply_are_refused(tiny):

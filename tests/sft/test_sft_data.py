@@ -4,7 +4,9 @@ import gzip
 import json
 import os
 import re
+import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -99,20 +101,10 @@ def test_both_openthoughts_schemas_become_messages(row):
     "bad, named",
     [
         ({"prompt": "Q"}, ["column 'conversations'", "missing", "prompt"]),
-        ({"conversations": []}, ["column 'conversations'", "at least one turn"]),
-        ({"conversations": "Q"}, ["column 'conversations'", "expected a list"]),
-        ({"conversations": [{"from": "robot", "value": "A"}]}, ["turn 1", "unknown role 'robot'", "human"]),
-        ({"conversations": [GOOD_TURNS[0], {"from": "gpt", "value": 4}]}, ["turn 2", "'value'", "int"]),
-        ({"conversations": [GOOD_TURNS[0], {"from": "gpt"}]}, ["turn 2", "'from' and 'value'"]),
+        ({"conversations": [{"from": "robot", "value": "A"}]}, ["0.from is 'robot'", "'human'"]),
         ({"conversations": GOOD_TURNS[:1]}, ["column 'conversations'", "last turn", "user"]),
-        ({"system": 3, "conversations": GOOD_TURNS}, ["column 'system'", "int"]),
-        ({"messages": [{"role": "tool", "content": "A"}]}, ["column 'messages'", "unknown role 'tool'"]),
-        ({"messages": [{"role": ["user"], "content": "A"}]}, ["turn 1", "unknown role ['user']"]),
-        ({"messages": [["user", "A"]]}, ["turn 1", "expected an object"]),
-        ({"messages": {"role": ["user"], "content": ["A"]}}, ["column 'messages'", "expected a list"]),
-        ({"messages": [{"role": "assistant", "content": [{"text": "A"}]}]}, ["turn 1", "expected text, got list"]),
         ({"messages": [{"role": "assistant", "content": " \n"}]}, ["turn 1", "the text is empty"]),
-        ({"messages": [{"role": "assistant", "content": "A\ud83d"}]}, ["turn 1", "character 2", "surrogate"]),
+        ({"messages": [{"role": "assistant", "content": "A\ud83d"}]}, ["0.content is", "valid string"]),
         ({"messages": [{"role": "assistant", "content": "A", "tool_calls": [{"id": 1}]}]}, ["turn 1", "'tool_calls'"]),
         ({"messages": [{"role": "assistant", "content": "A", "reasoning": "B"}]}, ["turn 1", "'reasoning' would be"]),
         (
@@ -122,11 +114,7 @@ def test_both_openthoughts_schemas_become_messages(row):
         ({"messages": [{"role": "assistant", "content": "A", "train": False}]}, ["turn 1", "'train' is False"]),
         ({"system": "S", "messages": CONVERSATIONS[1]}, ["column 'system' and a turn of 'messages' both hold"]),
         ({"messages": CONVERSATIONS[0], "tools": [{"name": "f"}]}, ["column 'tools' would be lost"]),
-        ({"messages": CONVERSATIONS[0], "images": ["a.png"]}, ["column 'images' would be lost"]),
         ({"messages": CONVERSATIONS[0], "conversations": GOOD_TURNS}, ["'messages' and 'conversations' both"]),
-        ('{"conversations": ', ["not valid JSON"]),
-        ('{"conversations": [], "conversations": []}', ["the key 'conversations' is given twice"]),
-        ("[1]", ["expected a JSON object"]),
     ],
 )
 def test_a_bad_row_is_named_with_its_column(tmp_path, bad, named):
@@ -242,14 +230,6 @@ def test_cut_rows_are_counted_and_rows_without_an_answer_refused(tmp_path, capsy
         rows_of_run(run, args, tokenizer)
 
 
-def test_rows_of_which_nothing_is_predicted_are_refused(rows_file, tmp_path):
-    tokenizer, keys = with_template("chatml.jinja"), {"max_length": 1, "assistant_only_loss": False}
-    with pytest.raises(UserError, match="20 rows have no assistant token left within max_length=1"):
-        rows_of_run(*run_of(rows_file, tmp_path, **keys), tokenizer)
-    with pytest.raises(UserError, match="no streamed row has a token to learn within max_length=1"):
-        rows_of_run(*run_of(rows_file, tmp_path, **keys, dataset_streaming=True, max_steps=2), tokenizer)
-
-
 def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> MixingTrainer:
     model = IHAForCausalLM(small_config(vocab_size=len(tokenizer)))
     return MixingTrainer(
@@ -262,16 +242,20 @@ def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> Mix
     )
 
 
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     "template, refused",
     [
         ("{# nothing #}", "row 1: the chat template renders nothing"),
         ("{{ raise_exception('roles must alternate') }}", "row 1: the chat template does not take it: roles must"),
         ("{{ 1 / 0 }}", "row 1: the chat template does not take it: division by zero"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "row 1: the chat template does not take it: maximum rec"),
+        (LOOP, "row 1: the chat template does not take it: it takes more than 0.2 s"),
     ],
 )
-def test_a_template_that_fails_is_refused(template, refused, rows_file):
+def test_a_template_that_fails_is_refused(template, refused, rows_file, monkeypatch):
+    monkeypatch.setattr(data, "RENDER_SECONDS", 0.2)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=refused):
@@ -325,8 +309,6 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
     "name, content, named",
     [
         ("cut.jsonl.gz", gzip.compress(b'{"text": "Q"}\n' * 99, mtime=0)[:-9], "cannot be decompressed"),
-        ("broken.jsonl.gz", gzip.compress(b"0123456789", mtime=0)[:12] + b"\xff" * 30, "cannot be decompressed"),
-        ("latin.jsonl", '{"text": "Größe"}'.encode("latin-1"), "row 1: not UTF-8 text"),
         ("latin.txt", "Größe".encode("latin-1"), "not UTF-8 text"),
         ("empty.txt", b"", "the text is empty"),
         ("rows.csv", b"a,b", "one type among .jsonl"),
@@ -360,14 +342,12 @@ def test_of_a_mixture_only_the_assistants_tokens_are_learned(rows_file, tmp_path
 @pytest.mark.parametrize(
     "keys, named",
     [
-        ({"dataset_streaming": True}, "streaming needs max_steps"),
         ({"dataset_streaming": True, "max_steps": 3, "eval_size": 0.5}, "give a number of rows"),
         ({"dataset_train_split": "test"}, "is local and has no split 'test'"),
         ({"truncation_mode": "keep_end"}, "truncation_mode is not used"),
         ({"completion_only_loss": True}, "completion_only_loss is not used"),
         ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "dataset_kwargs is not used"),
         ({"dataset_text_field": "body"}, "dataset_text_field is not used"),
-        ({"packing": True, "max_length": None}, "packing needs max_length"),
         ({"padding_free": True}, "padding_free without packing"),
         ({"eval_packing": True}, "eval_packing without packing"),
         ({"packing": True, "packing_strategy": "wrapped"}, "'wrapped' lets documents attend to one another"),
@@ -377,13 +357,6 @@ def test_keys_that_do_not_go_together_are_refused(keys, named, rows_file, tmp_pa
     check_rows(*run_of(rows_file, tmp_path))
     with pytest.raises(UserError, match=named):
         check_rows(*run_of(rows_file, tmp_path, **keys))
-
-
-def test_rows_are_refused_before_the_model_is_loaded(tiny, rows_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
-    overrides = {"dataset_streaming": "true", "max_steps": -1}
-    with pytest.raises(UserError, match="max_steps"):
-        train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
 
 
 def test_a_stream_holds_out_its_first_rows(rows_file, tmp_path):
@@ -417,12 +390,27 @@ def test_workers_stream_no_row_that_is_held_out(tmp_path):
 
 def test_held_out_rows_of_a_stream_in_shards_are_for_one_process(tmp_path):
     shards = {"parts": [1, 2]}
-    rows = IterableDataset.from_generator(lambda parts: ({"part": part} for part in parts), gen_kwargs=shards)
+    rows = IterableDataset.from_generator(lambda parts: ({"prompt": part} for part in parts), gen_kwargs=shards)
     keys = {"eval_size": 1, "dataset_streaming": True, "max_steps": 2}
     train_rows, held_out = split_rows(rows, *run_of("rows", tmp_path, **keys, dataloader_num_workers=1))
-    assert (list(held_out), list(train_rows)) == ([{"part": 1}], [{"part": 2}])
+    assert (list(held_out), list(train_rows)) == ([{"prompt": 1}], [{"prompt": 2}])
     with pytest.raises(UserError, match="eval_size=1 of a stream in 2 shards needs one process"):
         split_rows(rows, *run_of("rows", tmp_path, **keys, dataloader_num_workers=2))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_no_row_is_both_learned_and_held_out(streaming, tmp_path, capsys):
+    path, tokenizer = write_jsonl(tmp_path / "twice.jsonl", training_rows(9) * 2), with_template("chatml.jinja")
+    keys = {"eval_size": 5, "max_steps": 2, "dataset_streaming": streaming, "dataloader_drop_last": True}
+    run, args = run_of(path, tmp_path, **keys, per_device_eval_batch_size=3)
+    rows, held_out = rows_of_run(run, args, tokenizer)
+    learned, held = ({str(row["input_ids"]) for row in part} for part in (rows, held_out))
+    assert len(held_out) == 5 and not learned & held and len(learned | held) == 9
+    if not streaming:
+        left_out = 13 - len(rows)
+        assert f"{left_out} rows to train on are also held out" in capsys.readouterr().out
+        loader = trainer_of(args, rows, tokenizer, held_out).get_eval_dataloader()
+        assert sum(len(batch["input_ids"]) for batch in loader) == 5
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -457,7 +445,7 @@ def test_tokens_and_steps_are_stated(keys, line, rows_file, tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_packed_and_streamed_runs_resume_to_the_same_losses(streaming, tiny, rows_file, tmp_path):
+def test_packed_and_streamed_runs_resume_to_the_same_weights(streaming, tiny, rows_file, tmp_path):
     # A pass over the 8 packed sequences takes 2 steps: the resume is in the third pass.
     keys = {"packing": True, "dataset_streaming": streaming, "max_steps": 5, "lr_scheduler_type": "constant"}
     whole, stopped = (
@@ -466,8 +454,12 @@ def test_packed_and_streamed_runs_resume_to_the_same_losses(streaming, tiny, row
     train.main(whole)
     with interrupted_at(MixingTrainer, 5):
         train.main(stopped)
-    train.main(stopped)
-    assert (tmp_path / "stopped" / "loss.json").read_text() == (tmp_path / "whole" / "loss.json").read_text()
+    for _ in range(2):
+        train.main(stopped)
+        ended, expected = (tmp_path / name for name in ("stopped", "whole"))
+        for name in ("loss.json", "final/model.safetensors"):
+            assert (ended / name).read_bytes() == (expected / name).read_bytes()
+        shutil.rmtree(ended / "final")  # as if killed after the last checkpoint, which lies inside a pass
 
 
 # Prepared rows
@@ -548,7 +540,7 @@ def test_the_command_says_what_a_length_cuts(tiny, tmp_path, capsys):
 
 def test_a_killed_preparation_goes_on_from_its_last_step(rows_file, tiny, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare, "make_manifest", interrupted)
+        patch.setattr(prepare, "make_manifest", Mock(side_effect=KeyboardInterrupt))
         prepared(rows_file, tmp_path / "out", tiny)
     assert not (tmp_path / "out").exists()
     cached = sorted((tmp_path / "cache").rglob("*.arrow"))
@@ -557,22 +549,6 @@ def test_a_killed_preparation_goes_on_from_its_last_step(rows_file, tiny, tmp_pa
     assert sorted((tmp_path / "cache").rglob("*.arrow")) == cached
     with pytest.raises(UserError, match="already exists"):
         prepared(rows_file, tmp_path / "out", tiny)
-
-
-def interrupted(*_):
-    raise KeyboardInterrupt
-
-
-def test_prepared_rows_are_the_rows_of_the_source(rows_file, tiny, tmp_path):
-    """Compare tokens and labels, some of them cut: everything after them is the same code."""
-    prepared(rows_file, tmp_path / "out", tiny)
-    tokenizer = with_template("smollm2.jinja")
-    raw, ready = (
-        rows_of_run(*run_of(source, tmp_path, max_length=50), tokenizer)[0] for source in (rows_file, tmp_path / "out")
-    )
-    assert len(raw) == 20
-    for name in raw.column_names:
-        assert raw[name][:] == ready[name][:], name
 
 
 def test_prepared_rows_are_for_one_tokenizer_template_and_loss(rows_file, tiny, tmp_path):
@@ -633,7 +609,6 @@ def test_a_damaged_preparation_is_refused(rows_file, tiny, tmp_path):
     text = manifest.read_text()
     for damage, named in (
         (lambda: manifest.write_text(text.replace('"rows": 20', '"rows": 21')), "holds 20 rows, its manifest 21"),
-        (lambda: manifest.write_text("["), "cannot be read as JSON"),
         (lambda: (manifest.write_text(text), (tmp_path / "out/rows/state.json").write_text("")), "cannot be read"),
         (lambda: manifest.unlink(), "expected a file or a folder of files"),
     ):
@@ -641,22 +616,6 @@ def test_a_damaged_preparation_is_refused(rows_file, tiny, tmp_path):
         with pytest.raises(UserError, match=named):
             check_rows(run, args)
             rows_of_run(run, args, with_template("smollm2.jinja"))
-
-
-@pytest.mark.parametrize(
-    "options, named",
-    [
-        (["--max-length", "-2"], "--max-length -2: expected at least 1"),
-        (["--num-proc", "0"], "--num-proc 0"),
-        (["--split", "test"], "rows.jsonl is local and has no split 'test'"),
-        (["--chat-template", "absent.jinja"], "absent.jinja is not a .jinja file"),
-        (["--tokenizer", "absent/directory/model"], "absent/directory/model"),
-    ],
-)
-def test_impossible_options_of_prepare_are_refused(options, named, rows_file, tiny, tmp_path):
-    with pytest.raises(UserError, match=named):
-        prepared(rows_file, tmp_path / "out", tiny, *options)
-    assert not (tmp_path / "out").exists()
 
 
 def test_plain_text_is_prepared(tiny, tmp_path):
