@@ -69,6 +69,7 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
+from typing_extensions import TypedDict
 
 from benchmarks.harness import processor
 from common.checkpoint_io import fingerprint, load_config, load_config_dict, smollm2_gguf
@@ -85,23 +86,14 @@ CURVES = "![Curves of the run](curves.png)"
 
 @dataclass
 class Made:
-    """Hold what a recipe leaves.
-
-    Attributes:
-        checkpoint: directory of the model.
-        results: its evaluation, as a results.json of `python -m evaluation.run`.
-        run: output directory of its training.
-        twin: title and results of the model it is set beside.
-        checks: further figures for the record.
-        commands: what was run, or had been.
-    """
+    """Hold what a recipe leaves."""
 
     checkpoint: Path | None = None
-    results: dict | None = None
-    run: Path | None = None
-    twin: tuple[str, dict] | None = None
-    checks: dict = field(default_factory=dict)
-    commands: list[list[str]] = field(default_factory=list)
+    results: dict | None = None  # of its evaluation, as `python -m evaluation.run` writes them
+    run: Path | None = None  # output directory of its training
+    twin: tuple[str, dict] | None = None  # title and results of the model it is set beside
+    checks: dict = field(default_factory=dict)  # further figures for the record
+    commands: list[list[str]] = field(default_factory=list)  # what was run, or had been
 
     def step(self, result: Path, *command: str | Path) -> None:
         """Run a command of this repository unless its `result` is there already.
@@ -170,9 +162,6 @@ def fine_tuned(variant: str, warm_start: Path | None, output: Path, name: str) -
         print(f"{name}: left out. It takes hours: python -m experiments.warm_start --seeds 1, then --warm-start.")
         return None
     runs = [warm_start / "runs" / f"{each}-1" for each in (variant, "mha")]
-    for run in runs:
-        if not (run / "result.json").is_file():
-            raise UserError(f"{run / 'result.json'} is missing: python -m experiments.warm_start --seeds 1 makes it.")
     ours, twins = map(reasoning_results, runs)
     made = Made(runs[0] / "final", ours, runs[0], ("its MHA twin", twins))
     made.checks = {"twin": {"weights_sha256": weights_sha256(runs[1] / "final"), **training(runs[1])}}
@@ -216,13 +205,14 @@ def weights_sha256(checkpoint: Path) -> dict[str, str]:
     return {file.name: file_sha256(file) for file in sorted(checkpoint.glob("*.safetensors"))}
 
 
+class Record(TypedDict):
+    weights_sha256: dict[str, str]
+    config: dict
+
+
 def read_record(folder: Path) -> tuple[dict, dict]:
     """Return what record.json and results.json of a `folder` of the index hold, or raise `UserError`."""
-    found = read_json(folder / "record.json")
-    for key in ("weights_sha256", "config"):
-        if not isinstance(found.get(key), dict):
-            raise UserError(f"{folder / 'record.json'} holds no {key}: remove that folder to record it anew.")
-    return found, read_results(folder)
+    return read_json(folder / "record.json", Record), read_results(folder)
 
 
 def losses(results: dict) -> dict[tuple[str, str], float]:
@@ -242,8 +232,9 @@ def compare(name: str, made: Made, folder: Path) -> str:
         return "the recorded weights, bit for bit"
     found, recorded = losses(made.results), losses(results)
     differences = [abs(found.get(key, math.inf) - loss) for key, loss in recorded.items()]
-    # Of NaN and a number `max` may return either.
-    apart = math.nan if any(map(math.isnan, differences)) else max(differences, default=math.inf)
+    apart = (
+        torch.tensor(differences or [math.inf], dtype=torch.float64).max().item()
+    )  # Python's `max` may pass over NaN
     if apart <= TOLERANCE:
         return f"other bits than recorded; the losses differ by up to {apart:.4f} nats, within {TOLERANCE}"
     raise UserError(

@@ -4,14 +4,15 @@ import copy
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from pydantic import Field
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.activations import ACT2FN
 
 from common.checkpoint_io import (
+    check_filled,
     check_no_adapter,
     lacks_tokenizer,
     load_config,
@@ -19,7 +20,7 @@ from common.checkpoint_io import (
     load_tokenizer,
     note_rounding,
 )
-from common.command_io import UserError, new_directory, one_line
+from common.command_io import UserError, new_directory, one_line, progress, typed
 from model_cards.render import markdown, render_card, source_license, source_name
 from modeling_iha.configuration_iha import SIZES
 
@@ -39,6 +40,7 @@ HARMLESS_FIELDS = {
 }
 # Attention cores count tokens in 32 bits.
 LARGEST_SIZE = 2**31 - 1
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Config = TypeVar("Config", bound=PreTrainedConfig)
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -48,9 +50,7 @@ def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:
 
     Such a field could change what the model computes. Raise a `UserError` that names it.
     """
-    check_sizes({name: getattr(config, name) for name in SIZES})
-    if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
-        raise UserError(f"The source config sets hidden_act={config.hidden_act!r}, which Transformers does not have.")
+    typed({name: getattr(config, name) for name in SIZES}, dict[str, Size], "The source config")
     check_known(config.to_dict(), {*SHARED_FIELDS, *fields, *HARMLESS_FIELDS})
 
 
@@ -67,19 +67,10 @@ def check_known(entries: dict, known: set[str]) -> None:
             )
 
 
-def check_sizes(sizes: dict[str, int]) -> None:
-    """Raise a `UserError` that names the field which is no whole number from 1 to `LARGEST_SIZE`."""
-    for field, value in sizes.items():
-        if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
-            raise UserError(
-                f"The source config has {field}={value!r}; it must be a whole number from 1 to {LARGEST_SIZE}."
-            )
-
-
 def check_iha(source: str, config: PreTrainedConfig) -> None:
     """Raise `UserError` unless `config`, that of the checkpoint `source`, is an IHA model's without quantization."""
-    if config.model_type != "iha":
-        raise UserError(f"{source} is a {config.model_type!r} checkpoint; expected 'iha'.")
+    if (model_type := type(config).model_type) != "iha":  # of interleaved heads, where an object has the base's
+        raise UserError(f"{source} is a {model_type!r} checkpoint; expected 'iha'.")
     if getattr(config, "quantization_config", None):
         raise UserError(f"The weights of {source} are quantized: take the checkpoint from which they were made.")
 
@@ -107,11 +98,7 @@ def build(
         None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
     )
     model, info = loaded
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[problem]:
-            raise UserError(
-                f"The source weights do not fit its config: {problem} {sorted(map(str, info[problem]))[0]}."
-            )
+    check_filled(info, "The source")
     model.name_or_path = model.config._name_or_path = ""  # adapters would record the base model "None"
     if generation_config is not None:
         model.generation_config = copy.deepcopy(generation_config)
@@ -167,16 +154,18 @@ def write_checkpoint(
     model has `None` in its place and gets no card. Raise `UserError`.
     """
     with new_directory(dst) as directory:
-        print(f"Reading {src}", flush=True)
-        model, tokenizer, section = make()
-        print(f"Writing {type(model).__name__}", flush=True)
-        model.save_pretrained(directory)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-        if section is not None:
-            base_model, license = None if Path(src).expanduser().exists() else src, source_license(src)
-            card = render_card(model.config, Path(dst).name, base_model=base_model, license=license, details=section)
-            (directory / "README.md").write_text(card, encoding="utf-8")
+        with progress(f"1 of 2: reading {src}"):
+            model, tokenizer, section = make()
+        with progress(f"2 of 2: writing {type(model).__name__}"):
+            model.save_pretrained(directory)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory)
+            if section is not None:
+                base_model, license = None if Path(src).expanduser().exists() else src, source_license(src)
+                card = render_card(
+                    model.config, Path(dst).name, base_model=base_model, license=license, details=section
+                )
+                (directory / "README.md").write_text(card, encoding="utf-8")
     print(f"Wrote {dst}, {model.num_parameters():,} parameters.")
     if section is not None:
         print(section.splitlines()[-1])

@@ -8,39 +8,44 @@ itself included, and in its PyTorch training one more. In the converted model it
 
 import argparse
 import functools
-import math
 
-from common.command_io import UserError, run_cli
+from common.command_io import UserError, run_cli, typed
+from conversion_scripts.options import converter_parser, parse_paths
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.",
-        epilog="example: python -m conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B "
-        "dcformer-2.8b-iha",
+    return parse_paths(
+        converter_parser(
+            "Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.",
+            "conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
+            "source checkpoint: a directory or a Hub id",
+            "the converted checkpoint",
+        )
     )
-    parser.add_argument("src", help="source checkpoint: a directory or a Hub id")
-    parser.add_argument("dst", help="new directory for the converted checkpoint")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
+from typing import Annotated, Literal
+
 import torch
+from pydantic import Field
 from transformers import GenerationConfig, PreTrainedConfig
+from typing_extensions import TypedDict
 
 from common.checkpoint_io import check_finite, load_config_dict, load_generation_config, load_weights
 from conversion_scripts.conversion import (
+    Size,
     build,
     check_known,
-    check_sizes,
     describe,
     new_config,
     read_tokenizer,
     write_checkpoint,
 )
 from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.configuration_iha import MAX_LAYERS
 
 
 # Field of a DCFormer's config -> IHA's.
@@ -70,27 +75,31 @@ WINDOW_TYPES = {
 }
 NAMED_WINDOW = 256
 
-# Fields that are sizes.
-SIZES = ("vocab_size", "dim", "intermediate_size", "n_layer", "n_head", "block_size", "mgate_dim")
-# What the other fields must hold: a test of a value, and what it tests in words.
-_BOOL = (lambda value: type(value) is bool, "true or false")
-_POSITIVE = (
-    lambda value: type(value) in (int, float) and math.isfinite(value) and value > 0,
-    "a finite number above 0",
-)
-_TOKEN = (lambda value: value is None or (type(value) is int and value >= 0), "a token id or null")
-VALUES = {
-    "norm_eps": _POSITIVE,
-    "rope_base": _POSITIVE,
-    "window_size": (lambda value: value is None or (type(value) is int and value > 0), "a number of tokens or null"),
-    "window_type": (lambda value: value is None or isinstance(value, str), "a name or null"),
-    "use_qk_norm": _BOOL,
-    "mgate": _BOOL,
-    "query_wise": _BOOL,
-    "use_dcmha": _BOOL,
-    "bos_token_id": _TOKEN,
-    "eos_token_id": _TOKEN,
-}
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Token = Annotated[int, Field(ge=0)] | None
+
+
+class Entries(TypedDict):
+    """Hold the entries of a config.json that say what the model computes."""
+
+    vocab_size: Size
+    dim: Size
+    intermediate_size: Size
+    n_layer: Annotated[Size, Field(le=MAX_LAYERS)]
+    n_head: Size
+    block_size: Size
+    mgate_dim: Size
+    norm_eps: Positive
+    rope_base: Positive
+    window_size: Size | None
+    window_type: Literal[tuple(WINDOW_TYPES)]  # type: ignore[valid-type]
+    use_qk_norm: bool
+    mgate: bool
+    query_wise: bool
+    use_dcmha: bool
+    bos_token_id: Token
+    eos_token_id: Token
+
 
 # Fields that change no logit: those of Transformers' base class, and how the official code trains, caches and
 # prefills.
@@ -139,10 +148,7 @@ def iha_config(source: dict) -> IHAConfig:
         )
     if model_type != "dcformer":
         raise UserError(f"The source config has model_type={model_type!r}; expected 'dcformer'.")
-    source = {**DEFAULTS, **source}
-    lacking = [field for field in (*FIELDS, "rope_base", "window_size") if field not in source]
-    if lacking:
-        raise UserError(f"The source config lacks {', '.join(lacking)}: it is no config of a released DCFormer.")
+    source = typed({**DEFAULTS, **source}, Entries, "The source config")
     _check_fields(source)
 
     windowed = source["window_size"] is not None
@@ -161,10 +167,6 @@ def iha_config(source: dict) -> IHAConfig:
 
 def _check_fields(source: dict) -> None:
     """Raise a `UserError` that names a field which could change what the model computes and is not carried over."""
-    check_sizes({field: source[field] for field in SIZES})
-    for field, (is_valid, expected) in VALUES.items():
-        if not is_valid(source[field]):
-            raise UserError(f"The source config has {field}={source[field]!r}; it must be {expected}.")
     if source["dim"] % source["n_head"] != 0:
         raise UserError(
             f"The source config has dim={source['dim']} and n_head={source['n_head']}; the heads must share dim out "
@@ -182,9 +184,6 @@ def _check_fields(source: dict) -> None:
             "official code follows neither throughout, so only query_wise=False with use_dcmha=True says what the "
             "model computes."
         )
-    if source["window_type"] not in WINDOW_TYPES:
-        allowed = ", ".join(map(repr, WINDOW_TYPES))
-        raise UserError(f"The source config has window_type={source['window_type']!r}; allowed are {allowed}.")
     if source["window_type"] is not None and source["window_size"] != NAMED_WINDOW:
         raise UserError(
             f"The source config has window_type={source['window_type']!r} with window_size={source['window_size']}; "

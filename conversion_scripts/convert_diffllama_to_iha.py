@@ -8,23 +8,18 @@ import argparse
 import copy
 
 from common.command_io import UserError, run_cli
+from conversion_scripts.options import add_dtype, converter_parser, parse_paths
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description='Convert a DiffLlama checkpoint to an IHA checkpoint of "diff" layers without changing what it '
-        "computes.",
-        epilog="example: python -m conversion_scripts.convert_diffllama_to_iha kajuma/DiffLlama-0.3B-handcut diff-iha",
+    parser = converter_parser(
+        'Convert a DiffLlama checkpoint to an IHA checkpoint of "diff" layers without changing what it computes.',
+        "conversion_scripts.convert_diffllama_to_iha kajuma/DiffLlama-0.3B-handcut diff-iha",
+        "DiffLlama checkpoint: a directory or a Hub id",
+        "the converted checkpoint",
     )
-    parser.add_argument("src", help="DiffLlama checkpoint: a directory or a Hub id")
-    parser.add_argument("dst", help="new directory for the converted checkpoint")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="auto",
-        help="dtype of the weights (default: the source's)",
-    )
-    return parser.parse_args()
+    add_dtype(parser)
+    return parse_paths(parser)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,18 @@
 import argparse
 
 from common.command_io import UserError, run_cli
+from conversion_scripts.options import add_dtype, converter_parser, parse_paths
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description='Convert an IHA checkpoint of "diff" layers to a DiffLlama checkpoint without changing what it '
-        "computes.",
-        epilog="example: python -m conversion_scripts.convert_iha_to_diffllama diff-iha diffllama-again",
+    parser = converter_parser(
+        'Convert an IHA checkpoint of "diff" layers to a DiffLlama checkpoint without changing what it computes.',
+        "conversion_scripts.convert_iha_to_diffllama diff-iha diffllama-again",
+        "IHA checkpoint: a directory or a Hub id",
+        "the DiffLlama checkpoint",
     )
-    parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")
-    parser.add_argument("dst", help="new directory for the DiffLlama checkpoint")
-    return parser.parse_args()
+    add_dtype(parser)
+    return parse_paths(parser)
 
 
 if __name__ == "__main__":
@@ -57,8 +58,7 @@ def convert_back(model: IHAForCausalLM) -> DiffLlamaForCausalLM:
 
 
 def main() -> None:
-    args = parse_arguments()
-    write_stock_checkpoint(args.src, args.dst, convert_back)
+    write_stock_checkpoint(parse_arguments(), convert_back)
 
 
 if __name__ == "__main__":

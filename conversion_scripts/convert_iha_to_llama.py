@@ -6,20 +6,22 @@ file of kinds/ whose parameters are still at the exact start of `convert_llama_t
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 
 from common.command_io import UserError, run_cli
+from conversion_scripts.options import add_dtype, converter_parser, parse_paths
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Convert an IHA checkpoint whose layers still compute a multi-head attention to a stock "
-        "architecture.",
-        epilog="example: python -m conversion_scripts.convert_iha_to_llama smollm2-iha smollm2-again",
+    parser = converter_parser(
+        "Convert an IHA checkpoint whose layers still compute a multi-head attention to a stock architecture.",
+        "conversion_scripts.convert_iha_to_llama smollm2-iha smollm2-again",
+        "IHA checkpoint: a directory or a Hub id",
+        "the stock checkpoint",
     )
-    parser.add_argument("src", help="IHA checkpoint: a directory or a Hub id")
-    parser.add_argument("dst", help="new directory for the stock checkpoint")
-    return parser.parse_args()
+    add_dtype(parser)
+    return parse_paths(parser)
 
 
 if __name__ == "__main__":
@@ -60,14 +62,13 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
 
 
 def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]:
-    """Return the first row of `ARCHITECTURES` without a fold that can compute what `model` does, and its config.
+    """Return the first row of `ARCHITECTURES` that can compute what `model` does, and its config.
 
     Raise `UserError` if there is none.
     """
     config = model.config
-    targets = {name: row for name, row in ARCHITECTURES.items() if row.fold is None}
-    if config.mlp_gate_groups is None:
-        for model_type, architecture in targets.items():
+    if config.gated_mlp and config.mlp_gate_groups is None:
+        for model_type, architecture in ARCHITECTURES.items():
             try:
                 target = _target_config(config, model_type)
             except UserError:
@@ -83,13 +84,12 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
                 )
             ):
                 return architecture, target
-    raise UserError(
-        f"None of {', '.join(targets)} has this combination: gated_mlp={config.gated_mlp}, "
-        f"mlp_gate_groups={config.mlp_gate_groups}, use_qk_norm={config.use_qk_norm}, "
-        f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, "
-        f"hidden_size={config.hidden_size}, num_attention_heads={config.num_attention_heads}, "
-        f"layer_types={sorted(set(config.layer_types))}, no_rope_layers={config.no_rope_layers}."
+    names = (
+        *("gated_mlp", "mlp_gate_groups", "use_qk_norm", "attention_bias", "mlp_bias"),
+        *("hidden_size", "num_attention_heads", "layer_types", "no_rope_layers"),
     )
+    has = ", ".join(f"{name}={getattr(config, name)}" for name in names)
+    raise UserError(f"None of {', '.join(ARCHITECTURES)} has this combination: {has}.")
 
 
 def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
@@ -104,8 +104,8 @@ def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     """Return the stock model that computes what `model` does, in eval mode and its dtype.
 
-    It shares the memory of all weights into which nothing is folded. Raise `UserError` if a layer no longer computes
-    multi-head attention, or if no stock architecture fits.
+    It shares the memory of all weights into which nothing is folded. Say on stderr if half precision rounds those that
+    are folded. Raise `UserError` if a layer no longer computes multi-head attention, or if no stock architecture fits.
     """
     added = check_layers(model)
     architecture, config = stock_config(model)
@@ -114,25 +114,32 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
         for name, tensor in model.state_dict().items()
         if name not in added and not name.endswith(architecture.lacks)
     }
+    rounded = 0
     for i, (kind, layer) in enumerate(zip(model.config.attention_kinds, model.model.layers)):
-        folded = companion_of(kind).to_mha(model.config, layer.self_attn.state_dict())
-        state |= {f"model.layers.{i}.self_attn.{name}": value for name, value in folded.items()}
+        for name, value in companion_of(kind).to_mha(model.config, layer.self_attn.state_dict()).items():
+            folded = state[f"model.layers.{i}.self_attn.{name}"] = value.to(model.dtype)
+            rounded += model.dtype.itemsize < 4 and not torch.equal(folded.to(value.dtype), value)
+    if rounded:
+        print(
+            f"{rounded} folded tensors are rounded in {model.dtype}: convert with --dtype float32 for a "
+            "conversion that is exact.",
+            file=sys.stderr,
+        )
     return build(architecture.model_class, config, state, model.dtype, model.generation_config)
 
 
-def write_stock_checkpoint(src: str, dst: str, convert: Callable[[IHAForCausalLM], PreTrainedModel]) -> None:
-    """Convert the IHA checkpoint `src` and write the stock model and the tokenizer to the new directory `dst`."""
+def write_stock_checkpoint(args: argparse.Namespace, convert: Callable[[IHAForCausalLM], PreTrainedModel]) -> None:
+    """Convert the IHA checkpoint `args.src`, and write the stock model and the tokenizer to `args.dst`."""
 
     def make():
-        source, tokenizer = read_source(src, lambda config: check_iha(src, config))
+        source, tokenizer = read_source(args.src, lambda config: check_iha(args.src, config), args.dtype)
         return convert(source), tokenizer, None
 
-    write_checkpoint(src, dst, make)
+    write_checkpoint(args.src, args.dst, make)
 
 
 def main() -> None:
-    args = parse_arguments()
-    write_stock_checkpoint(args.src, args.dst, convert_back)
+    write_stock_checkpoint(parse_arguments(), convert_back)
 
 
 if __name__ == "__main__":

@@ -5,28 +5,36 @@ The file of a kind in kinds/ gives the values at which its parameters start.
 
 import argparse
 import copy
+import json
+import re
 
-from common.command_io import UserError, attention_kinds, run_cli
+from common.command_io import ROOT, UserError, refusing, run_cli
+from conversion_scripts.options import add_dtype, converter_parser, parse_paths
 
 
 SCHEDULES = ("global", "hybrid")
 VALUE_OFFSETS = ("balanced", "none")
+# The kinds whose file in kinds/ has an exact start; they are read without PyTorch, for which --help must not wait.
+KINDS = sorted(
+    path.stem for path in ROOT.glob("kinds/*.py") if re.search(r"^    start=", path.read_text(), re.MULTILINE)
+)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Convert a qwen2, llama, mistral, ministral, qwen3, smollm3, arcee, seed_oss, granite, phi3, "
-        "ernie4_5 or helium checkpoint to another attention without changing what it computes.",
-        epilog="example: python -m conversion_scripts.convert_llama_to_iha HuggingFaceTB/SmolLM2-135M-Instruct "
-        "smollm2-iha --num-pseudo-heads 2",
+    parser = converter_parser(
+        "Convert a qwen2, llama, mistral, ministral, qwen3 or smollm3 checkpoint to another attention without "
+        "changing what it computes.",
+        "conversion_scripts.convert_llama_to_iha HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
+        "source checkpoint: a directory, a Hub id or a GGUF file",
+        "the converted checkpoint",
     )
-    parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
-    parser.add_argument("dst", help="new directory for the converted checkpoint")
     parser.add_argument(
-        "--attention-kind",
-        choices=attention_kinds(),
-        default="iha",
-        help="attention kind of the converted layers (default: iha)",
+        "--kind", choices=KINDS, default="iha", help="attention kind of the converted layers (default: iha)"
+    )
+    parser.add_argument(
+        "--options",
+        metavar="JSON",
+        help="""options of the kind, such as '{"per_head": true}' for gated (default: none)""",
     )
     parser.add_argument(
         "--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha"
@@ -39,7 +47,9 @@ def parse_arguments() -> argparse.Namespace:
         "plain global layer, exact for sequences of at most WINDOW tokens (default: global)",
     )
     parser.add_argument(
-        "--window", type=int, help="window of the hybrid schedule, in tokens; the paper uses context length / (2 P^2)"
+        "--window",
+        type=int,
+        help="window of the hybrid schedule, in tokens (default: the paper's, context length / (2 P^2))",
     )
     parser.add_argument(
         "--value-offsets",
@@ -48,14 +58,33 @@ def parse_arguments() -> argparse.Namespace:
         help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the "
         "pseudo-heads start equal (default: balanced)",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="auto",
-        help="dtype of the weights (default: the source's)",
-    )
+    add_dtype(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random values (default: 0)")
-    return parser.parse_args()
+    args = parse_paths(parser)
+    if args.options is not None:
+        with refusing(f"--options {args.options}: expected JSON", ValueError, RecursionError):
+            args.options = json.loads(args.options)
+    check_arguments(args.num_pseudo_heads, args.schedule, args.window, args.kind)
+    if not 0 <= args.seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
+        raise UserError(f"--seed {args.seed} must be a whole number from 0 to {2**64 - 1}.")
+    return args
+
+
+def check_arguments(num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str) -> None:
+    """Raise `UserError` for arguments of `convert` that cannot work, whatever the source."""
+    if kind not in KINDS:
+        raise UserError(f"kind={kind!r} has no exact start from Llama; expected one of {', '.join(KINDS)}.")
+    if (kind == "iha") != (num_pseudo_heads is not None):
+        raise UserError(
+            f"kind {kind!r} with num_pseudo_heads={num_pseudo_heads}: 'iha' needs a number of pseudo-heads, such as "
+            "--num-pseudo-heads 2, and no other kind has any."
+        )
+    if num_pseudo_heads is not None and num_pseudo_heads < 1:
+        raise UserError(f"num_pseudo_heads={num_pseudo_heads}: expected at least 1.")
+    if kind != "iha" and schedule != "global":
+        raise UserError(f"kind {kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
+    if window is not None and (schedule == "global" or window < 1):
+        raise UserError(f"window={window} with schedule={schedule!r}: only hybrid has a window, of at least 1 token.")
 
 
 if __name__ == "__main__":
@@ -64,7 +93,7 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion_scripts.architectures import caveat, check_source, fold, layer_windows, rope_layers
+from conversion_scripts.architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
 from conversion_scripts.conversion import (
     LARGEST_SIZE,
     SHARED_FIELDS,
@@ -74,11 +103,9 @@ from conversion_scripts.conversion import (
     read_source,
     write_checkpoint,
 )
-from kinds import all_companions, companion_of
+from kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
-
-
-ATTENTION_KINDS = [kind for kind, mechanism in all_companions().items() if mechanism.start]
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 def iha_config(
@@ -86,58 +113,69 @@ def iha_config(
     num_pseudo_heads: int | None = None,
     schedule: str = "global",
     window: int | None = None,
-    attention_kind: str = "iha",
+    kind: str = "iha",
+    options: dict | None = None,
 ) -> IHAConfig:
     """Return the configuration of the converted model.
 
     Raise `UserError` if the source or an argument does not allow one.
     """
+    check_arguments(num_pseudo_heads, schedule, window, kind)
     architecture = check_source(source)
-    if (attention_kind == "iha") != (num_pseudo_heads is not None):
+    context = source.max_position_embeddings
+    if num_pseudo_heads is not None and num_pseudo_heads * context > LARGEST_SIZE:
         raise UserError(
-            f"attention kind {attention_kind!r} with num_pseudo_heads={num_pseudo_heads}: 'iha' needs a number of "
-            "pseudo-heads, such as --num-pseudo-heads 2, and no other kind has any."
+            f"num_pseudo_heads={num_pseudo_heads} with max_position_embeddings={context}: their product, the virtual "
+            f"tokens of a full context, must be at most {LARGEST_SIZE}."
         )
-    if num_pseudo_heads is not None and num_pseudo_heads * source.max_position_embeddings > LARGEST_SIZE:
-        raise UserError(
-            f"num_pseudo_heads={num_pseudo_heads} with max_position_embeddings={source.max_position_embeddings}: "
-            f"their product, the virtual tokens of a full context, must be at most {LARGEST_SIZE}."
-        )
-    if attention_kind != "iha" and schedule != "global":
-        raise UserError(f"attention kind {attention_kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
-    if (schedule == "hybrid") != (window is not None):
-        raise UserError(
-            f"schedule={schedule!r} with window={window}: the hybrid schedule needs a window, global has none."
-        )
-    kinds, windows = [attention_kind], layer_windows(source)
-    if schedule == "hybrid":
+    kinds, windows = [kind], layer_windows(source)
+    if num_pseudo_heads is not None and schedule == "hybrid":
         # The paper's schedule: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and Appendix C).
         kinds = ["iha", "iha", "iha", "iha", "mha"]
+        if window is None:
+            window = max(1, context // (2 * num_pseudo_heads**2))
+        if window > context:
+            raise UserError(f"window={window}: the source's context is {context} tokens, expected at most as many.")
         windows = [None if i % 5 == 4 else window for i in range(source.num_hidden_layers)]
     fields = {name: copy.deepcopy(getattr(source, name)) for name in SHARED_FIELDS if hasattr(source, name)}
-    return new_config(
+    config = new_config(
         IHAConfig,
         **fields,
         **architecture.settings(source),
         head_dim=getattr(source, "head_dim", None),
         attention_kinds=[kinds[i % len(kinds)] for i in range(source.num_hidden_layers)],
+        attention_options=None if options is None else {kind: options},
         layer_types=["full_attention" if window is None else "sliding_attention" for window in windows],
         sliding_window=next((window for window in windows if window is not None), None),
         no_rope_layers=rope_layers(source),
         num_pseudo_heads=num_pseudo_heads,
         pseudo_positions="shared",
     )
+    exact_start(config, 0, torch.Generator(), "none")
+    return config
 
 
-def exact_length(source: PreTrainedConfig, config: IHAConfig) -> int | None:
-    """Return the longest sequence, in tokens, for which the conversion is exact, or `None` for any length.
+def exact_start(
+    config: IHAConfig, layer: int, generator: torch.Generator, value_offsets: str
+) -> dict[str, torch.Tensor]:
+    """Return by name the parameters of a layer's attention that multi-head attention lacks, at their exact start.
 
-    A layer agrees with its source while the smaller of the two windows covers the sequence: in a sliding "iha" layer
-    the last pseudo-head of token n sees all pseudo-heads of the tokens n - W + 1 .. n and nothing else.
+    Raise `UserError` if the options of its kind leave none.
     """
-    pairs = zip(layer_windows(source), layer_windows(config))
-    limits = [min(window for window in pair if window is not None) for pair in pairs if pair[0] != pair[1]]
-    return min(limits, default=None)
+    kind = config.attention_kinds[layer]
+    if (start := companion_of(kind).start) is None:
+        return {}
+    with torch.device("meta"):
+        own, plain = (
+            dict(ATTENTION_CLASSES[name].for_layer(config, layer).named_parameters()) for name in (kind, "mha")
+        )
+    started = start(config, generator, value_offsets)
+    if lacking := sorted(own.keys() - plain.keys() - started.keys()):
+        raise UserError(
+            f"The options {config.attention_options[kind]} of kind {kind!r} leave no exact start: no value of "
+            f"{lacking[0]} gives multi-head attention. Convert without them."
+        )
+    return {name: value for name, value in started.items() if name in own}
 
 
 def convert(
@@ -147,57 +185,46 @@ def convert(
     window: int | None = None,
     value_offsets: str = "balanced",
     seed: int = 0,
-    attention_kind: str = "iha",
+    kind: str = "iha",
+    options: dict | None = None,
 ) -> IHAForCausalLM:
     """Return the IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
-    Args:
-        source: a causal language model of one of `ARCHITECTURES`. The result shares the memory of all weights that no
-            fold changes: delete one of the two, or copy it, before training.
-        num_pseudo_heads (`int`, *optional*): P; kind "iha" needs it, and no other kind has it.
-        schedule (`str`): "global" keeps the geometry of every layer and is exact; "hybrid" is the paper's four sliding
-            "iha" layers, then a plain global one, and is exact for sequences of at most `exact_length` tokens.
-        window (`int`, *optional*): of the sliding layers of "hybrid", in tokens.
-        value_offsets (`str`): "balanced" (see kinds/iha.py) or "none", which leaves the pseudo-heads symmetric.
-        seed (`int`): of the values that the exact start leaves random.
-        attention_kind (`str`): one of `ATTENTION_KINDS`, those whose mechanism has an exact start.
-
-    Raise `UserError` if the source is not supported or an argument does not fit it.
+    The arguments are those of the command. The result shares the memory of the weights of `source`: delete one of the
+    two, or copy it, before training. Raise `UserError` if the source is not supported or an argument does not fit it.
     """
-    config = iha_config(source.config, num_pseudo_heads, schedule, window, attention_kind)
+    config = iha_config(source.config, num_pseudo_heads, schedule, window, kind, options)
     generator = torch.Generator().manual_seed(seed)
-    state = fold(source.state_dict(), config, source.config)
-    for i, kind in enumerate(config.attention_kinds):
-        if start := (companion := companion_of(kind)).start:
-            prefix = f"model.layers.{i}.self_attn."
-            of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            started = start(config, generator, value_offsets) | companion.from_mha(config, of_mha)
-            state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
+    state, lacks = source.state_dict(), ARCHITECTURES[source.config.model_type].lacks
+    for i, layer_kind in enumerate(config.attention_kinds):
+        prefix = f"model.layers.{i}.self_attn."
+        state |= {prefix + name: torch.zeros(config.hidden_size, dtype=source.dtype) for name in lacks}
+        of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        started = exact_start(config, i, generator, value_offsets)
+        started |= companion_of(layer_kind).from_mha(config, of_mha)
+        state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
     return build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
 
 
 def main() -> None:
     args = parse_arguments()
-    if args.attention_kind not in ATTENTION_KINDS:
-        raise UserError(
-            f"--attention-kind {args.attention_kind}: no layer of this kind computes what one of Llama does; expected "
-            f"one of {', '.join(ATTENTION_KINDS)}."
-        )
-    if not 0 <= args.seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
-        raise UserError(f"--seed {args.seed} must be a whole number from 0 to {2**64 - 1}.")
     arguments = (args.num_pseudo_heads, args.schedule, args.window)
 
     def make():
         source, tokenizer = read_source(
-            args.src, lambda config: iha_config(config, *arguments, args.attention_kind), args.dtype
+            args.src, lambda config: iha_config(config, *arguments, args.kind, args.options), args.dtype
         )
-        model = convert(source, *arguments, args.value_offsets, args.seed, args.attention_kind)
-        how = f" to attention of kind {args.attention_kind!r}"
-        if args.attention_kind == "iha":
+        model = convert(source, *arguments, args.value_offsets, args.seed, args.kind, args.options)
+        how = f" to attention of kind {args.kind!r}"
+        if args.options:
+            how += f" with {json.dumps(args.options)}"
+        if args.kind == "iha":
             how = f" with {args.num_pseudo_heads} pseudo-heads and the {args.schedule} schedule"
+        if args.schedule == "hybrid":
+            context = model.config.max_position_embeddings
+            how += f", whose windows are {model.config.sliding_window} of {context} tokens"
         length = exact_length(source.config, model.config)
-        section = describe(args.src, source.config.model_type, how, length) + caveat(source.config)
-        return model, tokenizer, section
+        return model, tokenizer, describe(args.src, source.config.model_type, how, length)
 
     write_checkpoint(args.src, args.dst, make)
 

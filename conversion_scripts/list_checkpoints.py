@@ -6,7 +6,17 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from common.command_io import UserError, one_line, printable, read_json, run_cli
+from common.command_io import (
+    MAX_YAML,
+    UserError,
+    one_line,
+    printable,
+    read_json,
+    read_text,
+    read_yaml,
+    refusing,
+    run_cli,
+)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -22,14 +32,15 @@ def parse_arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
-import yaml
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
-from safetensors import SafetensorError, safe_open
+from yaml import YAMLError
 
-from common.checkpoint_io import load_config
-from hub.checks import EVAL_RESULTS, weight_files
+from common.checkpoint_io import load_config, weight_shapes
+from hub.checks import EVAL_RESULTS
 from hub.client import check_repo_id, hub_api, hub_errors, status_of
+from kinds import described
 from modeling_iha import IHAConfig
+from modeling_iha.configuration_interleaved import InterleavedConfig
 
 
 HEADER = ["checkpoint", "mechanism", "P", "schedule", "parameters", "base model", "evaluation", "revision"]
@@ -44,13 +55,11 @@ def local_rows(directory: Path) -> list[list[str]]:
     rows = []
     for config in sorted(path for depth in ("", "*/", "*/*/") for path in directory.glob(f"{depth}config.json")):
         path = config.parent
-        if not config.is_file():
-            continue  # to read a pipe is to wait for ever
         try:
-            if read_json(config).get("model_type") == IHAConfig.model_type:
+            if read_json(config).get("model_type") in (IHAConfig.model_type, InterleavedConfig.model_type):
                 name = path.name if path == directory else str(path.relative_to(directory))
-                rows.append(row(path, name, _parameters(path), UNKNOWN))
-        except (UserError, OSError, SafetensorError) as error:
+                rows.append(row(path, name, sum(map(math.prod, weight_shapes(path).values())), UNKNOWN))
+        except UserError as error:
             print(f"Passed over {printable(str(path))}: {one_line(error)}", file=sys.stderr)
     return rows
 
@@ -81,10 +90,13 @@ def _hub_row(api: HfApi, model) -> list[str] | None:
 
 def row(directory: Path, name: str, parameters: int | None, revision: str) -> list[str]:
     """Return the cells of a checkpoint whose config, card and results lie in `directory`, or raise `UserError`."""
-    config = load_config(directory)
+    config = described(load_config(directory))
     layers = Counter(layer_type.removesuffix("_attention") for layer_type in config.layer_types)
     window = f" of {config.sliding_window}" if config.sliding_window else ""
-    card = _card(directory)
+    path = directory / "README.md"
+    with refusing("Its card or results cannot be read", AttributeError, KeyError, TypeError, ValueError, YAMLError):
+        card = ModelCard(read_text(path, MAX_YAML)) if path.exists() else None
+        results = _results(directory, card)
     cells = [
         name,
         ", ".join(dict.fromkeys(config.attention_kinds)),
@@ -92,51 +104,21 @@ def row(directory: Path, name: str, parameters: int | None, revision: str) -> li
         " + ".join(f"{count} {kind}{window if kind == 'sliding' else ''}" for kind, count in layers.items()),
         f"{parameters:,}" if parameters else UNKNOWN,
         str(card.data.get("base_model") or UNKNOWN) if card else UNKNOWN,
-        "; ".join(_results(directory, card)) or UNKNOWN,
+        "; ".join(results) or UNKNOWN,
         revision,
     ]
-    return [printable(" ".join(cell.split())) for cell in cells]
-
-
-def _card(directory: Path) -> ModelCard | None:
-    """Return the model card, or `None` if there is none or its metadata cannot be read."""
-    if not (directory / "README.md").is_file():
-        return None
-    try:
-        return ModelCard((directory / "README.md").read_text(encoding="utf-8"), ignore_metadata_errors=True)
-    except (OSError, TypeError, ValueError, yaml.YAMLError):
-        return None
+    return [" ".join(cell.split()) for cell in cells]
 
 
 def _results(directory: Path, card: ModelCard | None) -> list[str]:
     """Return evaluations as "task metric value": the Hub's entries, then those of the card's model-index."""
-    results = []
-    for path in sorted(filter(Path.is_file, (directory / EVAL_RESULTS).glob("*.yaml"))):
-        try:
-            entries = parse_eval_result_entries(yaml.safe_load(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
-            continue  # somebody else's file
-        results += [f"{entry.task_id} {entry.value}" for entry in entries]
-    stated = card.data.get("eval_results") if card else None
-    for result in stated if isinstance(stated, list) else []:
+    paths = sorted((directory / EVAL_RESULTS).glob("*.yaml"))
+    entries = [entry for path in paths for entry in parse_eval_result_entries(read_yaml(path))]
+    results = [f"{entry.task_id} {entry.value}" for entry in entries]
+    for result in (card and card.data.get("eval_results")) or []:
         value = f"{result.metric_value:.4g}" if isinstance(result.metric_value, float) else result.metric_value
         results.append(f"{result.dataset_name} {result.metric_type} {value}")
     return results
-
-
-def _parameters(directory: Path) -> int | None:
-    """Count the values in the weights that a load reads, by their headers; return `None` if a file is missing."""
-    try:
-        files = [directory / file for file in weight_files(directory) if file.endswith(".safetensors")]
-    except UserError:
-        return None
-    if not all(path.is_file() for path in files):
-        return None
-    total = 0
-    for path in files:
-        with safe_open(path, "pt") as tensors:
-            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
-    return total
 
 
 def table(rows: list[list[str]]) -> str:

@@ -27,7 +27,7 @@ from huggingface_hub import HfApi, constants
 from transformers.utils import CONFIG_NAME
 
 from common.checkpoint_io import load_in_clean_process
-from hub.checks import check_checkpoint, checkpoint_files, refuse_pickles
+from hub.checks import check_checkpoint, checkpoint_files, refuse_names, refuse_pickles
 from hub.client import check_repo_id, commit_of, download, hub_api, hub_errors, snippet
 
 
@@ -44,6 +44,7 @@ def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool
             commit = commit_of(api, repo_id, revision)
             names = api.list_repo_files(repo_id, revision=commit)
             refuse_pickles(repo_id, names)
+            refuse_names(repo_id, names)
             if CONFIG_NAME not in names:
                 raise UserError(f"{repo_id} holds no {CONFIG_NAME}: expected the repository of a saved model.")
             print(f"Fetching {repo_id} at {commit}", flush=True)

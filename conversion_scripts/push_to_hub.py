@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.command_io import UserError, printable, refusing, run_cli
+from common.command_io import UserError, refusing, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -46,6 +47,7 @@ from common.checkpoint_io import load_config, load_in_clean_process
 from common.foreign_code import CUSTOM_GENERATE, refuse_foreign_code
 from hub.checks import EVAL_RESULTS, LOADED_NAMES, check_checkpoint, check_links, check_secrets, checkpoint_files
 from hub.client import check_repo_id, commit_of, download, hub_api, hub_errors, snippet, status_of
+from kinds import is_ours
 from model_cards.render import render_card, with_name
 from modeling_iha.package import PACKAGE
 
@@ -100,9 +102,9 @@ def publish(
         load_in_clean_process(stage)
         print(f"{'Would upload' if dry_run else 'Publishing'} to {repo_id}:")
         for name in names:
-            print(f"  {printable(name)}  {(stage / name).stat().st_size:,} bytes")
+            print(f"  {name}  {(stage / name).stat().st_size:,} bytes")
         if others:
-            print(f"Not part of a checkpoint, not uploaded: {', '.join(map(printable, others))}", flush=True)
+            print(f"Not part of a checkpoint, not uploaded: {', '.join(others)}", flush=True)
         if dry_run:
             return None
         with hub_errors(f"Publishing {repo_id}"):
@@ -127,7 +129,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
     """
     path = directory / "README.md"
     config = load_config(directory)
-    if config.model_type != "iha" and not path.is_file():
+    if not is_ours(config) and not path.is_file():
         raise UserError(
             f"{directory} holds a {config.model_type!r} checkpoint without a model card: write one, README.md, with "
             "license and base_model."
@@ -153,16 +155,15 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
 
 @contextmanager
 def _staged(directory: Path, names: list[str], card: str) -> Iterator[Path]:
-    """Yield a directory of links to the files `names` and of the model card.
+    """Yield a directory of copies of the files `names` and of the model card.
 
-    It holds just what is published, so that just that is checked.
+    It holds just what is published, so that just that is checked. Links would publish what a file became meanwhile.
     """
     with tempfile.TemporaryDirectory(prefix="push-") as temporary:
         stage = Path(temporary)
         for name in names:
             (stage / name).parent.mkdir(exist_ok=True)
-            (stage / name).symlink_to((directory / name).resolve())
-        (stage / "README.md").unlink(missing_ok=True)
+            shutil.copyfile(directory / name, stage / name)
         (stage / "README.md").write_text(card, encoding="utf-8")
         try:
             yield stage

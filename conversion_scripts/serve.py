@@ -10,24 +10,32 @@ import ipaddress
 import os
 import socket
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import transformers
 import typer
-from transformers import ContinuousBatchingConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.utils.import_utils import is_serve_available
 
-from common.checkpoint_io import load_config_dict
+from common.checkpoint_io import check_filled, load_config, load_config_dict
 from common.command_io import UserError, one_line, run_cli
 from common.foreign_code import note_foreign_code
-from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 STOP_SECONDS = 5  # less than the ten after which `docker stop` kills
+
+
+class WholeModel(AutoModelForCausalLM):
+    """Refuse weights that do not fill the model, where Transformers gives random ones in their place."""
+
+    @classmethod
+    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
+        loaded: Any = super().from_pretrained(*arguments, output_loading_info=True, **options)
+        model, info = loaded
+        check_filled(info, arguments[0])
+        return model
 
 
 def check_address(host: str, port: int) -> None:
@@ -36,40 +44,59 @@ def check_address(host: str, port: int) -> None:
     Other machines may not reach it: it asks for no key, loads any model by name, and bounds neither requests nor
     their number. vLLM's server does this better than a layer around Transformers' server could.
     """
-    if not 0 <= port < 2**16:
-        raise UserError(f"--port {port}: expected a number from 0 to {2**16 - 1}.")
-    try:
-        for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            if not ipaddress.ip_address(str(address[0])).is_loopback:
-                raise UserError(
-                    f"--host {host}: other machines could use this server without a key. Leave --host at localhost, "
-                    "and serve others with vLLM and --api-key (vllm_iha/README.md), or behind a proxy of your own."
-                )
-            socket.create_server(address, family=family).close()
-    except OSError as error:
-        # Of the addresses of a name, the server ignores those that this machine lacks.
-        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if not ipaddress.ip_address(str(address[0])).is_loopback:
             raise UserError(
-                f"--host {host} --port {port}: {error.strerror}. Stop what runs there, or choose another address."
-            ) from error
+                f"--host {host}: other machines could use this server without a key. Leave --host at localhost, "
+                "and serve others with vLLM and --api-key (vllm_iha/README.md), or behind a proxy of your own."
+            )
+        try:
+            socket.create_server(address, family=family).close()
+        except OSError as error:
+            # Of the addresses of a name, the server ignores those that this machine lacks.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+
+
+def answer_this_machine_only(app: Any, host: str) -> None:
+    """Have the server refuse what a web page that the user visits sends it, in the user's browser.
+
+    A page may lead a name of its own to this machine, and then reads what it likes. Else it cannot read an answer, but
+    could unload the model.
+    """
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import PlainTextResponse
+
+    @app.middleware("http")
+    async def refuse_other_origins(request, call_next):
+        own = f"{request.url.scheme}://{request.url.netloc}"
+        if request.headers.get("origin", own) != own:
+            return PlainTextResponse("This server answers no page of another origin.", status_code=403)
+        return await call_next(request)
+
+    names = ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host]
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
 
 
 def check_continuous_batching(path: str, use_cuda_graph: bool | None) -> None:
     """Raise the error of `init_continuous_batching`, which the server would meet at the first request."""
     with torch.device("meta"):
-        model = IHAForCausalLM(IHAConfig.from_pretrained(path))
+        model = AutoModelForCausalLM.from_config(load_config(path))
     model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=use_cuda_graph))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until interrupted, or raise `UserError`."""
-    if not is_serve_available():
-        raise UserError("The server's libraries are not installed: pip install 'transformers[serving]'.")
-    import uvicorn
+    import uvicorn  # here: a plain installation lacks it, and `run_cli` says so
 
-    setattr(transformers, "IHAForCausalLM", IHAForCausalLM)
-    # By default one Ctrl-C, and any number of SIGTERMs, wait for every reply that has begun. `Serve` has no option.
-    setattr(uvicorn, "Config", partial(uvicorn.Config, timeout_graceful_shutdown=STOP_SECONDS))
+    def config_of(app, host, **options):
+        answer_this_machine_only(app, host)
+        # By default one Ctrl-C, and any number of SIGTERMs, wait for every reply that has begun.
+        return uvicorn.config.Config(app, host=host, timeout_graceful_shutdown=STOP_SECONDS, **options)
+
+    for name in ("IHAForCausalLM", "InterleavedForCausalLM"):
+        setattr(transformers, name, WholeModel)
+    setattr(uvicorn, "Config", config_of)  # `Serve` has no option for either
     app = typer.Typer()
     app.command(epilog="example: python -m conversion_scripts.serve smollm2-iha --port 8000")(Serve)
     command: Any = typer.main.get_command(app)
@@ -77,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def serve(**options):
         check_address(options["host"], options["port"])
+        if options["enable_cors"]:
+            raise UserError("--enable-cors: any web page could use this server without a key. Leave it out.")
         if "@" in (options["force_model"] or "") and os.path.isdir(options["force_model"]):
             raise UserError(
                 f"{options['force_model']}: the server takes what follows @ for a revision of another model. Rename "
@@ -86,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if not options["trust_remote_code"] and os.path.isdir(options["force_model"] or ""):
                 config = load_config_dict(options["force_model"])
                 note_foreign_code(options["force_model"])
-                if options["continuous_batching"] and config.get("model_type") == IHAConfig.model_type:
+                if options["continuous_batching"] and config.get("model_type") in ("iha", "interleaved"):
                     check_continuous_batching(options["force_model"], options["cb_use_cuda_graph"])
             if options["force_model"]:
                 # The server refuses all other names, and would list those in the Hub's cache, or fail without one.

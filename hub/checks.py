@@ -5,11 +5,11 @@ it holds no secrets.
 """
 
 import re
+from collections import Counter
 from pathlib import Path
+from unicodedata import normalize
 
-import torch
 from huggingface_hub import constants, get_token
-from safetensors import SafetensorError, safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import (
     CHAT_TEMPLATE_DIR,
@@ -20,16 +20,14 @@ from transformers.utils import (
 )
 
 from common.checkpoint_io import (
-    check_finite,
-    check_index,
-    check_no_adapter,
-    check_shapes,
     load_config,
     load_config_dict,
     load_generation_config,
+    load_model,
     load_tokenizer,
+    weight_files,
 )
-from common.command_io import UserError, printable, read_json, refusing
+from common.command_io import UserError
 from common.foreign_code import refuse_foreign_code
 from hub.remote_code import check_remote_code
 
@@ -54,8 +52,8 @@ PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
 SECRETS = {
-    "a Hugging Face token": rb"hf_[A-Za-z0-9]{30,}",
-    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    "a Hugging Face token": rb"(?:hf|api_org)_[A-Za-z0-9]{30,}|hf_(?:oauth|jwt)_[\w.-]{30,}",
+    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY",  # PGP writes "BLOCK" behind it
     "an AWS key": rb"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
     "a GitHub token": rb"\b(?:gh[opsur]_[A-Za-z0-9]{36}|github_pat_\w{22,})",
     "a GitLab token": rb"\bglpat-[\w-]{20}",
@@ -76,7 +74,7 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
         raise UserError(f"{directory} holds no {CONFIG_NAME}: expected a saved model directory.")
     entries = sorted(directory.iterdir())
     refuse_pickles(directory, [path.name for path in entries])
-    belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | weight_files(directory)
+    belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | _weight_names(directory)
     names = [path.name for path in entries if path.is_file() and path.name in belongs]
     inner = [path for folder, pattern in FOLDERS.items() for path in sorted((directory / folder).glob(pattern))]
     folders = {path.parent.name for path in inner}
@@ -86,11 +84,23 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
 
 def refuse_pickles(source: str | Path, names: list[str]) -> None:
     """Raise `UserError` if one of the file names is that of a pickle."""
-    if pickles := [printable(name) for name in names if Path(name).suffix.lower() in PICKLE_SUFFIXES]:
+    if pickles := [name for name in names if Path(name).suffix.lower() in PICKLE_SUFFIXES]:
         raise UserError(
             f"{source} holds {', '.join(pickles)}: pickles are refused, a checkpoint is safetensors only. Remove or "
             "convert them."
         )
+
+
+def refuse_names(source: str, names: list[str]) -> None:
+    """Raise `UserError` if a fetched name would be git's own, show as another, or take another's place on a disk."""
+    folded = Counter(normalize("NFC", name).casefold() for name in names)
+    for name in names:
+        own = normalize("NFC", name).casefold()
+        if ".git" in own.split("/") or not name.isprintable() or folded[own] > 1:
+            raise UserError(
+                f"{source} holds {name}: expected names that are not git's own, have no hidden characters, "
+                "and differ in more than case. Do not use it before you know who put this there."
+            )
 
 
 def _code_files(directory: Path) -> set[str]:
@@ -106,32 +116,10 @@ def _code_files(directory: Path) -> set[str]:
     return {path.name for path in modules | helpers}
 
 
-def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Return the file of each tensor by the index of sharded weights, or `None` if there is one file.
-
-    Raise `UserError`.
-    """
-    single, index = ((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
-    if single and index:
-        raise UserError(
-            f"{directory} holds {SAFE_WEIGHTS_NAME} and {SAFE_WEIGHTS_INDEX_NAME}: a load reads the first and ignores "
-            "the other. Remove the older."
-        )
-    if not single and not index:
-        raise UserError(f"{directory} holds no weights: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}.")
-    if single:
-        return None
-    check_index(str(directory))
-    weight_map = read_json(directory / SAFE_WEIGHTS_INDEX_NAME)["weight_map"]
-    if folders := sorted(file for file in set(weight_map.values()) if Path(file).name != file):
-        raise UserError(f"{SAFE_WEIGHTS_INDEX_NAME} of {directory} names {folders[0]!r}: expected files beside it.")
-    return weight_map
-
-
-def weight_files(directory: Path) -> set[str]:
+def _weight_names(directory: Path) -> set[str]:
     """Return the names of the safetensors that a load reads, and of their index, or raise `UserError`."""
-    weight_map = _weight_map(directory)
-    return {SAFE_WEIGHTS_NAME} if weight_map is None else {SAFE_WEIGHTS_INDEX_NAME, *weight_map.values()}
+    names = {Path(file).name for file in weight_files(directory)}
+    return names if SAFE_WEIGHTS_NAME in names else {SAFE_WEIGHTS_INDEX_NAME, *names}
 
 
 def check_checkpoint(directory: Path, trust_code: bool) -> None:
@@ -140,58 +128,11 @@ def check_checkpoint(directory: Path, trust_code: bool) -> None:
     The code must be this package's byte for byte unless `trust_code`. Raise `UserError`.
     """
     refuse_foreign_code(directory, trust_code)
-    check_no_adapter(directory)
     config = load_config(directory)
     if load_generation_config(directory) is None:
         raise UserError(f"{directory} holds no {GENERATION_CONFIG_NAME}: save the model's generation config there.")
     load_tokenizer(directory, config.vocab_size)
-    _check_weights(directory, config.tie_word_embeddings)
-    check_shapes(directory, config)
-
-
-def _check_weights(directory: Path, tied: bool) -> None:
-    """Refuse weights that cannot be read, are not finite, or are not what their index says.
-
-    Tied embeddings must be equal where both are saved, because a load would keep them apart without an error. Raise
-    `UserError`.
-    """
-    weight_map, found, size, embeddings = _weight_map(directory), {}, 0, {}
-    files = {SAFE_WEIGHTS_NAME} if weight_map is None else set(weight_map.values())
-    for file in sorted(files):
-        print(f"Checking {printable(file)}", flush=True)
-        if not (directory / file).is_file():
-            raise UserError(f"{directory} lacks {printable(file)}, which {SAFE_WEIGHTS_INDEX_NAME} names.")
-        whole = refusing(f"{directory / file} is no whole safetensors file", SafetensorError)
-        with whole, safe_open(directory / file, "pt") as tensors:
-            metadata = tensors.metadata() or {}
-            for name in tensors.keys():
-                tensor = tensors.get_tensor(name)
-                check_finite([(name, tensor)], directory / file)
-                found[name], size = file, size + tensor.nbytes
-                if name in ("lm_head.weight", "model.embed_tokens.weight"):
-                    embeddings[name] = tensor
-        if metadata.get("format") != "pt":
-            raise UserError(
-                f"{directory / file} has format={metadata.get('format')!r} in its metadata; expected 'pt': save the "
-                "model again."
-            )
-    if tied and len(embeddings) == 2 and not torch.equal(*embeddings.values()):
-        raise UserError(
-            f"{directory} ties its embeddings (tie_word_embeddings), and lm_head.weight differs from "
-            "model.embed_tokens.weight: set tie_word_embeddings to false, or save the model again."
-        )
-    if weight_map is not None:
-        if wrong := sorted(name for name, _ in weight_map.items() ^ found.items()):
-            raise UserError(
-                f"{SAFE_WEIGHTS_INDEX_NAME} of {directory} and its files disagree on {wrong[0]}: it should be in "
-                f"{weight_map.get(wrong[0])}, and is in {found.get(wrong[0])}. Save the model again."
-            )
-        stated = read_json(directory / SAFE_WEIGHTS_INDEX_NAME)["metadata"].get("total_size", size)
-        if stated != size:
-            raise UserError(
-                f"{SAFE_WEIGHTS_INDEX_NAME} of {directory} states {stated} bytes, its files hold {size}: save the "
-                "model again."
-            )
+    load_model(directory, config=config)
 
 
 def check_links(directory: Path, names: list[str]) -> None:

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, constants, set_client_factory
 from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -19,7 +18,7 @@ AGAIN = "run the command again, what was transferred is kept"
 # What somebody can do about an answer of the Hub.
 ADVICE = {
     401: "log in with `hf auth login`, or set HF_TOKEN to a valid token; a private repository needs one to be seen",
-    403: "use a token that may write to this account, and see whether the account has storage left",
+    403: "use a token that may do this; a gated model asks for access on its page, and an account may be full",
     404: "check the name and the revision; a private repository needs a token that may read it",
     409: "somebody made the same thing meanwhile: run the command again",
     412: "somebody committed meanwhile: run the command again",
@@ -68,14 +67,10 @@ def _explanation(error: BaseException) -> str:
     # The client takes any refusal for a lost connection.
     if status is None and cause is not None and status_of(cause) is not None:
         return _explanation(cause)
-    if isinstance(error, ValueError) and status is None:
-        return text
     # A refusal of this machine, such as a full disk or a cache of somebody else.
-    if isinstance(error, OSError) and error.errno and not isinstance(error, (ConnectionError, TimeoutError)):
-        return f"{text}: see to room and permission there, or set HF_HUB_CACHE to another directory"
-    response: Any = getattr(error, "response", None)
-    if status == 403 and response.request.method in ("GET", "HEAD"):
-        return f"{text.rstrip('.')}: use a token that may read it, and ask for access on its page where it is gated"
+    is_local = isinstance(error, OSError) and error.errno and not isinstance(error, (ConnectionError, TimeoutError))
+    if status is None and (is_local or isinstance(error, ValueError)):
+        return text
     advice = AGAIN if status is None or status >= 500 else ADVICE.get(status)
     return f"{text.rstrip('.')}: {advice}" if advice else text
 

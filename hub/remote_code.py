@@ -9,14 +9,20 @@ import ast
 import re
 import sys
 from pathlib import Path
+from typing import NotRequired
 
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
+from typing_extensions import TypedDict
 
-from common.command_io import UserError, read_json
+from common.command_io import read_json
 
 
 # Packages that are installed wherever the checkpoint is loaded.
 ALWAYS_INSTALLED = sys.stdlib_module_names | {"accelerate", "huggingface_hub", "safetensors", "torch", "transformers"}
+
+
+class _Config(TypedDict):
+    auto_map: NotRequired[dict[str, str]]
 
 
 def check_remote_code(directory: str | Path) -> list[str]:
@@ -29,11 +35,7 @@ def check_remote_code(directory: str | Path) -> list[str]:
     problems: list[str] = []
     classes: set[tuple[str, ...]] = set()
     if (directory / "config.json").is_file():
-        auto_map = read_json(directory / "config.json").get("auto_map", {})
-        if not isinstance(auto_map, dict) or not all(isinstance(reference, str) for reference in auto_map.values()):
-            raise UserError(
-                f"{directory} has auto_map={auto_map!r} in config.json; expected names of classes by Auto class."
-            )
+        auto_map = read_json(directory / "config.json", _Config).get("auto_map", {})
         classes = {reference.rpartition(".")[::2] for reference in auto_map.values()}
         modules = sorted({module for module, _ in classes})
     else:

@@ -9,12 +9,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_mha import MultiHeadAttention
+from modeling_iha.interleaving import Overlay
 
 from .cost import Cost
 
@@ -31,7 +34,7 @@ class Companion:
         card: what a layer does, for the reader of a model card; `{config.field}` is a field of its config. The default
             is the first sentence of the class's docstring.
         paper: where the mechanism was published, in Markdown.
-        cost: a function of (config, tokens, window in tokens or `None`, form as in `score_products`) that returns the
+        cost: a function of (config, tokens, window in tokens or `None`, form as in `counted_pairs`) that returns the
             cost of the attention between the projections.
         start: a function of (config, generator, value offsets "balanced" or "none") that returns parameters of the
             attention module by name, float32, with which a layer computes exactly multi-head attention. Without it no
@@ -42,8 +45,8 @@ class Companion:
             multi-head attention lacks are from values with which the layer computes multi-head attention. Without it
             no layer of the kind is converted to multi-head attention.
         to_mha: a function of (config, parameters of the attention module by name) that returns, by name, the
-            projections of multi-head attention that has another value than the module's, for a module without
-            deviations. By default all are the module's.
+            projections of multi-head attention that has another value than the module's, in float64, for a module
+            without deviations. By default all are the module's.
         control: the name of the parameter whose sign the control of a verification reverses.
         forms: rows of the benchmark of mechanisms: fields of a config by title. The default is one row with default
             options.
@@ -71,6 +74,41 @@ def companion_of(kind: str) -> Companion:
 def all_companions() -> dict[str, Companion]:
     """Return the companion of every kind, in the order of `ATTENTION_CLASSES`."""
     return {kind: companion_of(kind) for kind in ATTENTION_CLASSES}
+
+
+def is_interleaved(config: PreTrainedConfig) -> bool:
+    """Return if a configuration is that of a decoder of Transformers with interleaved heads (`interleave_heads`)."""
+    return hasattr(config, "interleaved_layers")
+
+
+def is_ours(config: PreTrainedConfig) -> bool:
+    """Return if a configuration is that of a model of this package, of either way."""
+    return isinstance(config, IHAConfig) or is_interleaved(config)
+
+
+def described(config: PreTrainedConfig) -> Any:
+    """Return a configuration with the kind, the type and P of each layer in the fields of an IHAConfig.
+
+    Of a decoder of Transformers a kind is "iha" where the heads are interleaved, and elsewhere its model type.
+    """
+    if isinstance(config, IHAConfig):
+        return config
+    text = config.get_text_config(decoder=True)
+    numbers = re.findall(r"\.(\d+)\.", " ".join(getattr(config, "interleaved_layers", ())))
+    layers, window = range(text.num_hidden_layers), getattr(text, "sliding_window", None)
+    kinds = dict.fromkeys(layers, config.model_type) | {int(number): "iha" for number in numbers}
+    types = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(layers)
+    if own := getattr(config, "interleaved_window", None):
+        types = [f"window of {own}" if kinds[i] == "iha" else types[i] for i in layers]
+    return Overlay(
+        text,
+        attention_kinds=[kinds[i] for i in layers],
+        layer_types=types,
+        sliding_window=window,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        num_pseudo_heads=getattr(config, "num_pseudo_heads", 1),
+        pseudo_positions="shared",
+    )
 
 
 def is_mixing(name: str) -> bool:

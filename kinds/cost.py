@@ -3,7 +3,7 @@
 from dataclasses import astuple, dataclass
 
 from modeling_iha import IHAConfig
-from modeling_iha.window_blocks import block_size
+from modeling_iha.interleaving import block_size
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,34 @@ def visible_pairs(tokens: int, virtual: int = 1, window: int | None = None) -> i
     return span * (span + 1) // 2 + (length - span) * span
 
 
+def counted_pairs(form: str, tokens: int, virtual: int = 1, window: int | None = None) -> int:
+    """Count the pairs of N * P virtual tokens that a form computes, or that a paper counts.
+
+    Args:
+        form: "eager" and "dense mask" (SDPA with such a mask) compute all pairs, "sdpa" and "base" the visible ones,
+            "blocks" those in the blocks of `window_blocks.py`. "paper" is the count of IHA, Appendix C, which leaves
+            the causal mask out: all pairs of a global layer, N^2 for "mha", and N * P times W * P of a window of W.
+    """
+    length = tokens * virtual
+    span = length if window is None else min(window * virtual, length)
+    if form == "paper":
+        return length * span
+    if form in ("eager", "dense mask"):
+        return length**2
+    if form == "blocks" and window is not None:
+        return visible_pairs(span) + (length - span) * (block_size(span) + span - 1)
+    return visible_pairs(tokens, virtual, window)
+
+
 def score_products(form: str, tokens: int, virtual: int, window: int | None = None, training: bool = False) -> float:
     """Return the multiply-adds of query-key and weight-value products, for one head of size 1.
 
-    They are those of a forward pass or, with `training`, of a forward and a backward pass.
-
-    Args:
-        form: "eager" and "dense mask" (SDPA with such a mask) compute all pairs, "sdpa" the visible pairs, and
-            "blocks" the pairs in the blocks of `window_blocks.py`. They take 2 products in the forward pass and 4 in
-            the backward pass. All but "eager" recompute the scores in the backward pass, one product more. "base" is
-            "sdpa" with the forward pass once more in the backward pass.
+    They are those of a forward pass, 2 products of a pair, or, with `training`, of a forward and a backward pass, 4
+    more. All forms (those of `counted_pairs`) but "eager" recompute the scores in the backward pass, one product more,
+    and "base" the whole forward pass.
     """
-    length = tokens * virtual
-    if form == "eager":
-        return length**2 * (6 if training else 2)
-    pairs = visible_pairs(tokens, virtual, window)
-    if form == "dense mask":
-        pairs = length**2
-    elif form == "blocks" and window is not None:
-        span = window * virtual
-        pairs = visible_pairs(span) + (length - span) * (block_size(span) + span - 1)
-    return pairs * (2 + 5 * training + 2 * (training and form == "base"))
+    products = 2 + training * (4 + (form != "eager") + 2 * (form == "base"))
+    return products * counted_pairs(form, tokens, virtual, window)
 
 
 def linear(tokens: int, inputs: int, outputs: int, bias: bool = False) -> Cost:
@@ -66,16 +73,22 @@ def linear(tokens: int, inputs: int, outputs: int, bias: bool = False) -> Cost:
 
 
 def score_matrix(
-    config: IHAConfig, tokens: int, window: int | None, per_pair: float = 0, linear: int = 0, cached_more: int = 0
+    config: IHAConfig,
+    tokens: int,
+    window: int | None,
+    form: str,
+    per_pair: float = 0,
+    linear: int = 0,
+    cached_more: int = 0,
 ) -> Cost:
     """Return the cost, between the projections, of a kind that changes the scores.
 
-    `per_pair` is more multiply-adds for each pair, `linear` parameters in linear maps of every token, `cached_more`
-    more values cached for each token. The backward pass recomputes the blocks of scores."""
+    `form` is that of `counted_pairs`. `per_pair` is more multiply-adds for each pair, `linear` parameters in linear
+    maps of every token, `cached_more` more values cached for each token. The backward pass recomputes the blocks."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     cached = tokens if window is None else min(tokens, window - 1)
     per_pair += 2 * heads * d
-    forward = per_pair * visible_pairs(tokens, 1, window)
+    forward = per_pair * counted_pairs(form, tokens, 1, window)
     return Cost(
         parameters=linear,
         prefill=forward + tokens * linear,

@@ -12,8 +12,12 @@ from .cost import Cost, score_matrix
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
-    """Return four compositions that change nothing; the generator draws their first projections as at any start."""
-    state: dict[str, torch.Tensor] = {}
+    """Return compositions that change nothing; the generator draws their first projections as at any start."""
+    options, state = config.options_of("dcmha"), {}
+    if options.base_map:
+        size = config.num_attention_heads // options.num_groups
+        maps = torch.eye(size).repeat(options.num_groups, 1, 1)
+        state = {f"{name}.weight": maps.clone() for name in ("pre_base", "post_base")}
     for name in ("pre_query", "pre_key", "post_query", "post_key"):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
@@ -36,7 +40,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     base = options.base_map * heads * size
     cached = (options.sides != "query") * stages * heads * (2 * rank + options.gate)
     per_pair = stages * (sides * 2 * rank * heads + base)
-    return score_matrix(config, tokens, window, per_pair, stages * sides * weights, cached) + Cost(
+    return score_matrix(config, tokens, window, form, per_pair, stages * sides * weights, cached) + Cost(
         parameters=stages * base
     )
 

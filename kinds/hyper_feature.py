@@ -13,7 +13,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     options = config.options_of("hyper_feature")
     orders = options.of_heads(config.num_attention_heads)[:: config.num_attention_heads // config.num_key_value_heads]
     more = (sum(orders) - len(orders)) * config.head_dim if options.value_product else 0
-    return score_matrix(config, tokens, window) + linear(tokens, config.hidden_size, more, config.attention_bias)
+    plain = score_matrix(config, tokens, window, form)
+    return plain + linear(tokens, config.hidden_size, more, config.attention_bias)
 
 
 COMPANION = Companion(

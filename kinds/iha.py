@@ -11,51 +11,24 @@ import torch
 
 from modeling_iha import IHAConfig
 from modeling_iha.forms import recomputes
+from modeling_iha.interleave import deviations as deviations_from_start
+from modeling_iha.interleave import exact_start
 
 from . import Companion
 from .cost import Cost, score_products
-
-
-# Rounding error of the sum over the pseudo-heads of offsets that are not exact in binary.
-OFFSET_TOLERANCE = 1e-6
-
-
-def identity_mixing(num_heads: int, num_pseudo_heads: int) -> torch.Tensor:
-    """Return alpha [M, M, P] (source head, head, pseudo-head), float32, where every pseudo-head equals its head."""
-    return torch.eye(num_heads)[:, :, None].repeat(1, 1, num_pseudo_heads)
-
-
-def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str = "per_head") -> torch.Tensor:
-    """Return R [H, P] or, for "all_heads", [H, H * P], float32, where each head selects its own last pseudo-head."""
-    last = torch.zeros(1, num_pseudo_heads)
-    last[0, -1] = 1.0
-    return last.repeat(num_heads, 1) if pseudo_collapse == "per_head" else torch.kron(torch.eye(num_heads), last)
-
-
-def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw D [M, M, P], float32, within 0.25 of zero, which sums to zero over the pseudo-heads and is zero for P = 1.
-
-    The entries are multiples of 2^-7, so I + D and its sum over the pseudo-heads are exact in bfloat16 too. Rounded
-    entries would cause an error of 0.2% in the values of every layer.
-    """
-    steps = torch.randint(-16, 17, (num_heads, num_heads, num_pseudo_heads), generator=generator)
-    return (steps - steps.roll(1, dims=-1)) / 128
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
     """Return identity mixing and a collapse that selects the last pseudo-head.
 
     The value offsets "balanced" make the pseudo-heads differ; with "none" they are equal."""
-    num_heads, num_groups, p = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
-    value_mixing = identity_mixing(num_groups, p)
-    if value_offsets == "balanced":
-        value_mixing += balanced_offsets(num_groups, p, generator)
-    return {
-        "q_mix.weight": identity_mixing(num_heads, p),
-        "k_mix.weight": identity_mixing(num_groups, p),
-        "v_mix.weight": value_mixing,
-        "collapse.weight": last_pseudo_head(num_heads, p, config.pseudo_collapse),
-    }
+    offsets = generator if value_offsets == "balanced" else None
+    return exact_start(heads_of(config), config.num_pseudo_heads, config.pseudo_collapse, offsets)
+
+
+def heads_of(config: IHAConfig) -> tuple[int, int, int]:
+    """Return the numbers of query, key and value heads."""
+    return config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
 
 
 def foldable(config: IHAConfig) -> dict[str, str]:
@@ -70,7 +43,7 @@ def foldable(config: IHAConfig) -> dict[str, str]:
 
 
 def to_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the projections with the mixing of one pseudo-head multiplied in, computed in float64."""
+    """Return the projections with the mixing of one pseudo-head multiplied in, in float64."""
     folded = {}
     for mixing, projection in foldable(config).items():
         weight = attention[mixing].double()
@@ -86,7 +59,7 @@ def to_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, t
                 product = torch.einsum("hg,xhd->xgd", collapse, columns).flatten(1)
             else:
                 continue
-            folded[name] = product.to(tensor.dtype)
+            folded[name] = product
     return folded
 
 
@@ -95,12 +68,7 @@ def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch
 
     Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters.
     NaN and infinity become NaN."""
-    exact = start(config, torch.Generator(), "none")
-    moved = {name: attention.get_parameter(name) - value for name, value in exact.items()}
-    value_mixing = attention.get_parameter("v_mix.weight").detach().double()
-    offsets = (value_mixing - identity_mixing(config.num_key_value_heads, config.num_pseudo_heads)).sum(-1)
-    # A NaN is kept: it is not a rounding error.
-    moved["v_mix.weight"] = offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)
+    moved = deviations_from_start(attention, heads_of(config), config.num_pseudo_heads, config.pseudo_collapse)
     return moved | {name: 0 * moved[name] for name in foldable(config)}
 
 
@@ -121,7 +89,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
         # The keys and values of all tokens are mixed again for each new token.
         decode = (heads**2 + 2 * groups**2 * keys) * virtual * d + 2 * heads * d * virtual**2 * keys + collapsing * d
     else:
-        # Each pseudo-query of a new token is multiplied with every cached head (`absorbed_decode.py`).
+        # Each pseudo-query of a new token is multiplied with every cached head (`absorbed_attention`).
         decode = heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + heads * d)
     # SDPA keeps the output of the virtual tokens, and a collapse over all heads keeps it in another layout.
     copies = 1 if per_head else 2
@@ -142,7 +110,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
 COMPANION = Companion(
     card="Interleaved Head Attention: every head is a learned combination of all heads, and every token takes part "
     "in attention as {config.num_pseudo_heads} interleaved pseudo-tokens. The KV cache holds base keys and values "
-    "only, so it is as large as that of the same model with ordinary attention.",
+    "only, so it is as large as that of the same model with ordinary attention; in vLLM it holds those of all "
+    "pseudo-tokens.",
     paper="Duvvuri, Ekbote, Bansal, Tiwari, Khatri, Brandfonbrener, Liang, Dhillon and Zaheer, "
     "Interleaved Head Attention",
     cost=cost,

@@ -32,15 +32,15 @@ def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch
 
 
 def to_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the projections with the maps folded in, computed in float32."""
-    maps = {name[0]: value.float() for name, value in attention.items() if name.endswith("_map.weight")}
+    """Return the projections with the maps folded in, in float64."""
+    maps = {name[0]: value.double() for name, value in attention.items() if name.endswith("_map.weight")}
     if "v_map.up" in attention:
-        maps["v"] = attention["v_map.up"].float() @ attention["v_map.down"].float()
+        maps["v"] = attention["v_map.up"].double() @ attention["v_map.down"].double()
     folded = {}
     for name, rows in attention.items():
         if name[:7] in ("q_proj.", "k_proj.", "v_proj.") and name[0] in maps:
-            heads = rows.float().unflatten(0, (-1, config.head_dim))  # [heads, head_dim] and, of a weight, hidden_size
-            folded[name] = torch.einsum("de,hd...->he...", maps[name[0]], heads).flatten(0, 1).to(rows.dtype)
+            heads = rows.double().unflatten(0, (-1, config.head_dim))  # [heads, head_dim], and a weight's columns
+            folded[name] = torch.einsum("de,hd...->he...", maps[name[0]], heads).flatten(0, 1)
     return folded
 
 

@@ -45,7 +45,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     of_scores, of_weights = (
         heads * ((name in convolved) * kernel + (name in mixed) * group) for name in ("score", "weight")
     )
-    plain = score_matrix(config, tokens, window, of_scores + of_weights)
+    plain = score_matrix(config, tokens, window, form, of_scores + of_weights)
     # A cache for a window also holds the keys of the past queries' windows.
     cached = tokens if window is None else min(tokens, window - 1 + past)
     states = 2 * config.num_key_value_heads * d + (heads * d if past else 0)

@@ -26,7 +26,7 @@ def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of a score matrix with two maps [H, H] for every pair."""
     maps = 2 * config.num_attention_heads**2
-    return score_matrix(config, tokens, window, per_pair=maps) + Cost(parameters=maps)
+    return score_matrix(config, tokens, window, form, per_pair=maps) + Cost(parameters=maps)
 
 
 COMPANION = Companion(

@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
+from typing import Annotated, Any, NotRequired
 
-from common.command_io import ROOT, UserError, read_json, refusing, run_cli, whole_file
+from common.command_io import MAX_YAML, ROOT, UserError, read_json, read_text, run_cli, typed, whole_file
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,24 +35,74 @@ if __name__ == "__main__":
 
 import torch
 import yaml
+from annotated_types import Ge, Interval
 from gguf import GGUFReader
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+from transformers import AutoModel
 from transformers.utils import cached_file
+from typing_extensions import TypedDict
 
 from common.checkpoint_io import fingerprint
-from kinds import companion_of, own_modules
+from kinds import Companion, companion_of, described, own_modules
 from kinds.model_cost import model as cost_of_model
 from kinds.model_cost import with_mha
-from modeling_iha import IHAConfig, IHAModel
+from modeling_iha import IHAConfig
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
+VLLM = 'vLLM serves "iha" and "mha" layers with the plugin of the code (vllm_iha); '
 NOT_EVALUATED = "Not evaluated."
 # Tasks of evaluation/ whose benchmark has a leaderboard on the Hub: dataset, its task, our metric, and the test rows.
 HUB_BENCHMARKS = {
     "gsm8k": ("openai/gsm8k", "gsm8k", "pass@1", "gsm8k/test.jsonl"),
     "gsm8k_5shot": ("openai/gsm8k", "gsm8k", "exact_match", "gsm8k/test.jsonl"),
 }
+
+
+# A results.json of `python -m evaluation.run`, as far as cards and comparisons read it
+
+
+Count = Annotated[int, Interval(ge=0, le=10**12)]
+Number = Annotated[float, Interval(ge=-1e12, le=1e12)]  # NaN is outside
+
+
+class Figure(TypedDict):
+    value: Number
+    stderr: Annotated[Number, Ge(0)] | None
+
+
+class Task(TypedDict):
+    metrics: dict[str, Figure]
+    examples: Count
+    samples_each: Count
+    truncated_prompts: Count
+    unfinished_replies: Count
+    note: NotRequired[str]
+
+
+class Generation(TypedDict):
+    max_gen_toks: Count
+    temperature: NotRequired[Number]
+
+
+class Benchmark(Task):
+    """Name what a leaderboard of the Hub needs of a task beside its figures."""
+
+    shots: Count
+    generation: Generation
+
+
+class Results(TypedDict):
+    checkpoint: str
+    suite: str
+    seed: int
+    model_dtype: str
+    device: str
+    commit: str
+    versions: dict[str, str]
+    data_sha256: dict[str, str]
+    tasks: dict[str, Task]
 
 
 # Text for cards
@@ -86,7 +137,7 @@ def figure_text(figure: dict | None, percent: bool) -> str:
 
 
 def render_card(
-    config: IHAConfig,
+    config: Any,
     name: str,
     *,
     base_model: str | None = None,
@@ -96,27 +147,24 @@ def render_card(
 ) -> str:
     """Return a checkpoint's README.md: metadata for the Hub, how to use the model, and its attention layers.
 
-    Args:
-        name (`str`): title of the card, and what the usage example loads: a directory's name or a Hub id.
-        base_model (`str`, *optional*): Hub id of the model this one was made from.
-        license (`str`, *optional*): identifier of the Hub, such as "apache-2.0"; left out when unknown.
-        datasets (`list[str]`, *optional*): Hub ids of the training data.
-        details (`str`, *optional*): Markdown sections on how the checkpoint was made and what holds for it.
+    Its title and the usage example have `name`, a directory's or a Hub id. `base_model`, `license` and `datasets` are
+    identifiers of the Hub; `details` are Markdown sections on how the checkpoint was made and what holds for it.
     """
     name = one_printable_line(name)
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["custom_code", "iha"] + ["interleaved-head-attention"] * ("iha" in config.attention_kinds),
+        tags=["custom_code", "iha"] + ["interleaved-head-attention"] * ("iha" in described(config).attention_kinds),
         base_model=base_model,
         license=license,
         datasets=datasets,
     )
     with torch.device("meta"):
-        modules = own_modules(IHAModel(config))
+        modules = own_modules(AutoModel.from_config(config))
+    config = described(config)
     adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
     length, pseudo_heads = min(16384, config.max_position_embeddings), config.num_pseudo_heads
-    kinds = {kind: companion_of(kind) for kind in dict.fromkeys(config.attention_kinds)}
+    kinds = {kind: _mechanism(kind) for kind in dict.fromkeys(config.attention_kinds)}
     weights = f"The weights are under {markdown(license)}." if license else "No licence of the weights is known."
     return str(
         ModelCard.from_template(
@@ -139,6 +187,11 @@ def render_card(
             papers="\n".join(dict.fromkeys(f"- {known.paper}" for known in kinds.values() if known.paper)),
         )
     )
+
+
+def _mechanism(kind: str) -> Companion:
+    """Return the companion of a kind, or what is known of a layer of Transformers, by its model type."""
+    return companion_of(kind) if kind in ATTENTION_CLASSES else Companion(card="the base model's own layer.")
 
 
 def source_license(source: str) -> str | None:
@@ -179,7 +232,7 @@ def schedule(config: IHAConfig) -> str:
     """Draw the layers in text: a row for each kind of layer, a column for each layer."""
     layers = list(zip(config.attention_kinds, config.layer_types))
     reach = {"full_attention": "all tokens", "sliding_attention": f"window of {config.sliding_window} tokens"}
-    rows = {layer: f"{layer[0]}, {reach[layer[1]]}" for layer in dict.fromkeys(layers)}
+    rows = {layer: f"{layer[0]}, {reach.get(layer[1], layer[1])}" for layer in dict.fromkeys(layers)}
     width = max(map(len, rows.values()))
     lines = [f"{'layer':<{width}}  {''.join(f'{number:<5}' for number in range(0, len(layers), 5))}".rstrip()]
     for row, label in rows.items():
@@ -189,6 +242,8 @@ def schedule(config: IHAConfig) -> str:
 
 def _cost(config: IHAConfig) -> str:
     """Return the table of predicted costs beside the same model with "mha" over all tokens in every layer."""
+    if not isinstance(config, IHAConfig):
+        return "The cost model knows no decoder but that of IHAForCausalLM."
     if unknown := [kind for kind in dict.fromkeys(config.attention_kinds) if companion_of(kind).cost is None]:
         return f"The cost model does not know {', '.join(map(repr, unknown))}."
     tokens = config.max_position_embeddings
@@ -204,16 +259,18 @@ def _cost(config: IHAConfig) -> str:
     ]
     about = (
         f"Predicted by the cost model (`python -m benchmarks.cost`) for one sequence of {tokens:,} tokens, beside the "
-        'same model with ordinary attention ("mha") over all tokens in every layer. Products of matrices are counted; '
-        "norms, rotations and softmax are not. These are no measurements of time."
+        'same model with ordinary attention ("mha") over all tokens in every layer. Products of matrices are counted, '
+        "in attention those of the pairs that causal mask and window leave; norms, rotations and softmax are not. "
+        "These are no measurements of time."
     )
     return f"{about}\n\n{markdown_table(['', 'this model', 'mha', 'ratio'], rows)}".rstrip()
 
 
 def _short(number: float) -> str:
     """Return a large number in four digits, such as "45.38 T"."""
-    thousands = max(0, int(math.log10(number)) // 3)
-    return f"{number / 1000**thousands:.4g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[thousands]}".rstrip()
+    units = ("", "k", "M", "G", "T", "P", "E")
+    thousands = min(max(0, int(math.log10(number)) // 3), len(units) - 1)
+    return f"{number / 1000**thousands:.4g} {units[thousands]}".rstrip()
 
 
 def _architecture(config: IHAConfig) -> str:
@@ -240,8 +297,8 @@ def _limits(config: IHAConfig) -> str:
         "What the table under Evaluation does not show has not been measured: safety, bias and truth of the text "
         "among it. A model made from another one has that model's limits too.",
         'Attention runs on `"sdpa"` and `"eager"`; which mechanisms take FlashAttention and FlexAttention is in '
-        'docs/SUPPORT.md of the code. vLLM serves "iha" and "mha" layers with the plugin of the code (vllm_iha); '
-        "SGLang and llama.cpp do not run it.",
+        f"docs/SUPPORT.md of the code. {VLLM if isinstance(config, IHAConfig) else 'vLLM, '}SGLang and llama.cpp do "
+        "not run it.",
     ]
     if ("iha", "full_attention") in zip(config.attention_kinds, config.layer_types):
         limits.append(
@@ -302,7 +359,7 @@ def _evaluation(results: dict, twin: tuple[str, dict] | None) -> str:
     for name, task in results["tasks"].items():
         remarks = [task["note"]] if "note" in task else []
         for key, what in (("truncated_prompts", "prompts cut to fit"), ("unfinished_replies", "replies unfinished")):
-            remarks += [f"{task[key]} {what}"] if task.get(key) else []
+            remarks += [f"{task[key]} {what}"] if task[key] else []
         counts = [str(task["examples"]), str(task["samples_each"]), markdown("; ".join(remarks))]
         for metric, figure in task["metrics"].items():
             figures = [figure, *([beside["tasks"].get(name, {}).get("metrics", {}).get(metric)] if twin else [])]
@@ -336,7 +393,7 @@ def hub_entries(results: dict) -> dict[str, list[dict]]:
             metric = "exact_match"  # pass@1 of one sample
         if task and metric in task["metrics"] and _is_whole_benchmark(name, task, results):
             value = round(100 * task["metrics"][metric]["value"], 2)
-            settings = task["generation"]
+            settings = typed(task, Benchmark, f"task {name}")["generation"]
             notes = (
                 f"{task['shots']}-shot, {task['samples_each']} sample(s) a question at temperature "
                 f"{settings.get('temperature', 0)}, replies of at most {settings['max_gen_toks']} tokens, of which "
@@ -373,12 +430,10 @@ def update(directory: Path, name: str | None = None, results: dict | None = None
 
     With results, write the files of `.eval_results/` too. Raise `UserError` for results of another checkpoint.
     """
-    path = directory / "README.md"
-    if not path.is_file():
-        raise UserError(f"{path} is missing: expected a checkpoint with its card, as the converters and sft/ write.")
-    card = path.read_text(encoding="utf-8")
-    with refusing(f"{path} has metadata that cannot be read", TypeError, ValueError, yaml.YAMLError):
-        ModelCard(card)
+    path, folder = directory / "README.md", directory / ".eval_results"
+    if links := [place for place in (path, folder, *folder.glob("*")) if place.is_symlink()]:
+        raise UserError(f"{links[0]} is a link, and a file elsewhere would change: put the file itself there.")
+    card = read_text(path, MAX_YAML)
     if name is not None:
         card = with_name(card, name)
     if results is not None:
@@ -386,7 +441,7 @@ def update(directory: Path, name: str | None = None, results: dict | None = None
             raise UserError(f"The results are of another checkpoint than {directory}: evaluate this one.")
         card = with_results(card, name or directory.name, results, twin)
         for file, entries in hub_entries(results).items():
-            with whole_file(directory / ".eval_results" / file) as temporary:
+            with whole_file(folder / file) as temporary:
                 temporary.write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
     with whole_file(path) as temporary:
         temporary.write_text(card, encoding="utf-8")
@@ -397,12 +452,7 @@ def read_results(path: Path) -> dict:
 
     Raise `UserError`.
     """
-    path = path / "results.json" if path.is_dir() else path
-    results = read_json(path)
-    needed = ("checkpoint", "tasks", "suite", "seed", "model_dtype", "device", "commit", "versions", "data_sha256")
-    if missing := [key for key in needed if key not in results]:
-        raise UserError(f"{path} holds no {', '.join(missing)}: expected a results.json of python -m evaluation.run.")
-    return results
+    return read_json(path / "results.json" if path.is_dir() else path, Results)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,7 +1,6 @@
 """Decode with an export what the model decodes, in every format, and keep no export that differs."""
 
 import importlib.util
-import re
 import shutil
 import subprocess
 import sys
@@ -175,34 +174,19 @@ def test_an_export_that_differs_is_not_kept(checkpoint, exported, loaded, cli, m
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def llama(tmp_path):
-    tiny_source().save_pretrained(tmp_path / "llama")
-    return tmp_path / "llama"
-
-
-def test_what_cannot_be_exported_is_refused_before_any_work(checkpoint, llama, cli, monkeypatch, tmp_path):
+def test_what_cannot_be_exported_is_refused_before_any_work(checkpoint, cli, monkeypatch, tmp_path):
     _, directory = checkpoint
     monkeypatch.setattr(export, "load_model", None)  # nothing reads weights
     code, _, error = cli(export, directory, tmp_path / "out", "--format", "dynamo", "--max-new-tokens", 1)
     assert code == 2 and error.endswith("--max-new-tokens 1: expected at least 2\n")
 
-    def refusal(model, *arguments, out="out"):
-        code, _, error = cli(export, model, tmp_path / out, *arguments)
+    def refusal(model, *arguments):
+        code, _, error = cli(export, model, tmp_path / "out", *arguments)
         assert code == 1 and not (tmp_path / "out").exists()
         return last_line(error)
 
-    assert "expected 'iha'" in refusal(llama, "--format", "dynamo")
-    assert "is neither a directory" in refusal(tmp_path / "absent", "--format", "dynamo")
+    tiny_source().save_pretrained(tmp_path / "llama")
+    assert "expected 'iha'" in refusal(tmp_path / "llama", "--format", "dynamo")
     assert "has no tokens" in refusal(directory, "--format", "dynamo", "--try", " ")
-    assert "llama" in refusal(directory, "--format", "dynamo", out="llama")
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None)
-        assert re.search(
-            r"--format onnx needs onnx, onnxscript, onnxruntime: .*\[export\]", refusal(directory, "--format", "onnx")
-        )
-        assert "needs openvino" in refusal(directory, "--format", "openvino")
-    monkeypatch.setattr(export, "exporters", SimpleNamespace())
-    assert re.search(
-        r"transformers [\d.]+ has no exporters .* expected 5\.23", refusal(directory, "--format", "dynamo")
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "--format onnx needs onnx, onnxscript, onnxruntime: " in refusal(directory, "--format", "onnx")

@@ -16,6 +16,7 @@ import openai
 import pytest
 import torch
 import uvicorn
+from fastapi.testclient import TestClient
 from helpers import HYBRID, plant, random_ids, random_model, small_config
 from tiny_sources import tiny_tokenizer
 from transformers import AutoModel, pipeline
@@ -152,13 +153,37 @@ def test_what_continuous_batching_cannot_serve_is_refused_at_the_start(kind, opt
         serve.main([str(tmp_path), "--port", "0", "--continuous-batching", *options])
 
 
-def test_a_stop_does_not_wait_for_a_long_reply(checkpoint, monkeypatch):
+def test_the_server_answers_this_machine_only_and_stops_soon(checkpoint, monkeypatch):
     configs = []
     monkeypatch.setattr("uvicorn.Server", lambda config: SimpleNamespace(run=lambda: configs.append(config)))
     monkeypatch.setattr("uvicorn.Config", uvicorn.Config)  # main changes it
     with pytest.raises(SystemExit, match="0"):
         serve.main([checkpoint, "--port", "0"])
     assert configs[0].timeout_graceful_shutdown == serve.STOP_SECONDS
+    client = TestClient(configs[0].app, base_url="http://localhost:8000")
+    for headers, status in (
+        ({}, 200),
+        ({"Host": "127.0.0.1:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Origin": "http://localhost:8000"}, 200),
+        ({"Host": "rebound.example:8000"}, 400),
+        ({"Host": "rebound.example:8000", "Origin": "http://rebound.example:8000"}, 400),
+        ({"Origin": "http://page.example"}, 403),
+        ({"Origin": "http://localhost:3000"}, 403),
+        ({"Origin": "null"}, 403),
+    ):
+        for method, path in (("GET", "/v1/models"), ("POST", "/reset")):
+            assert client.request(method, path, headers=headers).status_code == status, (headers, path)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_not_served(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("uvicorn.Server", None)  # a server would run for ever
+    weights = model.state_dict()
+    del weights["model.norm.weight"]
+    model.save_pretrained(tmp_path, state_dict=weights)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="missing keys model.norm.weight"):
+        serve.main([str(tmp_path), "--port", "0"])
 
 
 def test_a_directory_that_reads_as_a_revision_of_another_is_refused(tmp_path):
