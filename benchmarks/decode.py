@@ -12,14 +12,15 @@ from collections.abc import Callable
 from itertools import product
 
 import torch
+from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from benchmarks.harness import Attention, arguments, medians, ratios, reported, write
+from benchmarks.harness import Attention, arguments, draw, medians, ratios, reported, span, write
 from kinds.model_cost import attention
-from modeling_iha.attention_iha import collapse
+from modeling_iha.interleaving import collapse, expand
 
 
 BASE_CACHES = ("absorbed", "remixing")
@@ -59,27 +60,26 @@ def layer_forms(tokens: int, virtual: int, dtype: torch.dtype) -> dict[str, Call
     hidden_states = torch.randn(1, 1, 512, dtype=dtype)
     tables = absorbed.model.rotary_emb.tables(hidden_states, torch.tensor([[tokens]]))
 
-    def expand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def expand_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rotation = tables["pseudo_head"]
         query, key = (
-            layer.expand(states, mixing.weight, rotation)
-            for states, mixing in ((query, layer.q_mix), (key, layer.k_mix))
+            expand(states, mixing.weight, rotation) for states, mixing in ((query, layer.q_mix), (key, layer.k_mix))
         )
-        return query, key, layer.expand(value, layer.v_mix.weight, None)
+        return query, key, expand(value, layer.v_mix.weight, None)
 
     hidden = torch.full((virtual, virtual), -torch.inf, dtype=dtype).triu(1)
     mask = torch.cat((hidden.new_zeros(virtual, tokens * virtual), hidden), dim=1)[None, None]
 
     def pseudo_cache_step(core: Callable) -> Callable:
         def step(hidden_states: torch.Tensor) -> torch.Tensor:
-            query, key, value = expand(*layer.project(hidden_states, tables, None))
+            query, key, value = expand_all(*layer.project(hidden_states, tables, None))
             key, value = pseudo_cache.update(key, value, 0)
             output, _ = core(layer, query, key, value, mask, scaling=layer.scaling)
             return layer.o_proj(collapse(output, layer.collapse.weight, virtual).reshape(1, 1, -1))
 
         return step
 
-    _, virtual_keys, virtual_values = expand(keys, keys, values)
+    _, virtual_keys, virtual_values = expand_all(keys, keys, values)
     pseudo_cache = cache_of(virtual_keys.contiguous(), virtual_values.contiguous())
     base_cache = cache_of(keys, values)
     steps = {name: (form.attend(hidden_states, base_cache), base_cache) for name, form in readers.items()}
@@ -136,6 +136,23 @@ def measure_cache(virtual: int) -> dict:
     return {**row, "ratios": ratios(measured, "llama"), "predicted": predicted}
 
 
+def plot(table: dict) -> Figure:
+    """Plot the time of a token in each form."""
+    layers = [row for row in table["rows"] if row["part"] == "layer"]
+    found = span(row["ratios"][f"absorbed / {BETTER}"] for row in layers)
+    message = f"A token from the base cache takes {found} of the time of one from the better cache of virtual keys"
+
+    def panel(dtype: str) -> Callable:
+        return lambda row: {
+            f"{name}, P = {row['pseudo_heads']}": value
+            for name, value in row["seconds"].items()
+            if row["dtype"] == dtype and name != BETTER
+        }
+
+    panels = {f"seconds for a token, {dtype} (lower is better)": panel(dtype) for dtype in ("bfloat16", "float32")}
+    return draw(message, {**table, "rows": layers}, panels)
+
+
 def main() -> None:
     parser = arguments(__doc__, [512, 2048, 8192], repeats=15)
     parser.add_argument("--pseudo-heads", type=int, nargs="+", default=[2, 4], help="numbers of pseudo-heads ([2, 4])")
@@ -146,18 +163,7 @@ def main() -> None:
         for dtype, tokens, virtual in product((torch.bfloat16, torch.float32), args.tokens, args.pseudo_heads)
     )
 
-    def panel(dtype: str) -> Callable:
-        def lines(row: dict) -> dict:
-            if row["part"] != "layer" or row["dtype"] != dtype:
-                return {}
-            return {
-                f"{name}, P = {row['pseudo_heads']}": value for name, value in row["seconds"].items() if name != BETTER
-            }
-
-        return lines
-
-    panels = {f"seconds for a token, {dtype}": panel(dtype) for dtype in ("bfloat16", "float32")}
-    write(args.out, "decode", rows, "tokens", panels, predicted_by="bytes of cache that are read")
+    write(args.out, "decode", rows, plot, predicted_by="bytes of cache that are read")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ from gpu_kernels import mix_heads_triton
 from gpu_kernels.decode_triton import decode_attention
 from kinds import model_cost as cost
 from kinds.cost import score_products
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, attention_iha, masks, window_blocks
-from modeling_iha.absorbed_decode import absorbed_attention
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, attention_iha, interleaving, masks, window_blocks
+from modeling_iha.interleaving import absorbed_attention
 from modeling_iha.package import flop_matched_window
 
 
@@ -108,14 +108,11 @@ def in_blocks() -> Iterator[None]:
 @contextmanager
 def mixing_by(expand: Callable, collapse: Callable) -> Iterator[None]:
     """Make "iha" layers expand and collapse by these functions."""
-    with (
-        mock.patch.object(attention_iha.InterleavedHeadAttention, "expand", expand),
-        mock.patch.object(attention_iha, "collapse", collapse),
-    ):
+    with mock.patch.multiple(interleaving, expand=expand, collapse=collapse):
         yield
 
 
-by_torch = partial(mixing_by, attention_iha.InterleavedHeadAttention.expand, attention_iha.collapse)
+by_torch = partial(mixing_by, interleaving.expand, interleaving.collapse)
 # A CPU has no kernels.
 by_mix_heads = partial(mixing_by, mix_heads_triton.expand, mix_heads_triton.collapse) if DEVICE == "cuda" else by_torch
 
@@ -429,7 +426,7 @@ def decode_forms(case: dict) -> dict[str, Prepare]:
         others = {name: within(best, partial(token, preset)) for name, preset in presets.items()}
         return global_forms(decode_model, case) | others
 
-    def kernel(*inputs, attention_mask: None, **where) -> torch.Tensor:
+    def kernel(*inputs, attention_mask: None, product_dtype: torch.dtype, **where) -> torch.Tensor:
         # A CPU has no kernel and runs the form that the kernel replaces.
         return (decode_attention if DEVICE == "cuda" else absorbed_attention)(*inputs, **where)
 

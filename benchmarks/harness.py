@@ -17,7 +17,9 @@ import transformers
 from matplotlib.figure import Figure
 from transformers.cache_utils import Cache
 
-from common.command_io import whole_file, write_json
+from common import plots
+from common.command_io import read_json, write_json
+from common.plots import save_plot
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
 
 
@@ -196,55 +198,55 @@ def environment(command: str, device: str = "cpu") -> dict:
 
 
 def versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def write_table(path: Path, table: dict, plot: Callable[[dict], Figure]) -> None:
+    """Write {path}.json and {path}.png, and print what the plot says above.
+
+    `plot` draws what was written, so that the table alone gives the plot again (experiments/redraw.py).
+    """
+    write_json(path.with_suffix(".json"), table)
+    figure = plot(read_json(path.with_suffix(".json")))
+    save_plot(figure, path.with_suffix(".png"))
+    print(f"{figure.get_suptitle()}\nWrote {path}.json and .png", flush=True)
 
 
 def write(
-    out: Path, name: str, rows: list[dict], x: str, panels: dict[str, Callable[[dict], dict]], benchmark="", **setting
+    out: Path, name: str, rows: list[dict], plot: Callable[[dict], Figure], benchmark: str = "", **setting
 ) -> None:
     """Write {name}.json and {name}.png to the directory `out`.
 
     Args:
         rows: the measurements; benchmarks/report.py says what a row holds.
-        x: the key of a row that the horizontal axis shows.
-        panels: for each panel of the plot, the label of its vertical axis and a function from a row to {line: value}.
         benchmark: its module, where the file has another name.
         setting: what all rows have in common. Command, machine and versions are added.
     """
     command = " ".join([f"benchmarks.{benchmark or name}", *sys.argv[1:]])
-    threads = setting.get("threads", torch.get_num_threads())
-    save_plot(draw(f"{name}: {processor()}, threads: {threads}", rows, x, panels), out / f"{name}.png")
-    write_json(out / f"{name}.json", {**environment(command), **setting, "rows": rows})
-    print(f"Wrote {out / name}.json and .png", flush=True)
+    write_table(out / name, {**environment(command), **setting, "rows": rows}, plot)
 
 
-def draw(title: str, rows: list[dict], x: str, panels: dict[str, Callable[[dict], dict]]) -> Figure:
-    """Return the plot of `write`."""
-    columns, panel_rows = min(3, len(panels)), -(-len(panels) // 3)
-    figure = Figure(figsize=(6 * columns, 4.5 * panel_rows))
-    for axes, (label, values) in zip(figure.subplots(panel_rows, columns, squeeze=False).flat, panels.items()):
+def draw(message: str, table: dict, panels: dict[str, Callable[[dict], dict]], x: str = "tokens") -> Figure:
+    """Return a plot of lines over the field `x` of the rows of a table.
+
+    `panels` has for each panel the label of its vertical axis and a function from a row to {line: value}."""
+    figure, all_axes = plots.panels(message, len(panels), min(2, len(panels)))
+    styles = {}
+    for axes, (label, values) in zip(all_axes, panels.items()):
         lines = {}
-        for row in rows:
+        for row in table["rows"]:
             for line, value in values(row).items():
                 lines.setdefault(line, []).append((row[x], value))
-        for index, (line, points) in enumerate(lines.items()):
-            axes.loglog(*zip(*sorted(points)), line_style(index), marker="o", label=line)
-        axes.set(xlabel=x.replace("_", " "), ylabel=label)
-        axes.legend(fontsize="small")
-    figure.suptitle(title, fontsize="small")
+        for line, points in lines.items():
+            style = styles.setdefault(line, plots.line_style(len(styles)))
+            axes.loglog(*zip(*sorted(points)), style, marker="o", markersize=4, label=line)
+        axes.set(xlabel=x.replace("_", " "))
+        axes.set_title(label, fontsize="medium")
+        plots.ticks(axes, "x", [row[x] for row in table["rows"]])
     return figure
 
 
-def line_style(index: int) -> str:
-    """Return the colour and the dashes of a line: after ten lines the colours come again, with other dashes."""
-    return f"C{index % 10}{('-', ':', '--', '-.')[index // 10 % 4]}"
-
-
-def save_plot(figure: Figure, path: Path) -> None:
-    figure.tight_layout()
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=100)
+def span(values: Iterable[float]) -> str:
+    """Return the lowest and the highest of some ratios as text."""
+    values = list(values)
+    return f"{min(values):.2f} to {max(values):.2f}" if len(values) > 1 else f"{values[0]:.2f}"

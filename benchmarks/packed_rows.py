@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from itertools import product
 
 import torch
+from matplotlib.figure import Figure
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks.harness import arguments, inference, medians, ratios, reported, training, write
+from benchmarks.harness import arguments, draw, inference, medians, ratios, reported, span, training, write
 from modeling_iha import IHAConfig
 from modeling_iha.mask_inputs import find_document_bounds
 from modeling_iha.window_blocks import maskless_attention
@@ -54,21 +55,27 @@ def measure(tokens: int, length: int, repeats: int) -> Iterator[dict]:
         yield {**setting, "seconds": seconds, "ratios": ratios(seconds, "dense mask"), "predicted": predicted}
 
 
+def plot(table: dict) -> Figure:
+    """Plot the time by document over that of a dense mask, by the length of the documents."""
+    ratio = "by document / dense mask"
+    message = (
+        f"Packed documents take {span(row['ratios'][ratio] for row in table['rows'])} of the time under a dense mask"
+    )
+
+    def panel(name: str) -> Callable:
+        return lambda row: (
+            {f"documents of {row['document_tokens']} tokens": row["ratios"][ratio]} if row["pass"] == name else {}
+        )
+
+    return draw(message, table, {f"{name}, time ratio (lower is better)": panel(name) for name in PASSES})
+
+
 def main() -> None:
     args = arguments(__doc__, [512, 2048, 8192], repeats=7).parse_args()
     rows = reported(
         row for tokens, length in product(args.tokens, DOCUMENTS) for row in measure(tokens, length, args.repeats)
     )
-    panels = {
-        f"by document / dense mask, {name}, documents of {length}": lambda row, name=name, length=length: (
-            row["ratios"] if (row["pass"], row["document_tokens"]) == (name, length) else {}
-        )
-        for name in PASSES
-        for length in DOCUMENTS
-    }
-    write(
-        args.out, "packed_rows", rows, "tokens", panels, dtype="float32", predicted_by="products of queries and keys"
-    )
+    write(args.out, "packed_rows", rows, plot, dtype="float32", predicted_by="products of queries and keys")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ example: python -m benchmarks.prefill --tokens 4096 8192 16384 32768 65536
 from collections.abc import Callable
 
 import torch
+from matplotlib.figure import Figure
 
-from benchmarks.harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, reported, write
+from benchmarks.harness import arguments, causal_lm, draw, extra_bytes, inference, medians, ratios, reported, write
 from kinds.model_cost import head, model
 from modeling_iha import IHAConfig
 
@@ -43,12 +44,27 @@ def measure(tokens: int, repeats: int) -> dict:
     seconds = medians({form: prepare(form, tokens) for form in FORMS}, repeats if tokens <= 16384 else 1)
     configs = {form: config_of(form) for form in FORMS}
     products = {form: model(each, tokens).prefill - head(each, tokens).prefill for form, each in configs.items()}
-    return {
-        "tokens": tokens,
-        "seconds": seconds,
-        "ratios": ratios(seconds, BASE),
-        "predicted": ratios(products, BASE),
+    return {"tokens": tokens, "seconds": seconds, "ratios": ratios(seconds, BASE), "predicted": ratios(products, BASE)}
+
+
+def plot(table: dict) -> Figure:
+    """Plot the seconds, and the time over that of global layers."""
+    last = max(table["rows"], key=lambda row: row["tokens"])
+    schedule, windows = (last["ratios"][f"{form} / {BASE}"] for form in FORMS if form != BASE)
+    message = (
+        f"At {last['tokens']:,} tokens the schedule takes {schedule:.2f} of the time of global attention, and windows "
+        f"alone {windows:.2f}"
+    )
+    panels = {
+        "seconds (lower is better)": lambda row: row["seconds"],
+        f"time / {BASE} (lower is better)": lambda row: {
+            f"{form}{suffix}": row[key][f"{form} / {BASE}"]
+            for form in FORMS
+            if form != BASE
+            for suffix, key in (("", "ratios"), (", predicted", "predicted"))
+        },
     }
+    return draw(message, table, panels)
 
 
 def main() -> None:
@@ -59,15 +75,8 @@ def main() -> None:
     extra = {form: extra_bytes(prepare, (form, longest), (form, longest // 32)) for form in FORMS}
     row.update(extra_bytes=extra, ratios={**row["ratios"], **ratios(extra, BASE, "memory: ")})
     print(f"{longest} tokens, extra bytes: {extra}", flush=True)
-    panels = {
-        "seconds": lambda row: row["seconds"],
-        f"time / {BASE}": lambda row: {
-            **row["ratios"],
-            **{f"{name}, predicted": value for name, value in row["predicted"].items()},
-        },
-    }
     setting = {"heads": HEADS, "pseudo_heads": PSEUDO_HEADS, "window": WINDOW, "dtype": "float32"}
-    write(args.out, "prefill", rows, "tokens", panels, **setting, predicted_by="multiply-adds")
+    write(args.out, "prefill", rows, plot, **setting, predicted_by="multiply-adds")
 
 
 if __name__ == "__main__":

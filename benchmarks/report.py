@@ -8,13 +8,12 @@ example: python -m benchmarks.report
 """
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import default_form
 from benchmarks.harness import RESULTS
-from common.command_io import whole_file
+from common.command_io import read_json, whole_file
 
 
 @dataclass(frozen=True)
@@ -157,12 +156,10 @@ def main() -> None:
     args = parser.parse_args()
     names = (
         *("layer", "window_layer", "schedule", "training_memory", "decode", "decode_model", "prefill"),
-        *("mechanisms", "packed_rows", "training_plan"),
+        *("mechanisms", "packed_rows", "training_plan", "any_decoder"),
     )
-    if missing := [name for name in names if not (args.out / f"{name}.json").exists()]:
-        parser.error(f"{args.out} lacks {', '.join(missing)}: run these benchmarks first, or `make bench`.")
-    results = {name: json.loads((args.out / f"{name}.json").read_text()) for name in names}
-    defaults = [json.loads(path.read_text()) for path in sorted(args.out.glob("default_form/*.json"))]
+    results = {name: read_json(args.out / f"{name}.json") for name in names}
+    defaults = [read_json(path) for path in sorted(args.out.glob("default_form/*.json"))]
     with whole_file(args.out / "README.md") as path:
         path.write_text(render(results, defaults), encoding="utf-8")
     print(f"Wrote {args.out / 'README.md'}")

@@ -11,18 +11,26 @@ example: python -m benchmarks.training_memory --tokens 1024 2048 4096
 from collections.abc import Callable
 
 import torch
+from matplotlib.figure import Figure
 
-from benchmarks.harness import Attention, arguments, extra_bytes, medians, ratios, reported, training, write
+from benchmarks.harness import (
+    Attention,
+    arguments,
+    draw,
+    extra_bytes,
+    medians,
+    ratios,
+    reported,
+    span,
+    training,
+    write,
+)
 from kinds.model_cost import attention
 
 
 PSEUDO_HEADS = 8
 # Kind, `attention_form`, and the form's name in the cost model.
-FORMS = {
-    "mha": ("mha", None, "sdpa"),
-    "iha": ("iha", None, "sdpa"),
-    "iha, base": ("iha", "base", "base"),
-}
+FORMS = {"mha": ("mha", None, "sdpa"), "iha": ("iha", None, "sdpa"), "iha, base": ("iha", "base", "base")}
 
 
 def prepare(form: str, tokens: int) -> Callable[[], None]:
@@ -55,13 +63,26 @@ def measure(tokens: int, repeats: int) -> dict:
     }
 
 
+def plot(table: dict) -> Figure:
+    """Plot the time and the peak memory of each form."""
+    time, memory = (span(row["ratios"][f"{what}iha / mha"] for row in table["rows"]) for what in ("", "memory: "))
+    message = (
+        f"With P = {table['pseudo_heads']} a global 'iha' module takes {time} times the time and {memory} times the "
+        "memory of 'mha'"
+    )
+    panels = {
+        "seconds, forward and backward (lower is better)": lambda row: row["seconds"],
+        "extra GB (lower is better)": lambda row: {form: size / 1e9 for form, size in row["extra_bytes"].items()},
+    }
+    return draw(message, table, panels)
+
+
 def main() -> None:
     args = arguments(__doc__, [1024, 2048, 4096]).parse_args()
     rows = reported(measure(tokens, args.repeats) for tokens in args.tokens)
-    panels = {"seconds": lambda row: row["seconds"], "extra bytes": lambda row: row["extra_bytes"]}
     setting = {"pseudo_heads": PSEUDO_HEADS, "dtype": "float32"}
     predicted_by = "multiply-adds; memory: values kept for the backward"
-    write(args.out, "training_memory", rows, "tokens", panels, **setting, predicted_by=predicted_by)
+    write(args.out, "training_memory", rows, plot, **setting, predicted_by=predicted_by)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ example: python -m benchmarks.training_plan --tokens 1024 4096
 from collections.abc import Callable
 
 import torch
+from matplotlib.figure import Figure
 from trl.kernels import ChunkedLogProbFunction
 
-from benchmarks.harness import PRELOADED, arguments, extra_bytes, reported, write
+from benchmarks.harness import PRELOADED, arguments, extra_bytes, reported, span, write
+from common import plots
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -114,12 +116,31 @@ def measure(tokens: int) -> dict:
     }
 
 
+def plot(table: dict) -> Figure:
+    """Plot the measured memory of each form, and the prediction over it."""
+    rows, forms = table["rows"], list(table["rows"][0]["extra_bytes"])
+    found = span(ratio for row in rows for ratio in row["ratios"].values())
+    figure, (size, share) = plots.panels(
+        f"The memory plan predicts {found} of what a training step takes", 2, 2, 4, sharey=True
+    )
+    measured = {f"{row['tokens']:,} tokens": row for row in rows}
+    plots.dots(
+        size, forms, {name: [row["extra_bytes"][form] / 1e9 for form in forms] for name, row in measured.items()}
+    )
+    predicted = {
+        name: [row["ratios"][f"predicted / measured: {form}"] for form in forms] for name, row in measured.items()
+    }
+    plots.dots(share, forms, predicted, mark=1)
+    size.set(xlabel="measured, GB (lower is better)", xlim=(0, None))
+    share.set(xlabel="predicted / measured (1 is exact)")
+    return figure
+
+
 def main() -> None:
     args = arguments(__doc__, [1024, 4096]).parse_args()
     PRELOADED.append("trl.kernels")
     rows = reported(map(measure, args.tokens))
-    panels = {"bytes": lambda row: row["extra_bytes"], "predicted / measured": lambda row: row["ratios"]}
-    write(args.out, "training_plan", rows, "tokens", panels, dtype="float32", predicted_by="sft/memory_plan.py")
+    write(args.out, "training_plan", rows, plot, dtype="float32", predicted_by="sft/memory_plan.py")
 
 
 if __name__ == "__main__":

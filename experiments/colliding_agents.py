@@ -33,6 +33,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from common import plots
 from common.command_io import sole_writer
 from experiments.study import begin, run_once, write
 
@@ -158,20 +159,27 @@ def run(name: str, seed: int) -> dict:
 
 def plot(table: dict) -> Figure:
     """Plot a row of panels for each embedding, with the matrices of the first seed."""
-    figure = Figure(figsize=(13, 6.5))
-    for axes, name in zip(figure.subplots(len(EMBEDDINGS), 4), EMBEDDINGS):
+    worst = max(max(row["test_error_by_agents"].values()) for row in table["rows"])
+    message = (
+        f"Linear self-attention learns who is in whose way: the mean squared error in tests is at most {worst:.0e}"
+    )
+    figure, all_axes = plots.panels(message, 4 * len(EMBEDDINGS), 4, 2.6)
+    for place, name in enumerate(EMBEDDINGS):
+        training, *matrices, tests = all_axes[4 * place : 4 * place + 4]
         chosen = [run for run in table["runs"] if run["embedding"] == name]
-        for run in chosen:
-            axes[0].semilogy(*zip(*run["curve"]))
-        for row in (row for row in table["rows"] if row["embedding"] == name):
-            tests = row["test_error_by_agents"]
-            axes[3].semilogy(list(map(int, tests)), list(tests.values()), marker="o")
-        axes[0].set(title=f"{name}: mean squared training error", xlabel="step")
-        axes[3].set(title="mean squared test error", xlabel="agents")
-        for panel, title in zip(axes[1:3], "CT"):
+        rows = [row for row in table["rows"] if row["embedding"] == name]
+        for index, (run, row) in enumerate(zip(chosen, rows)):
+            training.semilogy(*zip(*run["curve"]), color=f"C{index}", label=f"draw of examples {index + 1}")
+            found = row["test_error_by_agents"]
+            tests.semilogy(list(map(int, found)), list(found.values()), f"C{index}o-", markersize=3)
+        training.set(xlabel="step")
+        training.set_title(f"{name}:\ntraining error", fontsize="medium")
+        tests.set(xlabel="agents")
+        tests.set_title("test error\n(lower is better)", fontsize="medium")
+        for panel, title in zip(matrices, "CT"):
             matrix = torch.tensor(chosen[0][title])
             panel.imshow(matrix.numpy())
-            panel.set_title(f"learned {title}: {matrix.min():.2g} to {matrix.max():.2g}")
+            panel.set_title(f"learned {title}:\n{matrix.min():.2g} to {matrix.max():.2g}", fontsize="medium")
     return figure
 
 

@@ -40,6 +40,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from common import plots
 from experiments.bare_attention import BareAttention
 from experiments.polynomial_filters import constructed, filter_bank, root
 from experiments.study import begin, by_heads, learned_rows, plot_spread, seeded, train, write
@@ -248,23 +249,21 @@ def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
 def plot(table: dict) -> Figure:
     """Plot heads and parameters of the constructions, and the right counts of learned layers by their parameters."""
     rows, counts = table["learned"], table["counts"]
-    figure = Figure(figsize=(15, 4.5))
-    heads, parameters, right = figure.subplots(1, 3)
+    message = "Interleaved heads count ordered pairs with ceil(sqrt(N)) heads, but so do two ordinary ones by residues"
+    figure, (heads, parameters, right) = plots.panels(message, 3, 3, 3.8)
     lengths = [row["length"] for row in counts if row["kind"] == "mha"]
-    heads.plot(lengths, lengths, "o-", label="mha, the paper's")
-    heads.plot(lengths, [root(length) for length in lengths], "s-", label="iha, the paper's")
-    heads.plot(lengths, [2] * len(lengths), "^:", label="mha, by residues")
-    for kind, style in (("mha", "o-"), ("iha", "s-")):
+    heads.plot(lengths, lengths, "C0o-", label="mha")
+    heads.plot(lengths, [root(length) for length in lengths], "C1s-", label="iha")
+    heads.plot(lengths, [2] * len(lengths), "C2^:", label="mha, by residues")
+    for kind, style in (("mha", "C0o-"), ("iha", "C1s-")):
         chosen = [row["attention_parameters"] for row in counts if row["kind"] == kind]
         parameters.plot(lengths, chosen, style, label=kind)
         of_kind = [row for row in rows if row["kind"] == kind]
         plot_spread(right, of_kind, "attention_parameters", "right", style, kind)
-    heads.set(title="constructed: heads", xlabel="N", ylabel="heads")
-    parameters.set(title="constructed: parameters of attention, the paper's", xlabel="N", ylabel="parameters")
-    right.set(title=f"learned: N = {TOKENS}, M = {MODULUS}", xlabel="parameters of attention", ylim=(0, 1.02))
-    right.set(ylabel="right counts, lowest to highest seed")
-    for axes in (heads, parameters, right):
-        axes.legend(fontsize="small")
+    heads.set(title="constructed", xlabel="N", ylabel="heads (fewer is better)")
+    parameters.set(title="constructed", xlabel="N", ylabel="parameters of attention (fewer is better)")
+    right.set(title=f"learned, N = {TOKENS}", xlabel="parameters of attention", ylim=(0, 1.02))
+    right.set(ylabel="share of right counts, all seeds")
     return figure
 
 

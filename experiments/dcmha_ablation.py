@@ -51,13 +51,13 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from common import plots
 from experiments.head_diversity import CIRCUITS, curves_of
 from experiments.language_models import as_large_as, build, read_text, setting_of, train
 from experiments.protocol import Rates, by_seed, compare_tuned, end, new_model
-from experiments.study import begin, correct_by_holm, differences, interval, write
+from experiments.study import begin, correct_by_holm, differences, interval, points, write
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig
 
@@ -137,41 +137,24 @@ def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list
 
 
 def plot(table: dict) -> Figure:
-    """Plot the differences of losses from "mha" and of every claim, and how much more diverse the heads are.
+    """Plot the differences of losses from "mha", and how much more diverse the heads are.
 
-    The paper's differences stand beside the measured ones.
-    """
-    rows, claims = table["rows"], table["claims"]
-    figure = Figure(figsize=(18, 5))
-    losses, conclusions, diversity = figure.subplots(1, 3)
-    compared = [row for row in rows if "lower_than_mha" in row]
+    The paper's differences stand beside the measured ones."""
+    compared = [row for row in table["rows"] if "lower_than_mha" in row]
     names = [row["configuration"] for row in compared]
-
-    def bars(axes: Axes, labels: list[str], left: str, first: list[dict], right: str, second: list[dict]) -> None:
-        for offset, label, values in ((-0.2, left, first), (0.2, right, second)):
-            places = [place + offset for place in range(len(values))]
-            spread = [value["half_width"] or 0 for value in values]
-            axes.barh(places, [value["mean"] for value in values], 0.4, xerr=spread, label=label)
-        axes.axvline(0, color="black", linewidth=0.5)
-        axes.set_yticks(range(len(labels)), labels)
-        axes.invert_yaxis()
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=2)
-
-    for axes, compared_losses, labels, title in (
-        (losses, [row["lower_than_mha"] for row in compared], names, 'loss lower than that of "mha" by'),
-        (conclusions, claims, [f"{each['lower']}, {each['than']}" for each in claims], "the first's loss lower by"),
-    ):
-        papers = [{"mean": each["paper_by"] or 0, "half_width": 0} for each in compared_losses]
-        measured = [each["by"] for each in compared_losses]
-        bars(axes, labels, "nats per byte, 95% interval", measured, "Table 9, nats per token", papers)
-        axes.set(title=title)
-    bars(
-        diversity,
-        names,
-        *(part for name in CIRCUITS for part in (name, [row[f"{name}_minus_mha"] for row in compared])),
+    differences = [row["lower_than_mha"]["by"] for row in compared]
+    higher = sum(each["mean"] < 0 and each.get("p_holm", 1) < 0.05 for each in differences)
+    message = (
+        f"{higher} of {len(names)} configurations end above 'mha' (decided); in the paper each component ends below"
     )
-    diversity.set(title='captured variance minus that of "mha"')
-    return figure
+    papers = [row["lower_than_mha"]["paper_by"] for row in compared]
+    diversity = {name: points([row[f"{name}_minus_mha"] for row in compared]) for name in CIRCUITS}
+    series = {
+        "loss lower by, nats per byte\n(higher is better)": {"_": points(differences)},
+        "the same in the paper's Table 9,\nnats per token": {"_": papers},
+        "captured variance minus mha's\n(lower is more diverse)": diversity,
+    }
+    return plots.dot_panels(message, names, series, mark=0)[0]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -63,9 +63,10 @@ if __name__ == "__main__":
 import torch
 from matplotlib.figure import Figure
 
+from common import plots
 from experiments.language_models import config_of
 from experiments.protocol import Rates, compare_tuned, fit, new_model
-from experiments.study import begin, correct_by_holm, differences, interval, legend_below, plot_bars, write
+from experiments.study import begin, correct_by_holm, differences, interval, points, write
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
@@ -360,26 +361,26 @@ def summary(kind: str, rates: dict[str, Rates], runs: dict[str, list[dict]]) -> 
 
 
 def plot(table: dict) -> Figure:
-    """Plot the shares of wrong answers by step, and at the end of right ones by group."""
+    """Plot the mean shares of wrong answers by step, and at the end of right ones by pattern."""
     rows, runs = table["rows"], table["runs"]
-    figure = Figure(figsize=(16, 8))
-    grid = figure.add_gridspec(2, 3)
-    by_step = figure.add_subplot(grid[:, 0])
-    for index, (kind, of_kind) in enumerate(runs.items()):
-        for run in of_kind:
-            steps, *shares = zip(*run["curve"])
-            for share, style in zip(shares, ("-", ":")):
-                label = kind if run is of_kind[0] and style == "-" else None
-                by_step.plot(steps, share, style, color=f"C{index}", linewidth=0.8, label=label)
-    by_step.set(xlabel="step (seen examples solid, new ones dotted)", ylabel="wrong answers")
-    legend_below(by_step)
-    for line, name in enumerate(("seen", "new")):
-        axes = figure.add_subplot(grid[line, 1:])
-        for index, row in enumerate(rows):
-            values = [group[name] for group in row["groups"].values()]
-            plot_bars(axes, values, index, len(rows), (0, 1), color=f"C{index}")
-        axes.set_xticks(range(len(row["groups"])), list(row["groups"]), rotation=30, ha="right")
-        axes.set(title=f"{name} examples, 95% interval within 0 and 1", ylim=(0, 1))
+    ranked = sorted(rows, key=lambda row: -row["groups"]["all"]["seen"]["mean"])
+    named = ", ".join(f"{row['kind']} {row['groups']['all']['seen']['mean']:.2f}" for row in ranked[:3])
+    base = rows[0]["groups"]["all"]["seen"]["mean"]
+    figure, all_axes = plots.panels(f"Right answers for seen pairs: {named}; {rows[0]['kind']} {base:.2f}", 4, 2, 3.6)
+    for axes, part, name in zip(all_axes, (1, 2), ("seen", "new")):
+        for index, (kind, of_kind) in enumerate(runs.items()):
+            steps = [point[0] for point in of_kind[0]["curve"]]
+            means = [mean(point[part] for point in at_step) for at_step in zip(*(run["curve"] for run in of_kind))]
+            axes.plot(steps, means, f"C{index}", label=kind)
+        axes.set(
+            xlabel="step", title=f"{name} pairs", ylabel="wrong answers, mean of seeds\n(lower is better)", ylim=(0, 1)
+        )
+    patterns = [name for name in rows[0]["groups"] if name == "all" or name in {task.pattern for task in TASKS}]
+    for axes, name in zip(all_axes[2:], ("seen", "new")):
+        plots.dots(
+            axes, patterns, {row["kind"]: points([row["groups"][each][name] for each in patterns]) for row in rows}
+        )
+        axes.set(title=f"{name} pairs", xlabel="right answers, 95% interval\n(higher is better)", xlim=(0, 1.02))
     return figure
 
 

@@ -49,8 +49,18 @@ from matplotlib.figure import Figure
 
 from benchmarks.decode_model import NEW_TOKENS, greedy
 from benchmarks.harness import medians
-from experiments.language_models import FULL, SMALL, build, plot_on, read_text, rows_and_curves, setting_of, size_of
-from experiments.study import begin, legend_below, write
+from common import plots
+from experiments.language_models import (
+    FULL,
+    SMALL,
+    build,
+    plot_differences,
+    read_text,
+    rows_and_curves,
+    setting_of,
+    size_of,
+)
+from experiments.study import begin, write
 from kinds.model_cost import attention
 from modeling_iha import IHAForCausalLM
 
@@ -76,16 +86,18 @@ def add_prices(rows: list[dict], tokens: int) -> None:
 
 
 def plot(table: dict) -> Figure:
-    """Plot the differences from the smallest cache, the loss by part of the row, and by the time of a token."""
-    figure = Figure(figsize=(18, 5.5))
-    *axes, price = figure.subplots(1, 3)
-    plot_on(axes, table["rows"])
-    for row in table["rows"]:
-        loss, milliseconds = row["loss"], 1000 * row["seconds_per_token"]
-        price.errorbar(milliseconds, loss["mean"], yerr=loss["half_width"] or 0, marker="o", label=row["variant"])
-        price.annotate(f" {row['cached_bytes']} bytes", (milliseconds, loss["mean"]), fontsize="small")
-    price.set(xlabel=f"milliseconds for a token after {table['prompt']}", ylabel="loss, nats per byte, 95% interval")
-    legend_below(price)
+    """Plot the differences from the smallest cache, and the price of a token."""
+    rows = table["rows"]
+    other = rows[1]["minus_base"]["steps"]["difference"]
+    found = f"changes the loss by {other['mean']:.3f} ± {other['half_width'] or 0:.3f}"
+    message = (
+        f"Twice the cache ({rows[1]['variant']}) {found} nats per byte at equal steps, and takes more time for a token"
+    )
+    figure, (apart, price) = plots.panels(message, 2, height=2.6)
+    plot_differences(apart, rows)
+    names = [f"{row['variant']}, {row['cached_bytes']:,} bytes cached" for row in rows]
+    plots.dots(price, names, {"_": [1000 * row["seconds_per_token"] for row in rows]})
+    price.set(xlabel=f"milliseconds for a token after {table['prompt']:,} (lower is better)", xlim=(0, None))
     return figure
 
 

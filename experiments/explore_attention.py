@@ -15,7 +15,6 @@ import base64
 import gzip
 import json
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,8 +38,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from common.checkpoint_io import check_finite, load_config, load_model, load_tokenizer
-from kinds.iha import identity_mixing, last_pseudo_head
+from kinds import described
 from model_cards.render import source_name
+from modeling_iha.interleave import identity_mixing, last_pseudo_head
 
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -71,22 +71,18 @@ class LayerShape(NamedTuple):
 
 
 def layer_shapes(config: PreTrainedConfig, layers: list[int]) -> list[LayerShape]:
-    """Return the shapes of `layers` of a model. Raise `UserError`."""
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        raise UserError(f"A {config.model_type!r} model has no attention heads to look at: expected one like Llama.")
-    groups = getattr(config, "num_key_value_heads", heads)
-    kinds = layer_kinds(config)
+    """Return the shapes of `layers` of a model."""
+    config = described(config)
+    heads, kinds = config.num_attention_heads, config.attention_kinds
     iha = (config.num_pseudo_heads, config.pseudo_collapse) if "iha" in kinds else ()
     return [
-        LayerShape(heads * (1 + (kinds[i] == "diff_v2")), groups, *(iha if kinds[i] == "iha" else (None, None)))
+        LayerShape(
+            heads * (1 + (kinds[i] == "diff_v2")),
+            config.num_key_value_heads,
+            *(iha if kinds[i] == "iha" else (None, None)),
+        )
         for i in layers
     ]
-
-
-def layer_kinds(config: PreTrainedConfig) -> list[str]:
-    """Return the attention kind of each layer, or the name of another architecture."""
-    return getattr(config, "attention_kinds", None) or [config.model_type] * config.num_hidden_layers
 
 
 def token_limit(shapes: list[LayerShape]) -> int:
@@ -170,12 +166,7 @@ def record(source: str, ids: list[int], layers: list[int]) -> Recorded:
     print(f"Reading {source}", flush=True)
     model = load_model(source, torch.float32)
     model.set_attn_implementation("eager")
-    try:
-        modules = [model.base_model.layers[layer].self_attn for layer in layers]
-    except AttributeError:
-        raise UserError(
-            f"{source} is a {model.config.model_type!r} model: expected one whose layers have a self_attn, as Llama's."
-        ) from None
+    modules = [model.base_model.layers[layer].self_attn for layer in layers]
     seen = {}
     for module in modules:
         module.register_forward_hook(lambda module, args, output: seen.update({module: output[1]}))
@@ -273,11 +264,7 @@ def check_comparable(source: str, config: PreTrainedConfig, layers: list[int], p
 def main(argv: Sequence[str] | None = None) -> None:
     """Look at the checkpoints and write the page. Raise `UserError`."""
     args = parse_arguments(argv)
-    if args.output.suffix != ".html":
-        raise UserError(f"--output {args.output}: expected the name of a .html file.")
     check_output_file(args.output, replace=True)
-    if find_spec("plotly") is None:
-        raise UserError('The page needs plotly, which is not installed: pip install -e ".[scripts]".')
     config = load_config(args.model)
     layers = chosen_layers(args.layers, config.num_hidden_layers)
     shapes = layer_shapes(config, layers)
@@ -295,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if len(names) == 2:
         names = [f"{letter}: {name}" for letter, name in zip("AB", names, strict=True)]
     models = {name: record(source, ids, layers) for name, source in zip(names, sources, strict=True)}
-    kinds = {layer: layer_kinds(config)[layer] for layer in layers}
+    kinds = {layer: described(config).attention_kinds[layer] for layer in layers}
     text = page(tokens, kinds, shapes, models)
     with whole_file(args.output) as path:
         path.write_text(text, encoding="utf-8")

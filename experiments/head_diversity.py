@@ -45,6 +45,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedModel
 
+from common import plots
 from common.checkpoint_io import load_model
 from experiments.study import begin, write
 from model_cards.render import source_name
@@ -93,9 +94,7 @@ def curves_of(model: PreTrainedModel, source: str) -> dict[str, torch.Tensor]:
 
     Raise `UserError`, in which the model is called `source`.
     """
-    config, layers = model.config, getattr(model.base_model, "layers", [])
-    if not layers or not hasattr(getattr(layers[0], "self_attn", None), "q_proj"):
-        raise UserError(f"{source} is a {config.model_type!r} model: expected Llama's projections, q_proj to o_proj.")
+    config, layers = model.config, model.base_model.layers
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     per_layer = {name: [] for name in CIRCUITS}
     for index, layer in enumerate(layers):
@@ -119,14 +118,16 @@ def summary(source: str, curves: dict[str, torch.Tensor]) -> dict:
 
 
 def plot(table: dict) -> Figure:
-    figure = Figure(figsize=(11, 4.5))
-    for axes, name in zip(figure.subplots(1, 2, sharey=True), CIRCUITS):
+    """Plot the captured variance by the share of the principal components."""
+    found = ", ".join(f"{row['model']} {row['QK']['mean']:.3f}" for row in table["rows"])
+    message = f"Variance that the components of QK capture on average, less is more diverse: {found}"
+    figure, all_axes = plots.panels(message, len(CIRCUITS), len(CIRCUITS), sharey=True)
+    for axes, name in zip(all_axes, CIRCUITS):
         for style, row in zip(cycle(("-", "--", ":")), table["rows"]):
             curve = row[name]["curve"]
             shares = [(index + 1) / len(curve) for index in range(len(curve))]
             axes.plot(shares, curve, style, label=row["model"])
         axes.set(title=f"{name} circuits", xlabel="principal components / width", ylabel="captured variance")
-        axes.legend()
     return figure
 
 

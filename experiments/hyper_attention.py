@@ -43,8 +43,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from common import plots
 from experiments.bare_attention import BareAttention
-from experiments.study import begin, learned_rows, plot_bars, seeded, train, write
+from experiments.study import begin, learned_rows, points, seeded, train, write
 
 
 AGENTS = 8
@@ -304,19 +305,20 @@ def layers(task: str) -> dict[str, tuple[str, int]]:
 def plot(table: dict) -> Figure:
     """Plot the parameters of the constructions, and the learned layers' errors from lowest to highest seed."""
     rows, features = table["learned"], table["constructed_for_coupled_features"]
-    figure = Figure(figsize=(15, 4.5))
-    parameters, errors = figure.subplots(1, 2, width_ratios=(1, 2))
-    for name, style in (("SA", "o-"), ("HFA", "s-")):
-        points = [(row["values_of_a_feature"], row["parameters"][name]) for row in features]
-        parameters.loglog(*zip(*points), style, label=name)
-    parameters.set(title="coupled features, constructed", xlabel="values of a feature, D", ylabel="parameters")
-    parameters.legend()
-    colors = [f"C{row['layer'][0] == 'H':d}" for row in rows]
-    plot_bars(errors, [row["error"] for row in rows], 0, 1, color=colors)
-    labels = [f"{row['task']}\n{row['layer']}" for row in rows]
-    errors.set_xticks(range(len(rows)), labels, rotation=45, ha="right", fontsize="small")
-    errors.set(title="learned: variance left, or probability of wrong completions", yscale="log")
-    errors.set(ylabel="error, lowest to highest seed")
+    message = "Coupled features and ternary synergies: hyper attention leaves less than SA, with fewer parameters"
+    figure, (parameters, errors) = plots.panels(message, 2, height=3.4)
+    for name, style in (("SA", "C0o-"), ("HFA", "C1s-")):
+        found = [(row["values_of_a_feature"], row["parameters"][name]) for row in features]
+        parameters.loglog(*zip(*found), style, label=f"{name}, constructed")
+    parameters.set(xlabel="values of a feature, D", ylabel="parameters (fewer is better)")
+    plots.ticks(parameters, "x", [row["values_of_a_feature"] for row in features])
+    values, hyper = points([row["error"] for row in rows]), [row["layer"][0] == "H" for row in rows]
+    series = {
+        name: [value if is_hyper == (index == 1) else None for value, is_hyper in zip(values, hyper)]
+        for index, name in enumerate(("SA, learned", "HFA or HA, learned"))
+    }
+    plots.dots(errors, [f"{row['task']}: {row['layer']}" for row in rows], series)
+    errors.set(xscale="log", xlabel="variance left, or probability of wrong completions,\nall seeds (lower is better)")
     return figure
 
 

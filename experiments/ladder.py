@@ -56,6 +56,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
+from common import plots
 from common.command_io import sole_writer
 from experiments.language_models import config_of
 from experiments.protocol import start_like, walk
@@ -64,8 +65,7 @@ from experiments.study import (
     correct_by_holm,
     differences,
     interval,
-    legend_below,
-    means_and_errors,
+    points,
     rise_and_fall,
     run_once,
     seeded,
@@ -160,18 +160,25 @@ def learned(variant: str, task: str, k: int, rate: float, seeds: list[int]) -> d
 
 def plot(table: dict) -> Figure:
     """Plot for each task the share of right answers by k."""
-    figure = Figure(figsize=(12, 5))
-    tasks = list(dict.fromkeys(row["task"] for row in table["rows"]))
-    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
-        for index, variant in enumerate(dict.fromkeys(row["variant"] for row in table["rows"])):
-            rows = [row for row in table["rows"] if (row["task"], row["variant"]) == (task, variant)]
-            places = [row["k"] * 1.03 ** (index - 3) for row in rows]
-            means, errors = means_and_errors([row["right"] for row in rows], (0, 1))
-            axes.errorbar(places, means, yerr=errors, marker="o", label=variant)
-        axes.axhline(1 / VALUES, color="black", linewidth=0.5)
-        axes.set(title=task, xlabel="k, patterns at once", ylabel="right answers, 95% interval", ylim=(0, 1.02))
-        axes.set_xscale("log", base=2)
-        legend_below(axes)
+    tasks, variants, counts = (
+        list(dict.fromkeys(row[key] for row in table["rows"])) for key in ("task", "variant", "k")
+    )
+    right = {(row["task"], row["variant"], row["k"]): row["right"] for row in table["rows"]}
+    most = max(counts)
+    best = max((right[tasks[0], variant, most]["mean"], variant) for variant in variants)
+    message = (
+        f"No variant learns {most} patterns at once: {best[1]} comes closest, with {best[0]:.0%} of the answers right"
+    )
+    if best[0] > 0.99:
+        message = f"{best[1]} learns {most} patterns at once"
+    figure, all_axes = plots.panels(message, len(tasks), height=1.2 + 0.38 * len(variants))
+    for axes, task in zip(all_axes, tasks):
+        series = {
+            f"{k} patterns at once": points([right.get((task, variant, k)) for variant in variants]) for k in counts
+        }
+        plots.dots(axes, variants, series)
+        axes.axvline(1 / VALUES, color="black", linewidth=0.8, linestyle="--", label="chance")
+        axes.set(title=task, xlabel="share of right answers, 95% interval (higher is better)", xlim=(0, 1.02))
     return figure
 
 

@@ -18,11 +18,12 @@ example: python -m experiments.language_models --tokens 512 --kinds mha iha_2
 
 import argparse
 import hashlib
+import math
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.command_io import UserError, one_line, run_cli
+from common.command_io import UserError, run_cli
 from experiments.options import add_text_option, protocol_parser
 
 
@@ -32,6 +33,7 @@ VARIANTS: dict[str, dict] = {
     "mha": {},
     "mha_stretched": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 0.25}},
     "global_local": {"window": lambda tokens: tokens // 16},
+    "global_local_32": {"window": lambda tokens: tokens // 32, "control": "iha_4"},
     "iha_2": {
         "attention_kinds": "iha",
         "num_pseudo_heads": 2,
@@ -71,9 +73,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 
-from benchmarks.harness import line_style
-from experiments.protocol import BUDGETS, Rates, budgets, by_seed, compare_tuned, fit, new_model
-from experiments.study import begin, correct_by_holm, interval, legend_below, plot_bars, write
+from common import plots
+from experiments.protocol import BUDGETS, COUNTS, Rates, budgets, by_seed, compare_tuned, fit, new_model
+from experiments.study import begin, correct_by_holm, interval, points, write
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -92,15 +94,12 @@ EVALUATIONS, HELD_OUT_ROWS, PARTS = 10, 64, 8
 
 
 def read_text(path: Path | None) -> torch.Tensor:
-    """Return the bytes of a file, or of the modules of Python's standard library, as uint8. Raise `UserError`."""
+    """Return the bytes of a file, or of the modules of Python's standard library, as uint8."""
     if path is None:
         modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         content = b"".join(module.read_bytes() for module in modules)
     else:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"--text {path} cannot be read: {one_line(error)}") from error
+        content = path.read_bytes()
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
@@ -186,7 +185,7 @@ def one_run(
 
 def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list[dict]], fields: dict) -> dict:
     """Return a row of the table, with the differences from the first variant and from the variant's own control."""
-    config = config_of(size, **fields[name])
+    config, seconds = config_of(size, **fields[name]), [run["seconds"] for run in runs[name]]
     row = {
         "tokens": size["tokens"],
         "variant": name,
@@ -195,16 +194,36 @@ def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list
         **rates[name]._asdict(),
         "loss": by_seed(runs[name], 1),
         "by_part": [by_seed(runs[name], 2 + part) for part in range(PARTS)],
-        "seconds": interval([run["seconds"] for run in runs[name]]),
+        "seconds": interval(seconds) if all(seconds) else {"values": seconds},
         "control": fields[name].get("control"),
     }
     for key, other in (("minus_base", next(iter(runs))), ("minus_control", row["control"])):
         if other in runs and other != name:
-            flops = [
-                cost_of(config_of(size, **fields[each]), size["tokens"], "sdpa").training for each in (name, other)
-            ]
-            row[key] = budgets(runs, name, other, flops[0] / flops[1])
+            configs = [config_of(size, **fields[each]) for each in (name, other)]
+            costs = [[cost_of(config, size["tokens"], form).training for config in configs] for form in COUNTS]
+            row[key] = budgets(runs, name, other, (ours / theirs for ours, theirs in costs))
     return row
+
+
+def summaries(size: dict, rates: dict[str, Rates], runs: dict[str, list], variants: dict[str, dict]) -> list[dict]:
+    """Return the rows of the table, with p-values."""
+    rows = [summary(name, size, rates, runs, variants) for name in runs]
+    compared = [row[key] for row in rows for key in ("minus_base", "minus_control") if key in row]
+    correct_by_holm([each["difference"] for budgets_of in compared for each in budgets_of.values()])
+    return rows
+
+
+def summaries_of(table: dict, variants: dict[str, dict]) -> list[dict]:
+    """Return the rows of a table again, from the curves, the times and the rates that it keeps."""
+    rates = {row["variant"]: Rates(row["rate"], row["mixing"], row["tried"]) for row in table["rows"]}
+    runs = {
+        row["variant"]: [
+            {"curve": curve, "seconds": seconds}
+            for curve, seconds in zip(table["runs"][row["variant"]], row["seconds"]["values"], strict=True)
+        ]
+        for row in table["rows"]
+    }
+    return summaries(table, rates, runs, variants)
 
 
 def rows_and_curves(args: argparse.Namespace, size: dict, variants: dict[str, dict], text: torch.Tensor) -> tuple:
@@ -217,38 +236,45 @@ def rows_and_curves(args: argparse.Namespace, size: dict, variants: dict[str, di
         return config_of(size, **variants[name])
 
     rates, runs = compare_tuned(args, setting_of(args, size, text), run, config, f"{size['tokens']}-")
-    rows = [summary(name, size, rates, runs, variants) for name in runs]
-    compared = [row[key] for row in rows for key in ("minus_base", "minus_control") if key in row]
-    correct_by_holm([each["difference"] for budgets_of in compared for each in budgets_of.values()])
-    return rows, {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
+    curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
+    return summaries(size, rates, runs, variants), curves
 
 
-def plot_on(axes: Sequence[Axes], rows: list[dict]) -> None:
-    """Plot on two axes the differences from base and controls by budget, and the loss by part of the row."""
-    apart, by_part = axes
-    base = rows[0]["variant"]
-    compared = {f"{row['variant']} - {base}": row["minus_base"] for row in rows if "minus_base" in row}
-    compared |= {
-        f"{row['variant']} - {row['control']}": row["minus_control"] for row in rows if "minus_control" in row
+def plot_differences(axes: Axes, rows: list[dict], limits: tuple[float, float] = (-math.inf, math.inf)) -> None:
+    """Plot the differences of losses from base and controls, by budget."""
+    compared = {
+        f"{row['variant']} - {other}": row[key]
+        for row in rows
+        for key, other in (("minus_base", rows[0]["variant"]), ("minus_control", row["control"]))
+        if key in row
     }
-    for offset, budget in enumerate(BUDGETS):
-        values = [each[budget]["difference"] for each in compared.values()]
-        plot_bars(apart, values, offset, len(BUDGETS), label=f"equal {budget}")
-    apart.axhline(0, color="black", linewidth=0.5)
-    apart.set_xticks(range(len(compared)), list(compared), rotation=40, ha="right")
-    apart.set(ylabel="difference of losses, 95% interval", title=f"rows of {rows[0]['tokens']} bytes")
-    apart.legend(fontsize="small")
-    for index, row in enumerate(rows):
-        means = [part["mean"] - other["mean"] for part, other in zip(row["by_part"], rows[0]["by_part"])]
-        by_part.plot(range(1, PARTS + 1), means, line_style(index), marker=".", label=row["variant"])
-    by_part.set(xlabel="eighth of the row", ylabel=f"loss minus that of {rows[0]['variant']}")
-    legend_below(by_part)
+    series = {
+        f"equal {budget}{' within the windows' * (budget == COUNTS['sdpa'])}": points(
+            [each.get(budget, {}).get("difference") for each in compared.values()]
+        )
+        for budget in BUDGETS
+    }
+    plots.dots(axes, list(compared), series, limits, mark=0)
+    axes.set(xlabel="difference of losses, nats per byte, 95% interval (below 0 the first is better)")
 
 
 def plot(table: dict) -> Figure:
-    """Plot the differences of losses by budget, and the loss by part of the row."""
-    figure = Figure(figsize=(14, 5.5))
-    plot_on(figure.subplots(1, 2), table["rows"])
+    """Plot the differences of losses by budget."""
+    rows = {row["variant"]: row for row in table["rows"]}
+
+    def apart(difference: dict) -> str:
+        return f"{abs(difference['mean']):.2f} {'ahead' if difference['mean'] < 0 else 'behind'}"
+
+    messages = [
+        f"P = 4 is {apart(rows['iha_4'][key]['steps']['difference'])} of {other} at equal steps, and "
+        f"{apart(rows['iha_4'][key][COUNTS['paper']]['difference'])} at equal FLOPs as the paper counts"
+        for key, other in (("minus_base", table["rows"][0]["variant"]), ("minus_control", "global_local"))
+        if key in rows.get("iha_4", {})
+    ]
+    compared = sum(key in row for row in table["rows"] for key in ("minus_base", "minus_control"))
+    message = f"Rows of {table['tokens']} bytes. {'. '.join(messages) or 'Losses by budget'}"
+    figure, (axes,) = plots.panels(message, height=1 + 0.38 * compared)
+    plot_differences(axes, table["rows"], (-0.6, 0.65))
     return figure
 
 

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 
 from matplotlib.figure import Figure
 
+from common import plots
 from experiments.study import begin, write
 from experiments.warm_start import RECIPE, base_model, make_rows, train
 
@@ -56,17 +57,21 @@ def held_out_loss(rate: float, mixing_rate: float, steps: int, output: Path) -> 
 
 
 def plot(table: dict) -> Figure:
+    """Plot the loss by the mixing's rate, and by its multiple of the backbone's."""
     rows = table["rows"]
-    figure = Figure(figsize=(10, 4))
-    absolute, multiple = figure.subplots(1, 2, sharey=True)
-    for rate in sorted({row["learning_rate"] for row in rows}):
-        chosen = [row for row in rows if row["learning_rate"] == rate]
-        losses = [row["loss"] for row in chosen]
-        absolute.plot([row["mixing_learning_rate"] for row in chosen], losses, marker="o", label=f"backbone {rate:g}")
-        multiple.plot([row["multiple"] for row in chosen], losses, marker="o", label=f"backbone {rate:g}")
-    absolute.set(xscale="log", xlabel="learning rate of the mixing", ylabel="held-out loss (nats per token)")
-    multiple.set(xscale="log", xlabel="learning rate of the mixing / learning rate of the backbone")
-    absolute.legend()
+    best = min(rows, key=lambda row: row["loss"])
+    message = (
+        f"Beside {best['learning_rate']:g} for the backbone the mixing learned best at "
+        f"{best['mixing_learning_rate']:g} (one seed)"
+    )
+    figure, all_axes = plots.panels(message, 2, 2, 3.4, sharey=True)
+    for axes, key in zip(all_axes, ("mixing_learning_rate", "multiple")):
+        for rate in sorted({row["learning_rate"] for row in rows}):
+            chosen = [row for row in rows if row["learning_rate"] == rate]
+            axes.plot([row[key] for row in chosen], [row["loss"] for row in chosen], "o-", label=f"backbone {rate:g}")
+        axes.set(xscale="log", ylabel="held-out loss, nats per token\n(lower is better)")
+    all_axes[0].set(xlabel="learning rate of the mixing")
+    all_axes[1].set(xlabel="the same / that of the backbone")
     return figure
 
 

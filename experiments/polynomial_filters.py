@@ -37,6 +37,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from common import plots
 from experiments.bare_attention import BareAttention
 from experiments.study import begin, by_heads, learned_rows, plot_spread, seeded, train, write
 
@@ -190,23 +191,21 @@ def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
 def plot(table: dict) -> Figure:
     """Plot heads and parameters of the constructions, and the errors of learned layers by their parameters."""
     rows, counts, bound = table["learned"], table["counts"], table["fixed_attention_matrices_bound"]
-    figure = Figure(figsize=(15, 4.5))
-    heads, parameters, error = figure.subplots(1, 3)
-    for kind, style in (("mha", "o-"), ("iha", "s-")):
+    message = "k filters of a graph take ceil(sqrt(k)) interleaved heads; learned ones leave less at fewer parameters"
+    figure, (heads, parameters, error) = plots.panels(message, 3, 3, 3.8)
+    for kind, style in (("mha", "C0o-"), ("iha", "C1s-")):
         chosen = [row for row in counts if row["kind"] == kind]
         heads.plot([row["k"] for row in chosen], [row["heads"] for row in chosen], style, label=kind)
         parameters.plot([row["k"] for row in chosen], [row["parameters"] for row in chosen], style, label=kind)
         plot_spread(error, [row for row in rows if row["kind"] == kind], "parameters", "error", style, kind)
-    heads.set(title="constructed: heads", xlabel="k", ylabel="heads")
-    parameters.set(title="constructed: parameters, karate club", xlabel="k", ylabel="parameters")
+    heads.set(title="constructed", xlabel="k", ylabel="heads (fewer is better)")
+    parameters.set(title="constructed", xlabel="k", ylabel="parameters, karate club (fewer is better)")
     # The bound is 0 with k heads, which a logarithm does not show.
     bounded = [row for row in rows if row["kind"] == "mha" and row["heads"] < LEARNED_FILTERS]
     places = [row["parameters"] for row in bounded]
     error.plot(places, [bound[row["heads"]] for row in bounded], "k:", label="mha, best fixed attention matrices")
-    error.set(title=f"learned: directed cycle, k = {LEARNED_FILTERS}", xlabel="parameters", yscale="log")
-    error.set(ylabel="variance left, lowest to highest seed")
-    for axes in (heads, parameters, error):
-        axes.legend(fontsize="small")
+    error.set(title=f"learned, k = {LEARNED_FILTERS}", xlabel="parameters", yscale="log")
+    error.set(ylabel="variance left, all seeds (lower is better)")
     return figure
 
 

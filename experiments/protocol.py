@@ -9,13 +9,14 @@
    of the intervals and not at the differences, so that it favours no result. But it stops where they happen to be
    narrow: with 6 to 12 seeds they hold the true difference in 93 to 95% of the cases (simulated for normal losses).
 4. The rate is constant after a warm-up, and what is evaluated is a running mean of the weights. So one run tells the
-   loss for three budgets: equal steps, equal FLOPs (benchmarks/cost.py), and equal time on this machine.
+   loss for four budgets: equal steps, equal FLOPs within the windows, equal FLOPs as the paper of IHA counts them
+   (`counted_pairs` in kinds/cost.py has both counts), and equal time on this machine.
 """
 
 import argparse
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from statistics import median
@@ -34,7 +35,9 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 
 TUNING_SEED = 1000
 FIRST_RATE, RATE_FACTOR, MIXING_FACTOR = 4e-3, 2.0, 4.0
-BUDGETS = ("steps", "FLOPs", "time")
+# Form of the cost model -> the budget that it counts.
+COUNTS = {"sdpa": "FLOPs", "paper": "FLOPs as the paper counts"}
+BUDGETS = ("steps", *COUNTS.values(), "time")
 WARM_UP = 40  # steps
 AVERAGE = 0.98  # of the running mean of the weights, by step
 
@@ -224,19 +227,22 @@ def loss_at(curve: list, step: float) -> float:
     return float(np.interp(step, steps, losses))
 
 
-def budgets(runs: dict[str, list[dict]], name: str, base: str, flops: float) -> dict[str, dict]:
-    """Return how a variant compares with `base` at equal steps, FLOPs and time.
+def budgets(runs: dict[str, list[dict]], name: str, base: str, flops: Iterable[float]) -> dict[str, dict]:
+    """Return how a variant compares with `base` by each of BUDGETS.
 
     Args:
-        flops: of a step of the variant, in steps of `base`.
+        runs: by variant; where one has no "seconds", because they do not compare, equal time is left out.
+        flops: of a step of the variant, in steps of `base`, by each of COUNTS.
 
     Returns:
         for each budget what a step of the variant costs in steps of `base`, and the interval of its loss minus that of
         `base`, taken where the dearer of the two has spent what the cheaper one spends in all its steps.
     """
-    seconds = {each: median(run["seconds"] for run in runs[each]) for each in (name, base)}
-    compared = {}
-    for budget, cost in zip(BUDGETS, (1.0, flops, seconds[name] / seconds[base])):
+    costs, compared = [1.0, *flops], {}
+    if all(run["seconds"] for each in (name, base) for run in runs[each]):
+        ours, theirs = (median(run["seconds"] for run in runs[each]) for each in (name, base))
+        costs.append(ours / theirs)
+    for budget, cost in zip(BUDGETS, costs):
         steps = runs[name][0]["curve"][-1][0]
         losses = [loss_at(run["curve"], steps * min(1.0, 1 / cost)) for run in runs[name]]
         of_base = [loss_at(run["curve"], steps * min(1.0, cost)) for run in runs[base]]

@@ -42,16 +42,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from experiments.study import (
-    begin,
-    correct_by_holm,
-    differences,
-    interval,
-    legend_below,
-    means_and_errors,
-    run_once,
-    write,
-)
+from common import plots
+from experiments.study import begin, correct_by_holm, differences, interval, points, run_once, write
 from modeling_iha import IHAConfig, IHAModel
 
 
@@ -224,23 +216,18 @@ def summary(task: str, rate: float, kinds: list[str], runs: list[dict]) -> list[
 
 
 def plot(table: dict) -> Figure:
-    """Plot test accuracies with their intervals (Figure 3), and every run's as a point."""
-    rows, runs = table["rows"], table["runs"]
-    tasks, rates, kinds = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "rate", "kind"))
-    figure = Figure(figsize=(5 * len(tasks), 5))
-    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
-        for index, kind in enumerate(kinds):
-            accuracy = [row["accuracy"] for row in rows if (row["task"], row["kind"]) == (task, kind)]
-            means, errors = means_and_errors(accuracy, (0, 1))
-            places = [place + 0.2 * index for place in range(len(rates))]
-            axes.errorbar(places, means, yerr=errors, fmt="s", capsize=4, color=f"C{index}", label=kind)
-            points = [run for run in runs if (run["task"], run["kind"]) == (task, kind)]
-            tests = [run["test"] for run in points]
-            axes.plot([places[rates.index(run["rate"])] + 0.07 for run in points], tests, ".", color=f"C{index}")
-        axes.set_xticks([place + 0.1 * (len(kinds) - 1) for place in range(len(rates))], [f"{r:g}" for r in rates])
-        axes.set(title=f"{task}: test accuracy, 95% interval and seeds", xlabel="learning rate")
-        legend_below(axes)
-    return figure
+    """Plot test accuracies with their intervals (Figure 3)."""
+    rows = table["rows"]
+    tasks, kinds = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "kind"))
+    cells = list(dict.fromkeys((row["task"], row["rate"]) for row in rows))
+    accuracy = {(row["task"], row["rate"], row["kind"]): row["accuracy"] for row in rows}
+    best = [max(kinds, key=lambda kind, cell=cell: accuracy[*cell, kind]["mean"]) for cell in cells]
+    counts = ", ".join(f"{kind} in {best.count(kind)}" for kind in kinds)
+    message = f"Highest mean accuracy in {len(cells)} settings: {counts}"
+    names = [f"{task}, rate {rate:g}" for task, rate in cells]
+    series = {kind: points([accuracy[*cell, kind] for cell in cells]) for kind in kinds}
+    label = "test accuracy, 95% interval (higher is better)"
+    return plots.dot_panels(message, names, {label: series})[0]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,7 +1,6 @@
 """Share what studies do the same way: runs that are not repeated, training, spreads over seeds, tables and plots."""
 
 import argparse
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,7 +14,8 @@ from scipy import stats
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from benchmarks.harness import environment, save_plot
+from benchmarks.harness import environment, write_table
+from common import plots
 from common.command_io import ROOT, UserError, check_output_file, read_json, sole_writer, write_json
 
 
@@ -28,8 +28,6 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
     A study on a CPU takes that many threads, or with `None` PyTorch's own number, as the processes that it starts do.
     Raise `UserError`.
     """
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch finds no GPU here; use --device cpu.")
     if getattr(args, "steps", None) is not None and args.steps < 1:
         raise UserError(f"--steps {args.steps}: expected at least 1.")
     if args.device == "cpu" and threads:
@@ -81,47 +79,8 @@ def by_heads(numbers: dict[str, Sequence[int]]) -> list[dict]:
 
 
 def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> None:
-    """Write the table `content` and its plot to the directory of the results, and print the rows of the table.
-
-    The table also gets the command line, the machine and the versions. `plot` draws what was written, so that the
-    table alone gives the plot again (experiments/redraw.py). The single runs, `runs`, are not printed.
-    """
-    path = args.results / args.name
-    write_json(path.with_suffix(".json"), {**environment(args.command, args.device), **content})
-    save_plot(plot(read_json(path.with_suffix(".json"))), path.with_suffix(".png"))
-    for name, table in content.items():
-        if name == "runs":
-            continue
-        if isinstance(table, dict):
-            print_row({name: table})
-        elif isinstance(table, list):
-            for row in table:
-                if isinstance(row, dict):
-                    print_row(row)
-    print(f"Wrote {path}.json and .png", flush=True)
-
-
-def print_row(row: dict, label: str = "") -> None:
-    """Print the figures of a row as a line, and each group of figures in it as a line below."""
-    groups = {key: value for key, value in row.items() if isinstance(value, dict) and not is_spread(value)}
-    figures = {key: value for key, value in row.items() if key not in groups and not isinstance(value, list)}
-    if figures:
-        print(label + ", ".join(f"{key} {shown(value)}" for key, value in figures.items()))
-    for key, group in groups.items():
-        print_row(group, f"  {label}{key}: ")
-
-
-def is_spread(value: object) -> bool:
-    return isinstance(value, dict) and ("half_width" in value or "max" in value)
-
-
-def shown(value: object) -> str:
-    """Return a number, an `interval` or a `spread` as text."""
-    if not is_spread(value):
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-    if "max" in value:
-        return f"{value['mean']:.4g} ({value['min']:.4g} to {value['max']:.4g})"
-    return f"{value['mean']:.4f}" + ("" if value["half_width"] is None else f" ± {value['half_width']:.4f}")
+    """Write the table `content`, with the command line, the machine and the versions, and its plot."""
+    write_table(args.results / args.name, {**environment(args.command, args.device), **content}, plot)
 
 
 # Training
@@ -228,37 +187,18 @@ def correct_by_holm(compared: Sequence[dict]) -> None:
 # Plots
 
 
-UNLIMITED = (-math.inf, math.inf)
+def points(values: list[dict | None]) -> list[plots.Point | None]:
+    """Return the mean of a `spread` or an `interval` each, and how far it goes down and up, for `plots.dots`."""
 
-
-def means_and_errors(
-    values: list[dict], limits: tuple[float, float] = UNLIMITED
-) -> tuple[list[float], list[tuple[float, ...]]]:
-    """Return the means of a `spread` or an `interval` each, and how far its bar goes down and up, [2, values].
-
-    A bar ends at the `limits` of what a value can be.
-    """
-
-    def errors(value: dict) -> tuple[float, float]:
+    def point(value: dict) -> plots.Point:
         half_width = value.get("half_width") or 0.0
         low, high = value.get("min", value["mean"] - half_width), value.get("max", value["mean"] + half_width)
-        return max(0.0, value["mean"] - max(low, limits[0])), max(0.0, min(high, limits[1]) - value["mean"])
+        return value["mean"], value["mean"] - low, high - value["mean"]
 
-    return [value["mean"] for value in values], list(zip(*map(errors, values)))
+    return [value and point(value) for value in values]
 
 
 def plot_spread(axes: Axes, rows: list[dict], x: str, name: str, style: str, label: str) -> None:
     """Plot the mean of `name` by the field `x`, with bars from the lowest to the highest seed."""
-    means, errors = means_and_errors([row[name] for row in rows])
-    axes.errorbar([row[x] for row in rows], means, yerr=errors, fmt=style, label=label)
-
-
-def plot_bars(axes: Axes, values: list[dict], index: int, count: int, limits=UNLIMITED, **style) -> None:
-    """Plot the `index`-th of `count` bars in each group, a `spread` or an `interval` each, within `limits`."""
-    means, errors = means_and_errors(values, limits)
-    axes.bar([place + 0.8 / count * index for place in range(len(values))], means, 0.8 / count, yerr=errors, **style)
-
-
-def legend_below(axes: Axes, columns: int = 4) -> None:
-    """Put the legend below the axes, where it hides nothing."""
-    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns)
+    means, *errors = zip(*points([row[name] for row in rows]))
+    axes.errorbar([row[x] for row in rows], means, yerr=errors, fmt=style, label=label, capsize=2)

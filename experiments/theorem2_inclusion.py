@@ -32,6 +32,7 @@ if __name__ == "__main__":
 import torch
 from matplotlib.figure import Figure
 
+from common import plots
 from experiments.bare_attention import BareAttention
 from experiments.study import begin, spread, write
 
@@ -121,20 +122,20 @@ def parameters(kind: str, **overrides) -> int:
 def plot(table: dict) -> Figure:
     """Plot the errors of the table, and the curves of layers that are drawn again."""
     inclusion, seed = table["inclusion"], table["seeds"][0]
-    figure = Figure(figsize=(12, 4.5))
-    errors, curves = figure.subplots(1, 2)
+    message = (
+        "IHA can be MHA (errors of rounding: below 1e-14) where the right pseudo-head is selected, and more than MHA"
+    )
+    figure, (errors, curves) = plots.panels(message, 2, 2, 3.4)
     for (setting, selected), marker in zip(product(SETTINGS, ("first", "last")), "os^vDdPX"):
         rows = [row for row in inclusion if row["setting"] == setting and row["selected"] == selected]
-        points = [(row["pseudo_heads"], max(row["error"]["max"], 1e-17)) for row in rows]
-        errors.semilogy(*zip(*points), marker=marker, label=f"{setting}, {selected}")
-    errors.set(title="inclusion: difference from MHA", xlabel="pseudo-heads P", ylabel="relative error, worst seed")
-    errors.legend(fontsize="x-small", title="pseudo-head selected", title_fontsize="x-small")
+        found = [(row["pseudo_heads"], max(row["error"]["max"], 1e-17)) for row in rows]
+        errors.semilogy(*zip(*found), marker=marker, label=f"{setting}, {selected} selected")
+    errors.set(title="inclusion", xlabel="pseudo-heads P", ylabel="difference from MHA, worst seed")
     scale = torch.linspace(-3, 3, 61, dtype=torch.float64)
     direction = torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    for (name, layer), style in zip(strict_layers(seed).items(), ("-", ":", "-")):
+    for (name, layer), style in zip(strict_layers(seed).items(), ("k-", "C8--", "C9-.")):
         curves.plot(scale, repeated(layer, scale[:, None] * direction)[:, 0], style, linewidth=2, label=name)
     curves.set(title="strictness: repeated tokens t x", xlabel="t", ylabel="one coordinate of the output")
-    curves.legend()
     return figure
 
 

@@ -35,8 +35,9 @@ if __name__ == "__main__":
 import torch
 from matplotlib.figure import Figure
 
+from common import plots
 from common.checkpoint_io import smollm2_gguf
-from experiments.study import begin, differences, interval, legend_below, plot_bars, run_once, write
+from experiments.study import begin, differences, interval, points, run_once, write
 
 
 RECIPE = "sft/recipes/warm_start/sft.yaml"
@@ -130,20 +131,19 @@ def summaries(runs: list[dict]) -> list[dict]:
 
 
 def plot(table: dict) -> Figure:
+    """Plot the held-out loss by step, and the accuracy at the end."""
     runs, rows = table["runs"], table["rows"]
-    figure = Figure(figsize=(11, 4))
-    loss, accuracy = figure.subplots(1, 2)
-    colors = {row["variant"]: f"C{index}" for index, row in enumerate(rows)}
-    for run in runs:
-        label = run["variant"] if run["seed"] == runs[0]["seed"] else None
-        loss.plot(*zip(*run["eval"], strict=True), marker=".", color=colors[run["variant"]], label=label)
-    loss.set(xlabel="step", ylabel="held-out loss (nats per token)", yscale="log")
-    legend_below(loss)
+    ends = ", ".join(f"{row['variant']} {row['loss']['mean']:.3f}" for row in rows)
+    message = f"Held-out loss after {runs[0]['eval'][-1][0]} steps, mean of the seeds: {ends}"
+    figure, (loss, accuracy) = plots.panels(message, 2, 2, 3.4)
     for index, row in enumerate(rows):
-        values = [row[name] for name in (*TASKS, "accuracy")]
-        plot_bars(accuracy, values, index, len(rows), (0, 1), color=colors[row["variant"]], label=row["variant"])
-    accuracy.set_xticks(range(len(TASKS) + 1), [*TASKS, "all"])
-    accuracy.set(ylabel="accuracy, 95% interval over seeds", ylim=(0, 1))
+        for run in (run for run in runs if run["variant"] == row["variant"]):
+            label = row["variant"] if run["seed"] == runs[0]["seed"] else None
+            loss.plot(*zip(*run["eval"], strict=True), f"C{index}", marker=".", label=label)
+    loss.set(xlabel="step", ylabel="held-out loss, nats per token\n(lower is better)", yscale="log")
+    tasks = {task: task for task in TASKS} | {"accuracy": "all"}
+    plots.dots(accuracy, list(tasks.values()), {row["variant"]: points([row[name] for name in tasks]) for row in rows})
+    accuracy.set(xlabel="right answers, 95% interval (higher is better)", xlim=(0, None))
     return figure
 
 

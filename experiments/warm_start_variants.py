@@ -81,23 +81,13 @@ if __name__ == "__main__":
 
 import torch
 from datasets import Dataset
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
-from benchmarks.harness import save_plot
+from common import plots
 from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert
-from experiments.study import (
-    begin,
-    correct_by_holm,
-    differences,
-    interval,
-    legend_below,
-    plot_bars,
-    run_once,
-    write,
-)
+from experiments.study import begin, correct_by_holm, differences, interval, points, run_once, write
 from experiments.warm_start import RECIPE, train
 from sft.arguments import read_chat_template
 from sft.data import IGNORED_LABEL, to_row, tokenize
@@ -329,7 +319,7 @@ def summary(name: str, runs: dict[tuple[str, int], dict]) -> dict:
     seeds = [seed for variant, seed in runs if variant == name]
     row = {"variant": name, "seeds": seeds, "loss": interval([losses[name, seed] for seed in seeds])}
     for base in ("mha", "mha_x2"):
-        if name != base and (shared := [seed for seed in seeds if (base, seed) in runs]):
+        if name not in ("mha", base) and (shared := [seed for seed in seeds if (base, seed) in runs]):
             row[f"minus_{base}"] = differences(*([losses[each, seed] for seed in shared] for each in (name, base)))
     row["accuracy"] = interval([share_right(run["test"].values()) for run in own])
     row["relations"] = {}
@@ -346,20 +336,20 @@ def summary(name: str, runs: dict[tuple[str, int], dict]) -> dict:
 
 
 def plot(table: dict) -> Figure:
+    """Plot the losses minus that of "mha", and the accuracy by the number of relations."""
     rows = table["rows"]
-    figure = Figure(figsize=(13, 5))
-    loss, accuracy = figure.subplots(1, 2)
-    for index, row in enumerate(rows):
-        color = colormaps["tab20"](index)
-        curves = [run["train"] for run in table["runs"] if run["variant"] == row["variant"]]
-        means = [fmean(values) for values in zip(*([value for _, value in curve] for curve in curves), strict=True)]
-        loss.plot([step for step, _ in curves[0]], means, color=color, label=row["variant"], linewidth=1)
-        shares = [part["accuracy"] for part in row["relations"].values()]
-        plot_bars(accuracy, shares, index, len(rows), (0, 1), color=color, error_kw={"linewidth": 0.7})
-    loss.set(xlabel="step", ylabel="training loss (nats per token), mean over seeds", yscale="log")
-    legend_below(loss)
-    accuracy.set_xticks([place + 0.4 for place in range(len(RELATIONS))], map(str, RELATIONS))
-    accuracy.set(xlabel="composed relations", ylabel="accuracy, 95% interval over seeds", ylim=(0, 1))
+    names, compared = [row["variant"] for row in rows], [row.get("minus_mha") for row in rows]
+    decided = [row["variant"] for row in rows if row.get("minus_mha", {}).get("p_holm", 1) < 0.05]
+    message = f"Decided differences from the loss of 'mha', corrected for all: {', '.join(decided) or 'none'}"
+    figure, (loss, accuracy) = plots.panels(message, 2, 2, 1 + 0.36 * len(rows), sharey=True)
+    plots.dots(loss, names, {"_": points(compared)}, (-0.15, 0.15), mark=0)
+    loss.set(xlabel="loss minus that of mha, nats per token,\n95% interval (lower is better)")
+    right = {
+        f"{n} relation{'s' * (n > 1)}": points([row["relations"][str(n)]["accuracy"] for row in rows])
+        for n in RELATIONS
+    }
+    plots.dots(accuracy, names, right)
+    accuracy.set(xlabel="right answers, 95% interval\n(higher is better)", xlim=(0, 1))
     return figure
 
 
@@ -370,31 +360,34 @@ def plot_mixing(rows: list[dict]) -> Figure:
     collapse and in the attention by layer.
     """
     rows = [row for row in rows if "moved" in row]
-    figure = Figure(figsize=(14, 2.1 * len(rows)))
-    for line, row in zip(figure.subplots(len(rows), 5, squeeze=False), rows, strict=True):
+    message = "How far the mixing's entries moved from their start, and which pseudo-heads are used"
+    figure, all_axes = plots.panels(message, 5 * len(rows), 5, 1.9)
+    for line, row in zip(range(0, len(all_axes), 5), rows, strict=True):
         maps = {
             f"change of {name}": torch.tensor(row["moved"][name]).flatten(1) for name in ("q_mix", "k_mix", "v_mix")
         }
         maps |= {f"share of {name}": torch.tensor(row["use"][name]).T for name in ("collapse", "attention")}
-        for axes, (name, values) in zip(line, maps.items(), strict=True):
-            figure.colorbar(axes.imshow(values.numpy(), aspect="auto"))
+        for axes, (name, values) in zip(all_axes[line : line + 5], maps.items(), strict=True):
+            figure.colorbar(axes.imshow(values.numpy(), aspect="auto")).ax.tick_params(labelsize="x-small")
             is_change = name.startswith("change")
-            axes.set(xlabel="head, pseudo-head" if is_change else "layer")
-            axes.set(ylabel="source head" if is_change else "pseudo-head", yticks=range(len(values)))
-            axes.set_title(f"{row['variant']}: {name}", fontsize="medium")
+            axes.set_xlabel("head, pseudo-head" if is_change else "layer", fontsize="small")
+            axes.set_ylabel("source head" if is_change else "pseudo-head", fontsize="small")
+            axes.set_yticks(range(len(values)))
+            axes.set_title(f"{row['variant']}:\n{name}", fontsize="small")
+            axes.tick_params(labelsize="x-small")
     return figure
 
 
 def write_results(args: argparse.Namespace, runs: dict[tuple[str, int], dict], **content) -> None:
     """Write the table and the plots of the runs that have finished."""
     rows = [summary(name, runs) for name in dict.fromkeys(name for name, _ in runs)]
-    correct_by_holm([row["minus_mha"] for row in rows if "minus_mha" in row])
+    correct_by_holm([row[key] for row in rows for key in ("minus_mha", "minus_mha_x2") if key in row])
     kept = [
         {"variant": name, "seed": seed, **{key: run[key] for key in ("test", "train")}}
         for (name, seed), run in runs.items()
     ]
     if any("moved" in row for row in rows):
-        save_plot(plot_mixing(rows), args.results / f"{args.name.replace('variants', 'mixing')}.png")
+        plots.save_plot(plot_mixing(rows), args.results / f"{args.name.replace('variants', 'mixing')}.png")
     write(args, plot, **content, rows=rows, runs=kept)
 
 

@@ -11,7 +11,7 @@ from helpers import command
 from common.command_io import sole_writer
 from experiments import colliding_agents, cpm3, hyper_attention, polynomial_filters, theorem2_inclusion
 from experiments.colliding_agents import EMBEDDINGS, LinearSelfAttention, constructed, examples, interactions
-from experiments.study import interval, print_row, spread, train
+from experiments.study import train
 
 
 @pytest.fixture(autouse=True)
@@ -227,12 +227,6 @@ def test_models_trained_at_once_are_those_trained_alone():
         optimizer.step()
         schedule.step()
     assert torch.allclose(by_hand(rows), both[0], atol=1e-4)
-
-
-def test_a_row_is_printed_with_its_groups_below_it(capsys):
-    print_row({"kind": "iha", "loss": interval([1.0, 3.0]), "curve": [1], "seen": {"all": spread([0.5]), "rows": 2}})
-    lines = ["kind iha, loss 2.0000 ± 12.7062", "  seen: all 0.5 (0.5 to 0.5), rows 2"]
-    assert capsys.readouterr().out.splitlines() == lines
 
 
 @pytest.mark.parametrize("study", [cpm3, hyper_attention, polynomial_filters])

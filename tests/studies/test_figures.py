@@ -13,11 +13,16 @@ from statistics import fmean
 
 import pytest
 
-from common.command_io import ROOT
-from experiments import relation_composition, warm_start, warm_start_variants
-from experiments.protocol import BUDGETS, budgets
-from experiments.redraw import STUDIES, study_of
+from common import plots
+from common.command_io import ROOT, read_json
+from experiments import equal_cache, language_models, relation_composition, warm_start, warm_start_variants
+from experiments.protocol import BUDGETS, COUNTS, budgets
+from experiments.redraw import STUDIES, TABLES, study_of
 from experiments.study import correct_by_holm, detectable, differences, interval
+from kinds.model_cost import model as cost_of_model
+from kinds.model_cost import with_mha
+from modeling_iha import IHAConfig
+from modeling_iha.package import flop_matched_window
 
 
 RESULTS = ROOT / "experiments" / "results"
@@ -29,7 +34,6 @@ def table(study: str) -> dict:
 
 
 def rows(study: str, name: str, part: str = "rows") -> dict:
-    """Return the rows of a table by the field `name`."""
     return {row[name]: row for row in table(study)[part]}
 
 
@@ -102,6 +106,10 @@ def variants_phrases() -> list[str]:
         apart = (text(compared), short(compared["p_holm"])) if compared else ("", "")
         phrases.append(line(f"`{name}`", text(row["loss"]), *apart, percent(row["accuracy"]), *seeds))
     four = by_name["iha_4"]["minus_mha_x2"]
+    compared = [row[key] for row in by_name.values() for key in ("minus_mha", "minus_mha_x2") if key in row]
+    again = deepcopy(compared)
+    correct_by_holm(again)
+    assert compared == again and [each["p_holm"] < 0.05 for each in compared].count(True) == 2
     more = [iha - mha for iha, mha in zip(right_answers("iha_2"), right_answers("mha"))]
     by_relations = [
         text(differences(variant_losses("mha", number), variant_losses("iha_4", number))) for number in "123"
@@ -112,6 +120,8 @@ def variants_phrases() -> list[str]:
     entries = {name: moved_entries(by_name[name]) for name in ("iha_2", "x200")}
     return [
         *phrases,
+        f"The {len(compared)} differences",
+        f"P = 4 comes closest (p = {short(by_name['iha_4']['minus_mha']['p_holm'])})",
         f"three seeds find an effect of {detectable(four):.2f} nats in 80% of the cases, and "
         f"{abs(four['mean']):.3f} was seen",
         f"the loss is {before:.2f} and no answer is right (seed 0)",
@@ -139,7 +149,6 @@ def runs_of(name: str) -> list[dict]:
 
 
 def moved_entries(row: dict) -> list[float]:
-    """Return how far each entry of the mixing went."""
 
     def flat(value):
         return [value] if isinstance(value, float) else [entry for part in value for entry in flat(part)]
@@ -301,14 +310,14 @@ def compared_phrases(study: str) -> list[str]:
     for row in table(study)["rows"]:
         for key, other in (("minus_base", table(study)["rows"][0]["variant"]), ("minus_control", row["control"])):
             if key in row:
-                cells = [with_p(row[key][budget]["difference"]) for budget in BUDGETS]
-                costs = [f"{row[key][budget]['cost']:.2f}" for budget in BUDGETS[1:]]
+                found = [row[key].get(budget) for budget in BUDGETS]
+                cells = [with_p(each["difference"]) if each else "–" for each in found]
+                costs = [f"{each['cost']:.2f}" if each else "–" for each in found[1:]]
                 phrases.append(line(f"`{row['variant']}` - `{other}`", *cells, *costs))
     return phrases
 
 
 def losses(study: str) -> str:
-    """Return the loss and the rate of each variant in a sentence."""
     found = (f"`{row['variant']}` {text(row['loss'])} ({row['rate']:g})" for row in table(study)["rows"])
     return ", ".join(found)
 
@@ -318,9 +327,10 @@ def undecided_by_the_times_of_each_seed(study: str) -> tuple[list[str], int]:
     found, compared, decided = rows(study, "variant"), [], {}
     for name, row in found.items():
         for key, other in (("minus_base", next(iter(found))), ("minus_control", row["control"])):
-            if key in row:
-                ends = [budgets(of_seed, name, other, 1.0)["time"]["difference"]["mean"] for of_seed in by_seed(study)]
-                compared += [deepcopy(row[key][budget]["difference"]) for budget in BUDGETS[:2]] + [interval(ends)]
+            if "time" in row.get(key, {}):
+                by_times = (budgets(of_seed, name, other, (1.0, 1.0))["time"] for of_seed in by_seed(study))
+                ends = interval([each["difference"]["mean"] for each in by_times])
+                compared += [*(deepcopy(row[key][budget]["difference"]) for budget in BUDGETS[:-1]), ends]
                 if row[key]["time"]["difference"]["p_holm"] < 0.05:
                     decided[f"`{name}` - `{other}`"] = compared[-1]
     correct_by_holm(compared)
@@ -343,7 +353,22 @@ def language_phrases() -> list[str]:
     tables = ("language_models", "language_models_512")
     (first, one), (second, two) = map(undecided_by_the_times_of_each_seed, tables)
     assert len(first) == 2 and not second
+    short_rows, long_rows = (rows(name, "variant")["iha_4"] for name in tables)
+
+    def both(key: str, budget: str, sign: int = 1) -> list[str]:
+        return [text(row[key][budget]["difference"], sign=sign) for row in (short_rows, long_rows)]
+
+    ahead, behind = both("minus_base", "FLOPs", -1), both("minus_control", "FLOPs")
+    papers = COUNTS["paper"]
+    more, less = both("minus_base", papers, -1), both("minus_control", papers)
+    beside = both("minus_control", "steps", -1)
+    narrow = rows("language_models", "variant")["global_local_32"]["minus_control"]["steps"]["difference"]
     return [
+        f"(by {beside[0]} with rows of 256 bytes, {beside[1]} with rows of 512)",
+        f"{text(narrow)} behind P = 4 (p = {short(narrow['p_holm'])})",
+        f"P = 4 is {ahead[0]} ahead of `mha` with rows of 256 and {ahead[1]} with rows of 512, and {behind[0]} and "
+        f"{behind[1]} behind",
+        f"P = 4 is {more[0]} and {more[1]} ahead of `mha`, and {less[0]} and {less[1]} behind",
         *(phrase for name in tables for phrase in (*compared_phrases(name), losses(name))),
         f"two of the {one + two} that are decided",
         " and ".join(first),
@@ -405,8 +430,8 @@ def tasks_phrases() -> list[str]:
         ", ".join(f"`{kind}` {row['rate']:g}" for kind, row in by_kind.items()),
         f"({by_kind['knocking_heads']['mixing']:g} times it for `knocking_heads`, "
         f"{by_kind['multi_token']['mixing']:g} for `multi_token`)",
-        f"has {text(seen, 2)} more of the seen examples right than `mha` (p = {short(seen['p_holm'])})",
-        f"has {text(who['seen_more_than_mha'], 2)} more of the seen examples right than `mha` "
+        f"has {text(seen, 2)} more of the examples of seen pairs right than `mha` (p = {short(seen['p_holm'])})",
+        f"has {text(who['seen_more_than_mha'], 2)} more of the examples of seen pairs right than `mha` "
         f"(p = {short(who['seen_more_than_mha']['p_holm'])})",
         f"{text(new, 2)} more new examples right (p = {short(new['p_holm'])})",
         f"`multi_token` has {text(more['multi_token'], 2)} more (p = {short(more['multi_token']['p_holm'])})",
@@ -414,7 +439,7 @@ def tasks_phrases() -> list[str]:
         f"{ahead['multi_token']}",
         f"does not find ({groups['dcmha']['different']['seen']['mean']:.2f}) and `multi_token` does "
         f"({groups['multi_token']['different']['seen']['mean']:.2f})",
-        f"`diff_v2` has {text(more['diff_v2'], 2)} more of the seen examples right than `mha` "
+        f"`diff_v2` has {text(more['diff_v2'], 2)} more of the examples of seen pairs right than `mha` "
         f"(p = {short(more['diff_v2']['p_holm'])})",
         f"`talking_heads` ({text(more['talking_heads'], 2)} more), `iha` ({text(more['iha'], 2)}), `gated` "
         f"({text(more['gated'], 2)}) and `knocking_heads` ({text(more['knocking_heads'], 2)}) are undecided",
@@ -564,14 +589,15 @@ def readme_phrases() -> list[str]:
     )
     filters = {(row["kind"], row["heads"]): row for row in table("polynomial_filters")["learned"]}
     ours, theirs = filters["iha", 4], filters["mha", 5]
-    right = {kind: f"{row['groups']['all']['seen']['mean']:.2f}" for kind, row in rows("dcmha_tasks", "kind").items()}
+    seen = {kind: row["groups"]["all"]["seen"] for kind, row in rows("dcmha_tasks", "kind").items()}
+    right = {kind: f"{value['mean']:.2f}" for kind, value in seen.items()}
     return [
         f"beats global attention by {gsm8k:.1f} points on GSM8K (54.2%, Maj@16) and {math:.1f} on MATH-500 (18.4%; "
         f"standard errors {gsm8k_error:.1f} and {math_error:.1f})",
         f"IHA's {ours['parameters']:,} parameters left {ours['error']['mean']:.4f} of the variance and MHA's "
         f"{theirs['parameters']:,} left {theirs['error']['mean']:.3f}",
-        f'`"multi_token"` gave {right["multi_token"]} of the answers right, `"dcmha"` {right["dcmha"]} and `"mha"` '
-        f"{right['mha']}",
+        f'`"multi_token"` gave {right["multi_token"]} of the answers right, `"dcmha"` {right["dcmha"]}, `"iha"` '
+        f'{text(seen["iha"], 2)} (undecided) and `"mha"` {right["mha"]}',
     ]
 
 
@@ -580,15 +606,41 @@ def test_the_readme_says_what_was_learned():
 
 
 def test_the_first_screen_has_quality_and_cost():
-    start = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[0].split())
-    iha = rows("language_models", "variant")["iha_4"]
-    ahead, behind = (iha[key]["FLOPs"]["difference"] for key in ("minus_base", "minus_control"))
+    start = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[0]
+    start = " ".join(re.sub(r"\]\([^)]*\)", "]", start).split())
+    iha = rows("language_models", "variant")
+    differences = {
+        budget: [iha["iha_4"][key][budget]["difference"] for key in ("minus_base", "minus_control")]
+        for budget in ("steps", "FLOPs as the paper counts")
+    }
+    (ahead, beside), (more, behind) = differences.values()
     schedule = json.loads((ROOT / "benchmarks" / "results" / "schedule.json").read_text(encoding="utf-8"))
-    ratios = [ratio for row in schedule["rows"] for ratio in row["ratios"].values()]
-    assert len(ratios) == 6
-    assert f"{text(ahead, 3, -1)} nats per byte ahead of ordinary attention at equal FLOPs" in start
-    assert f"{text(behind)} behind ordinary attention with windows" in start
-    assert f"takes {span(ratios, '.2f')} times as long" in start
+    model, attention = (
+        [ratio for row in schedule["rows"] if row["part"].startswith(part) for ratio in row["ratios"].values()]
+        for part in ("model", "attention")
+    )
+    assert len(model + attention) == 6
+    two, four = (f"{iha[name]['minus_base']['time']['cost']:.2f}" for name in ("iha_2", "iha_4"))
+    for phrase in (
+        f"{text(ahead, 3, -1)} nats per byte ahead of ordinary attention, and {text(beside, 3, -1)} of ordinary",
+        f"by the paper's count it is {text(more, 3, -1)} ahead and {text(behind)} behind",
+        f"takes {span(model, '.2f')} times as long as ordinary attention in a model's [forward pass] on a CPU "
+        f"({span(attention, '.2f')} in attention alone), and {two} (P = 2) and {four} (P = 4) in a small model's",
+    ):
+        assert phrase in start, phrase
+
+
+def test_the_readme_says_what_its_conversion_costs():
+    fields = json.loads((ROOT / "model_cards" / "smollm2-135m-iha-p2" / "record.json").read_text())["config"]
+    config, tokens = IHAConfig(**fields), fields["max_position_embeddings"]
+    kinds, layers = ["iha"] * 4 + ["mha"], ["sliding_attention"] * 4 + ["full_attention"]
+    window = flop_matched_window(tokens, config.num_pseudo_heads)
+    schedule = IHAConfig(**{**fields, "attention_kinds": kinds, "layer_types": layers, "sliding_window": window})
+    source = cost_of_model(with_mha(config), tokens).prefill
+    ratios = [f"{cost_of_model(each, tokens).prefill / source:.2f} times" for each in (config, schedule)]
+    use = section("README.md", "Convert")
+    assert f"a forward of {tokens:,} tokens is predicted at {ratios[0]} the source's FLOPs" in use
+    assert f"`--schedule hybrid --window {window}`, is at {ratios[1]}, and exact up to {window:,} tokens" in use
 
 
 def test_the_card_of_the_fine_tuned_model_has_its_run():
@@ -597,6 +649,10 @@ def test_the_card_of_the_fine_tuned_model_has_its_run():
     card = (ROOT / "model_cards" / "smollm2-135m-iha-p2-sft" / "README.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| (\S+(?: rows)?) \| \w+ \| (.+?) \| (.+?) \|", card, re.MULTILINE)
     shown = {name: figures for name, *figures in cells}
+    mha, iha = (row["loss"]["values"] for row in table("warm_start")["rows"])
+    lower = differences(mha, iha)
+    assert max(lower["values"]) == pytest.approx(twin["eval"][-1][1] - run["eval"][-1][1])
+    assert f"lower than the twins' by {text(lower, 4)} (95% interval): undecided" in card
     assert shown["held-out rows"] == [f"{each['eval'][-1][1]:.3f}" for each in (run, twin)]
     for task in warm_start.TASKS:
         shares = [100 * each["correct"][task] / warm_start.TEST_ROWS for each in (run, twin)]
@@ -611,7 +667,7 @@ def test_rows_are_those_of_the_runs_that_the_tables_keep():
     runs = {(run["variant"], run["seed"]): run for run in table("warm_start_variants")["runs"]}
     for name, row in rows("warm_start_variants", "variant").items():
         for key, value in warm_start_variants.summary(name, runs).items():
-            assert {**row[key], "p_holm": 0} == {**value, "p_holm": 0} if key == "minus_mha" else row[key] == value
+            assert {**row[key], **value} == row[key] if key.startswith("minus") else row[key] == value
     found = table("relation_composition")
     kinds = list(dict.fromkeys(row["kind"] for row in found["rows"]))
     summaries = [
@@ -621,6 +677,12 @@ def test_rows_are_those_of_the_runs_that_the_tables_keep():
         for row in relation_composition.summary(task, rate, kinds, found["runs"])
     ]
     assert [row["accuracy"] for row in found["rows"]] == [row["accuracy"] for row in summaries]
+    for study, variants in (
+        *((f"language_models{length}", language_models.VARIANTS) for length in ("", "_512")),
+        ("equal_cache", equal_cache.VARIANTS),
+    ):
+        for row, again in zip(table(study)["rows"], language_models.summaries_of(table(study), variants), strict=True):
+            assert {**row, **again} == row
 
 
 # Their tables were written before the values of single seeds were kept.
@@ -643,13 +705,11 @@ def test_a_table_names_its_command_and_has_the_value_of_every_seed(study):
         assert each.get("half_width") == pytest.approx(again.get("half_width"))
 
 
-@pytest.mark.parametrize("study", STUDIES)
-def test_a_plot_is_drawn_from_its_table(study):
-    figure = import_module(study_of(study)).plot(table(study))
+@pytest.mark.parametrize("name", TABLES)
+def test_a_plot_is_drawn_from_its_table(name):
+    """Draw it 800 pixels wide, with its message, and no two lines that look alike."""
+    figure = import_module(study_of(name)).plot(read_json(TABLES[name]))
+    assert figure.get_suptitle() and figure.get_size_inches()[0] * plots.DOTS_PER_INCH == 800
     for axes in figure.axes:
         named = [(line.get_color(), line.get_linestyle()) for line in axes.lines if line.get_label()[0] != "_"]
         assert len(named) == len(set(named)), "two lines look alike"
-        # A bar that does not start at 0 misleads.
-        if axes.patches and axes.get_yscale() == "linear":
-            low, high = sorted(axes.get_xlim() if study == "dcmha_ablation" else axes.get_ylim())
-            assert low <= 0 <= high

@@ -1,7 +1,6 @@
 """Test the study of the warm start's variants: its questions, its measures, and that it goes on where it stopped."""
 
 import json
-import random
 import re
 import shutil
 
@@ -45,14 +44,7 @@ def test_questions_are_distinct_and_answers_follow_from_the_facts():
     assert study.draw(TINY, seed=0) == (train, test) != study.draw(TINY, seed=1)
 
 
-def test_a_question_that_is_taken_is_not_drawn_again():
-    first = study.problems(6, random.Random(0), set())
-    taken = {first[0]["entry"]["question"]}
-    assert not taken & {row["entry"]["question"] for row in study.problems(6, random.Random(0), set(taken))}
-
-
 def rows_of_tokens(rows: list[tuple[list[int], list[int]]]) -> Dataset:
-    """Return the token columns of (prompt, answer) pairs."""
     return Dataset.from_list(
         [
             {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer, "num_tokens": len(prompt + answer)}
