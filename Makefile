@@ -90,7 +90,7 @@ mutants: .venv/test-installed
 
 # From the cheapest to the dearest, so that what is broken shows early.
 bench: .venv/installed
-	@set -e; for name in default_form decode_model decode window_layer layer prefill schedule packed_rows mechanisms training_memory training_plan report; do \
+	@set -e; for name in default_form decode_model decode window_layer layer prefill schedule packed_rows mechanisms any_decoder training_memory training_plan report; do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m benchmarks.$$name; \
 	done
 
@@ -102,7 +102,7 @@ checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m checkpoints.make_checkpoints
 
 # From the cheapest to the dearest. Studies that fine-tune SmolLM2 for hours run by name only.
-STUDIES := theorem2_inclusion colliding_agents hyper_attention cpm3 polynomial_filters dcmha_tasks dcmha_ablation relation_composition ladder \
+STUDIES := theorem2_inclusion model_types colliding_agents hyper_attention cpm3 polynomial_filters dcmha_tasks dcmha_ablation relation_composition ladder \
 	equal_cache language_models
 experiments: .venv/installed
 	@set -e; for name in $(STUDIES); do \

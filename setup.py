@@ -15,7 +15,7 @@ setup(
         # What the commands of this repository need; they run from a checkout.
         "scripts": [
             *("datasets", "filelock", "gguf", "huggingface_hub", "matplotlib", "networkx"),
-            *("peft", "plotly", "reasoning-gym", "scipy", "trl"),
+            *("peft", "plotly", "pydantic", "reasoning-gym", "scipy", "trl"),
         ],
         # What `python -m evaluation.run` needs beside "scripts".
         "evaluation": ["lm_eval", "markdown-it-py", "math-verify[antlr4-13-2]", "nltk", "wonderwords"],
@@ -28,7 +28,7 @@ setup(
         "dev": [
             *("brotli", "coverage", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff"),
             *("bitsandbytes", "torchao", "triton; platform_system == 'Linux'"),
-            *("fastapi", "openai", "playwright", "pydantic", "rich", "uvicorn"),
+            *("fastapi", "openai", "playwright", "rich", "uvicorn"),
         ],
     },
 )

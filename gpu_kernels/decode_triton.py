@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode one new token of Interleaved Head Attention by a Triton kernel that is split over the cache.
 
-The cache holds base keys and values. The mixing of the query and all rotations are absorbed, as `absorbed_decode.py`
+The cache holds base keys and values. The mixing of the query and all rotations are absorbed, as `absorbed_attention`
 derives. The mixing of keys and values is a sum of products with the cached heads:
 
     score[h, i, j, n] = sum_m alpha_K[m, g, j] (R_j^T R_i q~[h, i]) . k[m, n]
@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from gpu_kernels.mix_heads_triton import MIN_SIDE, _columns, _load_halves, check, jit, tl, triton
-from modeling_iha.absorbed_decode import IHAWeights
+from modeling_iha.interleaving import IHAWeights
 
 
 # Rows of a program, and tokens of a step through the cache.

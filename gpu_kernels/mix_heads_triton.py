@@ -209,8 +209,8 @@ def mix_heads(
     return _MixHeads.apply(states, matrix, cos, sin)
 
 
-def expand(layer: torch.nn.Module, states: torch.Tensor, alpha: torch.Tensor, rotation: tuple | None) -> torch.Tensor:
-    """Expand heads as `InterleavedHeadAttention.expand` does, which this can replace."""
+def expand(states: torch.Tensor, alpha: torch.Tensor, rotation: tuple | None = None) -> torch.Tensor:
+    """Expand heads as `expand` of interleaving.py does, which this can replace."""
     num_heads, _, num_pseudo_heads = alpha.shape
     matrix = alpha.permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
     mixed = mix_heads(states.transpose(1, 2), matrix, rotation)
@@ -218,7 +218,7 @@ def expand(layer: torch.nn.Module, states: torch.Tensor, alpha: torch.Tensor, ro
 
 
 def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
-    """Collapse pseudo-heads as `collapse` of attention_iha.py does, which this can replace."""
+    """Collapse pseudo-heads as `collapse` of interleaving.py does, which this can replace."""
     num_heads = weight.shape[0]
     if weight.shape[1] == num_pseudo_heads:
         # Column p * H + h of row h is R[h, p].

@@ -112,8 +112,8 @@ OTHER_KINDS = [name for name, fields in GEOMETRIES.items() if isinstance(fields.
 IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "masks.py", "mask_inputs.py"),
     *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
-    *("absorbed_decode.py", "forms.py", "cpu_precision.py", "input_checks.py"),
-    *("virtual_tokens.py", "window_blocks.py", "window_edge.py", "paged_requests.py"),
+    *("interleaving.py", "forms.py", "cpu_precision.py", "input_checks.py"),
+    *("window_blocks.py", "paged_requests.py"),
 }
 
 

@@ -117,14 +117,8 @@ class Repository:
 class LoopbackHub:
     """Stand in for the Hub, and serve while used as a context manager.
 
-    Attributes:
-        endpoint (`str`): its address.
-        repositories (`dict[str, Repository]`): by id, such as "me/model".
-        calls (`list[tuple[str, str]]`): method and path of every request so far.
-        faults (`list[Fault]`): what goes wrong; of those that a request meets, the first happens.
-        collections (`dict[str, list[str]]`): ids of the models of each collection, by slug.
-        before_commit (`Callable` or `None`): called with the repository right before each commit, as if somebody
-            else were at work.
+    `calls` holds method and path of every request so far. Of the `faults` that a request meets, the first happens.
+    `before_commit` is called with the repository right before each commit, as if somebody else were at work.
     """
 
     def __init__(self):
@@ -231,15 +225,8 @@ class LoopbackHub:
         return listing
 
     def preupload(self, body: dict) -> dict:
-        modes = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular",
-                "shouldIgnore": False,
-            }
-            for file in body["files"]
-        ]
-        return {"files": modes}
+        modes = {file["path"]: "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular" for file in body["files"]}
+        return {"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]}
 
     def lfs_batch(self, repo_id: str, body: dict) -> dict:
         """Ask for the objects that are not there yet."""
@@ -295,13 +282,12 @@ class LoopbackHub:
         return {}
 
     def references(self, repository: Repository) -> dict:
-        refs = [
-            {"name": name, "ref": f"refs/tags/{name}", "targetCommit": sha}
-            for name, sha in repository.references.items()
-        ]
-        branches = [{**ref, "ref": "refs/heads/main"} for ref in refs if ref["name"] == "main"]
-        tags = [ref for ref in refs if ref["name"] != "main" and not ref["name"].startswith("refs/pr/")]
-        return {"branches": branches, "tags": tags, "converts": []}
+        answer: dict = {"branches": [], "tags": [], "converts": []}
+        for name, sha in repository.references.items():
+            folder, kind = ("heads", "branches") if name == "main" else ("tags", "tags")
+            if not name.startswith("refs/pr/"):
+                answer[kind].append({"name": name, "ref": f"refs/{folder}/{name}", "targetCommit": sha})
+        return answer
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -27,7 +27,7 @@ from common.command_io import ROOT, read_json, write_json
 
 
 TESTS = (
-    *("config", "choose_form", "window_blocks", "dcmha", "hyper_feature", "diff", "talking_heads", "knocking_heads"),
+    *("config", "choose_form", "window_blocks", "dcmha", "hyper_feature", "diff"),
     *("multi_token", "mechanisms", "reference", "hyper", "numerics", "generation", "packing", "masks"),
     *("companions", "continuous_batching", "cost"),
 )

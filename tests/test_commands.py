@@ -78,23 +78,16 @@ def test_imports_go_downwards():
     assert not upward
 
 
-def test_a_command_starts_by_path(tmp_path):
+@pytest.mark.parametrize("what", ["a command by path", "make mutants"])
+def test_it_starts_without_a_pythonpath(what, tmp_path):
+    words, directory = [ROOT / "sft/train.py"], tmp_path
+    if what == "make mutants":
+        recipe = re.search(r"^mutants:.*\n\t\$\(RUN\) (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        words, directory = recipe[1].split(), ROOT
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    process = subprocess.run(
-        [sys.executable, ROOT / "sft/train.py", "--help"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, *words, "--help"]
+    process = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
     assert process.returncode == 0 and "usage:" in process.stdout, process.stderr
-
-
-def test_make_starts_the_mutants():
-    command = re.search(r"^mutants:.*\n\t\$\(RUN\) (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    process = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True)
-    assert process.returncode == 0 and b"usage:" in process.stdout, process.stderr
 
 
 # Starts each command of the request for its help, in one process; none may have imported PyTorch or Plotly after it.

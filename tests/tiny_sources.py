@@ -6,36 +6,18 @@ from functools import cache
 
 import torch
 from helpers import random_ids, random_model
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    ArceeConfig,
-    ArceeForCausalLM,
-    DiffLlamaConfig,
     DiffLlamaForCausalLM,
-    Ernie4_5Config,
-    Ernie4_5ForCausalLM,
     GenerationConfig,
-    GraniteConfig,
-    GraniteForCausalLM,
-    HeliumConfig,
-    HeliumForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
-    MinistralConfig,
     MinistralForCausalLM,
-    MistralConfig,
     MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
     Qwen3ForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    SmolLM3Config,
     SmolLM3ForCausalLM,
 )
 
@@ -61,75 +43,35 @@ _SHARED = {
     "eos_token_id": 2,
 }
 _QWEN_SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
-# What `convert_llama_to_iha.py` takes without a fold: name -> (model class, config class, fields).
-STOCK_SOURCES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "llama-tied-head-dim": (LlamaForCausalLM, LlamaConfig, {"head_dim": 12, "tie_word_embeddings": True}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
-    "mistral-sliding": (MistralForCausalLM, MistralConfig, {"sliding_window": 7}),
-    "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
-    "qwen2-sliding": (Qwen2ForCausalLM, Qwen2Config, _QWEN_SLIDING),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 12}),
-    "qwen3-sliding-bias": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8, "attention_bias": True, **_QWEN_SLIDING}),
+# What `convert_llama_to_iha.py` takes: name -> (model class, fields).
+SOURCES = {
+    "llama": (LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied-head-dim": (LlamaForCausalLM, {"head_dim": 12, "tie_word_embeddings": True}),
+    "mistral": (MistralForCausalLM, {"sliding_window": None}),
+    "mistral-sliding": (MistralForCausalLM, {"sliding_window": 7}),
+    "qwen2-tied": (Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2-sliding": (Qwen2ForCausalLM, _QWEN_SLIDING),
+    "qwen3": (Qwen3ForCausalLM, {"head_dim": 12}),
+    "qwen3-sliding-bias": (Qwen3ForCausalLM, {"head_dim": 8, "attention_bias": True, **_QWEN_SLIDING}),
     "ministral": (
         MinistralForCausalLM,
-        MinistralConfig,
         {"head_dim": 12, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 3},
     ),
-    "smollm3-tied": (SmolLM3ForCausalLM, SmolLM3Config, {"head_dim": 12, "mlp_bias": True}),
+    "smollm3-tied": (SmolLM3ForCausalLM, {"head_dim": 12, "mlp_bias": True}),
     "smollm3-sliding": (
         SmolLM3ForCausalLM,
-        SmolLM3Config,
         {
             **{"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [1, 0] * 3},
             **{"attention_bias": True, "tie_word_embeddings": False},
         },
     ),
-    "arcee": (ArceeForCausalLM, ArceeConfig, {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
 }
-# What it takes and no command gives back: a Llama, Mistral or Qwen2 computes the same.
-FOLDED_SOURCES = {
-    # Powers of two, whose products are exact in every dtype.
-    "granite": (
-        GraniteForCausalLM,
-        GraniteConfig,
-        {"head_dim": 16, "attention_bias": True, "mlp_bias": True, **dict(zip(_MULTIPLIERS, (4.0, 0.5, 0.125, 2.0)))},
-    ),
-    "granite-tied": (
-        GraniteForCausalLM,
-        GraniteConfig,
-        {"tie_word_embeddings": True, **dict(zip(_MULTIPLIERS, (12.0, 0.22, 0.3, 6.0)))},
-    ),
-    "phi3-sliding": (Phi3ForCausalLM, Phi3Config, {"head_dim": 12, "sliding_window": 7}),
-    "phi3-longrope": (
-        Phi3ForCausalLM,
-        Phi3Config,
-        {
-            "original_max_position_embeddings": 8,
-            "rope_parameters": {
-                **{"rope_type": "longrope", "rope_theta": 100.0},
-                **{"short_factor": [1.0, 1.5, 2, 3], "long_factor": [1.0, 2, 4, 8]},
-            },
-        },
-    ),
-    "ernie4_5": (Ernie4_5ForCausalLM, Ernie4_5Config, {"head_dim": 12, "use_bias": True}),
-    "helium": (HeliumForCausalLM, HeliumConfig, {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
-    "seed_oss": (SeedOssForCausalLM, SeedOssConfig, {"head_dim": 12}),
-    "seed_oss-biases": (
-        SeedOssForCausalLM,
-        SeedOssConfig,
-        {"head_dim": 12, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
-    ),
-}
-SOURCES = {**STOCK_SOURCES, **FOLDED_SOURCES}
 # What has a command of its own.
 OTHER_SOURCES = {
-    "diffllama": (DiffLlamaForCausalLM, DiffLlamaConfig, {"lambda_std_dev": 0.2}),
+    "diffllama": (DiffLlamaForCausalLM, {"lambda_std_dev": 0.2}),
     "diffllama-tied-bias-head-dim": (
         DiffLlamaForCausalLM,
-        DiffLlamaConfig,
         {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
     ),
 }
@@ -168,8 +110,8 @@ LENGTH = 17
 
 def tiny_source(name="llama", dtype=torch.float32, **overrides):
     """Return a random model of `SOURCES` or `OTHER_SOURCES`, in eval mode."""
-    model_class, config_class, fields = {**SOURCES, **OTHER_SOURCES}[name]
-    config = config_class(**{**_SHARED, **fields, **overrides})
+    model_class, fields = {**SOURCES, **OTHER_SOURCES}[name]
+    config = model_class.config_class(**{**_SHARED, **fields, **overrides})
     model = random_model(config, model_class, dtype=dtype)
     model.generation_config.update(bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0, max_length=77)
     return model
@@ -245,17 +187,8 @@ def save_released(directory, config=DCFORMER, form="bin"):
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     weights = released_weights(config, torch.float32)
-    if form == "bin":
-        torch.save(weights, directory / "pytorch_model.bin")
-    elif form == "safetensors":
-        save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    else:
-        names = sorted(weights)
-        shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
-        for file, held in shards.items():
-            save_file({name: weights[name] for name in held}, directory / file, {"format": "pt"})
-        index = {"metadata": {}, "weight_map": {name: file for file, held in shards.items() for name in held}}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    shard_size = "50KB" if form == "shards" else "1GB"
+    save_torch_state_dict(weights, directory, max_shard_size=shard_size, safe_serialization=form != "bin")
     tiny_tokenizer().save_pretrained(directory)
     return weights
 

@@ -101,7 +101,7 @@ def recipe(name: str) -> str:
 
 def leave_figures_empty(patch: pytest.MonkeyPatch) -> None:
     """Have a run draw no figure, which takes as long as its steps."""
-    patch.setattr("sft.run._write_figure", lambda figure, path: path.touch())
+    patch.setattr("sft.run.plots.save_plot", lambda figure, path: path.touch())
 
 
 def sizes(model: str, rows: str, output: Path, **overrides) -> list[str]:

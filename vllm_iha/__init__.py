@@ -15,7 +15,21 @@ def register() -> None:
 
     from .checks import IHAModelConfig
 
-    if find_spec("modeling_iha"):
-        import modeling_iha  # noqa: F401  It registers the config; --trust-remote-code brings the checkpoint's own.
+    if find_spec("modeling_iha"):  # --trust-remote-code brings the checkpoint's own.
+        from transformers import AutoConfig
+
+        from modeling_iha import IHAConfig
+
+        class ServedConfig(IHAConfig):
+            """Say in one line what is wrong with a config.json, where pydantic would wrap a ValueError in several."""
+
+            @classmethod
+            def from_dict(cls, *arguments, **options):
+                try:
+                    return IHAConfig.from_dict(*arguments, **options)
+                except Exception as error:
+                    raise NotImplementedError(f"config.json: {' '.join(str(error).split())}") from error
+
+        AutoConfig.register(IHAConfig.model_type, ServedConfig, exist_ok=True)
     ModelRegistry.register_model(ARCHITECTURE, "vllm_iha.model:IHAForCausalLM")
     MODELS_CONFIG_MAP[ARCHITECTURE] = IHAModelConfig

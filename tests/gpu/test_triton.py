@@ -14,7 +14,7 @@ import torch
 import gpu_kernels
 from common.command_io import ROOT
 from gpu_kernels import decode_triton, mix_heads_triton
-from modeling_iha.absorbed_decode import IHAWeights
+from modeling_iha.interleaving import IHAWeights
 
 
 needs_triton = pytest.mark.skipif(
@@ -130,11 +130,7 @@ def test_sums_of_all_lengths_share_a_binary(monkeypatch, compiles_anew):
 @needs_triton
 @pytest.mark.parametrize(
     "dtype,capability,heads,groups,pseudo,head_dim",
-    [
-        (torch.bfloat16, 90, 20, 20, 20, 128),
-        (torch.bfloat16, 80, 32, 8, 4, 64),
-        (torch.float16, 100, 9, 3, 2, 64),
-    ],
+    [(torch.bfloat16, 90, 20, 20, 20, 128), (torch.bfloat16, 80, 32, 8, 4, 64), (torch.float16, 100, 9, 3, 2, 64)],
 )
 def test_kernels_compile_for_a_gpu(dtype, capability, heads, groups, pseudo, head_dim, monkeypatch, compiles_anew):
     """Compile every kernel, as it is launched, by Triton and ptxas: on tensor cores, with hardly a spill."""
@@ -148,7 +144,7 @@ def test_kernels_compile_for_a_gpu(dtype, capability, heads, groups, pseudo, hea
             monkeypatch.setattr(module, name, Compiler(getattr(module, name), capability, compiled))
     query, key = (meta(2, count, 48, head_dim, dtype=dtype) for count in (heads, groups))
     mixing, table = [meta(n, n, pseudo) for n in (heads, groups, groups)], meta(pseudo, head_dim)
-    mix_heads_triton.expand(None, query, mixing[0], (table, table)).sum().backward()
+    mix_heads_triton.expand(query, mixing[0], (table, table)).sum().backward()
     virtual = meta(2, 48 * pseudo, heads, head_dim, dtype=dtype)
     mix_heads_triton.collapse(virtual, meta(heads, pseudo), pseudo).sum().backward()
     weights = IHAWeights(*mixing, meta(heads, pseudo), (table, table))

@@ -13,8 +13,8 @@ from triton.runtime import interpreter
 from gpu_kernels import decode_triton, mix_heads_triton
 from gpu_kernels.decode_triton import decode_attention
 from gpu_kernels.mix_heads_triton import mix_heads
-from modeling_iha import attention_iha
-from modeling_iha.absorbed_decode import IHAWeights, absorbed_attention
+from modeling_iha import interleaving
+from modeling_iha.interleaving import IHAWeights, absorbed_attention
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,8 +112,8 @@ def test_model(collapse, positions, monkeypatch):
     model.to(DEVICE)
     for kernels in (False, True):
         if kernels:
-            monkeypatch.setattr(attention_iha.InterleavedHeadAttention, "expand", mix_heads_triton.expand)
-            monkeypatch.setattr(attention_iha, "collapse", mix_heads_triton.collapse)
+            monkeypatch.setattr(interleaving, "expand", mix_heads_triton.expand)
+            monkeypatch.setattr(interleaving, "collapse", mix_heads_triton.collapse)
         logits = model(input_ids).logits
         results.append([logits.detach(), *torch.autograd.grad(logits.square().sum(), list(model.parameters()))])
     for expected, actual in zip(*results):

@@ -1,6 +1,7 @@
 """Compare vLLM with `generate`: greedy tokens are equal, and log-probabilities are as close to float64's."""
 
 import gc
+import json
 import os
 
 
@@ -268,6 +269,26 @@ REFUSED = {
     "rope_theta": ({}, {"hf_overrides": {"rope_theta": 500.0}}, "rope_theta=500.0 .* no effect"),
     "block_size": ({"num_pseudo_heads": 3}, {"block_size": 128}, "multiple of 96"),
 }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_act", "nope", "hidden_act='nope'; allowed are"),
+        ("num_attention_heads", "4", "'num_attention_heads' expected int, got str"),
+        ("num_hidden_layers", 10**12, "num_hidden_layers=1000000000000; it must be at most"),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}, "Missing required keys in `rope_parameters`"),
+    ],
+)
+def test_an_odd_config_is_refused_in_a_line(key, value, message, tmp_path):
+    config = tiny_config()
+    config.architectures = ["IHAForCausalLM"]
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(NotImplementedError, match=message) as error, engine(tmp_path):
+        pass
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("case", [*REFUSED, "version"])
