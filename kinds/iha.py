@@ -10,9 +10,9 @@ keys are equal.
 import torch
 
 from modeling_iha import IHAConfig
-from modeling_iha.forms import recomputes
 from modeling_iha.interleave import deviations as deviations_from_start
 from modeling_iha.interleave import exact_start
+from modeling_iha.masks import recomputes
 
 from . import Companion
 from .cost import Cost, score_products

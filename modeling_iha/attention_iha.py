@@ -8,22 +8,13 @@ import torch.utils.checkpoint
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .cpu_precision import product_dtype
-from .interleaving import (
-    HeadCollapse,
-    HeadMixing,
-    IHAWeights,
-    absorbed_attention,
-    attend_interleaved,
-    virtual_kwargs,
-)
+from .interleaving import HeadCollapse, HeadMixing, IHAWeights, absorbed_attention, attend_interleaved, virtual_kwargs
 
 
 class InterleavedHeadAttention(MultiHeadAttention):
     """Attend by Interleaved Head Attention (IHA, Algorithm 1).
 
-    Every token becomes P virtual tokens whose heads mix all H heads. Stock causal attention runs once over the N * P
-    virtual tokens. The pseudo-heads then collapse into heads. With grouped-query attention the G key/value heads mix
-    among themselves.
+    `attend_interleaved` has the algorithm. With grouped-query attention the G key/value heads mix among themselves.
 
     The mixing writes the layout [batch, N, P, heads, head_dim], and [batch, N * P, heads, head_dim] is a view of it.
     Interleaving therefore copies nothing and runs on any attention core of Transformers.

@@ -40,8 +40,7 @@ class MultiHeadAttention(LlamaAttention):
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.layer_type = config.layer_types[layer_idx]
-        # In tokens, `None` for a full-attention layer.
-        self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
+        self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None  # in tokens
         self.use_rope = config.no_rope_layers[layer_idx] == 1
         if config.use_qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)

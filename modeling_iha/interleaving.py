@@ -309,8 +309,7 @@ def window_attention(
     A dense mask of L queries and L keys would cost O(L^2) time and memory, whatever the window. Here every block of
     queries gets the keys that its window reaches, and all blocks go through the core in one call, as a batch with one
     small mask. The cost is O(L * window)."""
-    window = sliding_window
-    batch, _, length, _ = query.shape
+    (batch, _, length, _), window = query.shape, sliding_window
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
     # The first queries see every key before them. As views they would keep all states for the backward pass.

@@ -27,10 +27,9 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .forms import choose_form
 from .input_checks import check_inputs
 from .mask_inputs import MaskInputs, MaskKey
-from .masks import LayerMask, create_masks
+from .masks import LayerMask, choose_form, create_masks
 from .paged_requests import PagedRequests, keep_page_edge, requests_config
 
 

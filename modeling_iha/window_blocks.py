@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attend causally within sliding windows and documents on SDPA, without a dense mask.
 
-A dense mask of L queries and L keys costs O(L^2) time and memory, whatever the window. Here every block of queries
-gets the keys that its window reaches, and all blocks go through the core in one call, as a batch with one small mask.
-The cost is O(L * window). In an "iha" layer L = N * P and the window is W * P virtual tokens: O(N W P^2) in all.
-Documents go through the core one by one. On a GPU in half precision one call of PyTorch's FlashAttention does both.
+Windows go through the core in blocks (`window_attention`), documents one by one. In an "iha" layer the cost is
+O(N W P^2). On a GPU in half precision one call of PyTorch's FlashAttention does both.
 """
 
 import inspect

@@ -12,7 +12,7 @@ from common.checkpoint_io import load_config, load_model, load_tokenizer, note_s
 from common.command_io import UserError, one_line, refusing
 from kinds import is_interleaved, own_modules
 from modeling_iha import IHAConfig, interleave_heads
-from modeling_iha.forms import recomputes
+from modeling_iha.masks import recomputes
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from sft.arguments import RunArguments, chat_template
 from sft.data import rendering

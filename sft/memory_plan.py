@@ -38,8 +38,8 @@ from configuration_iha import PRESETS
 from kinds import companion_of
 from kinds.model_cost import attention, ffn, norm
 from modeling_iha import IHAConfig
-from modeling_iha.forms import recomputes
 from modeling_iha.interleaving import beats_a_mask, block_size
+from modeling_iha.masks import recomputes
 from sft.base_model import interleaves, lora_config, run_config
 
 

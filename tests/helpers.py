@@ -112,7 +112,7 @@ OTHER_KINDS = [name for name, fields in GEOMETRIES.items() if isinstance(fields.
 IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "masks.py", "mask_inputs.py"),
     *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
-    *("interleaving.py", "forms.py", "cpu_precision.py", "input_checks.py"),
+    *("interleaving.py", "cpu_precision.py", "input_checks.py"),
     *("window_blocks.py", "paged_requests.py"),
 }
 

@@ -153,7 +153,7 @@ def steps(text: str) -> list[tuple[str, str, str]]:
                 ("console", *re.fullmatch(r"(.*)\n((?:.*\n)*)", part).groups()) for part in block.split("$ ")[1:]
             ]
         else:
-            code, shown = re.fullmatch(r"(.*?)((?:^# .*\n)*)", block, re.DOTALL | re.MULTILINE).groups()
+            code, shown = re.fullmatch(r"(.*?)((?:^# [^\n]*\n)*)", block, re.DOTALL | re.MULTILINE).groups()
             found.append(("python", code, shown.replace("# ", "")))
     return found
 

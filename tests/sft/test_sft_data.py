@@ -478,6 +478,18 @@ def conversation(question: str, answer: str, **columns) -> dict:
     return {"messages": turns, **columns}
 
 
+def test_prepared_rows_are_the_rows_of_the_source(rows_file, tiny, tmp_path):
+    """Compare tokens and labels, some of them cut: everything after them is the same code."""
+    prepared(rows_file, tmp_path / "out", tiny)
+    tokenizer = with_template("smollm2.jinja")
+    raw, ready = (
+        rows_of_run(*run_of(source, tmp_path, max_length=50), tokenizer)[0] for source in (rows_file, tmp_path / "out")
+    )
+    assert len(raw) == 20
+    for name in raw.column_names:
+        assert raw[name][:] == ready[name][:], name
+
+
 def test_the_same_rows_are_prepared_to_the_same_manifest_and_tokens(rows_file, tiny, tmp_path):
     made = []
     for name, cache in (("first", "one"), ("second", "another")):
