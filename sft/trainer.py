@@ -281,12 +281,17 @@ class RecipeTrainer(DistributedTrainer):
         finally:
             self.args.save_total_limit = kept
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+    def _load_weights(self, checkpoint: str) -> bool:
+        """Load a whole model's weights, and return False for what FSDP, DeepSpeed or PEFT loads in its own way."""
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or isinstance(self.model, PeftModel):
+            return False
+        # The Trainer takes the names in the files for the model's, and would leave experts as they were.
+        self.model.load_state_dict(load_model(checkpoint, self.model.dtype).state_dict())
+        return True
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if not self._load_weights(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            # The Trainer takes the names in the files for the model's, and would leave experts as they were.
-            self.model.load_state_dict(load_model(resume_from_checkpoint, self.model.dtype).state_dict())
 
     def _load_best_model(self) -> None:
         if fault := file_fault(best := Path(self.state.best_model_checkpoint)):
@@ -294,7 +299,8 @@ class RecipeTrainer(DistributedTrainer):
                 f"load_best_model_at_end: {best} cannot be loaded: {fault}. Remove it and the checkpoints after it, "
                 "and give the same command again: it trains them anew."
             )
-        super()._load_best_model()
+        if not self._load_weights(str(best)):
+            super()._load_best_model()
 
     def create_model_card(self, *_, **__) -> None:
         """Write nothing: TRL's card knows neither the data nor the base model, and final/ has the run's own."""

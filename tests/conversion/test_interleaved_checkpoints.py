@@ -1,16 +1,29 @@
 """Give the commands a checkpoint of a decoder whose heads `interleave_heads` interleaved."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import uvicorn
+from fastapi.testclient import TestClient
 from helpers import small_config
+from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, saved
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from common.checkpoint_io import load_config, load_model
 from common.command_io import UserError
-from conversion_scripts import convert_iha_to_llama, convert_llama_to_iha, export, list_checkpoints, verify_conversion
+from conversion_scripts import (
+    convert_iha_to_llama,
+    convert_llama_to_iha,
+    export,
+    list_checkpoints,
+    pull_from_hub,
+    push_to_hub,
+    serve,
+    verify_conversion,
+)
 from conversion_scripts.push_to_hub import publish
 from experiments import explore_attention
 from model_cards.render import render_card
@@ -72,6 +85,27 @@ def test_it_is_published_with_the_code_of_this_package_alone(place, capsys):
     with pytest.raises(UserError, match=r"interleaving\.py of .* differs from this package's code"):
         publish(place / "gemma3-iha", "me/model", **options)
     code.write_bytes(before)
+
+
+def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
+    with LoopbackHub() as hub:
+        hub.use(monkeypatch, tmp_path / "home")
+        push = (place / "gemma3-iha", "me/model", "--license", "apache-2.0", "--base-model", "none")
+        code, _, err = cli(push_to_hub, *push)
+        assert code == 0, err
+        code, out, err = cli(pull_from_hub, "me/model", tmp_path / "pulled")
+        assert code == 0 and "InterleavedForCausalLM" in out, err
+    apps = []
+    monkeypatch.setattr("uvicorn.Server", lambda config: SimpleNamespace(run=lambda: apps.append(config.app)))
+    monkeypatch.setattr("uvicorn.Config", uvicorn.Config)  # main changes it
+    pulled = str(tmp_path / "pulled")
+    with pytest.raises(SystemExit, match="0"):
+        serve.main([pulled, "--port", "0", "--device", "cpu"])
+    chat = [{"role": "user", "content": "1+1?"}]
+    client = TestClient(apps[0], base_url="http://localhost:8000")
+    sent = {"model": pulled, "messages": chat, "max_tokens": 4, "temperature": 0}
+    answer = client.post("/v1/chat/completions", json=sent).json()["choices"][0]["message"]["content"]
+    assert [answer] == generate_replies(load_model(pulled), byte_tokenizer(), [chat], 1, 4)
 
 
 @pytest.mark.parametrize(

@@ -441,7 +441,7 @@ def test_flash_cores_get_virtual_lengths(monkeypatch):
         calls.append((module.config._attn_implementation, attention_mask, kwargs))
         return query.transpose(1, 2), None
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", record)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", record)
     model = interleave_heads(decoder("gemma3"), 2, layers=[0, 1], sliding_window=4)
     model.config._attn_implementation = register_core("flash_attention_2")
     inputs = padded(length=9)

@@ -95,6 +95,20 @@ def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
     assert output[0, inputs["input_ids"].shape[1] :].tolist() == reply["token_ids"]
 
 
+def test_the_experts_of_the_best_checkpoint_end_in_the_final_model(tmp_path, monkeypatch):
+    evaluate = MixingTrainer.evaluate
+
+    def rising(self, *args, **kwargs):
+        return evaluate(self, *args, **kwargs) | {"eval_loss": float(self.state.global_step)}
+
+    monkeypatch.setattr(MixingTrainer, "evaluate", rising)
+    saved(decoder("qwen3_moe"), tmp_path / "plain")
+    train.main(arguments(tmp_path, "plain", "run", num_pseudo_heads=2, load_best_model_at_end="true"))
+    final, best = (load_model(tmp_path / "run" / name) for name in ("final", "checkpoint-2"))
+    for (key, weight), other in zip(final.named_parameters(), best.parameters(), strict=True):
+        assert torch.equal(weight, other), key
+
+
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
