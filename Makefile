@@ -90,7 +90,7 @@ mutants: .venv/test-installed
 
 # From the cheapest to the dearest, so that what is broken shows early.
 bench: .venv/installed
-	@set -e; for name in default_form decode_model layer schedule packed_rows mechanisms any_decoder training_plan report; do \
+	@set -e; for name in default_form decode_model layer schedule mechanisms any_decoder training_plan report; do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m benchmarks.$$name; \
 	done
 

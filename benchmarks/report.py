@@ -138,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (benchmarks/results)")
     args = parser.parse_args()
-    names = ("layer", "schedule", "decode_model", "mechanisms", "packed_rows", "training_plan", "any_decoder")
+    names = ("layer", "schedule", "decode_model", "mechanisms", "training_plan", "any_decoder")
     results = {name: read_json(args.out / f"{name}.json") for name in names}
     defaults = [read_json(path) for path in sorted(args.out.glob("default_form/*.json"))]
     with whole_file(args.out / "README.md") as path:

@@ -15,7 +15,6 @@ from benchmarks import (
     harness,
     layer,
     mechanisms,
-    packed_rows,
     report,
     schedule,
     training_plan,
@@ -25,7 +24,7 @@ from modeling_iha import cpu_precision
 
 
 TOKENS = 128
-COMMANDS = [layer, schedule, training_plan, packed_rows, decode_model, mechanisms]
+COMMANDS = [layer, schedule, training_plan, decode_model, mechanisms]
 
 
 @pytest.fixture(scope="module")
