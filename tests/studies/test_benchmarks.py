@@ -167,3 +167,12 @@ def test_what_the_default_is_compared_with(monkeypatch):
     assert calls == [(torch.bfloat16, 256)]
     runs["default"]()
     assert calls[1:] == [(torch.float32, None), (torch.float32, 128 + 32)]
+
+
+def test_every_decoded_token_is_the_first_after_the_cached_ones(monkeypatch):
+    lengths, attend = [], harness.Attention.attend
+    watch = lambda self, states, cache: lengths.append(cache.get_seq_length()) or attend(self, states, cache)  # noqa: E731
+    monkeypatch.setattr(harness.Attention, "attend", watch)
+    run = default_form.forms(torch.float32, "decoding", 64, 2, None)["default"]
+    run(), run()
+    assert lengths == [64, 64]
