@@ -4,7 +4,7 @@ RUN := .venv/bin/python
 OLDEST := .venv-oldest/bin/python
 VLLM := .venv-vllm/bin/python
 
-.PHONY: help demo test test-full test-oldest vllm test-vllm mutants bench gpu checkpoints experiments lint clean
+.PHONY: help demo test test-full test-oldest vllm test-vllm bench gpu checkpoints experiments lint clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (5 minutes on 2 cores)"
@@ -13,7 +13,6 @@ help:
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (4 minutes)"
 	@echo "make vllm   set up .venv-vllm, where vLLM serves converted models on a CPU (vllm_iha/README.md)"
 	@echo "make test-vllm   the tests of the vLLM plugin, in .venv-vllm"
-	@echo "make mutants   change the model at random 40 times and see whether its tests fail (a quarter of an hour on one core); a second start goes on"
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=paper_decode for one)"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
@@ -86,12 +85,9 @@ test-oldest: .venv-oldest/installed
 test-vllm: .venv-vllm/installed
 	$(VLLM) -m pytest vllm_iha/tests
 
-mutants: .venv/test-installed
-	$(RUN) -m tests.mutants
-
 # From the cheapest to the dearest, so that what is broken shows early.
 bench: .venv/installed
-	@set -e; for name in default_form decode_model decode window_layer layer prefill schedule packed_rows mechanisms any_decoder training_memory training_plan report; do \
+	@set -e; for name in default_form decode_model layer prefill schedule mechanisms any_decoder training_plan report; do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m benchmarks.$$name; \
 	done
 

@@ -21,8 +21,8 @@ from unittest import mock
 
 import torch
 from matplotlib.figure import Figure
+from transformers.cache_utils import DynamicCache
 
-from benchmarks.decode import cache_of, one_token
 from benchmarks.harness import (
     Attention,
     arguments,
@@ -86,12 +86,13 @@ def prepare(module: Attention, states: torch.Tensor, part: str) -> Callable[[], 
         return training(module, [states.clone()], module.leaves())
     if part == "forward":
         return inference(module, states)
-    cache = cache_of(*torch.randn(2, len(states), 8, states.shape[1], 64, dtype=states.dtype))
-    token = states[:, :1]
+    cache, token = DynamicCache(), states[:, :1]
+    cache.update(*torch.randn(2, len(states), 8, states.shape[1], 64, dtype=states.dtype), 0)
 
     @torch.no_grad()
     def step() -> None:
-        one_token(module.attend(token, cache), token, cache)()
+        module.attend(token, cache)(token)
+        cache.crop(-1)
 
     return step
 

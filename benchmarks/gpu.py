@@ -3,10 +3,9 @@
 They are the tests, the measurements paper_layer, paper_train and paper_decode (see gpu_slices.py), and the studies
 warm_start and relation. Each is a process with its own time, and whatever its end, the next one begins.
 
-Results lie in a directory for each device, and nothing is measured twice: the same command goes on. --archive carries
-them from one machine to the next in one file. It is unpacked first and written after each slice.
+Results lie in a directory for each device, and nothing is measured twice: the same command goes on.
 
-example: python -m benchmarks.gpu tests paper_layer=300 --archive outputs/gpu.tar.gz
+example: python -m benchmarks.gpu tests paper_layer=300 --out outputs/gpu
 """
 
 import argparse
@@ -16,11 +15,9 @@ import re
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from contextlib import suppress
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -29,14 +26,10 @@ from benchmarks.harness import RESULTS
 from common.command_io import (
     ROOT,
     UserError,
-    check_output_file,
     current_commit,
     read_json,
-    read_lines,
-    refusing,
     run_cli,
     sole_writer,
-    whole_file,
     write_json,
 )
 
@@ -136,31 +129,12 @@ def run_slice(name: str, seconds: int, out: Path, dry: bool, commit: str) -> boo
         print(f"{name}: its {seconds} seconds are up; the same command goes on", flush=True)
     report = out / "tests.xml"
     if name == "tests" and report.exists():
-        table = out / "tests.json"
-        earlier = read_json(table) if table.exists() else {}
-        # A run that was cut says less than one of this commit that came to its end.
-        if code is not None or earlier.get("commit") != commit or earlier["exit code"] is None:
-            with suppress(ElementTree.ParseError):
-                took = {"commit": commit, "exit code": code, "seconds": time.monotonic() - start}
-                done = {"complete": commit if code == 0 else False}
-                write_json(table, {**environment(dry), **took, **done, **outcomes(report)})
+        with suppress(ElementTree.ParseError):
+            took = {"commit": commit, "exit code": code, "seconds": time.monotonic() - start}
+            done = {"complete": commit if code == 0 else False}
+            write_json(out / "tests.json", {**environment(dry), **took, **done, **outcomes(report)})
         report.unlink()
     return code == 0
-
-
-def unpack(archive: Path, out: Path) -> None:
-    """Read the results of earlier visits, or raise a `UserError`."""
-    content = BytesIO(b"".join(read_lines(archive)))  # whole, so that a damaged archive leaves nothing behind
-    with refusing(f"{archive} cannot be unpacked, give one that a run wrote", tarfile.TarError):
-        with tarfile.open(fileobj=content, mode="r:") as results:
-            results.extractall(out, filter="data")
-
-
-def pack(archive: Path, out: Path) -> None:
-    """Write the results of all devices to one file."""
-    with whole_file(archive) as temporary, tarfile.open(temporary, "w:gz") as results:
-        for path in sorted(out.glob("*/*.json")):
-            results.add(path, path.relative_to(out))
 
 
 def slice_and_seconds(text: str) -> tuple[str, int]:
@@ -177,7 +151,6 @@ def main() -> None:
     parser.add_argument("slices", nargs="*", metavar="SLICE[=SECONDS]", help=f"{', '.join(SECONDS)} (all)")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too: does every slice run?")
     parser.add_argument("--out", type=Path, help="directory of the results (benchmarks/results/gpu)")
-    parser.add_argument("--archive", type=Path, help="file that carries the results from one machine to the next")
     parser.add_argument("--commit", help="of a copy that has no git (what git says)")
     args = parser.parse_args()
     slices = dict(map(slice_and_seconds, args.slices)) or SECONDS
@@ -186,20 +159,12 @@ def main() -> None:
     out = (args.out or (ROOT / "outputs" / "gpu_dry" if args.dry else RESULTS / "gpu")).resolve()
     device = re.sub("[^a-z0-9]+", "-", device_name().lower()).strip("-")
     commit, unfinished = args.commit or current_commit(), []
-    if args.archive is not None:
-        check_output_file(args.archive, replace=True)
     with sole_writer(out):
-        if args.archive is not None and args.archive.exists():
-            unpack(args.archive, out)
         (out / device).mkdir(exist_ok=True)
         for name, seconds in slices.items():
             print(f"== {name}, at most {seconds} s", flush=True)
-            try:
-                if not run_slice(name, seconds, out / device, args.dry, commit):
-                    unfinished.append(name)
-            finally:
-                if args.archive is not None:
-                    pack(args.archive, out)
+            if not run_slice(name, seconds, out / device, args.dry, commit):
+                unfinished.append(name)
     if unfinished:
         raise UserError(f"{', '.join(unfinished)} failed or ran out of time, see above: the same command goes on.")
 

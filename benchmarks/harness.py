@@ -226,8 +226,8 @@ def write(
     write_table(out / name, {**environment(command), **setting, "rows": rows}, plot)
 
 
-def draw(message: str, table: dict, panels: dict[str, Callable[[dict], dict]], x: str = "tokens") -> Figure:
-    """Return a plot of lines over the field `x` of the rows of a table.
+def draw(message: str, table: dict, panels: dict[str, Callable[[dict], dict]]) -> Figure:
+    """Return a plot of lines over the tokens of the rows of a table.
 
     `panels` has for each panel the label of its vertical axis and a function from a row to {line: value}."""
     figure, all_axes = plots.panels(message, len(panels), min(2, len(panels)))
@@ -236,13 +236,13 @@ def draw(message: str, table: dict, panels: dict[str, Callable[[dict], dict]], x
         lines = {}
         for row in table["rows"]:
             for line, value in values(row).items():
-                lines.setdefault(line, []).append((row[x], value))
+                lines.setdefault(line, []).append((row["tokens"], value))
         for line, points in lines.items():
             style = styles.setdefault(line, plots.line_style(len(styles)))
             axes.loglog(*zip(*sorted(points)), style, marker="o", markersize=4, label=line)
-        axes.set(xlabel=x.replace("_", " "))
+        axes.set(xlabel="tokens")
         axes.set_title(label, fontsize="medium")
-        plots.ticks(axes, "x", [row[x] for row in table["rows"]])
+        plots.ticks(axes, "x", [row["tokens"] for row in table["rows"]])
     return figure
 
 

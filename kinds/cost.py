@@ -3,7 +3,6 @@
 from dataclasses import astuple, dataclass
 
 from modeling_iha import IHAConfig
-from modeling_iha.interleaving import block_size
 
 
 @dataclass(frozen=True)
@@ -40,18 +39,16 @@ def counted_pairs(form: str, tokens: int, virtual: int = 1, window: int | None =
     """Count the pairs of N * P virtual tokens that a form computes, or that a paper counts.
 
     Args:
-        form: "eager" and "dense mask" (SDPA with such a mask) compute all pairs, "sdpa" and "base" the visible ones,
-            "blocks" those in the blocks of `window_blocks.py`. "paper" is the count of IHA, Appendix C, which leaves
-            the causal mask out: all pairs of a global layer, N^2 for "mha", and N * P times W * P of a window of W.
+        form: "eager" computes all pairs, "sdpa" and "base" the visible ones. "paper" is the count of IHA, Appendix C,
+            which leaves the causal mask out: all pairs of a global layer, N^2 for "mha", and N * P times W * P of a
+            window of W.
     """
     length = tokens * virtual
     span = length if window is None else min(window * virtual, length)
     if form == "paper":
         return length * span
-    if form in ("eager", "dense mask"):
+    if form == "eager":
         return length**2
-    if form == "blocks" and window is not None:
-        return visible_pairs(span) + (length - span) * (block_size(span) + span - 1)
     return visible_pairs(tokens, virtual, window)
 
 

@@ -3,7 +3,6 @@
 Keep what is there: destinations, other runs, and signals. That any other fault is one line is a matter of `run_cli`.
 """
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, save_tiny_source, shards, tiny_tokenizer
 
-from common.command_io import UserError, new_directory, run_cli, whole_file
+from common.command_io import new_directory, run_cli, whole_file
 from conversion_scripts import convert_dcformer_to_iha, convert_iha_to_llama, convert_llama_to_iha, verify_conversion
 from conversion_scripts.convert_llama_to_iha import convert
 
@@ -398,47 +397,9 @@ def test_what_a_killed_run_left_is_removed(start, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("succeeds", [True, False])
-def test_a_run_that_ends_while_the_next_one_begins(succeeds, tmp_path, monkeypatch):
-    """Remove the lock file after the next run has opened it, and before that run locks it."""
-    flock, calls = fcntl.flock, []
-
-    def end_first(lock, operation):
-        calls.append(lock)
-        if len(calls) == 1:
-            (tmp_path / ".out.lock").unlink()
-            if succeeds:
-                (tmp_path / "out").mkdir()
-                (tmp_path / "out" / "file").write_text("whole")
-        flock(lock, operation)
-
-    monkeypatch.setattr(fcntl, "flock", end_first)
-    if succeeds:
-        with pytest.raises(UserError, match="already exists"), new_directory(tmp_path / "out"):
-            pytest.fail("the work began")
-    else:
-        with new_directory(tmp_path / "out"):
-            assert (tmp_path / ".out.lock").exists() and len(calls) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing(number, start, tmp_path):
     process, _ = start(tmp_path / "a" / "out")
     os.kill(process.pid, number)
     process.join(30)
     assert process.exitcode == 128 + number and not list(tmp_path.iterdir())
-
-
-def test_signals_are_as_before_afterwards(tmp_path):
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with new_directory(tmp_path / "out"):
-            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -153,13 +153,6 @@ def test_signals_are_heard_after_an_export_is_freed(exported):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "heard\n"
 
 
-def test_a_prompt_without_tokens_is_refused_before_the_model_runs(exported, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["run_exported.py", str(exported("dynamo")), PROMPT, ""])
-    monkeypatch.setattr(run_exported, "load", None)  # nothing loads the graphs
-    with pytest.raises(SystemExit, match="a prompt has no tokens"):
-        run_exported.main()
-
-
 def test_an_export_that_differs_is_not_kept(checkpoint, exported, loaded, cli, monkeypatch, tmp_path):
     directory, runners = exported("dynamo"), loaded("dynamo")
 

@@ -329,11 +329,6 @@ def test_targets_of_dcformers_task():
     assert "[" not in rows[1]["context"]
 
 
-@needs_data
-def test_number_of_targets_in_dcformers_task():
-    assert len(data.dcformer_synthetic(DATA)["test"]) == 888 * 6
-
-
 def test_windows_of_text_are_disjoint_and_of_the_asked_length():
     rows = [row["text"] for row in data.text_windows(data.SMOKE, 100, 4, tiny_tokenizer())["test"]]
     assert [len(tiny_tokenizer()(row)["input_ids"]) for row in rows] == [100] * 4
@@ -861,15 +856,6 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     assert stopped.value.code == 1 and len(errors) == 1
     assert re.search(message, errors[0]), errors[0]
     assert (files / "notes.txt").read_text() == "mine" and not (tmp_path / "out" / "results.json").exists()
-
-
-def test_the_main_process_alone_claims_the_output(tiny, tmp_path, monkeypatch):
-    """Let another process look while the first one writes run.json."""
-    (tmp_path / ".run.json.tmp").touch()
-    second = SimpleNamespace(is_main_process=False, process_index=1, wait_for_everyone=fails(InterruptedError))
-    monkeypatch.setattr(run, "accelerator", lambda: second)
-    with pytest.raises(InterruptedError):
-        run.main([str(tiny), "--suite", "smoke", "--tasks", "gsm8k", "--output", str(tmp_path)])
 
 
 def test_code_that_cannot_be_isolated_is_not_run_unasked(tiny, tmp_path, offline, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import (
     GEOMETRIES,
+    IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
     logits_in_chunks,
@@ -36,7 +37,7 @@ from transformers import (
 
 PROMPT, NEW = 9, 8
 # A global layer keeps everything and a window layer drops tokens; a prompt of 9 fills every window here.
-KEEPING_AND_DROPPING = ["global", "window", "hybrid", "hybrid_window_of_1", *OTHER_KINDS]
+KEEPING_AND_DROPPING = ["global", "window", *IHA_GEOMETRIES, *OTHER_KINDS]
 
 
 def geometry_model(geometry, **options):

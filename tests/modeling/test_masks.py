@@ -134,16 +134,6 @@ def test_a_custom_mask_of_older_code_hides_as_well(kind, dtype):
     assert_close(actual[1], expected[1])
 
 
-@torch.no_grad()
-def test_a_custom_mask_that_separates_documents():
-    model = geometry_model("hybrid", "sdpa")
-    first, second = random_ids(1, 4), random_ids(1, 5, seed=2)
-    mask = torch.block_diag(torch.ones(4, 4), torch.ones(5, 5)).tril().bool()[None, None]
-    position_ids = torch.cat([torch.arange(4), torch.arange(5)])[None]
-    logits = model(torch.cat([first, second], dim=1), attention_mask=mask, position_ids=position_ids).logits
-    assert_close(logits, torch.cat([model(first).logits, model(second).logits], dim=1))
-
-
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.long, (1, 1, 9, 9)), (torch.bool, (1, 9, 9)), (torch.long, (9,))])
 def test_a_mask_of_another_dtype_or_shape_is_refused(dtype, shape):
     with pytest.raises(ValueError, match=r"attention_mask is torch.*pass one \[batch, tokens\], or a boolean"):

@@ -99,7 +99,9 @@ def layer_config(num_pseudo_heads, collapse, window=None, **overrides):
     for p, c, n in product(range(1, 6), range(2), range(2))
 )
 def test_attention_matches_reference(form, num_pseudo_heads, collapse, other):
-    """Cover every pair of P, collapse, positions, and heads with a window. P = 2 is in the mechanism suite, too."""
+    """Cover every pair of P, collapse, positions, and heads with a window. P = 2 is in the mechanism suite, too.
+
+    Interleaved positions are rotated in float64 throughout, where theta = 16 makes the frequencies exact."""
     positions, (heads, groups), window = other
     config = layer_config(
         num_pseudo_heads,
@@ -109,16 +111,9 @@ def test_attention_matches_reference(form, num_pseudo_heads, collapse, other):
         num_attention_heads=heads,
         num_key_value_heads=groups,
         pseudo_positions=positions,
+        rope_parameters={"rope_type": "default", "rope_theta": 16.0},
     )
-    assert_attention_matches(config, FP32)
-
-
-@in_each_form(product([1, 2, 5], COLLAPSES, [None, 7]))
-def test_attention_matches_reference_in_float64(form, num_pseudo_heads, collapse, other):
-    """Rotate interleaved positions in float64 throughout: theta = 16 makes the frequencies 1, 1/2, 1/4 and 1/8."""
-    rope = {"rope_type": "default", "rope_theta": 16.0}
-    config = layer_config(num_pseudo_heads, collapse, window=other, rope_parameters=rope)
-    assert_attention_matches(config, FP64_EXACT, dtype=torch.float64)
+    assert_attention_matches(config, FP64_EXACT if positions == "interleaved" else FP64, dtype=torch.float64)
 
 
 @in_each_form((p, COLLAPSES[c], POSITIONS[(p + c) % 2]) for p, c in product([1, 3, 4, 5], range(2)))

@@ -109,23 +109,6 @@ def test_blocks_equal_single_queries(small_blocks, length, window, packed):
         torch.testing.assert_close(actual, target)
 
 
-def test_the_gradient_of_a_document_is_as_long_as_the_document():
-    """See no slice in the graph: its gradient is as long as all documents, and there is one for each of them."""
-    states = torch.randn(3, 1, 2, 12, 4, requires_grad=True)
-    module = torch.nn.Module()
-    module.config = small_config()
-    bounds = find_document_bounds(torch.arange(12)[None] // 3)
-    output, _ = maskless_attention(sdpa_attention_forward, bounds, module, *states.unbind())
-    seen, todo = set(), [output.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [following for following, _ in node.next_functions]
-    names = [node.name() for node in seen]
-    assert any("Split" in name for name in names) and not any("Slice" in name for name in names), names
-
-
 @pytest.mark.parametrize("case", ["cache", "left_padding", "right_padding", "packed"])
 @pytest.mark.parametrize("name", ["iha", "iha_window_of_1", "hybrid"])
 def test_equal_to_a_dense_mask(name, case, blocks):

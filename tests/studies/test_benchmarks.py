@@ -10,29 +10,22 @@ from tiny_sources import tiny_source
 
 from benchmarks import (
     any_decoder,
-    decode,
     decode_model,
     default_form,
     harness,
     layer,
     mechanisms,
-    packed_rows,
     prefill,
     report,
     schedule,
-    training_memory,
     training_plan,
-    window_layer,
 )
 from common.command_io import UserError
 from modeling_iha import cpu_precision
 
 
 TOKENS = 128
-COMMANDS = [
-    *(layer, window_layer, schedule, training_memory, training_plan, packed_rows, decode, decode_model, prefill),
-    mechanisms,
-]
+COMMANDS = [layer, prefill, schedule, training_plan, decode_model, mechanisms]
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +36,10 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(decode_model, "smollm2_gguf", lambda: directory / "llama")
         monkeypatch.setattr(training_plan, "FORMS", {"P = 2": training_plan.FORMS["P = 2"]})
-        monkeypatch.setattr(window_layer, "WINDOW", 16)
         for sizes in (mechanisms.SIZES, training_plan.SIZES):
             monkeypatch.setitem(sizes, "hidden_size", 128)
             monkeypatch.setitem(sizes, "intermediate_size", 128)
-        for script in (mechanisms, prefill, training_plan, window_layer):  # one process less for each form
+        for script in (mechanisms, prefill, training_plan):  # one process less for each form
             monkeypatch.setattr(script, "extra_bytes", lambda prepare, sizes, small: prepare(*small)() or 1)
         for script in (*COMMANDS, any_decoder):
             tokens = 32 if script is mechanisms else TOKENS  # the pair kinds take a time of N^3
@@ -92,8 +84,6 @@ def test_report(results, monkeypatch):
     assert first.endswith("| yes |  |") and second.endswith("| **no** | for a reason |")
     for target in targets[2:]:
         assert sum(f"| {target.title} | `{target.ratio}` |" in line for line in lines) == 1
-    exact = [line for line in lines if "bytes cached for a token" in line]
-    assert len(exact) == 2 and all("| = 1 | 1.000 | 1.000 | yes |" in line for line in exact)
 
 
 def test_report_wants_every_row(results):
@@ -137,34 +127,6 @@ def test_extra_bytes():
     assert harness.extra_bytes(allocate, (64,), (128,)) == pytest.approx(64 * 2**20, rel=0.02)
 
 
-def test_decode_compares_its_forms(monkeypatch):
-    monkeypatch.setattr(decode, "sdpa_attention_forward", decode.eager_attention_forward)
-    decode.measure_layer(300, 2, torch.float32, 1)
-    wrong = lambda module, query, key, value, mask, **kwargs: (value[:, :, -2:].transpose(1, 2), None)  # noqa: E731
-    monkeypatch.setattr(decode, "sdpa_attention_forward", wrong)
-    with pytest.raises(RuntimeError, match="pseudo cache, SDPA and absorbed differ"):
-        decode.measure_layer(300, 2, torch.float32, 1)
-
-
-def test_forms_of_a_window_layer(monkeypatch):
-    masks, sdpa = [], torch.nn.functional.scaled_dot_product_attention
-
-    def spy(*args, attn_mask=None, **kwargs):
-        masks.append(attn_mask if attn_mask is None else tuple(attn_mask.shape))
-        return sdpa(*args, attn_mask=attn_mask, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    shapes = {}
-    for form in window_layer.FORMS:
-        window_layer.prepare(form, TOKENS, 4, 16)()
-        shapes[form], masks = masks, []
-    assert shapes == {
-        "layer": [None, (1, 1, 128, 192)],
-        "layer, dense mask": [(1, 1, 512, 512)],
-        "bare SDPA, dense mask": [(512, 512)],
-    }
-
-
 def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):
     """Renew the results of one CPU row by row, fail where the default loses, and show all in the report."""
     cases = [("forward", 64, 2, None), ("training", 200, 2, 16), ("decoding", 200, 2, None)]
@@ -206,3 +168,12 @@ def test_what_the_default_is_compared_with(monkeypatch):
     assert calls == [(torch.bfloat16, 256)]
     runs["default"]()
     assert calls[1:] == [(torch.float32, None), (torch.float32, 128 + 32)]
+
+
+def test_every_decoded_token_is_the_first_after_the_cached_ones(monkeypatch):
+    lengths, attend = [], harness.Attention.attend
+    watch = lambda self, states, cache: lengths.append(cache.get_seq_length()) or attend(self, states, cache)  # noqa: E731
+    monkeypatch.setattr(harness.Attention, "attend", watch)
+    run = default_form.forms(torch.float32, "decoding", 64, 2, None)["default"]
+    run(), run()
+    assert lengths == [64, 64]

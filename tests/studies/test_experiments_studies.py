@@ -6,7 +6,6 @@ import math
 import os
 import random
 import re
-from copy import deepcopy
 from pathlib import Path
 from statistics import mean
 
@@ -238,41 +237,6 @@ def test_models_without_circuits_are_refused(tmp_path):
 # The ablation
 
 
-@pytest.mark.parametrize("name", dcmha_ablation.CONFIGURATIONS)
-def test_a_configuration_has_its_components_and_no_others(name):
-    """Compare names and shapes of the parameters; the FFN of the control alone has another width."""
-    size = dcmha_ablation.SMALL
-    model = IHAForCausalLM(dcmha_ablation.config_of(name, size))
-    found = {key: tuple(value.shape) for key, value in model.model.layers[0].named_parameters()}
-    plain = {
-        key: tuple(value.shape)
-        for key, value in IHAForCausalLM(language_models.build(size)).model.layers[0].named_parameters()
-    }
-    hidden, heads, rank = 64, 4, {"rank_1": 1, "rank_4": 4}.get(name, 2)
-    stages = [name] if name in ("pre", "post") else ["pre", "post"]
-    sides = [name] if name in ("query", "key") else ["query", "key"]
-    added = {}
-    for stage in stages:
-        for side in sides:
-            if name not in ("mha", "wider", "static", "gate"):
-                added[f"{stage}_{side}.w1.weight"] = (2 * heads * rank, hidden)
-                added[f"{stage}_{side}.w2"] = (1, 2 * rank, heads, 2 * heads * rank)
-            if name not in ("mha", "wider", "static", "projection"):
-                added[f"{stage}_{side}.gate.weight"] = (heads, hidden)
-        if name in ("static", "all"):
-            added[f"{stage}_base.weight"] = (1, heads, heads)
-    added = {f"self_attn.{key}": shape for key, shape in added.items()}
-    if name == "wider":
-        inner = found["mlp.gate_proj.weight"][0]
-        plain = {key: tuple(inner if side == 192 else side for side in shape) for key, shape in plain.items()}
-        counts = [
-            sum(parameter.numel() for parameter in each.parameters())
-            for each in (model, IHAForCausalLM(dcmha_ablation.config_of("dcmha", size)))
-        ]
-        assert inner > 192 and abs(counts[0] - counts[1]) <= 3 * 64 * 2 / 2
-    assert found == {**plain, **added}
-
-
 def test_the_ablation_compares_on_equal_seeds_and_goes_on_where_it_stopped(run_study, monkeypatch):
     monkeypatch.setattr(protocol, "FIRST_RATE", 4.096)  # near the best one of so few steps: a short walk
     table, runs = run_study(dcmha_ablation, TINY_TEXT, ["mha", "pre", "post"], "step 4 of 4")
@@ -287,28 +251,6 @@ def test_the_ablation_compares_on_equal_seeds_and_goes_on_where_it_stopped(run_s
     assert claim["paper_by"] == pytest.approx(0.04338, abs=1e-5)  # ln(11.54 / 11.05)
     captured = {name: mean(run["QK"] for run in runs[name]) for name in ("mha", "post")}
     assert post["QK_minus_mha"]["mean"] == pytest.approx(captured["post"] - captured["mha"])
-
-
-def test_all_configurations_start_from_the_same_weights(monkeypatch):
-    """Measure the heads after training, too."""
-    models = {}
-
-    def train(name, model, *others):
-        models[name] = deepcopy(model.state_dict())
-        with torch.no_grad():
-            model.model.layers[0].self_attn.q_proj.weight[8:] = 0
-        return {"curve": []}
-
-    monkeypatch.setattr(dcmha_ablation, "train", train)
-    for name in ("mha", "wider", "all", "static"):
-        run = dcmha_ablation.one_run(TINY_TEXT, torch.zeros(1), "cpu", name, 0, 1e-2, 1.0)
-        trained = IHAForCausalLM(language_models.build(TINY_TEXT))
-        trained.load_state_dict({**trained.state_dict(), **models["mha"]})
-        trained.model.layers[0].self_attn.q_proj.weight.data[8:] = 0
-        expected = head_diversity.curves_of(trained, name)
-        assert run == {"curve": [], **{circuit: expected[circuit].mean().item() for circuit in ("QK", "OV")}}
-    for name, weights in models.items():
-        assert all(name == "wider" and "mlp" in key or weights[key].equal(models["mha"][key]) for key in models["mha"])
 
 
 def test_the_rate_rises_and_falls():
@@ -443,20 +385,3 @@ def test_the_tasks_compare_on_equal_seeds_and_go_on_where_they_stopped(run_study
         assert more == pytest.approx(right["iha"] - right["mha"])
     with pytest.raises(UserError, match="--steps 0: expected at least 1"):
         dcmha_tasks.main(["--steps", "0"])
-
-
-def test_a_model_that_knows_the_answers_is_right(monkeypatch):
-    tests = [
-        dcmha_tasks.encode([dcmha_tasks.draw(index, False, random.Random(index)) for _ in range(4)], "cpu")
-        for index in (3, 58)
-    ]
-
-    def knows_half(model, inputs):
-        known, answers = next((4 - 2 * i, test.answers) for i, test in enumerate(tests) if test.inputs is inputs)
-        logits = torch.zeros(4, len(TOKENS) + 1)
-        logits[torch.arange(4), answers % len(TOKENS) + 1] = 1.0
-        logits[torch.arange(known), answers[:known]] = 2.0
-        return logits
-
-    monkeypatch.setattr(dcmha_tasks, "logits_of", knows_half)
-    assert dcmha_tasks.right_by_task(None, tests) == [1.0, 0.5]

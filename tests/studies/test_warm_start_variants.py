@@ -193,11 +193,6 @@ def test_a_training_that_was_stopped_goes_on_with_its_own_setting_only(source, t
     assert found == [False, True, False]
 
 
-def test_mha_alone_has_no_heat_maps(trained, tmp_path):
-    study.main(arguments(tmp_path, "--variants", "mha"))
-    assert trained == ["mha-0", "mha-1"] and not (tmp_path / "warm_start_mixing.png").exists()
-
-
 def test_the_recipe_trains_only_the_mixing_where_the_backbone_is_frozen(source, tmp_path, monkeypatch):
     """Train in earnest, in this process."""
 
