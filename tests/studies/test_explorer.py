@@ -300,6 +300,7 @@ def test_in_a_browser(browser, checkpoints, tmp_path):
     tab.click("#heads canvas[data-layer='1'][data-head='1']")
     assert opened.chosen("layer", "head") == ["1", "1"]
     assert tab.get_attribute("#heads .chosen", "title") == "layer 1 (iha), head 1"
+    tab.evaluate("new Promise(resolve => setTimeout(resolve))")  # after the tiles
     tile = "document.querySelector('#heads .chosen').getContext('2d').getImageData(0, 0, 8, 8).data"
     opacity = torch.tensor(tab.evaluate(f"[...{tile}].filter((_, i) => i % 4 === 3)")).view(8, 8) / 255
     changes = (weights[1][1] - weights[1][0])[1].mean(1).sum(-1)
