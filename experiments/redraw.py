@@ -1,6 +1,8 @@
 """Draw the plots of studies and benchmarks again from their tables, without running anything.
 
-example: python -m experiments.redraw polynomial_filters language_models schedule
+"first_screen" is the README's plot, of two tables.
+
+example: python -m experiments.redraw polynomial_filters language_models schedule first_screen
 """
 
 import argparse
@@ -16,13 +18,18 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 # Name -> path of every table that has a plot.
 PATHS = [*sorted(RESULTS.glob("*.json")), *sorted(BENCHMARKS.rglob("*.json"))]
 TABLES = {path.stem: path for path in PATHS if path.with_suffix(".png").exists()}
+# Figure of docs/figures -> the tables that it is drawn from.
+FIGURES = {"first_screen": ("language_models", "prefill")}
 STUDIES = [name for name, path in TABLES.items() if path.parent == RESULTS]
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", choices=TABLES, metavar="NAME", help=", ".join(TABLES))
-    parser.add_argument("--results", type=path_from_root, help="where the plots are written (beside the tables)")
+    names = [*TABLES, *FIGURES]
+    parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument(
+        "--results", type=path_from_root, help="where the plots are written (beside the tables, or docs/figures)"
+    )
     return parser.parse_args(argv)
 
 
@@ -46,8 +53,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Draw the plots and write them."""
     args = parse_arguments(argv)
     for name in args.names:
-        path = (args.results or TABLES[name].parent) / f"{name}.png"
-        save_plot(import_module(study_of(name)).plot(read_json(TABLES[name])), path)
+        module, folder = f"experiments.{name}", ROOT / "docs" / "figures"
+        if name not in FIGURES:
+            module, folder = study_of(name), TABLES[name].parent
+        tables = [read_json(TABLES[table]) for table in FIGURES.get(name, (name,))]
+        path = (args.results or folder) / f"{name}.png"
+        save_plot(import_module(module).plot(*tables), path)
         print(f"Wrote {path}", flush=True)
 
 

@@ -13,7 +13,7 @@ EXAMPLE = """examples:
   python -m sft.make_preference_pairs pairs.jsonl train.jsonl
 
   python -m sft.score_reasoning outputs/demo/sft/final train.jsonl --json replies.json
-  python -m sft.make_preference_pairs pairs.jsonl train.jsonl --replies replies.json
+  python -m sft.make_preference_pairs harder.jsonl train.jsonl --replies replies.json
 """
 
 

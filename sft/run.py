@@ -333,7 +333,8 @@ def save_final(
             source = run.model_name_or_path
             card = render_card(
                 model.config,
-                Path(trainer.args.output_dir).name,
+                # From beside output_dir. Where it is missing, a name of the Hub would run a stranger's code.
+                f"./{directory.parent.name}/{directory.name}",
                 base_model=source_base_model(source),
                 license=source_license(source),
                 datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],

@@ -10,7 +10,7 @@ from common.command_io import UserError, check_output_file, read_jsonl, run_cli,
 
 
 EXAMPLE = """example:
-  python -m sft.score_reasoning outputs/demo/final test.jsonl --limit 50
+  python -m sft.score_reasoning outputs/demo/sft/final test.jsonl --limit 50
 """
 
 

@@ -1,5 +1,7 @@
-"""Run what the documents tell a new user to type, and find what they show, link to and name."""
+"""Run what documents, cards and helps tell a new user to type, and find what they show, link to and name."""
 
+import argparse
+import ast
 import importlib.util
 import re
 import runpy
@@ -13,10 +15,13 @@ import torch
 from accelerate.commands.launch import launch_command_parser
 from helpers import DOCUMENTS, EVERY_KIND, small_config
 from tiny_sources import tiny_source
-from tiny_training import byte_tokenizer
+from tiny_training import byte_tokenizer, preset_config, saved, training_rows, write_jsonl
 
+from common import plots
 from common.checkpoint_io import load_model, load_tokenizer
-from common.command_io import ROOT
+from common.command_io import ROOT, read_json
+from experiments import first_screen
+from experiments.redraw import FIGURES, TABLES
 from kinds import is_mixing
 from modeling_iha import IHAForCausalLM
 
@@ -29,7 +34,11 @@ QUESTION, ANSWER = "What is the capital of France?", "The capital of France is P
 TINY_ARGUMENTS = {
     "sft/train.py": ["--max_steps", "2", "--max_length", "512", "--max_position_embeddings", "512"],
     "sft.score_reasoning": ["--max-new-tokens", "8"],
+    "sft/train_dpo.py": ["--max_steps", "1", "--use_cpu", "true"],
+    "sft/train_grpo.py": ["--max_steps", "1", "--use_cpu", "true", "--max_completion_length", "8"],
 }
+# Examples of helps that run here. Of the others, which take hours, a GPU or a network, the arguments are read.
+RUN = ("sft.make_", "sft.score_reasoning", "sft.memory_plan", "sft/train", "experiments.explore_attention")
 
 
 def anchor(heading: str) -> str:
@@ -110,6 +119,32 @@ def test_the_figure_is_what_its_script_draws(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["draw_iha.py", str(tmp_path / "iha.svg")])
     runpy.run_path(str(ROOT / "docs" / "figures" / "draw_iha.py"), run_name="__main__")
     assert (tmp_path / "iha.svg").read_bytes() == (ROOT / "docs" / "figures" / "iha.svg").read_bytes()
+
+
+def test_the_plot_of_the_first_screen_shows_its_tables():
+    losses, prefill = (read_json(TABLES[name]) for name in FIGURES["first_screen"])
+    figure = first_screen.plot(losses, prefill)
+    rows = {row["variant"]: row for row in losses["rows"]}
+    of_base, of_control = rows["global_local"]["minus_base"], rows["iha_4"]["minus_control"]
+    drawn = {"mha": "5 mha", "global_local": "4 local mha + 1 mha", "iha_2": "4 iha + 1 mha", "iha_4": None}
+    for index, (variant, form) in enumerate(drawn.items()):
+        label = list(first_screen.LINES)[index]
+        for axes, budget in zip(figure.axes, ("FLOPs", "time")):
+            base, line = axes.lines[0], axes.lines[index]
+            assert line.get_label() == label
+            assert line.get_ydata()[-1] == pytest.approx(rows[variant]["loss"]["mean"])
+            cost = rows[variant]["minus_base"][budget]["cost"] if index else 1
+            assert line.get_xdata()[-1] == pytest.approx(base.get_xdata()[-1] * cost)
+            band = axes.collections[index].get_paths()[0].vertices
+            ends = band[band[:, 0] == line.get_xdata()[-1], 1]
+            assert (ends.max() - ends.min()) / 2 == pytest.approx(rows[variant]["loss"]["half_width"])
+            # Windows alone lead, as the message says.
+            assert of_base[budget]["difference"]["mean"] < 0 < of_control[budget]["difference"]["mean"]
+        shown = [line.get_ydata().tolist() for line in figure.axes[2].lines if line.get_label() == label]
+        assert shown == ([[row["seconds"][form] for row in prefill["rows"]]] if form else [])
+    assert all(row["seconds"]["4 local mha + 1 mha"] == min(row["seconds"].values()) for row in prefill["rows"])
+    assert 0 < (ROOT / "docs" / "figures" / "first_screen.png").stat().st_size < 120_000
+    assert figure.get_size_inches()[0] * plots.DOTS_PER_INCH == 800
 
 
 # What the README runs
@@ -206,3 +241,46 @@ def test_the_readme_prints_what_it_shows(weights, tmp_path, monkeypatch, capsys)
         else:
             exec(compile(content, "README.md", "exec"), {})
         assert_shows(shown, capsys.readouterr().out)
+
+    cards = [path.read_text(encoding="utf-8") for path in sorted(tmp_path.glob("smollm2*/**/README.md"))]
+    assert len(cards) == 2  # of the conversion and of the training
+    for card in cards:
+        [(_, code, _)] = steps(card)
+        exec(compile(code, "README.md", "exec"), {})
+
+
+def examples() -> list[str]:
+    """Return the commands that docstrings and helps show, on one line each, without those that leave a name open."""
+    return [
+        " ".join(example.split())
+        for path in sorted(ROOT.glob("*/*.py"))
+        if path.parent.name != "tests"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for example in re.findall(
+            r"(?m)^(?:examples?: )?\s*((?:python -m|accelerate launch) \w[^\[\n]*)$", node.value.replace("\\\n", " ")
+        )
+    ]
+
+
+def test_the_examples_of_helps_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    (tmp_path / "sft").symlink_to(ROOT / "sft")
+    write_jsonl(tmp_path / "rows.jsonl", training_rows(20))
+    for name in ("smollm2-iha", "smollm2-iha-tuned", "checkpoints/smollm2-iha", "outputs/demo/sft/final"):
+        saved(IHAForCausalLM(preset_config()), tmp_path / name)
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(*arguments):
+        parse(*arguments)
+        raise SystemExit("The arguments are read.")
+
+    # First the rows that others read. The server's arguments are read by typer: test_serving.py starts it.
+    for example in sorted(examples(), key=lambda example: "make_reasoning_data" not in example):
+        if any(name in example for name in RUN):
+            run(example, TINY_ARGUMENTS)
+        elif example.startswith("python") and "conversion_scripts.serve" not in example:
+            with monkeypatch.context() as patch, pytest.raises(SystemExit, match="The arguments are read."):
+                patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+                run(example, {})

@@ -354,7 +354,26 @@ def test_a_damaged_record_is_named_before_the_work(file, key, index, made):
         make_checkpoints.main(["a", "--index", str(index)])
 
 
-@pytest.mark.parametrize("folder", sorted(path.parent.name for path in make_checkpoints.INDEX.glob("*/record.json")))
+FOLDERS = sorted(path.parent.name for path in make_checkpoints.INDEX.glob("*/record.json"))
+# In place of SmolLM2's sizes.
+SMALL = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_example_of_every_card_runs(folder, tmp_path, monkeypatch, capsys):
+    record, _ = make_checkpoints.read_record(make_checkpoints.INDEX / folder)
+    tokenizer = byte_tokenizer()
+    layers = {key: record["config"][key][:2] for key in ("attention_kinds", "layer_types")}
+    config = IHAConfig(**record["config"] | SMALL | layers | {"vocab_size": len(tokenizer)})
+    random_model(config).save_pretrained(tmp_path / folder)
+    tokenizer.save_pretrained(tmp_path / folder)
+    card = (make_checkpoints.INDEX / folder / "README.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)[1], {})
+    assert capsys.readouterr().out.startswith("The capital of France is")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_a_card_says_what_the_cost_model_and_the_template_say(folder):
     """Render the card again; how the model was made is the card's own, and its results may stand beside a twin's."""
     path = make_checkpoints.INDEX / folder

@@ -215,9 +215,9 @@ def browser():
 class Opened:
     """Hold a page in the browser."""
 
-    def __init__(self, browser, path):
+    def __init__(self, browser, path, **screen):
         self.problems, self.requests = [], []
-        self.tab = browser.new_page()
+        self.tab = browser.new_page(**screen)
         self.tab.set_default_timeout(300_000)  # a busy machine takes long to unpack and compile Plotly
         self.tab.on("pageerror", lambda error: self.problems.append(str(error)))
         self.tab.on("console", lambda message: self.problems.append(message.text))
@@ -295,6 +295,16 @@ def test_in_a_browser(browser, checkpoints, tmp_path):
     opened.click_cell("pattern", 3, 5)
     assert opened.chosen("token") == ["5"]
     assert_shows((weights[1][1] - weights[1][0])[2, :, 0, :, 1], query=5)
+    # Among the tiles of all heads, a click on one opens it. Their opacity is the root of the weight.
+    assert tab.locator("#heads canvas").count() == 8
+    tab.click("#heads canvas[data-layer='1'][data-head='1']")
+    assert opened.chosen("layer", "head") == ["1", "1"]
+    assert tab.get_attribute("#heads .chosen", "title") == "layer 1 (iha), head 1"
+    tab.evaluate("new Promise(resolve => setTimeout(resolve))")  # after the tiles
+    tile = "document.querySelector('#heads .chosen').getContext('2d').getImageData(0, 0, 8, 8).data"
+    opacity = torch.tensor(tab.evaluate(f"[...{tile}].filter((_, i) => i % 4 === 3)")).view(8, 8) / 255
+    changes = (weights[1][1] - weights[1][0])[1].mean(1).sum(-1)
+    torch.testing.assert_close(opacity.square(), changes.abs(), rtol=0, atol=0.02)
     opened.click_cell("change", 3, 0)
     assert opened.chosen("layer", "head", "query") == ["0", "3", "0"]
     most = max(w.item() for layer in weights for w in (layer[1] - layer[0]).abs().sum((3, 4)).mean((1, 2)) / 2)
@@ -329,6 +339,31 @@ def test_in_a_browser(browser, checkpoints, tmp_path):
     assert float(opened.rows("distances")[1][1]) == pytest.approx(distance.item(), rel=0.01)
 
     assert opened.problems == [] and opened.requests == [(tmp_path / "page.html").as_uri()]
+
+
+def channels(colour):
+    """Return the red, green and blue of a colour as a browser computes it, from 0 to 1."""
+    return [int(channel) / 255 for channel in re.findall(r"\d+", colour)[:3]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone(scheme, browser, checkpoints, tmp_path):
+    """Fit the screen, leave the curve free of its legend, and have the colours that the system asks for."""
+    explored(checkpoints, tmp_path, "per_head", PROMPT)
+    opened = Opened(browser, tmp_path / "page.html", viewport={"width": 390, "height": 844}, color_scheme=scheme)
+    tab = opened.tab
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    curve, title, legend = (
+        tab.locator(f"#moved {part}").bounding_box() for part in (".nsewdrag", ".xtitle", ".legend")
+    )
+    assert curve["height"] > 150 and legend["y"] >= title["y"] + title["height"] > curve["y"] + curve["height"]
+    style = "getComputedStyle(document.querySelector('{}')).{}"
+    paper, ink, drawn = (
+        sum(channels(tab.evaluate(style.format(*place)))) / 3
+        for place in (("body", "backgroundColor"), ("body", "color"), ("#moved .xtick text", "fill"))
+    )
+    assert drawn == ink and abs(ink - paper) > 0.7 and (ink > paper) == (scheme == "dark")
+    assert opened.problems == []
 
 
 def test_every_control_and_chart_has_a_name(browser, checkpoints, tmp_path):
