@@ -19,7 +19,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import gguf
 import torch
 from pydantic import AfterValidator, Field
 from safetensors import safe_open
@@ -32,6 +31,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import (
     CONFIG_NAME,
@@ -124,9 +124,8 @@ def load_config(source: str | os.PathLike) -> Any:
 
 def _unread(file: str, config: PreTrainedConfig) -> list[str]:
     """Return what a GGUF file holds of RoPE, windows and biases and Transformers left out of its `config`."""
-    reader = gguf.GGUFReader(file)
-    header = {key.partition(".")[2]: field for key, field in reader.fields.items()}
-    names = [tensor.name for tensor in reader.tensors]
+    metadata, names = read_gguf_metadata(file)  # `gguf.GGUFReader` takes seconds for a vocabulary
+    header = {key.partition(".")[2]: value for key, value in metadata.items()}
     unread = []
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "default":
@@ -135,7 +134,7 @@ def _unread(file: str, config: PreTrainedConfig) -> list[str]:
         unread += [name for name in names if name.startswith("rope_")]
         if "rope.dimension_count" in header:
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            stated = header["rope.dimension_count"].contents()
+            stated = header["rope.dimension_count"]
             if stated != head_dim * rope.get("partial_rotary_factor", 1):
                 unread.append(f"rope.dimension_count={stated}")
     if getattr(config, "sliding_window", None) is None and _is_set(header.get("attention.sliding_window")):
@@ -145,8 +144,8 @@ def _unread(file: str, config: PreTrainedConfig) -> list[str]:
     return unread
 
 
-def _is_set(field: gguf.ReaderField | None) -> bool:
-    return field is not None and field.contents() not in (0, 1)
+def _is_set(value: Any) -> bool:
+    return value not in (None, 0, 1)
 
 
 def load_config_dict(source: str | os.PathLike) -> dict:
