@@ -2,8 +2,6 @@
 
 The table gives each kind of layer, the whole model, and ratios to the same model with "mha" in every layer. The
 figures are those of kinds/model_cost.py.
-
-example: python -m benchmarks.cost --preset paper-2.4b-iha --tokens 8192
 """
 
 import argparse
@@ -34,7 +32,9 @@ def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table that the arguments ask for, or raise a `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog="example: %(prog)s --preset paper-2.4b-iha --tokens 8192"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--preset", help="name of a preset of IHAConfig.from_preset")
     source.add_argument("--config", help="IHA model: a directory with a config.json, or a Hub id")

@@ -19,7 +19,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import gguf
 import torch
 from pydantic import AfterValidator, Field
 from safetensors import safe_open
@@ -60,6 +59,7 @@ _TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 _ADVICE = {
     "trust_remote_code": "only code of its own could load it, and no command here runs the code of a checkpoint",
     "deserializing header": "safetensors are damaged, or only a pointer of Git LFS: fetch it again (git lfs pull)",
+    "gguf>=": 'GGUF files need the package gguf: pip install "modeling-iha[scripts]"',
     "weights_only": "it is damaged, or a pickle of more than tensors, which is not read because it could run any code",
 }
 
@@ -124,6 +124,8 @@ def load_config(source: str | os.PathLike) -> Any:
 
 def _unread(file: str, config: PreTrainedConfig) -> list[str]:
     """Return what a GGUF file holds of RoPE, windows and biases and Transformers left out of its `config`."""
+    import gguf  # here: a plain installation lacks it
+
     reader = gguf.GGUFReader(file)
     header = {key.partition(".")[2]: field for key, field in reader.fields.items()}
     names = [tensor.name for tensor in reader.tensors]
@@ -145,7 +147,7 @@ def _unread(file: str, config: PreTrainedConfig) -> list[str]:
     return unread
 
 
-def _is_set(field: gguf.ReaderField | None) -> bool:
+def _is_set(field: Any) -> bool:
     return field is not None and field.contents() not in (0, 1)
 
 

@@ -17,7 +17,7 @@ def parse_arguments() -> argparse.Namespace:
     return parse_paths(
         converter_parser(
             "Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.",
-            "conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
+            "Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
             "source checkpoint: a directory or a Hub id",
             "the converted checkpoint",
         )

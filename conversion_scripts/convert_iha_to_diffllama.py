@@ -9,7 +9,7 @@ from conversion_scripts.options import add_dtype, converter_parser, parse_paths
 def parse_arguments() -> argparse.Namespace:
     parser = converter_parser(
         'Convert an IHA checkpoint of "diff" layers to a DiffLlama checkpoint without changing what it computes.',
-        "conversion_scripts.convert_iha_to_diffllama diff-iha diffllama-again",
+        "diff-iha diffllama-again",
         "IHA checkpoint: a directory or a Hub id",
         "the DiffLlama checkpoint",
     )

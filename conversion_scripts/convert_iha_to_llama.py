@@ -16,7 +16,7 @@ from conversion_scripts.options import add_dtype, converter_parser, parse_paths
 def parse_arguments() -> argparse.Namespace:
     parser = converter_parser(
         "Convert an IHA checkpoint whose layers still compute a multi-head attention to a stock architecture.",
-        "conversion_scripts.convert_iha_to_llama smollm2-iha smollm2-again",
+        "smollm2-iha smollm2-again",
         "IHA checkpoint: a directory or a Hub id",
         "the stock checkpoint",
     )

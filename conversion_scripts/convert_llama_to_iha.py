@@ -24,7 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = converter_parser(
         "Convert a qwen2, llama, mistral, ministral, qwen3 or smollm3 checkpoint to another attention without "
         "changing what it computes.",
-        "conversion_scripts.convert_llama_to_iha HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
+        "HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
         "source checkpoint: a directory, a Hub id or a GGUF file",
         "the converted checkpoint",
     )

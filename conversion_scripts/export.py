@@ -31,8 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Export a checkpoint in float32, and compare it with the model by greedy decoding. An export that "
         "differs is not kept.",
-        epilog='example: python -m conversion_scripts.export smollm2-iha smollm2-onnx --format onnx --try "The '
-        'capital of France is"',
+        epilog='example: %(prog)s smollm2-iha smollm2-onnx --format onnx --try "The capital of France is"',
     )
     parser.add_argument("model", help="IHA checkpoint: a directory or a Hub id")
     parser.add_argument("out", help="new directory for the export")

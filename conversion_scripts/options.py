@@ -7,7 +7,7 @@ from common.command_io import check_new_directory, locate_checkpoint
 
 def converter_parser(description: str, example: str, src: str, dst: str) -> argparse.ArgumentParser:
     """Return a parser of the positional arguments SRC and DST."""
-    parser = argparse.ArgumentParser(description=description, epilog=f"example: python -m {example}")
+    parser = argparse.ArgumentParser(description=description, epilog=f"example: %(prog)s {example}")
     parser.add_argument("src", help=src)
     parser.add_argument("dst", help=f"new directory for {dst}")
     return parser

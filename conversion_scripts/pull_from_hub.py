@@ -11,7 +11,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Fetch a checkpoint from the Hugging Face Hub into a new directory: every file compared with the "
         "Hub's checksum, the weights checked, and the model loaded in a process without this package.",
-        epilog="example: python -m conversion_scripts.pull_from_hub me/smollm2-iha smollm2-iha --revision v1",
+        epilog="example: %(prog)s me/smollm2-iha smollm2-iha --revision v1",
     )
     parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
     parser.add_argument("directory", metavar="dir", type=Path, help="new directory")

@@ -28,8 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Compare a converted IHA checkpoint with its source on real text, up to the length for which the "
         "conversion is exact. The exit code is 1 if they differ, or if a deliberately broken control does not.",
-        epilog="example: python -m conversion_scripts.verify_conversion HuggingFaceTB/SmolLM2-135M-Instruct "
-        "smollm2-iha",
+        epilog="example: %(prog)s HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha",
     )
     parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
     parser.add_argument("dst", help="converted checkpoint: a directory or a Hub id")

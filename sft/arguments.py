@@ -92,7 +92,7 @@ def answer_help(usage: str) -> None:
     if not {"-h", "--help"} & set(sys.argv[1:]):
         return
     parser = ArgumentParser(usage=usage, allow_abbrev=False, argument_default=SUPPRESS)
-    parser.add_argument("--help_all", action="store_true", help="show the keys of the trainer as well")
+    parser.add_argument("--help-all", action="store_true", help="show the keys of the trainer as well")
     parser.add_argument("--config", metavar="FILE", help="YAML file with keys and values")
     for key in fields(RunArguments):
         if key.name not in UNUSED_KEYS:
@@ -108,7 +108,7 @@ class RecipeParser(TrlParser):
 
     def __init__(self, config_class: "type[TrainingArguments]", usage: str) -> None:
         super().__init__((RunArguments, config_class), usage=usage, allow_abbrev=False)
-        self.add_argument("--help_all", action="help", help="show every key, and exit")
+        self.add_argument("--help-all", action="help", help="show every key, and exit")
 
     def parse(self, argv: Sequence[str]) -> "tuple[RunArguments, TrainingArguments]":
         """Parse `--config FILE [--key value ...]`.
@@ -175,7 +175,7 @@ class RecipeParser(TrlParser):
 
     def _refuse_unknown(self, arguments: list[str]) -> None:
         if arguments:
-            name = arguments[0].removeprefix("--")
+            name = arguments[0].removeprefix("--").replace("-", "_")
             keys = {action.dest for action in self._actions}.difference(UNUSED_KEYS)
             close = get_close_matches(name, keys, n=1)
             raise UserError(f"unknown key {name!r}: {f'did you mean {close[0]!r}?' if close else 'see --help.'}")

@@ -22,8 +22,9 @@ from common.command_io import ROOT, run_cli
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
 ROOMS = (
-    *("modeling_iha", "configuration_iha", "common", "kinds", "model_cards", "hub", "conversion_scripts"),
-    *("gpu_kernels", "sft", "evaluation", "benchmarks", "experiments", "checkpoints", "vllm_iha"),
+    *("iha_commands", "modeling_iha", "configuration_iha", "common", "kinds", "model_cards", "hub"),
+    *("conversion_scripts", "gpu_kernels", "sft", "evaluation", "benchmarks", "experiments", "checkpoints"),
+    "vllm_iha",
 )
 BY_PATH = ("sft/train.py", "sft/train_dpo.py", "sft/train_grpo.py", "evaluation/run.py")
 COMMANDS = sorted(
@@ -56,8 +57,7 @@ def test_a_command_answers_help(path, monkeypatch, capsys):
         runpy.run_module(module, run_name="__main__")
     out = " ".join(capsys.readouterr().out.lower().split())
     assert stop.value.code in (0, None) and "usage:" in out and "example" in out and path.stem in out
-    of_transformers = ["--continuous-batching"] if path.stem == "serve" else []
-    assert documented_options(module) <= {*re.findall(r"--[\w-]+", out), *of_transformers}
+    assert documented_options(module) <= {*re.findall(r"--[\w-]+", out)}
 
 
 @pytest.mark.parametrize("path", BY_PATH)
@@ -101,15 +101,12 @@ for name in json.load(sys.stdin):
     assert "usage:" in out.getvalue().lower(), name
     assert not {"torch", "plotly"} & sys.modules.keys(), name
 """
-# Its parser is built by Transformers.
-SLOW = {"conversion_scripts.serve"}
 
 
 def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
     names = {f"{path.parent.name}.{path.stem}" for path in COMMANDS if path.parent.name != "benchmarks"} | {"demo"}
-    names = sorted(names - SLOW)
     process = subprocess.run(
-        [sys.executable, "-c", HELP], input=json.dumps(names), cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", HELP], input=json.dumps(sorted(names)), cwd=ROOT, capture_output=True, text=True
     )
     assert process.returncode == 0, process.stderr
 
