@@ -284,6 +284,18 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
         raise
 
 
+def new_path(text: str) -> Path:
+    """Return the path of a new directory. As a type of argparse it refuses one that exists before slow imports."""
+    check_new_directory(text)
+    return Path(text)
+
+
+def checkpoint(text: str) -> str:
+    """Return what names a checkpoint. As a type of argparse it refuses what `locate_checkpoint` does."""
+    locate_checkpoint(text)
+    return text
+
+
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a temporary sibling of `path` to write to, which becomes `path` on success.

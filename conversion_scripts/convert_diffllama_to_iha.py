@@ -8,7 +8,7 @@ import argparse
 import copy
 
 from common.command_io import UserError, run_cli
-from conversion_scripts.options import add_dtype, converter_parser, parse_paths
+from conversion_scripts.options import add_dtype, converter_parser
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -19,7 +19,7 @@ def parse_arguments() -> argparse.Namespace:
         "the converted checkpoint",
     )
     add_dtype(parser)
-    return parse_paths(parser)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import argparse
 import importlib.util
 from typing import NamedTuple
 
-from common.command_io import UserError, new_directory, run_cli
+from common.command_io import UserError, checkpoint, new_directory, new_path, run_cli
 
 
 class Format(NamedTuple):
@@ -33,8 +33,8 @@ def parse_arguments() -> argparse.Namespace:
         "differs is not kept.",
         epilog='example: %(prog)s smollm2-iha smollm2-onnx --format onnx --try "The capital of France is"',
     )
-    parser.add_argument("model", help="IHA checkpoint: a directory or a Hub id")
-    parser.add_argument("out", help="new directory for the export")
+    parser.add_argument("model", type=checkpoint, help="IHA checkpoint: a directory or a Hub id")
+    parser.add_argument("out", type=new_path, help="new directory for the export")
     parser.add_argument("--format", choices=FORMATS, required=True, help="what to export to; dynamo is torch.export")
     parser.add_argument(
         "--try",
@@ -48,6 +48,12 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.max_new_tokens < 2:  # the first token takes no step of decoding
         parser.error(f"--max-new-tokens {args.max_new_tokens}: expected at least 2")
+    missing = [name for name in FORMATS[args.format].packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f'--format {args.format} needs {", ".join(missing)}: pip install "modeling-iha[export]"; in a checkout, '
+            "pip install -c constraints.txt -e '.[export]'."
+        )
     return args
 
 
@@ -163,11 +169,6 @@ def write_readme(directory: Path, args: argparse.Namespace, config: IHAConfig, r
 
 def main() -> None:
     args = parse_arguments()
-    missing = [name for name in FORMATS[args.format].packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"--format {args.format} needs {', '.join(missing)}: run pip install -c constraints.txt -e '.[export]'."
-        )
     config = load_config(args.model)
     check_iha(args.model, config)
     tokenizer = load_tokenizer(args.model, config.vocab_size)

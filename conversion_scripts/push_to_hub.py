@@ -33,7 +33,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--trust-code", action="store_true", help="run and publish code that is not this package's")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be uploaded, without network")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.directory.is_dir():
+        raise UserError(f"{args.directory} is no directory: expected a saved model.")
+    return args
 
 
 if __name__ == "__main__":

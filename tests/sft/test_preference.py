@@ -44,7 +44,7 @@ def rows_file(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def pairs_file(rows_file) -> str:
     out = Path(rows_file).with_name("pairs.jsonl")
-    make_preference_pairs.main([str(out), rows_file])
+    make_preference_pairs.main([rows_file, str(out)])
     return str(out)
 
 
@@ -305,9 +305,9 @@ def test_a_slip_changes_one_sign_of_the_solution_and_makes_it_wrong(rows_file, p
         (place,) = [i for i, (ours, slip) in enumerate(zip(answer, rejected["content"])) if ours != slip]
         assert answer.index("<|begin_of_solution|>\n") + 22 <= place < answer.index("\n<|end_of_solution|>")
         assert not is_right(rejected["content"], row["generator"], row["entry"])
-    make_preference_pairs.main([str(tmp_path / "again.jsonl"), rows_file])
+    make_preference_pairs.main([rows_file, str(tmp_path / "again.jsonl")])
     assert jsonl(tmp_path / "again.jsonl") == pairs
-    make_preference_pairs.main([str(tmp_path / "other.jsonl"), rows_file, "--seed", "1"])
+    make_preference_pairs.main([rows_file, str(tmp_path / "other.jsonl"), "--seed", "1"])
     assert jsonl(tmp_path / "other.jsonl") != pairs
 
 
@@ -317,7 +317,7 @@ def test_the_wrong_ones_of_a_models_replies_are_rejected(rows_file, tmp_path, ca
     replies[0] = ""
     figures, out = tmp_path / "figures.json", tmp_path / "pairs.jsonl"
     figures.write_text(json.dumps({"replies": replies}))
-    make_preference_pairs.main([str(out), rows_file, "--replies", str(figures)])
+    make_preference_pairs.main([rows_file, str(out), "--replies", str(figures)])
     assert "9 pairs from 20 rows" in capsys.readouterr().out
     assert {pair["rejected"][0]["content"] for pair in jsonl(out)} == {"I am lost"}
     assert [pair["chosen"][0]["content"] for pair in jsonl(out)] == [
@@ -331,7 +331,7 @@ def test_the_wrong_ones_of_a_models_replies_are_rejected(rows_file, tmp_path, ca
     ):
         figures.write_text(json.dumps(content))
         with pytest.raises(UserError, match=named):
-            make_preference_pairs.main([str(tmp_path / "none.jsonl"), rows_file, "--replies", str(figures)])
+            make_preference_pairs.main([rows_file, str(tmp_path / "none.jsonl"), "--replies", str(figures)])
     assert not (tmp_path / "none.jsonl").exists()
 
 
