@@ -257,7 +257,12 @@ def run_module(result: str | os.PathLike, *command: str | os.PathLike) -> None:
         return
     print(f"$ python -m {' '.join(map(str, command))}", flush=True)
     start = time.monotonic()
-    if subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT).returncode != 0:
+    try:
+        process = subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT)
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note("What is done is kept: the same command goes on from here.")
+        raise
+    if process.returncode != 0:
         raise UserError(f"{result} was not made, see above. Once mended, the same command goes on from here.")
     print(f"   {time.monotonic() - start:.0f} s", flush=True)
 
@@ -277,7 +282,9 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
         with _signals_as_interrupts(), _temporary_sibling(dst) as temporary:
             yield temporary
             os.replace(temporary, dst)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(f"{dst} was not made: the same command starts again.")
         with suppress(OSError):  # a parent that somebody else uses by now stays
             for parent in absent:
                 parent.rmdir()
