@@ -140,7 +140,8 @@ def _explained(error: BaseException, arguments: list[str]) -> str:
     refused = ("(os error ", "can't allocate memory")
     if isinstance(error, (UserError, OSError, MemoryError)) or any(text in str(error) for text in refused):
         return one_line(error)
-    if isinstance(error, ModuleNotFoundError) and find_spec(name := f"{error.name}".partition(".")[0]) is None:
+    name = getattr(error, "name", None) or ""
+    if isinstance(error, ModuleNotFoundError) and name and find_spec(name := name.partition(".")[0]) is None:
         return (
             f'the package {name} is not installed: pip install "modeling-iha[scripts]", for evaluation '
             '"modeling-iha[scripts,evaluation]"; in a checkout give -e ".[scripts]".'

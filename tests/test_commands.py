@@ -16,6 +16,8 @@ import pytest
 from helpers import DOCUMENTS
 
 from common.command_io import ROOT, run_cli
+from iha_commands.run import COMMANDS as COMMANDS_OF_IHA
+from iha_commands.run import convert
 
 
 # Started by path, Python looks beside the script only. This line adds its checkout.
@@ -109,6 +111,40 @@ def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
         [sys.executable, "-c", HELP], input=json.dumps(sorted(names)), cwd=ROOT, capture_output=True, text=True
     )
     assert process.returncode == 0, process.stderr
+
+
+def test_a_wheel_brings_its_commands(tmp_path):
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", tmp_path]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    missing = [name for name in COMMANDS_OF_IHA.values() if not list(tmp_path.glob(f"*/{name.replace('.', '/')}.py"))]
+    assert not missing and {path.name for path in tmp_path.iterdir()} == {
+        "configuration_iha",
+        "iha_commands",
+        "modeling_iha",
+    }
+    command = [sys.executable, "-I", tmp_path / "iha_commands/run.py", "convert", "me/model", tmp_path / "new"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 1 and re.fullmatch(r"Error: .*such as --num-pseudo-heads 2.*\n", process.stderr)
+
+
+def test_python_runs_a_command(tmp_path, capfd):
+    with pytest.raises(RuntimeError, match=r"^Error: --seed -1 must be a whole number") as failed:
+        convert("me/model", tmp_path / "new", num_pseudo_heads=2, kind=None, options={"a": 1}, seed=-1)
+    assert capfd.readouterr().out.strip() == str(failed.value)
+
+
+def test_a_package_that_is_missing_is_one_line():
+    program = "from common.command_io import run_cli; import absent.part"
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert re.fullmatch(r"Error: the package absent is not installed: pip install .*\n", process.stderr)
+
+
+def test_an_option_is_taken_with_hyphens_and_underscores(monkeypatch):
+    given = []
+    monkeypatch.setattr(sys, "argv", ["command", "--max_length=a_b", "--seed", "c_d", "--options", "e_f=1"])
+    run_cli(lambda: given.extend(sys.argv[1:]))
+    assert given == ["--max-length=a_b", "--seed", "c_d", "--options", "e_f=1"]
 
 
 def test_a_command_imports_without_the_garbage_collector_and_runs_with_it(monkeypatch):

@@ -464,6 +464,39 @@ def test_a_run_that_ends_early_leaves_no_final_model(tiny, rows_file, tmp_path, 
 # Going on
 
 
+def test_a_finished_run_is_extended_to_the_weights_of_a_longer_one(tiny, rows_file, tmp_path, capsys):
+    steady, output = {"lr_scheduler_type": "constant", "warmup_steps": 0}, tmp_path / "run"
+    train.main(command(tiny, rows_file, tmp_path / "whole", max_steps=4, **steady))
+    short = command(tiny, rows_file, output, max_steps=2, **steady)
+    train.main(short)
+    with pytest.raises(UserError, match="final exists: this run has finished. Raise max_steps"):
+        train.main(short)
+    with pytest.raises(UserError, match="belongs to another run: learning_rate was"):
+        train.main(command(tiny, rows_file, output, max_steps=4, learning_rate=0.5, **steady))
+    longer = command(tiny, rows_file, output, max_steps=4, **steady)
+    with interrupted_at(MixingTrainer, 1):
+        train.main(longer)
+    assert (output / "final-2").is_dir() and not (output / "final").exists()
+    with pytest.raises(UserError, match="belongs to another run: max_steps was 4 and is 2"):
+        train.main(short)
+    train.main(longer)
+    assert "Going on after step 2" in capsys.readouterr().out
+    assert_same_run(output, tmp_path / "whole")
+
+    for checkpoint in output.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(UserError, match="this run has finished, and has no checkpoint to go on from"):
+        train.main(command(tiny, rows_file, output, max_steps=6, **steady))
+
+
+def test_a_run_is_not_extended_before_it_has_ended(begun):
+    state = {"global_step": 2, "max_steps": 6}
+    (checkpoint := begun / "run" / "checkpoint-2").joinpath("trainer_state.json").write_text(json.dumps(state))
+    record = make_record(*parse(begun / "model", begun / "rows.jsonl", begun / "run", max_steps=8))
+    with pytest.raises(UserError, match="max_steps was 6 and is 8"):
+        keep_record(record, begun / "run", checkpoint)
+
+
 def train_until_killed(when: str, arguments: list[str], log: Path):
     """Train in a process that kills itself in step 4, or in the middle of the optimiser's file of its checkpoint."""
     save, training_step = torch.save, MixingTrainer.training_step
