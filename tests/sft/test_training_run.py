@@ -563,7 +563,8 @@ def make_checkpoint(directory: Path, weights_file: str = "model.safetensors") ->
         (directory / name).write_bytes(bytes(100))
     for name in ("scheduler.pt", "rng_state.pth", "training_args.bin"):
         torch.save({"state": torch.zeros(100)}, directory / name)
-    (directory / "trainer_state.json").write_text(f'{{"global_step": {directory.name.partition("-")[2]}}}')
+    state = {"global_step": int(directory.name.partition("-")[2]), "max_steps": 20}
+    (directory / "trainer_state.json").write_text(json.dumps(state))
     write_checksums(directory)
     return directory
 
@@ -617,8 +618,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_file_named(damage, weights_
     "name, content, fault",
     [
         ("optimizer.pt", None, "optimizer.pt is missing"),
-        ("trainer_state.json", '{"global_step": 999}', "trainer_state.json is of step 999"),
-        ("trainer_state.json", '{"global_step": "2"}', "global_step is '2': expected a valid integer"),
+        ("trainer_state.json", '{"global_step": 999, "max_steps": 999}', "trainer_state.json is of step 999"),
+        ("trainer_state.json", '{"global_step": "2", "max_steps": 2}', "global_step is '2': expected a valid integer"),
     ],
 )
 def test_a_checkpoint_that_was_saved_wrong_is_passed_over(name, content, fault, tmp_path):
@@ -632,7 +633,7 @@ def test_a_checkpoint_that_was_saved_wrong_is_passed_over(name, content, fault, 
 def test_a_checkpoint_of_another_launch_is_refused(begun):
     (checkpoint,) = (begun / "run").glob("checkpoint-*")
     shutil.copy(begun / "run" / RECORD, checkpoint)
-    (checkpoint / "trainer_state.json").write_text('{"global_step": 2}')
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 2, "max_steps": 2}')
     (checkpoint / "optimizer.bin").touch()
     write_checksums(checkpoint)
     with pytest.raises(UserError, match="written under FSDP with FULL_STATE_DICT, and this run is under one process"):
