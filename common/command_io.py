@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -70,6 +71,8 @@ def run_cli(main: Callable[[], object]) -> None:
         gc.enable()
     if not sys.stderr.isatty() and "transformers" in sys.modules:  # to import it for --help would take seconds
         sys.modules["transformers"].utils.logging.disable_progress_bar()  # a log would keep every state of a bar
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore", FutureWarning)  # of a library, to whoever calls it: our tests show them
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -122,8 +122,9 @@ def dynamic_shapes(inputs: dict) -> dict:
 
 def export(model: IHAForCausalLM, export_format: str) -> "exporters.ExportedModel":
     """Return the graphs `"prefill"` and `"decode"` of `model`, for any number of rows and tokens."""
-    # Missing companions of PyTorch are named at every start.
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    # They name missing companions of PyTorch, and versions that they were not tried with, at every start.
+    for library in ("torch.onnx", "transformers.exporters"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     exporter = getattr(exporters, FORMATS[export_format].exporter)()
     components = {}
     for name, inputs in sample_inputs(model).items():

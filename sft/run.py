@@ -124,6 +124,7 @@ def run_recipe(
     check_values(run, args)
     check_launch(run, args)
     args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
+    args.dataloader_pin_memory &= args.device.type != "cpu"  # PyTorch warns at every epoch that it cannot
     # The other processes of a run write beside the main one.
     with sole_writer(args.output_dir) if args.process_index == 0 else nullcontext():
         try:

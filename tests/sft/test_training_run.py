@@ -143,6 +143,13 @@ def test_what_may_be_null_or_a_list_stays_so(tmp_path):
     assert RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])[1].report_to == []
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_keys_go_by_their_new_names(checkpoints, tmp_path):
+    _, args = parse("none", "none", tmp_path, gradient_checkpointing=str(checkpoints))
+    assert args.gradient_checkpointing is checkpoints
+
+
 def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path):
     def parse(*rates) -> RunArguments:
         run, args = RecipeParser(SFTConfig, "").parse(command("model", "rows", tmp_path, **dict(rates)))
