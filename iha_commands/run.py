@@ -71,9 +71,9 @@ def _run(name: str, *arguments: str | os.PathLike, **options: Any) -> None:
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             words += [f"--{option.replace('_', '-')}" + ("" if value is True else f"={text}")]
     last = ""
+    words += ["--", *map(str, arguments)]
     # A notebook shows what this process prints, and not what another one does.
-    command = [*words, "--", *map(os.fspath, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for last in process.stdout or ():
             print(last, end="", flush=True)
     if process.returncode != 0:

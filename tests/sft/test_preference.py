@@ -125,8 +125,9 @@ def test_a_recipe_trains_every_weight_the_mixing_at_its_own_rate(name, runs, tin
     trained = IHAForCausalLM.from_pretrained(runs[name] / "final").state_dict()
     assert not [key for key in source if torch.equal(source[key], trained[key])]
     assert f"TRL's {name.upper()}Trainer" in (runs[name] / "final" / "README.md").read_text()
+    begun = (tiny, pairs_file) if name == "dpo" else (str(runs["dpo"] / "final"), rows_file)
     with pytest.raises(UserError, match="has finished"):
-        COMMANDS[name].main(command(name, tiny, rows_file, runs[name]))
+        COMMANDS[name].main(command(name, *begun, runs[name]))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
