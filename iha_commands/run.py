@@ -67,7 +67,7 @@ def pull(repo_id: str, directory: str | os.PathLike, **options: Any) -> None:
 def _run(name: str, *arguments: str | os.PathLike, **options: Any) -> None:
     words = [sys.executable, __file__, name]
     for option, value in options.items():
-        if value not in (None, False):
+        if value is not None and value is not False:  # 0 is a value
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             words += [f"--{option.replace('_', '-')}" + ("" if value is True else f"={text}")]
     last = ""

@@ -15,7 +15,7 @@ import sys
 import pytest
 from helpers import DOCUMENTS
 
-from common.command_io import ROOT, run_cli
+from common.command_io import ROOT, new_directory, run_cli
 from iha_commands.run import COMMANDS as COMMANDS_OF_IHA
 from iha_commands.run import convert
 
@@ -132,8 +132,8 @@ def test_a_wheel_brings_its_commands(tmp_path):
 
 
 def test_python_runs_a_command(tmp_path, capfd):
-    with pytest.raises(RuntimeError, match=r"^Error: --seed -1 must be a whole number") as failed:
-        convert("me/model", tmp_path / "new", num_pseudo_heads=2, kind=None, options={"a": 1}, seed=-1)
+    with pytest.raises(RuntimeError, match=r"^Error: num_pseudo_heads=0: expected at least 1") as failed:
+        convert("me/model", tmp_path / "new", num_pseudo_heads=0, kind=None, options={"a": 1})
     assert capfd.readouterr().out.strip() == str(failed.value)
 
 
@@ -149,6 +149,17 @@ def test_an_option_is_taken_with_hyphens_and_underscores(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["command", "--max_length=a_b", "--seed", "c_d", "--options", "e_f=1"])
     run_cli(lambda: given.extend(sys.argv[1:]))
     assert given == ["--max-length=a_b", "--seed", "c_d", "--options", "e_f=1"]
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path, capsys):
+    def interrupted():
+        with new_directory(tmp_path / "new"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        run_cli(interrupted)
+    expected = f"Interrupted. {tmp_path / 'new'} was not made: the same command starts again.\n"
+    assert stop.value.code == 130 and capsys.readouterr().err == expected
 
 
 def test_a_command_imports_without_the_garbage_collector_and_runs_with_it(monkeypatch):

@@ -482,7 +482,11 @@ def test_a_finished_run_is_extended_to_the_weights_of_a_longer_one(tiny, rows_fi
         train.main(command(tiny, rows_file, output, max_steps=4, learning_rate=0.5, **steady))
     longer = command(tiny, rows_file, output, max_steps=4, **steady)
     with interrupted_at(MixingTrainer, 1):
-        train.main(longer)
+        try:
+            train.main(longer)
+        except KeyboardInterrupt as stopped:
+            assert stopped.__notes__ == ["Steps up to 2 are kept: the same command goes on from there."]
+            raise
     assert (output / "final-2").is_dir() and not (output / "final").exists()
     with pytest.raises(UserError, match="belongs to another run: max_steps was 4 and is 2"):
         train.main(short)
