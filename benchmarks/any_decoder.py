@@ -9,11 +9,19 @@ example: python -m benchmarks.any_decoder --tokens 512 1024
 
 from collections.abc import Callable
 
+from benchmarks.options import arguments
+from common.command_io import run_cli
+
+
+PARSER = arguments(__doc__, [512, 1024], repeats=5)
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
 import torch
 from matplotlib.figure import Figure
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.harness import arguments, draw, medians, ratios, reported, span, training, write
+from benchmarks.harness import draw, medians, ratios, reported, span, training, write
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
 
 
@@ -95,7 +103,7 @@ def plot(table: dict) -> Figure:
 
 
 def main() -> None:
-    args = arguments(__doc__, [512, 1024], repeats=5).parse_args()
+    args = PARSER.parse_args()
     settings = [(name, tokens, window) for name in PASSES for window in (None, WINDOW) for tokens in args.tokens]
     rows = reported(measure(*setting, args.repeats) for setting in settings)
     setting = {"pseudo_heads": PSEUDO_HEADS, "dtype": "float32", "predicted_by": "the same products: 1"}
@@ -103,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

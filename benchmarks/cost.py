@@ -2,39 +2,22 @@
 
 The table gives each kind of layer, the whole model, and ratios to the same model with "mha" in every layer. The
 figures are those of kinds/model_cost.py.
-
-example: python -m benchmarks.cost --preset paper-2.4b-iha --tokens 8192
 """
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import astuple
 
-from common.checkpoint_io import load_config
 from common.command_io import UserError, run_cli
-from configuration_iha import PRESETS
-from kinds.cost import Cost
-from kinds.model_cost import attention, ffn, head, model, with_mha
-from modeling_iha import IHAConfig
 
 
 FORMS = ("sdpa", "base", "eager")
 
 
-def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:
-    """Return a line of the table: parameters in millions, FLOPs (two for each multiply-add), and bytes."""
-    figures = (
-        f"{cost.parameters / 1e6:.3f} M",
-        *(f"{2 * products / 1e9:.3f} G" for products in (cost.prefill, cost.training, cost.decode)),
-        f"{value_bytes * cost.cache / tokens:.0f} B",
-        f"{value_bytes * cost.kept / 1e6:.1f} MB",
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog="example: %(prog)s --preset paper-2.4b-iha --tokens 8192"
     )
-    return f"{title:<30}{''.join(f'{figure:>16}' for figure in figures)}"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table that the arguments ask for, or raise a `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--preset", help="name of a preset of IHAConfig.from_preset")
     source.add_argument("--config", help="IHA model: a directory with a config.json, or a Hub id")
@@ -50,6 +33,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("tokens", "bytes"):
         if (count := getattr(args, name)) < 1:
             raise UserError(f"--{name} {count}: expected at least 1.")
+    return args
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+from common.checkpoint_io import load_config
+from configuration_iha import PRESETS
+from kinds.cost import Cost
+from kinds.model_cost import attention, ffn, head, model, with_mha
+from modeling_iha import IHAConfig
+
+
+def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:
+    """Return a line of the table: parameters in millions, FLOPs (two for each multiply-add), and bytes."""
+    figures = (
+        f"{cost.parameters / 1e6:.3f} M",
+        *(f"{2 * products / 1e9:.3f} G" for products in (cost.prefill, cost.training, cost.decode)),
+        f"{value_bytes * cost.cache / tokens:.0f} B",
+        f"{value_bytes * cost.kept / 1e6:.1f} MB",
+    )
+    return f"{title:<30}{''.join(f'{figure:>16}' for figure in figures)}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table that the arguments ask for, or raise a `UserError`."""
+    args = parse_arguments(argv)
     if args.preset is not None and args.preset not in PRESETS:
         raise UserError(f"--preset {args.preset}: expected one of {', '.join(PRESETS)}.")
     config = load_config(args.config) if args.preset is None else IHAConfig.from_preset(args.preset)

@@ -7,16 +7,23 @@ example: python -m benchmarks.decode_model --tokens 512
 
 from collections.abc import Callable
 
+from benchmarks.options import arguments
+from common.command_io import run_cli
+
+
+PARSER = arguments(__doc__, [512])
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
 import torch
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from benchmarks.harness import arguments, medians, ratios, reported, span, write
+from benchmarks.harness import medians, ratios, reported, span, write
 from common import plots
 from common.checkpoint_io import load_model, smollm2_gguf
-from common.command_io import run_cli
 from conversion_scripts.convert_llama_to_iha import convert
 from kinds.model_cost import attention
 
@@ -74,7 +81,7 @@ def plot(table: dict) -> Figure:
 
 
 def main() -> None:
-    args = arguments(__doc__, [512]).parse_args()
+    args = PARSER.parse_args()
     logging.disable_progress_bar()
     llama = load_model(smollm2_gguf(), torch.float32)
     iha = convert(llama, PSEUDO_HEADS)

@@ -19,13 +19,24 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from unittest import mock
 
+from benchmarks.options import arguments
+from common.command_io import run_cli
+
+
+PARSER = arguments(__doc__, [], repeats=3)
+PARSER.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count(), 8], help="numbers of threads")
+PARSER.add_argument("--busy", type=int, nargs="+", default=[0, os.cpu_count()], help="numbers of busy processes")
+PARSER.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
+PARSER.add_argument("--cases", nargs="+", help="parts to measure, such as forward or 'batch decoding' (all)")
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
 import torch
 from matplotlib.figure import Figure
 from transformers.cache_utils import DynamicCache
 
 from benchmarks.harness import (
     Attention,
-    arguments,
     inference,
     medians,
     processor,
@@ -36,7 +47,7 @@ from benchmarks.harness import (
 )
 from benchmarks.schedule import BASE, schedules
 from common import plots
-from common.command_io import UserError, read_json, run_cli
+from common.command_io import UserError, read_json
 from modeling_iha import attention_mha, masks
 
 
@@ -168,12 +179,7 @@ def plot(table: dict) -> Figure:
 
 def main() -> None:
     """Measure, or raise a `UserError` where the default loses."""
-    parser = arguments(__doc__, [], repeats=3)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count(), 8], help="numbers of threads")
-    parser.add_argument("--busy", type=int, nargs="+", default=[0, os.cpu_count()], help="numbers of busy processes")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
-    parser.add_argument("--cases", nargs="+", help="parts to measure, such as forward or 'batch decoding' (all)")
-    args = parser.parse_args()
+    args = PARSER.parse_args()
     cases = CASES + [("schedule", tokens, 4, None) for tokens in args.tokens or SCHEDULE_TOKENS]
     cases = [case for case in cases if args.cases is None or case[0] in args.cases]
     path = args.out / "default_form" / f"{cpu_name()}.json"

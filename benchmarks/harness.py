@@ -1,6 +1,5 @@
 """Share what benchmarks and studies need: layers of one size, times, peaks of memory, tables and plots."""
 
-import argparse
 import multiprocessing
 import os
 import platform
@@ -17,13 +16,14 @@ import transformers
 from matplotlib.figure import Figure
 from transformers.cache_utils import Cache
 
+from benchmarks import options
 from common import plots
 from common.command_io import read_json, write_json
 from common.plots import save_plot
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
 
 
-RESULTS = Path(__file__).resolve().parent / "results"
+arguments, RESULTS = options.arguments, options.RESULTS
 # Imported once for all processes that measure memory.
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.figure"]
 
@@ -158,21 +158,13 @@ def ratios(values: dict[str, float], base: str, what: str = "") -> dict[str, flo
     return {f"{what}{name} / {base}": value / values[base] for name, value in others.items()}
 
 
-def arguments(doc: str, tokens: list[int], repeats: int = 3) -> argparse.ArgumentParser:
-    """Build a parser with the options of all benchmarks, which run on one thread and draw the same in every run.
+def reported(rows: Iterable[dict]) -> list[dict]:
+    """Return the rows as a list, and print a line of progress as soon as each is measured.
 
-    `doc` ends with an example."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, help=f"lengths in tokens ({tokens})")
-    parser.add_argument("--repeats", type=int, default=repeats, help=f"timed runs of each form ({repeats})")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (benchmarks/results)")
+    They are measured on one thread, and draw the same in every run.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    return parser
-
-
-def reported(rows: Iterable[dict]) -> list[dict]:
-    """Return the rows as a list, and print a line of progress as soon as each is measured."""
     kept = []
     for row in rows:
         kept.append(row)

@@ -8,10 +8,19 @@ example: python -m benchmarks.layer --tokens 512 2048 --pseudo-heads 4 8
 
 from itertools import product
 
+from benchmarks.options import arguments
+from common.command_io import run_cli
+
+
+PARSER = arguments(__doc__, [512, 2048])
+PARSER.add_argument("--pseudo-heads", type=int, nargs="+", default=[4, 8], help="numbers of pseudo-heads ([4, 8])")
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.harness import Attention, arguments, draw, inference, medians, ratios, reported, span, training, write
+from benchmarks.harness import Attention, draw, inference, medians, ratios, reported, span, training, write
 from kinds.cost import score_products
 from kinds.model_cost import attention
 
@@ -69,9 +78,7 @@ def plot(table: dict) -> Figure:
 
 
 def main() -> None:
-    parser = arguments(__doc__, [512, 2048])
-    parser.add_argument("--pseudo-heads", type=int, nargs="+", default=[4, 8], help="numbers of pseudo-heads ([4, 8])")
-    args = parser.parse_args()
+    args = PARSER.parse_args()
     rows = reported(
         measure(tokens, pseudo_heads, backward, args.repeats)
         for backward, tokens, pseudo_heads in product((False, True), args.tokens, args.pseudo_heads)
@@ -82,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -12,11 +12,19 @@ example: python -m benchmarks.mechanisms --tokens 256 1024
 from collections.abc import Callable
 from itertools import product
 
+from benchmarks.options import arguments
+from common.command_io import run_cli
+
+
+PARSER = arguments(__doc__, [256, 1024])
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
 import torch
 from matplotlib.figure import Figure
 from transformers import DynamicCache
 
-from benchmarks.harness import arguments, causal_lm, extra_bytes, inference, medians, ratios, reported, write
+from benchmarks.harness import causal_lm, extra_bytes, inference, medians, ratios, reported, write
 from common import plots
 from kinds import all_companions
 from kinds.model_cost import model
@@ -105,10 +113,10 @@ def plot(table: dict) -> Figure:
 
 
 def main() -> None:
-    args = arguments(__doc__, [256, 1024]).parse_args()
+    args = PARSER.parse_args()
     rows = reported(measure(tokens, part, args.repeats) for tokens, part in product(args.tokens, PARTS))
     write(args.out, "mechanisms", rows, plot, dtype="float32", predicted_by="multiply-adds")
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -9,12 +9,19 @@ example: python -m benchmarks.schedule --tokens 4096 8192
 from collections.abc import Callable
 from itertools import product
 
+from benchmarks.options import arguments
+from common.command_io import run_cli
+
+
+PARSER = arguments(__doc__, [4096, 8192])
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
 import torch
 from matplotlib.figure import Figure
 
 from benchmarks.harness import (
     Attention,
-    arguments,
     causal_lm,
     inference,
     medians,
@@ -101,11 +108,11 @@ def plot(table: dict) -> Figure:
 
 
 def main() -> None:
-    args = arguments(__doc__, [4096, 8192]).parse_args()
+    args = PARSER.parse_args()
     rows = reported(measure(tokens, part, args.repeats) for tokens, part in product(args.tokens, PARTS))
     setting = {"pseudo_heads": PSEUDO_HEADS, "window": "N / (2 P^2)", "dtype": "float32"}
     write(args.out, "schedule", rows, plot, **setting, predicted_by="multiply-adds")
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -8,11 +8,19 @@ example: python -m benchmarks.training_plan --tokens 1024 4096
 
 from collections.abc import Callable
 
+from benchmarks.options import arguments
+from common.command_io import run_cli
+
+
+PARSER = arguments(__doc__, [1024, 4096])
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
 import torch
 from matplotlib.figure import Figure
 from trl.kernels import ChunkedLogProbFunction
 
-from benchmarks.harness import PRELOADED, arguments, extra_bytes, reported, span, write
+from benchmarks.harness import PRELOADED, extra_bytes, reported, span, write
 from common import plots
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -137,11 +145,11 @@ def plot(table: dict) -> Figure:
 
 
 def main() -> None:
-    args = arguments(__doc__, [1024, 4096]).parse_args()
+    args = PARSER.parse_args()
     PRELOADED.append("trl.kernels")
     rows = reported(map(measure, args.tokens))
     write(args.out, "training_plan", rows, plot, dtype="float32", predicted_by="sft/memory_plan.py")
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

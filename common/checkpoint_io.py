@@ -60,6 +60,7 @@ _TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 _ADVICE = {
     "trust_remote_code": "only code of its own could load it, and no command here runs the code of a checkpoint",
     "deserializing header": "safetensors are damaged, or only a pointer of Git LFS: fetch it again (git lfs pull)",
+    "gguf>=": 'GGUF files need the package gguf: pip install "modeling-iha[scripts]"',
     "weights_only": "it is damaged, or a pickle of more than tensors, which is not read because it could run any code",
 }
 

@@ -22,12 +22,15 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import cache
+from importlib.util import find_spec
 from io import BufferedIOBase, BufferedReader
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
 import yaml
@@ -54,7 +57,8 @@ def run_cli(main: Callable[[], object]) -> None:
 
     The code is 130 for Ctrl-C and 1 for every exception. Of one that is neither a mistake of the user nor a refusal of
     the machine, such as a full disk, the line names a file with the traceback. The option --traceback of every command
-    shows it instead. What the terminal cannot show, and what would act on it, is printed escaped.
+    shows it instead. What the terminal cannot show, and what would act on it, is printed escaped. A name of an option
+    is taken with hyphens and with underscores. Help names the command as it was started.
 
     A command that has read its arguments imports its libraries without the garbage collector: each collection would
     walk through all that they make, a quarter of their time.
@@ -67,10 +71,14 @@ def run_cli(main: Callable[[], object]) -> None:
         gc.enable()
     if not sys.stderr.isatty() and "transformers" in sys.modules:  # to import it for --help would take seconds
         sys.modules["transformers"].utils.logging.disable_progress_bar()  # a log would keep every state of a bar
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore", FutureWarning)  # of a library, to whoever calls it: our tests show them
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    given, arguments = sys.argv, [word for word in sys.argv if word != "--traceback"]
+    given, arguments = sys.argv, [_with_hyphens(word) for word in sys.argv if word != "--traceback"]
+    if (file := Path(arguments[0].removesuffix(".py"))).is_relative_to(ROOT):
+        arguments[0] = f"python -m {'.'.join(file.relative_to(ROOT).parts)}"
     sys.argv = arguments
     try:
         if "" in arguments[1:]:  # as a path it would be the current directory
@@ -80,12 +88,12 @@ def run_cli(main: Callable[[], object]) -> None:
         with redirect_stdout(_Escaped(sys.stdout)):  # type: ignore[type-var]
             main()
     except KeyboardInterrupt as interrupt:
-        print("Interrupted.", file=sys.stderr)
+        print("Interrupted.", *getattr(interrupt, "__notes__", ()), file=sys.stderr)
         sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
     except SystemExit:
         raise
     except BaseException as error:  # the panics of Rust's libraries are no `Exception`
-        if given != arguments:
+        if "--traceback" in given:
             raise
         print(f"Error: {_explained(error, arguments)}", file=sys.stderr)
         sys.exit(1)
@@ -93,6 +101,23 @@ def run_cli(main: Callable[[], object]) -> None:
         sys.argv = given
     if "torch" not in sys.modules:
         gc.disable()  # until the command itself runs
+
+
+def _with_hyphens(word: str) -> str:
+    """Return a word of a command line with hyphens for the underscores in the name of an option."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if re.fullmatch(r"--\w[\w-]*", name) else word
+
+
+def _name_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print one line on a package that a command imports and that is not installed, and else the traceback."""
+    if isinstance(error, ModuleNotFoundError):
+        print(f"Error: {_explained(error, sys.argv)}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _name_missing_package  # commands import between their two calls of `run_cli`
 
 
 class _Escaped:
@@ -118,6 +143,12 @@ def _explained(error: BaseException, arguments: list[str]) -> str:
     refused = ("(os error ", "can't allocate memory")
     if isinstance(error, (UserError, OSError, MemoryError)) or any(text in str(error) for text in refused):
         return one_line(error)
+    name = getattr(error, "name", None) or ""
+    if isinstance(error, ModuleNotFoundError) and name and find_spec(name := name.partition(".")[0]) is None:
+        return (
+            f'the package {name} is not installed: pip install "modeling-iha[scripts]", for evaluation '
+            '"modeling-iha[scripts,evaluation]"; in a checkout give -e ".[scripts]".'
+        )
     ours = [call for call in traceback.extract_tb(error.__traceback__) if "site-packages" not in call.filename]
     doing = printable(" ".join([Path(arguments[0]).name, *arguments[1:]]))
     place = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}"
@@ -230,7 +261,12 @@ def run_module(result: str | os.PathLike, *command: str | os.PathLike) -> None:
         return
     print(f"$ python -m {' '.join(map(str, command))}", flush=True)
     start = time.monotonic()
-    if subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT).returncode != 0:
+    try:
+        process = subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT)
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note("What is done is kept: the same command goes on from here.")
+        raise
+    if process.returncode != 0:
         raise UserError(f"{result} was not made, see above. Once mended, the same command goes on from here.")
     print(f"   {time.monotonic() - start:.0f} s", flush=True)
 
@@ -250,11 +286,25 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
         with _signals_as_interrupts(), _temporary_sibling(dst) as temporary:
             yield temporary
             os.replace(temporary, dst)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(f"{dst} was not made: the same command starts again.")
         with suppress(OSError):  # a parent that somebody else uses by now stays
             for parent in absent:
                 parent.rmdir()
         raise
+
+
+def new_path(text: str) -> Path:
+    """Return the path of a new directory. As a type of argparse it refuses one that exists before slow imports."""
+    check_new_directory(text)
+    return Path(text)
+
+
+def checkpoint(text: str) -> str:
+    """Return what names a checkpoint. As a type of argparse it refuses what `locate_checkpoint` does."""
+    locate_checkpoint(text)
+    return text
 
 
 @contextmanager

@@ -10,18 +10,16 @@ import argparse
 import functools
 
 from common.command_io import UserError, run_cli, typed
-from conversion_scripts.options import converter_parser, parse_paths
+from conversion_scripts.options import converter_parser
 
 
 def parse_arguments() -> argparse.Namespace:
-    return parse_paths(
-        converter_parser(
-            "Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.",
-            "conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
-            "source checkpoint: a directory or a Hub id",
-            "the converted checkpoint",
-        )
-    )
+    return converter_parser(
+        "Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.",
+        "Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
+        "source checkpoint: a directory or a Hub id",
+        "the converted checkpoint",
+    ).parse_args()
 
 
 if __name__ == "__main__":

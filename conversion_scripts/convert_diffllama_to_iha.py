@@ -8,18 +8,18 @@ import argparse
 import copy
 
 from common.command_io import UserError, run_cli
-from conversion_scripts.options import add_dtype, converter_parser, parse_paths
+from conversion_scripts.options import add_dtype, converter_parser
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = converter_parser(
         'Convert a DiffLlama checkpoint to an IHA checkpoint of "diff" layers without changing what it computes.',
-        "conversion_scripts.convert_diffllama_to_iha kajuma/DiffLlama-0.3B-handcut diff-iha",
+        "kajuma/DiffLlama-0.3B-handcut diff-iha",
         "DiffLlama checkpoint: a directory or a Hub id",
         "the converted checkpoint",
     )
     add_dtype(parser)
-    return parse_paths(parser)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

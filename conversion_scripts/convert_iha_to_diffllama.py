@@ -3,18 +3,18 @@
 import argparse
 
 from common.command_io import UserError, run_cli
-from conversion_scripts.options import add_dtype, converter_parser, parse_paths
+from conversion_scripts.options import add_dtype, converter_parser
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = converter_parser(
         'Convert an IHA checkpoint of "diff" layers to a DiffLlama checkpoint without changing what it computes.',
-        "conversion_scripts.convert_iha_to_diffllama diff-iha diffllama-again",
+        "diff-iha diffllama-again",
         "IHA checkpoint: a directory or a Hub id",
         "the DiffLlama checkpoint",
     )
     add_dtype(parser)
-    return parse_paths(parser)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

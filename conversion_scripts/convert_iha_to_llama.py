@@ -10,18 +10,18 @@ import sys
 from collections.abc import Callable
 
 from common.command_io import UserError, run_cli
-from conversion_scripts.options import add_dtype, converter_parser, parse_paths
+from conversion_scripts.options import add_dtype, converter_parser
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = converter_parser(
         "Convert an IHA checkpoint whose layers still compute a multi-head attention to a stock architecture.",
-        "conversion_scripts.convert_iha_to_llama smollm2-iha smollm2-again",
+        "smollm2-iha smollm2-again",
         "IHA checkpoint: a directory or a Hub id",
         "the stock checkpoint",
     )
     add_dtype(parser)
-    return parse_paths(parser)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

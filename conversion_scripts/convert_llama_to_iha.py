@@ -9,7 +9,7 @@ import json
 import re
 
 from common.command_io import ROOT, UserError, refusing, run_cli
-from conversion_scripts.options import add_dtype, converter_parser, parse_paths
+from conversion_scripts.options import add_dtype, converter_parser
 
 
 SCHEDULES = ("global", "hybrid")
@@ -24,7 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = converter_parser(
         "Convert a qwen2, llama, mistral, ministral, qwen3 or smollm3 checkpoint to another attention without "
         "changing what it computes.",
-        "conversion_scripts.convert_llama_to_iha HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
+        "HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
         "source checkpoint: a directory, a Hub id or a GGUF file",
         "the converted checkpoint",
     )
@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_dtype(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of the random values (default: 0)")
-    args = parse_paths(parser)
+    args = parser.parse_args()
     if args.options is not None:
         with refusing(f"--options {args.options}: expected JSON", ValueError, RecursionError):
             args.options = json.loads(args.options)

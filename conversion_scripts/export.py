@@ -8,7 +8,7 @@ import argparse
 import importlib.util
 from typing import NamedTuple
 
-from common.command_io import UserError, new_directory, run_cli
+from common.command_io import UserError, checkpoint, new_directory, new_path, run_cli
 
 
 class Format(NamedTuple):
@@ -31,11 +31,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Export a checkpoint in float32, and compare it with the model by greedy decoding. An export that "
         "differs is not kept.",
-        epilog='example: python -m conversion_scripts.export smollm2-iha smollm2-onnx --format onnx --try "The '
-        'capital of France is"',
+        epilog='example: %(prog)s smollm2-iha smollm2-onnx --format onnx --try "The capital of France is"',
     )
-    parser.add_argument("model", help="IHA checkpoint: a directory or a Hub id")
-    parser.add_argument("out", help="new directory for the export")
+    parser.add_argument("model", type=checkpoint, help="IHA checkpoint: a directory or a Hub id")
+    parser.add_argument("out", type=new_path, help="new directory for the export")
     parser.add_argument("--format", choices=FORMATS, required=True, help="what to export to; dynamo is torch.export")
     parser.add_argument(
         "--try",
@@ -49,6 +48,12 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.max_new_tokens < 2:  # the first token takes no step of decoding
         parser.error(f"--max-new-tokens {args.max_new_tokens}: expected at least 2")
+    missing = [name for name in FORMATS[args.format].packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f'--format {args.format} needs {", ".join(missing)}: pip install "modeling-iha[export]"; in a checkout, '
+            "pip install -c constraints.txt -e '.[export]'."
+        )
     return args
 
 
@@ -117,8 +122,9 @@ def dynamic_shapes(inputs: dict) -> dict:
 
 def export(model: IHAForCausalLM, export_format: str) -> "exporters.ExportedModel":
     """Return the graphs `"prefill"` and `"decode"` of `model`, for any number of rows and tokens."""
-    # Missing companions of PyTorch are named at every start.
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    # They name missing companions of PyTorch, and versions that they were not tried with, at every start.
+    for library in ("torch.onnx", "transformers.exporters"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     exporter = getattr(exporters, FORMATS[export_format].exporter)()
     components = {}
     for name, inputs in sample_inputs(model).items():
@@ -164,11 +170,6 @@ def write_readme(directory: Path, args: argparse.Namespace, config: IHAConfig, r
 
 def main() -> None:
     args = parse_arguments()
-    missing = [name for name in FORMATS[args.format].packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"--format {args.format} needs {', '.join(missing)}: run pip install -c constraints.txt -e '.[export]'."
-        )
     config = load_config(args.model)
     check_iha(args.model, config)
     tokenizer = load_tokenizer(args.model, config.vocab_size)

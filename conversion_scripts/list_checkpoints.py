@@ -23,7 +23,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Show the checkpoints in a local directory, or of a user or organisation on the Hugging Face Hub, "
         "as a table.",
-        epilog="example: python -m conversion_scripts.list_checkpoints outputs",
+        epilog="example: %(prog)s outputs",
     )
     parser.add_argument("source", help="a directory that holds checkpoints, or a name on the Hub")
     return parser.parse_args()

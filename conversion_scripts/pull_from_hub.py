@@ -4,17 +4,17 @@ import argparse
 import shutil
 from pathlib import Path
 
-from common.command_io import UserError, new_directory, run_cli
+from common.command_io import UserError, new_directory, new_path, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Fetch a checkpoint from the Hugging Face Hub into a new directory: every file compared with the "
         "Hub's checksum, the weights checked, and the model loaded in a process without this package.",
-        epilog="example: python -m conversion_scripts.pull_from_hub me/smollm2-iha smollm2-iha --revision v1",
+        epilog="example: %(prog)s me/smollm2-iha smollm2-iha --revision v1",
     )
     parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
-    parser.add_argument("directory", metavar="dir", type=Path, help="new directory")
+    parser.add_argument("directory", metavar="dir", type=new_path, help="new directory")
     parser.add_argument("--revision", default="main", help="commit, tag or branch, main by default")
     parser.add_argument("--trust-code", action="store_true", help="run code that is not this package's")
     return parser.parse_args()

@@ -17,7 +17,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Publish a saved model directory on the Hugging Face Hub, after checks of its weights, code and "
         "card and a load in a process without this package. Log in first: hf auth login.",
-        epilog="example: python -m conversion_scripts.push_to_hub smollm2-iha me/smollm2-iha --private --dry-run",
+        epilog="example: %(prog)s smollm2-iha me/smollm2-iha --private --dry-run",
     )
     parser.add_argument("directory", metavar="dir", type=Path, help="saved model directory")
     parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
@@ -33,7 +33,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--trust-code", action="store_true", help="run and publish code that is not this package's")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be uploaded, without network")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.directory.is_dir():
+        raise UserError(f"{args.directory} is no directory: expected a saved model.")
+    return args
 
 
 if __name__ == "__main__":

@@ -9,8 +9,24 @@ import errno
 import ipaddress
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+from common.command_io import UserError, one_line, run_cli
+
+
+def answer_help() -> None:
+    """Print how to start the server, and exit, where the command line asks for help: Transformers' takes seconds."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        usage = f"{sys.argv[0]} [MODEL] [--host HOST] [--port PORT] [--continuous-batching] [option ...]"
+        print(f"usage: {usage}\n\n{__doc__}\nThe other options are those that `transformers serve --help` lists.")
+        print(f"\nexample: {sys.argv[0]} smollm2-iha --port 8000")
+        sys.exit()
+
+
+if __name__ == "__main__":
+    run_cli(answer_help)  # before the imports below, which take seconds
 
 import torch
 import transformers
@@ -20,7 +36,6 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
 from common.checkpoint_io import check_filled, load_config, load_config_dict
-from common.command_io import UserError, one_line, run_cli
 from common.foreign_code import note_foreign_code
 
 
@@ -98,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         setattr(transformers, name, WholeModel)
     setattr(uvicorn, "Config", config_of)  # `Serve` has no option for either
     app = typer.Typer()
-    app.command(epilog="example: python -m conversion_scripts.serve smollm2-iha --port 8000")(Serve)
+    app.command()(Serve)
     command: Any = typer.main.get_command(app)
     start = command.callback
 
@@ -128,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"The server cannot start with {what}: {one_line(error)}") from error
 
     command.callback = serve
-    command.main(argv, prog_name="serve.py")
+    command.main(argv, prog_name=sys.argv[0])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from common.command_io import (
     MAX_TEXT,
     UserError,
     check_output_file,
-    locate_checkpoint,
+    checkpoint,
     progress,
     read_text,
     run_cli,
@@ -28,11 +28,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Compare a converted IHA checkpoint with its source on real text, up to the length for which the "
         "conversion is exact. The exit code is 1 if they differ, or if a deliberately broken control does not.",
-        epilog="example: python -m conversion_scripts.verify_conversion HuggingFaceTB/SmolLM2-135M-Instruct "
-        "smollm2-iha",
+        epilog="example: %(prog)s HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha",
     )
-    parser.add_argument("src", help="source checkpoint: a directory, a Hub id or a GGUF file")
-    parser.add_argument("dst", help="converted checkpoint: a directory or a Hub id")
+    parser.add_argument("src", type=checkpoint, help="source checkpoint: a directory, a Hub id or a GGUF file")
+    parser.add_argument("dst", type=checkpoint, help="converted checkpoint: a directory or a Hub id")
     parser.add_argument(
         "--text", type=Path, default=DEFAULT_TEXT, help="text file (default: a speech that ships with the command)"
     )
@@ -48,8 +47,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--max-new-tokens {args.max_new_tokens} must be at least 1 and less than --tokens {args.tokens}")
     if args.json is not None:
         check_output_file(args.json, replace=True)
-    locate_checkpoint(args.src)
-    locate_checkpoint(args.dst)
     return args
 
 

@@ -9,6 +9,7 @@ prints the table.
 
 from typing import Any
 
+from common.command_io import UserError
 from modeling_iha import IHAConfig
 from modeling_iha.interleaving import Overlay
 
@@ -19,10 +20,10 @@ from .cost import Cost, linear
 def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "sdpa") -> Cost:
     """Return the cost of an attention module with its projections, by the options of `config` for this layer.
 
-    Raise a ValueError for a kind whose mechanism has no cost function."""
+    Raise a `UserError` for a kind whose mechanism has no cost function."""
     if (between := companion_of(kind).cost) is None:
         known = [known for known, mechanism in all_companions().items() if mechanism.cost]
-        raise ValueError(
+        raise UserError(
             f"The cost model knows {', '.join(map(repr, known))}, not {kind!r}: add its function to kinds/{kind}.py."
         )
     window = config.sliding_window if layer_type == "sliding_attention" else None

@@ -36,7 +36,6 @@ if __name__ == "__main__":
 import torch
 import yaml
 from annotated_types import Ge, Interval
-from gguf import GGUFReader
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 from transformers import AutoModel
 from transformers.utils import cached_file
@@ -201,6 +200,8 @@ def source_license(source: str) -> str | None:
     """
     if not source.endswith(".gguf"):
         return _stated(source, "license")
+    from gguf import GGUFReader  # here: a plain installation lacks it
+
     try:
         field = GGUFReader(source).get_field("general.license")
         return one_printable_line(field.contents()) if field else None

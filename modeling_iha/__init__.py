@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from iha_commands.run import convert, pull, push, verify
+
 from .configuration_iha import IHAConfig
 from .interleave import LocalInterleavedConfig, interleave_heads, remove_interleaving
 from .modeling_iha import (
@@ -45,6 +47,10 @@ __all__ = [
     "IHAForTokenClassification",
     "IHAModel",
     "IHAPreTrainedModel",
+    "convert",
     "interleave_heads",
+    "pull",
+    "push",
     "remove_interleaving",
+    "verify",
 ]

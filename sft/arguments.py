@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 # The two keys set the same rate: one on the command line wins over either in the file.
 RATES_OF_MIXING = {"mixing_lr_multiplier", "mixing_learning_rate"}
 DEFAULT_MIXING_LR_MULTIPLIER = 40.0
+# The name of a key in recipes and in TRL -> its name in newer versions of Transformers, which warn of the old one.
+NEW_NAMES = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
 MAX_TEMPLATE = 2**20  # bytes
 # Keys of TRL that nothing here reads: they would silently do nothing.
 UNUSED_KEYS = (
@@ -92,7 +97,7 @@ def answer_help(usage: str) -> None:
     if not {"-h", "--help"} & set(sys.argv[1:]):
         return
     parser = ArgumentParser(usage=usage, allow_abbrev=False, argument_default=SUPPRESS)
-    parser.add_argument("--help_all", action="store_true", help="show the keys of the trainer as well")
+    parser.add_argument("--help-all", action="store_true", help="show the keys of the trainer as well")
     parser.add_argument("--config", metavar="FILE", help="YAML file with keys and values")
     for key in fields(RunArguments):
         if key.name not in UNUSED_KEYS:
@@ -108,7 +113,7 @@ class RecipeParser(TrlParser):
 
     def __init__(self, config_class: "type[TrainingArguments]", usage: str) -> None:
         super().__init__((RunArguments, config_class), usage=usage, allow_abbrev=False)
-        self.add_argument("--help_all", action="help", help="show every key, and exit")
+        self.add_argument("--help-all", action="help", help="show every key, and exit")
 
     def parse(self, argv: Sequence[str]) -> "tuple[RunArguments, TrainingArguments]":
         """Parse `--config FILE [--key value ...]`.
@@ -163,6 +168,9 @@ class RecipeParser(TrlParser):
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
         self._refuse_unknown(unknown)
+        for ours, theirs in NEW_NAMES.items():
+            if getattr(namespace, theirs, "") is None:
+                setattr(namespace, theirs, getattr(namespace, ours))
         for key, value in vars(namespace).items():
             if value == "":
                 raise UserError(f"{key} is empty: give it a value, or leave it out.")
@@ -175,7 +183,7 @@ class RecipeParser(TrlParser):
 
     def _refuse_unknown(self, arguments: list[str]) -> None:
         if arguments:
-            name = arguments[0].removeprefix("--")
+            name = arguments[0].removeprefix("--").replace("-", "_")
             keys = {action.dest for action in self._actions}.difference(UNUSED_KEYS)
             close = get_close_matches(name, keys, n=1)
             raise UserError(f"unknown key {name!r}: {f'did you mean {close[0]!r}?' if close else 'see --help.'}")

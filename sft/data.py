@@ -7,6 +7,7 @@ away. So both steps are done here, where a bad row can be named.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from os.path import commonprefix
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -55,6 +56,8 @@ TOKEN_COLUMNS = {
     "num_tokens": Value("int64"),
     "first_label": Value("int64"),
 }
+# The turns, or characters, that the prompt of a row of `prompt` and `completion` has; it is not learned. 0 in others.
+PROMPT = {"prompt_size": Value("int64")}
 Rows = Dataset | IterableDataset
 # What converts a row, given with what names it in errors, to the columns kept.
 Convert = Callable[[dict, str], dict]
@@ -74,7 +77,8 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
     if not columns:
         raise UserError(
             f"{where}: column 'conversations' (or 'messages') is missing; the row has {sorted(row)}. "
-            "Expected OpenThoughts rows or rows with 'messages'; sft/train.py also takes plain text in 'text'."
+            "Expected OpenThoughts rows or rows with 'messages'; sft/train.py also takes plain text in 'text', and "
+            "'prompt' with 'completion'."
         )
     if len(columns) > 1:
         raise UserError(f"{where}: columns 'messages' and 'conversations' both hold turns; remove one of them.")
@@ -111,15 +115,26 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
 
 def row_kind(row: dict) -> str:
     """Return `"text"` for a row of plain text, else `"messages"`."""
-    has_turns = any(row.get(name) is not None for name in TURN_KEYS)
-    return "text" if row.get("text") is not None and not has_turns else "messages"
+    if any(row.get(name) is not None for name in TURN_KEYS):
+        return "messages"
+    return "text" if row.get("text") is not None or isinstance(row.get("completion"), str) else "messages"
 
 
 def to_row(row: dict, where: str, kind: str) -> dict:
-    """Convert a row of any schema to its one column `kind` (see `KINDS`), or name row and column in an error."""
+    """Convert a row of any schema to the columns `kind` (see `KINDS`) and `PROMPT`.
+
+    `prompt` and `completion`, texts or turns as TRL takes them, are joined. Raise `UserError` naming row and column.
+    """
+    size = 0
+    if row.get("completion") is not None and all(row.get(name) is None for name in (*TURN_KEYS, "text")):
+        shape = Text if kind == "text" else Messages
+        parts = [typed(row.get(name), shape, f"{where}, column '{name}'") for name in ("prompt", "completion")]
+        if kind == "text":
+            _text(parts[1], f"{where}, column 'completion'")
+        row, size = {**row, kind: parts[0] + parts[1]}, len(parts[0])
     if kind == "messages":
-        return {"messages": to_messages(row, where)}
-    return {"text": _text(row.get("text"), f"{where}, column 'text'")}
+        return {"messages": to_messages(row, where), "prompt_size": size + bool(size and row.get("system"))}
+    return {"text": _text(row.get("text"), f"{where}, column 'text'"), "prompt_size": size}
 
 
 def _text(value: str, place: str, may_be_empty: bool = False) -> str:
@@ -204,7 +219,7 @@ def _converted(
 def messages_or_text(first: dict) -> tuple[Convert, Features]:
     """Return how to convert the rows of a source to the kind of its first row, and what they hold then."""
     kind = row_kind(first)
-    return partial(to_row, kind=kind), Features({kind: KINDS[kind]})
+    return partial(to_row, kind=kind), Features({kind: KINDS[kind], **PROMPT})
 
 
 def load_rows(
@@ -298,7 +313,8 @@ def tokenize(
     `input_ids` and `labels` are lists of int, whole rows: TRL cuts or packs them. `num_tokens` is their length and
     `first_label` the index of the first token that is learned, 1 or more, -1 without one. With `assistant_only` the
     labels outside the template's generation blocks are -100, so the loss covers the assistant's text and its
-    end-of-turn token. Plain text is learned whole, with an end-of-sequence token.
+    end-of-turn token. Plain text is learned whole, with an end-of-sequence token. Of a row with a prompt the tokens
+    with which the prompt alone begins too have no label.
 
     Raise `UserError` for a template that `check_chat_template` refuses or that fails on a row or renders nothing, and
     for plain text with `assistant_only` or without an end-of-sequence token.
@@ -315,34 +331,41 @@ def tokenize(
 
     def token_columns(row: dict, index: int, code: dict[str, str]) -> dict:
         with rendering(f"row {index + 1}"):
-            ids, mask = encode(row)
+            ids, mask, prompt = encode(row)
         if not ids:
             raise UserError(f"row {index + 1}: the chat template renders nothing; expected the text of its messages.")
+        unlearned = len(commonprefix([ids, prompt]))
+        mask = [0] * unlearned + mask[unlearned:]
         labels = [token if kept else IGNORED_LABEL for token, kept in zip(ids, mask, strict=True)]
         first_label = mask.index(1, 1) if 1 in mask[1:] else -1  # nothing predicts the first token
         return {"input_ids": ids, "labels": labels, "num_tokens": len(ids), "first_label": first_label}
 
     progress = {} if isinstance(rows, IterableDataset) else {"desc": "Tokenizing", "num_proc": num_proc}
-    features = Features({**rows.features, **TOKEN_COLUMNS})
-    return rows.map(token_columns, with_indices=True, fn_kwargs={"code": _code()}, features=features, **progress)
+    kept = {name: kind for name, kind in rows.features.items() if name not in PROMPT}
+    features = Features({**kept, **TOKEN_COLUMNS})
+    others = [name for name in PROMPT if name in rows.features]
+    arguments = {"with_indices": True, "fn_kwargs": {"code": _code()}, "remove_columns": others, "features": features}
+    return rows.map(token_columns, **arguments, **progress)
 
 
 def _encode_messages(
     row: dict, tokenizer: PreTrainedTokenizerBase, assistant_only: bool
-) -> tuple[list[int], list[int]]:
-    """Return token ids, and 1 for each of them that is learned."""
-    encoded = tokenizer.apply_chat_template(
-        row["messages"], return_dict=True, return_assistant_tokens_mask=assistant_only
-    )
+) -> tuple[list[int], list[int], list[int]]:
+    """Return token ids, 1 for each of them that is learned, and the token ids of the prompt alone."""
+    render = partial(tokenizer.apply_chat_template, return_dict=True)
+    encoded = render(row["messages"], return_assistant_tokens_mask=assistant_only)
+    prompt = row["messages"][: row.get("prompt_size", 0)]
+    asked = render(prompt, add_generation_prompt=True)["input_ids"] if prompt else []
     ids = encoded["input_ids"]
-    return ids, encoded["assistant_masks"] if assistant_only else [1] * len(ids)
+    return ids, encoded["assistant_masks"] if assistant_only else [1] * len(ids), asked
 
 
-def _encode_text(row: dict, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _encode_text(row: dict, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], list[int]]:
     ids = tokenizer(row["text"])["input_ids"]
     if ids[-1:] != [tokenizer.eos_token_id]:
         ids = [*ids, tokenizer.eos_token_id]
-    return ids, [1] * len(ids)
+    prompt = row["text"][: row.get("prompt_size", 0)]
+    return ids, [1] * len(ids), tokenizer(prompt)["input_ids"] if prompt else []
 
 
 def kind_of(rows: Rows) -> str:

@@ -6,14 +6,14 @@ import string
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.command_io import UserError, check_output_file, read_json, run_cli, write_jsonl
+from common.command_io import UserError, check_output_file, open_regular, read_json, run_cli, write_jsonl
 
 
 EXAMPLE = """examples:
-  python -m sft.make_preference_pairs pairs.jsonl train.jsonl
+  python -m sft.make_preference_pairs train.jsonl pairs.jsonl
 
   python -m sft.score_reasoning outputs/demo/sft/final train.jsonl --json replies.json
-  python -m sft.make_preference_pairs harder.jsonl train.jsonl --replies replies.json
+  python -m sft.make_preference_pairs train.jsonl harder.jsonl --replies replies.json
 """
 
 
@@ -21,8 +21,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="the .jsonl file to write")
     parser.add_argument("rows", type=Path, help="rows made by make_reasoning_data.py")
+    parser.add_argument("out", type=Path, help="the .jsonl file to write")
     parser.add_argument(
         "--replies",
         type=Path,
@@ -30,7 +30,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "rejected answers (default: the row's own answer with one digit or letter of its solution replaced)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the replaced digits and letters (default 0)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    check_output_file(args.out)
+    open_regular(args.rows).close()
+    return args
 
 
 if __name__ == "__main__":
@@ -94,7 +97,6 @@ def make_pairs(rows: list[dict], replies: list[str] | None, seed: int) -> list[d
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the file the command line asks for, whole or not at all. Raise `UserError`."""
     args = parse_arguments(argv)
-    check_output_file(args.out)
     rows = read_rows(args.rows)
     replies = None
     if args.replies is not None:

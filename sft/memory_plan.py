@@ -460,6 +460,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = run_config(run, args, config)
     setting = run_setting(config, run, args)
     if setting is None:
+        for kind in getattr(config, "attention_kinds", ()):
+            if companion_of(kind).cost is None:
+                raise UserError(f"No memory plan: the cost of kind {kind!r} is missing in kinds/{kind}.py.")
         raise UserError(
             f"No memory plan for a {config.model_type!r} model with optim {args.optim.value}: expected 'iha' or "
             f"'llama' without interleave_heads, and one of {', '.join(STATES)}."

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from common.command_io import UserError, file_sha256, new_directory, one_line, read_json, run_cli, write_json
+from common.command_io import UserError, file_sha256, new_directory, new_path, one_line, read_json, run_cli, write_json
 
 
 EXAMPLE = """
@@ -39,7 +39,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("source", help="a .jsonl, .parquet or .txt file or a folder of such, or the id of a dataset on the Hub")
-    add("out", type=Path, metavar="OUT_DIR", help="the directory to make")
+    add("out", type=new_path, metavar="OUT_DIR", help="the directory to make")
     add("--tokenizer", required=True, metavar="MODEL", help="the model to train: its tokenizer and chat template")
     add(
         "--chat-template",
@@ -86,6 +86,7 @@ from common.checkpoint_io import load_tokenizer
 from sft.arguments import read_chat_template
 from sft.data import (
     KINDS,
+    PROMPT,
     Convert,
     check_split,
     column,
@@ -196,7 +197,8 @@ def _convert(row: dict, where: str, kind: str, columns: tuple[str, ...], drops_b
     except UserError as error:
         if not drops_bad_rows:
             raise
-        return {kind: [] if kind == "messages" else "", **values, "problem": str(error), "digest": ""}
+        nothing = {kind: [] if kind == "messages" else "", "prompt_size": 0, "digest": ""}
+        return {**nothing, **values, "problem": str(error)}
     return {**converted, **values, "problem": "", "digest": digest(converted)}
 
 
@@ -220,7 +222,7 @@ def prepare(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tup
     def schema(first: dict) -> tuple[Convert, Features]:
         kind = row_kind(first)
         convert = partial(_convert, kind=kind, columns=tuple(wanted), drops_bad_rows=args.drop_bad_rows)
-        return convert, Features({kind: KINDS[kind], **dict.fromkeys(columns, Value("string"))})
+        return convert, Features({kind: KINDS[kind], **PROMPT, **dict.fromkeys(columns, Value("string"))})
 
     rows = load_rows(args.source, args.split, schema=schema)
     dropped, seen = Counter(), set()

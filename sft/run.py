@@ -14,6 +14,7 @@ from typing import Any, NotRequired
 from datasets import load_dataset_builder
 from datasets.exceptions import DatasetNotFoundError
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
@@ -39,7 +40,15 @@ from sft.arguments import UNUSED_KEYS, RecipeParser, RunArguments, chat_template
 from sft.data import local_files, sources
 from sft.distributed import check_launch, check_resumable, whole_model
 from sft.prepare import is_prepared, prepared_files
-from sft.trainer import RECORD, NotFiniteError, RecipeTrainer, checkpoint_to_resume, newest_complete_checkpoint
+from sft.trainer import (
+    CHECKSUMS,
+    RECORD,
+    NotFiniteError,
+    RecipeTrainer,
+    State,
+    checkpoint_to_resume,
+    newest_complete_checkpoint,
+)
 
 
 BuildTrainer = Callable[[RunArguments, TrainingArguments], RecipeTrainer]
@@ -81,6 +90,8 @@ _FREE_KEYS = {
 }
 # Recorded for the reader: the hash beside them is what is compared.
 _INFORMATION = {("base_model", "name"), ("data", "name"), ("code", "commit")}
+_LENGTHS = ("max_steps", "num_train_epochs")
+FINAL = "final"  # the directory of the final model
 # A panel of curves.png -> the logged figures it shows.
 PANELS = {
     "loss": ("loss", "eval_loss"),
@@ -113,23 +124,28 @@ def run_recipe(
     check_values(run, args)
     check_launch(run, args)
     args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
+    args.dataloader_pin_memory &= args.device.type != "cpu"  # PyTorch warns at every epoch that it cannot
     # The other processes of a run write beside the main one.
     with sole_writer(args.output_dir) if args.process_index == 0 else nullcontext():
-        train(run, args, build)
+        try:
+            train(run, args, build)
+        except KeyboardInterrupt as interrupt:
+            written = Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{CHECKSUMS}")
+            last = max((int(file.parent.name.rpartition("-")[2]) for file in written), default=0)
+            kept = f"Steps up to {last} are kept" if last else "There is no checkpoint yet"
+            interrupt.add_note(f"{kept}: the same command goes on from there.")
+            raise
 
 
 def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> None:
     """Train, save and, where the recipe says so, publish."""
     is_main = args.process_index == 0
-    final = Path(args.output_dir) / "final"
-    if final.exists():
-        raise UserError(f"{final} exists: this run has finished. Remove it or choose another output_dir.")
     record = make_record(run, args) if is_main else None
-    if is_main:
-        keep_record(record, args.output_dir)
     checkpoint = checkpoint_to_resume(args)
-    if is_main and checkpoint is not None:
-        check_record(record, checkpoint)
+    if is_main:
+        keep_record(record, args.output_dir, checkpoint)
+        if checkpoint is not None:
+            check_record(record, checkpoint, checkpoint)
 
     # TRL, Transformers and PEFT refuse keys that do not go together when they get them.
     with refusing("the recipe cannot be trained", ImportError, ValueError):
@@ -160,6 +176,7 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
     if is_main:
         check_record(record, Path(args.output_dir))  # another run may be in a directory that was removed
         write_losses(trainer.state.log_history, args.output_dir)
+        final = Path(args.output_dir) / FINAL
         save_final(trainer, model, run, record, final)
         print(f"Final model: {final}\nCurves:      loss.json, loss.png, curves.json and curves.png beside it")
         if run.push_repo_id is not None:
@@ -200,15 +217,36 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     return json.loads(json.dumps(record, default=str))
 
 
-def keep_record(record: Record, output_dir: str | Path) -> None:
+def keep_record(record: Record, output_dir: str | Path, checkpoint: Path | None = None) -> None:
     """Write `record` to `output_dir`/run.json, unless the checkpoints there belong to such a run already.
 
-    A record without checkpoints is replaced, since nothing was learned yet. Prints what stopped the earlier run, and
-    which libraries have changed. Raise `UserError` for checkpoints of another run or without a record.
+    A record without checkpoints is replaced, since nothing was learned yet. So is that of a run that a longer one goes
+    on from at its last `checkpoint`; its final model is renamed. Prints what stopped the earlier run, and which
+    libraries have changed. Raise `UserError` for checkpoints of another run or without a record, and for a run that
+    has finished.
     """
     directory = Path(output_dir)
+    final = directory / FINAL
+    if final.exists() and checkpoint is None:
+        raise UserError(
+            f"{final} exists: this run has finished, and has no checkpoint to go on from. Choose another output_dir; "
+            f"with model_name_or_path {final} a run goes on from this model, with a new optimizer."
+        )
     if any(directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
-        kept = check_record(record, directory)
+        kept = check_record(record, directory, checkpoint)
+        if kept["recipe"] != record["recipe"]:
+            shape, step = record["recipe"]["lr_scheduler_type"], checkpoint.name.rpartition("-")[2]
+            print(f"Going on after step {step}, the last of the run so far.", flush=True)
+            if not shape.startswith("constant"):
+                print(f"The learning rate is that of a {shape} schedule over all steps from here on: it rises again.")
+            if final.exists():
+                print(f"The final model of the run so far is {final.rename(f'{final}-{step}')}.", flush=True)
+            write_json(directory / RECORD, record)
+        elif final.exists():
+            raise UserError(
+                f"{final} exists: this run has finished. Raise max_steps or num_train_epochs to go on from its last "
+                "checkpoint, or choose another output_dir."
+            )
         for name, then in kept["versions"].items():
             if (now := record["versions"].get(name)) != then:
                 print(f"Warning: this run began with {name} {then} and continues with {now}.", flush=True)
@@ -218,17 +256,21 @@ def keep_record(record: Record, output_dir: str | Path) -> None:
         write_json(directory / RECORD, record)
 
 
-def check_record(record: Record, directory: Path) -> Record:
+def check_record(record: Record, directory: Path, checkpoint: Path | None = None) -> Record:
     """Return the record kept in `directory`, of a run or of its checkpoint.
 
-    Raise `UserError` when there is none, or `record` differs from it in what decides on what is learned.
+    Raise `UserError` when there is none, or `record` differs from it in what decides on what is learned. It may have
+    more steps where `checkpoint` is the last of its run.
     """
     kept = read_json(directory / RECORD, Record)
+    state = read_json(checkpoint / TRAINER_STATE_NAME, State) if checkpoint else None
+    may_be_raised = _LENGTHS if state and state["global_step"] >= state["max_steps"] else ()
     differences = []
     for section in ("base_model", "data", "recipe", "processes", "code"):
         then, now = kept[section], record[section]
         for key in sorted(then.keys() | now.keys()):
-            if (section, key) not in _INFORMATION and then.get(key) != now.get(key):
+            is_raised = section == "recipe" and key in may_be_raised and 0 < then[key] < now[key]
+            if (section, key) not in _INFORMATION and then.get(key) != now.get(key) and not is_raised:
                 name = key if section == "recipe" else f"{section} {then.get('name', '')}".strip() + f" ({key})"
                 differences.append(f"{name} was {_short(then.get(key))} and is {_short(now.get(key))}")
     if differences:

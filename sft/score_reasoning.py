@@ -6,7 +6,17 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from common.command_io import UserError, check_output_file, read_jsonl, run_cli, time_limit, write_json
+from common.command_io import (
+    UserError,
+    check_output_file,
+    checkpoint,
+    open_regular,
+    progress,
+    read_jsonl,
+    run_cli,
+    time_limit,
+    write_json,
+)
 
 
 EXAMPLE = """example:
@@ -18,13 +28,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="model directory, GGUF file or id on the Hub")
+    parser.add_argument("model", type=checkpoint, help="model directory, GGUF file or id on the Hub")
     parser.add_argument("data", help="rows made by make_reasoning_data.py")
     parser.add_argument("--limit", type=int, help="use the first LIMIT rows only")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--json", type=Path, help="also write the result, replies included, to this file")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.json is not None:
+        check_output_file(args.json)
+    open_regular(args.data).close()
+    return args
 
 
 if __name__ == "__main__":
@@ -157,11 +171,10 @@ def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_toke
 def main(argv: Sequence[str] | None = None) -> dict:
     """Score the model and rows of the command line, print the accuracy and return `score`'s result."""
     args = parse_arguments(argv)
-    if args.json is not None:
-        check_output_file(args.json)
     rows = read_rows(args.data, args.limit)
     check_rows(rows)
-    model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
+    with progress(f"Reading {args.model}"):
+        model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
     if model.device.type == "cpu":
         note_slow_dtype(model.dtype)
     tokenizer = load_tokenizer(args.model, model.config.vocab_size)

@@ -52,6 +52,7 @@ class State(TypedDict):
     """Hold what is read here of a Trainer's state."""
 
     global_step: int
+    max_steps: int
 
 
 def write_checksums(checkpoint: Path) -> None:

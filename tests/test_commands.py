@@ -15,15 +15,18 @@ import sys
 import pytest
 from helpers import DOCUMENTS
 
-from common.command_io import ROOT, run_cli
+from common.command_io import ROOT, new_directory, run_cli
+from iha_commands.run import COMMANDS as COMMANDS_OF_IHA
+from iha_commands.run import convert
 
 
 # Started by path, Python looks beside the script only. This line adds its checkout.
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
 ROOMS = (
-    *("modeling_iha", "configuration_iha", "common", "kinds", "model_cards", "hub", "conversion_scripts"),
-    *("gpu_kernels", "sft", "evaluation", "benchmarks", "experiments", "checkpoints", "vllm_iha"),
+    *("iha_commands", "modeling_iha", "configuration_iha", "common", "kinds", "model_cards", "hub"),
+    *("conversion_scripts", "gpu_kernels", "sft", "evaluation", "benchmarks", "experiments", "checkpoints"),
+    "vllm_iha",
 )
 BY_PATH = ("sft/train.py", "sft/train_dpo.py", "sft/train_grpo.py", "evaluation/run.py")
 COMMANDS = sorted(
@@ -56,8 +59,7 @@ def test_a_command_answers_help(path, monkeypatch, capsys):
         runpy.run_module(module, run_name="__main__")
     out = " ".join(capsys.readouterr().out.lower().split())
     assert stop.value.code in (0, None) and "usage:" in out and "example" in out and path.stem in out
-    of_transformers = ["--continuous-batching"] if path.stem == "serve" else []
-    assert documented_options(module) <= {*re.findall(r"--[\w-]+", out), *of_transformers}
+    assert documented_options(module) <= {*re.findall(r"--[\w-]+", out)}
 
 
 @pytest.mark.parametrize("path", BY_PATH)
@@ -96,17 +98,63 @@ for name in json.load(sys.stdin):
     assert "usage:" in out.getvalue().lower(), name
     assert not {"torch", "plotly"} & sys.modules.keys(), name
 """
-# Its parser is built by Transformers.
-SLOW = {"conversion_scripts.serve"}
+
+
+SLOW = {f"benchmarks.{name}" for name in ("decode", "gpu", "gpu_slices", "packed_rows", "prefill", "report")}
+SLOW |= {"benchmarks.training_memory", "benchmarks.window_layer"}
 
 
 def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
-    names = {f"{path.parent.name}.{path.stem}" for path in COMMANDS if path.parent.name != "benchmarks"} | {"demo"}
-    names = sorted(names - SLOW)
+    names = {f"{path.parent.name}.{path.stem}" for path in COMMANDS} - SLOW | {"demo"}
     process = subprocess.run(
-        [sys.executable, "-c", HELP], input=json.dumps(names), cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", HELP], input=json.dumps(sorted(names)), cwd=ROOT, capture_output=True, text=True
     )
     assert process.returncode == 0, process.stderr
+
+
+def test_a_wheel_brings_its_commands(tmp_path):
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", tmp_path]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    missing = [name for name in COMMANDS_OF_IHA.values() if not list(tmp_path.glob(f"*/{name.replace('.', '/')}.py"))]
+    assert not missing and {path.name for path in tmp_path.iterdir()} == {
+        "configuration_iha",
+        "iha_commands",
+        "modeling_iha",
+    }
+    command = [sys.executable, "-I", tmp_path / "iha_commands/run.py", "convert", "me/model", tmp_path / "new"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 1 and re.fullmatch(r"Error: .*such as --num-pseudo-heads 2.*\n", process.stderr)
+
+
+def test_python_runs_a_command(tmp_path, capfd):
+    with pytest.raises(RuntimeError, match=r"^Error: num_pseudo_heads=0: expected at least 1") as failed:
+        convert("me/model", tmp_path / "new", num_pseudo_heads=0, kind=None, options={"a": 1})
+    assert capfd.readouterr().out.strip() == str(failed.value)
+
+
+def test_a_package_that_is_missing_is_one_line():
+    program = "from common.command_io import run_cli; import absent.part"
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert re.fullmatch(r"Error: the package absent is not installed: pip install .*\n", process.stderr)
+
+
+def test_an_option_is_taken_with_hyphens_and_underscores(monkeypatch):
+    given = []
+    monkeypatch.setattr(sys, "argv", ["command", "--max_length=a_b", "--seed", "c_d", "--options", "e_f=1"])
+    run_cli(lambda: given.extend(sys.argv[1:]))
+    assert given == ["--max-length=a_b", "--seed", "c_d", "--options", "e_f=1"]
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path, capsys):
+    def interrupted():
+        with new_directory(tmp_path / "new"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        run_cli(interrupted)
+    expected = f"Interrupted. {tmp_path / 'new'} was not made: the same command starts again.\n"
+    assert stop.value.code == 130 and capsys.readouterr().err == expected
 
 
 def test_a_command_imports_without_the_garbage_collector_and_runs_with_it(monkeypatch):

@@ -50,7 +50,6 @@ from conversion_scripts import (
 from conversion_scripts.architectures import exact_length
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import KINDS, convert, iha_config
-from model_cards import render
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.interleave import last_pseudo_head
 
@@ -653,9 +652,7 @@ def test_real_weights(num_pseudo_heads, tmp_path, monkeypatch, cli):
     except UserError as missing:
         pytest.skip(str(missing))
     # The header takes seconds to read, and config, tokenizer, licence and weights each read it again.
-    reader = cache(gguf.GGUFReader)
-    for module in (gguf, render):
-        monkeypatch.setattr(module, "GGUFReader", reader)
+    monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
     # Transformers asks for the same map once for every module of the model.
     monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
     code, _, err = cli(convert_llama_to_iha, source, tmp_path / "iha", "--num-pseudo-heads", num_pseudo_heads)

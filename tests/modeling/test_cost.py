@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 import kinds.iha
 from benchmarks import cost as cost_command
+from common.command_io import UserError
 from configuration_iha import PRESETS
 from kinds import model_cost as cost
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -234,7 +235,7 @@ def test_kept_for_the_backward(monkeypatch, variant, gated, form):
 
 def test_unknown_kind_is_refused(monkeypatch):
     monkeypatch.setattr(kinds.iha, "COMPANION", kinds.Companion())
-    with pytest.raises(ValueError, match="'mha', .*not 'iha': add its function"):
+    with pytest.raises(UserError, match="'mha', .*not 'iha': add its function"):
         cost.model(small_config(), 16)
 
 

@@ -44,7 +44,7 @@ def rows_file(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def pairs_file(rows_file) -> str:
     out = Path(rows_file).with_name("pairs.jsonl")
-    make_preference_pairs.main([str(out), rows_file])
+    make_preference_pairs.main([rows_file, str(out)])
     return str(out)
 
 
@@ -125,8 +125,9 @@ def test_a_recipe_trains_every_weight_the_mixing_at_its_own_rate(name, runs, tin
     trained = IHAForCausalLM.from_pretrained(runs[name] / "final").state_dict()
     assert not [key for key in source if torch.equal(source[key], trained[key])]
     assert f"TRL's {name.upper()}Trainer" in (runs[name] / "final" / "README.md").read_text()
+    begun = (tiny, pairs_file) if name == "dpo" else (str(runs["dpo"] / "final"), rows_file)
     with pytest.raises(UserError, match="has finished"):
-        COMMANDS[name].main(command(name, tiny, rows_file, runs[name]))
+        COMMANDS[name].main(command(name, *begun, runs[name]))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -305,9 +306,9 @@ def test_a_slip_changes_one_sign_of_the_solution_and_makes_it_wrong(rows_file, p
         (place,) = [i for i, (ours, slip) in enumerate(zip(answer, rejected["content"])) if ours != slip]
         assert answer.index("<|begin_of_solution|>\n") + 22 <= place < answer.index("\n<|end_of_solution|>")
         assert not is_right(rejected["content"], row["generator"], row["entry"])
-    make_preference_pairs.main([str(tmp_path / "again.jsonl"), rows_file])
+    make_preference_pairs.main([rows_file, str(tmp_path / "again.jsonl")])
     assert jsonl(tmp_path / "again.jsonl") == pairs
-    make_preference_pairs.main([str(tmp_path / "other.jsonl"), rows_file, "--seed", "1"])
+    make_preference_pairs.main([rows_file, str(tmp_path / "other.jsonl"), "--seed", "1"])
     assert jsonl(tmp_path / "other.jsonl") != pairs
 
 
@@ -317,7 +318,7 @@ def test_the_wrong_ones_of_a_models_replies_are_rejected(rows_file, tmp_path, ca
     replies[0] = ""
     figures, out = tmp_path / "figures.json", tmp_path / "pairs.jsonl"
     figures.write_text(json.dumps({"replies": replies}))
-    make_preference_pairs.main([str(out), rows_file, "--replies", str(figures)])
+    make_preference_pairs.main([rows_file, str(out), "--replies", str(figures)])
     assert "9 pairs from 20 rows" in capsys.readouterr().out
     assert {pair["rejected"][0]["content"] for pair in jsonl(out)} == {"I am lost"}
     assert [pair["chosen"][0]["content"] for pair in jsonl(out)] == [
@@ -331,7 +332,7 @@ def test_the_wrong_ones_of_a_models_replies_are_rejected(rows_file, tmp_path, ca
     ):
         figures.write_text(json.dumps(content))
         with pytest.raises(UserError, match=named):
-            make_preference_pairs.main([str(tmp_path / "none.jsonl"), rows_file, "--replies", str(figures)])
+            make_preference_pairs.main([rows_file, str(tmp_path / "none.jsonl"), "--replies", str(figures)])
     assert not (tmp_path / "none.jsonl").exists()
 
 

@@ -132,7 +132,7 @@ def test_a_changed_file_of_equal_size_and_time_is_read_again(suffix, tmp_path):
         rows = Dataset.from_list([{"text": text}])
         (rows.to_json if suffix == "jsonl" else rows.to_parquet)(path)
         os.utime(path, ns=(0, 0))
-        assert list(load_rows(str(path))) == [{"text": text}]
+        assert list(load_rows(str(path))) == [{"text": text, "prompt_size": 0}]
 
 
 @pytest.mark.parametrize("updated", ["_text", "_encode_messages"])
@@ -144,7 +144,7 @@ def test_what_another_version_has_cached_is_made_again(updated, rows_file, tmp_p
     assert make() == old
     bodies = {
         "_text": lambda value, place, may_be_empty: value + "!",
-        "_encode_messages": lambda row, tokenizer, assistant_only: ([3, 4], [0, 1]),
+        "_encode_messages": lambda row, tokenizer, assistant_only: ([3, 4], [0, 1], []),
     }
     monkeypatch.setattr(getattr(data, updated), "__code__", bodies[updated].__code__)
     assert make() == old  # as long as the file is the same
@@ -357,6 +357,29 @@ def test_keys_that_do_not_go_together_are_refused(keys, named, rows_file, tmp_pa
     check_rows(*run_of(rows_file, tmp_path))
     with pytest.raises(UserError, match=named):
         check_rows(*run_of(rows_file, tmp_path, **keys))
+
+
+TURNS = [{"role": role, "content": text} for role, text in (("user", "1+1?"), ("assistant", "2."), ("user", "+1?"))]
+
+
+@pytest.mark.parametrize(
+    "row, learned",
+    [
+        ({"prompt": "The sky is", "completion": " blue."}, " blue.<|im_end|>"),
+        ({"prompt": TURNS, "completion": [{**TURNS[1], "content": "3."}]}, "3.<|im_end|>\n"),
+        ({"prompt": TURNS, "completion": [{**TURNS[1], "content": "3."}], "system": "Add."}, "3.<|im_end|>\n"),
+    ],
+    ids=["text", "turns", "system"],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_of_a_prompt_and_its_completion_the_completion_is_learned(row, learned, streaming, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "<|im_end|>"
+    source = load_rows(write_jsonl(tmp_path / "rows.jsonl", [row, row]), streaming=streaming)
+    tokens = next(iter(tokenize(source, tokenizer, assistant_only=False)))
+    labels = [label for label in tokens["labels"] if label != -100]
+    assert tokenizer.decode(labels) == learned and tokens["input_ids"][-len(labels) :] == labels
+    assert "prompt_size" not in tokens and tokens["first_label"] == len(tokens["labels"]) - len(labels)
 
 
 def test_a_stream_holds_out_its_first_rows(rows_file, tmp_path):

@@ -143,6 +143,13 @@ def test_what_may_be_null_or_a_list_stays_so(tmp_path):
     assert RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])[1].report_to == []
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_keys_go_by_their_new_names(checkpoints, tmp_path):
+    _, args = parse("none", "none", tmp_path, gradient_checkpointing=str(checkpoints))
+    assert args.gradient_checkpointing is checkpoints
+
+
 def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path):
     def parse(*rates) -> RunArguments:
         run, args = RecipeParser(SFTConfig, "").parse(command("model", "rows", tmp_path, **dict(rates)))
@@ -464,6 +471,43 @@ def test_a_run_that_ends_early_leaves_no_final_model(tiny, rows_file, tmp_path, 
 # Going on
 
 
+def test_a_finished_run_is_extended_to_the_weights_of_a_longer_one(tiny, rows_file, tmp_path, capsys):
+    steady, output = {"lr_scheduler_type": "constant", "warmup_steps": 0}, tmp_path / "run"
+    train.main(command(tiny, rows_file, tmp_path / "whole", max_steps=4, **steady))
+    short = command(tiny, rows_file, output, max_steps=2, **steady)
+    train.main(short)
+    with pytest.raises(UserError, match="final exists: this run has finished. Raise max_steps"):
+        train.main(short)
+    with pytest.raises(UserError, match="belongs to another run: learning_rate was"):
+        train.main(command(tiny, rows_file, output, max_steps=4, learning_rate=0.5, **steady))
+    longer = command(tiny, rows_file, output, max_steps=4, **steady)
+    with interrupted_at(MixingTrainer, 1):
+        try:
+            train.main(longer)
+        except KeyboardInterrupt as stopped:
+            assert stopped.__notes__ == ["Steps up to 2 are kept: the same command goes on from there."]
+            raise
+    assert (output / "final-2").is_dir() and not (output / "final").exists()
+    with pytest.raises(UserError, match="belongs to another run: max_steps was 4 and is 2"):
+        train.main(short)
+    train.main(longer)
+    assert "Going on after step 2" in capsys.readouterr().out
+    assert_same_run(output, tmp_path / "whole")
+
+    for checkpoint in output.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(UserError, match="this run has finished, and has no checkpoint to go on from"):
+        train.main(command(tiny, rows_file, output, max_steps=6, **steady))
+
+
+def test_a_run_is_not_extended_before_it_has_ended(begun):
+    state = {"global_step": 2, "max_steps": 6}
+    (checkpoint := begun / "run" / "checkpoint-2").joinpath("trainer_state.json").write_text(json.dumps(state))
+    record = make_record(*parse(begun / "model", begun / "rows.jsonl", begun / "run", max_steps=8))
+    with pytest.raises(UserError, match="max_steps was 6 and is 8"):
+        keep_record(record, begun / "run", checkpoint)
+
+
 def train_until_killed(when: str, arguments: list[str], log: Path):
     """Train in a process that kills itself in step 4, or in the middle of the optimiser's file of its checkpoint."""
     save, training_step = torch.save, MixingTrainer.training_step
@@ -530,7 +574,8 @@ def make_checkpoint(directory: Path, weights_file: str = "model.safetensors") ->
         (directory / name).write_bytes(bytes(100))
     for name in ("scheduler.pt", "rng_state.pth", "training_args.bin"):
         torch.save({"state": torch.zeros(100)}, directory / name)
-    (directory / "trainer_state.json").write_text(f'{{"global_step": {directory.name.partition("-")[2]}}}')
+    state = {"global_step": int(directory.name.partition("-")[2]), "max_steps": 20}
+    (directory / "trainer_state.json").write_text(json.dumps(state))
     write_checksums(directory)
     return directory
 
@@ -584,8 +629,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_its_file_named(damage, weights_
     "name, content, fault",
     [
         ("optimizer.pt", None, "optimizer.pt is missing"),
-        ("trainer_state.json", '{"global_step": 999}', "trainer_state.json is of step 999"),
-        ("trainer_state.json", '{"global_step": "2"}', "global_step is '2': expected a valid integer"),
+        ("trainer_state.json", '{"global_step": 999, "max_steps": 999}', "trainer_state.json is of step 999"),
+        ("trainer_state.json", '{"global_step": "2", "max_steps": 2}', "global_step is '2': expected a valid integer"),
     ],
 )
 def test_a_checkpoint_that_was_saved_wrong_is_passed_over(name, content, fault, tmp_path):
@@ -599,7 +644,7 @@ def test_a_checkpoint_that_was_saved_wrong_is_passed_over(name, content, fault, 
 def test_a_checkpoint_of_another_launch_is_refused(begun):
     (checkpoint,) = (begun / "run").glob("checkpoint-*")
     shutil.copy(begun / "run" / RECORD, checkpoint)
-    (checkpoint / "trainer_state.json").write_text('{"global_step": 2}')
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 2, "max_steps": 2}')
     (checkpoint / "optimizer.bin").touch()
     write_checksums(checkpoint)
     with pytest.raises(UserError, match="written under FSDP with FULL_STATE_DICT, and this run is under one process"):
