@@ -31,8 +31,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 # A tiny model needs no thirty steps and no long replies, and its tokens are bytes.
+TRAINING = ["--max_steps", "2", "--max_length", "512", "--max_position_embeddings", "512"]
 TINY_ARGUMENTS = {
-    "sft/train.py": ["--max_steps", "2", "--max_length", "512", "--max_position_embeddings", "512"],
+    "sft.train": TRAINING,
+    "sft/train.py": TRAINING,
     "sft.score_reasoning": ["--max-new-tokens", "8"],
     "sft/train_dpo.py": ["--max_steps", "1", "--use_cpu", "true"],
     "sft/train_grpo.py": ["--max_steps", "1", "--use_cpu", "true", "--max_completion_length", "8"],
