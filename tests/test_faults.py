@@ -290,7 +290,7 @@ def test_what_no_new_directory_can_replace_is_no_destination(words, tmp_path, mo
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path / "out" if "current" in words else tmp_path)
     monkeypatch.setattr(os.path, "ismount", lambda path: "mount" in words)
-    code, out, err = run("llama", "no/such/source", tmp_path / "out")
+    code, out, err = run("llama", "no-such/source", tmp_path / "out")
     assert_refused(code, err, words)
     assert out == ""
 
@@ -307,7 +307,7 @@ def test_parents_made_for_a_refused_source_go_again(tmp_path, run):
 )
 def test_figures_that_cannot_be_written(path, words, tmp_path, cli):
     (tmp_path / "file").write_text("mine")
-    arguments = ("no/such/source", "no/such/source", "--json", tmp_path / path)
+    arguments = ("no-such/source", "no-such/source", "--json", tmp_path / path)
     code, out, err = cli(verify_conversion, *arguments)
     assert_refused(code, err, words)
     assert out == ""
