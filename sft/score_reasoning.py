@@ -11,7 +11,6 @@ from common.command_io import (
     check_output_file,
     checkpoint,
     open_regular,
-    progress,
     read_jsonl,
     run_cli,
     time_limit,
@@ -173,8 +172,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     args = parse_arguments(argv)
     rows = read_rows(args.data, args.limit)
     check_rows(rows)
-    with progress(f"Reading {args.model}"):
-        model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
     if model.device.type == "cpu":
         note_slow_dtype(model.dtype)
     tokenizer = load_tokenizer(args.model, model.config.vocab_size)
