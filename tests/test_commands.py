@@ -100,8 +100,7 @@ for name in json.load(sys.stdin):
 """
 
 
-SLOW = {f"benchmarks.{name}" for name in ("decode", "gpu", "gpu_slices", "packed_rows", "prefill", "report")}
-SLOW |= {"benchmarks.training_memory", "benchmarks.window_layer"}
+SLOW = {f"benchmarks.{name}" for name in ("gpu", "gpu_slices", "prefill", "report")}
 
 
 def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
