@@ -8,10 +8,18 @@ example: python -m benchmarks.prefill --tokens 4096 8192 16384 32768 65536
 
 from collections.abc import Callable
 
+from benchmarks.options import arguments
+from common.command_io import run_cli
+
+
+PARSER = arguments(__doc__, [4096, 8192, 16384, 32768, 65536])
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.harness import arguments, causal_lm, draw, extra_bytes, inference, medians, ratios, reported, write
+from benchmarks.harness import causal_lm, draw, extra_bytes, inference, medians, ratios, reported, write
 from kinds.model_cost import head, model
 from modeling_iha import IHAConfig
 
@@ -68,7 +76,7 @@ def plot(table: dict) -> Figure:
 
 
 def main() -> None:
-    args = arguments(__doc__, [4096, 8192, 16384, 32768, 65536]).parse_args()
+    args = PARSER.parse_args()
     rows = reported(measure(tokens, args.repeats) for tokens in args.tokens)
     row = max(rows, key=lambda row: row["tokens"])
     longest = row["tokens"]
@@ -80,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)
