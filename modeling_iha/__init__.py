@@ -11,8 +11,6 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from iha_commands.run import convert, pull, push, verify
-
 from .configuration_iha import IHAConfig
 from .interleave import LocalInterleavedConfig, interleave_heads, remove_interleaving
 from .modeling_iha import (
@@ -39,6 +37,16 @@ AutoModelForSequenceClassification.register(IHAConfig, IHAForSequenceClassificat
 AutoModelForTokenClassification.register(IHAConfig, IHAForTokenClassification)
 AutoModelForQuestionAnswering.register(IHAConfig, IHAForQuestionAnswering)
 
+
+def __getattr__(name):
+    """Import a command where it is asked for: the model itself needs none."""
+    if name not in ("convert", "verify", "push", "pull"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from iha_commands import run
+
+    return getattr(run, name)
+
+
 __all__ = [
     "IHAConfig",
     "IHAForCausalLM",
@@ -47,10 +55,6 @@ __all__ = [
     "IHAForTokenClassification",
     "IHAModel",
     "IHAPreTrainedModel",
-    "convert",
     "interleave_heads",
-    "pull",
-    "push",
     "remove_interleaving",
-    "verify",
 ]

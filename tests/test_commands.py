@@ -17,7 +17,7 @@ from helpers import DOCUMENTS
 
 from common.command_io import ROOT, new_directory, run_cli
 from iha_commands.run import COMMANDS as COMMANDS_OF_IHA
-from iha_commands.run import convert
+from modeling_iha import convert
 
 
 # Started by path, Python looks beside the script only. This line adds its checkout.
