@@ -23,7 +23,7 @@ from common.plots import save_plot
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
 
 
-arguments, RESULTS = options.arguments, options.RESULTS
+RESULTS = options.RESULTS
 # Imported once for all processes that measure memory.
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.figure"]
 

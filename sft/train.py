@@ -11,14 +11,14 @@ from common.command_io import run_cli
 from sft.arguments import RunArguments, answer_help
 
 
-USAGE = """accelerate launch sft/train.py --config sft/recipes/NAME/sft.yaml [--key value ...]
+USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value ...]
 
 Fine-tune a model on OpenThoughts-format rows. Every key below can stand in the YAML file or on the command line, which
 wins. A run that was stopped continues from its newest complete checkpoint when the same command is given again; with
 another model, other data or another recipe it is refused.
 
 example:
-  accelerate launch --config_file sft/accelerate_configs/single.yaml sft/train.py --config sft/recipes/demo/sft.yaml \\
+  python -m sft.train --config sft/recipes/demo/sft.yaml \\
       --model_name_or_path checkpoints/smollm2-iha --dataset_name rows.jsonl --output_dir outputs/sft
 """
 

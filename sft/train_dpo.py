@@ -11,7 +11,7 @@ from common.command_io import UserError, run_cli, typed
 from sft.arguments import RunArguments, answer_help
 
 
-USAGE = """accelerate launch sft/train_dpo.py --config sft/recipes/dpo/dpo.yaml [--key value ...]
+USAGE = """python -m sft.train_dpo --config sft/recipes/dpo/dpo.yaml [--key value ...]
 
 Train a model to prefer the chosen answer of each row to the rejected one. A row holds `prompt`, `chosen` and
 `rejected`, each a list of {role, content}; sft/make_preference_pairs.py makes such rows. Every key below can stand in
@@ -19,7 +19,7 @@ the YAML file or on the command line, which wins. A run that was stopped continu
 when the same command is given again.
 
 example:
-  accelerate launch --config_file sft/accelerate_configs/single.yaml sft/train_dpo.py \\
+  python -m sft.train_dpo \\
       --config sft/recipes/dpo/dpo.yaml --model_name_or_path outputs/demo/sft/final --dataset_name pairs.jsonl \\
       --output_dir outputs/dpo
 """

@@ -15,7 +15,7 @@ from sft.arguments import RunArguments, answer_help
 
 # Too little to make a wrong answer in the right format worth as much as a right one.
 FORMAT_WEIGHT = 0.1
-USAGE = f"""accelerate launch sft/train_grpo.py --config sft/recipes/grpo/grpo.yaml [--key value ...]
+USAGE = f"""python -m sft.train_grpo --config sft/recipes/grpo/grpo.yaml [--key value ...]
 
 Train a model on its own answers to reasoning rows (see sft/make_reasoning_data.py): a right answer earns 1 and the
 solution format {FORMAT_WEIGHT}, which `reward_weights` changes. Start from a model that is sometimes right, after
@@ -24,7 +24,7 @@ the command line, which wins. A run that was stopped continues from its newest c
 command is given again.
 
 example:
-  accelerate launch --config_file sft/accelerate_configs/single.yaml sft/train_grpo.py \\
+  python -m sft.train_grpo \\
       --config sft/recipes/grpo/grpo.yaml --model_name_or_path outputs/demo/sft/final --dataset_name train.jsonl \\
       --output_dir outputs/grpo
 """

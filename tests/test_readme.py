@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.commands.launch import launch_command_parser
 from helpers import DOCUMENTS, EVERY_KIND, small_config
 from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer, preset_config, saved, training_rows, write_jsonl
@@ -31,16 +30,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 # A tiny model needs no thirty steps and no long replies, and its tokens are bytes.
-TRAINING = ["--max_steps", "2", "--max_length", "512", "--max_position_embeddings", "512"]
 TINY_ARGUMENTS = {
-    "sft.train": TRAINING,
-    "sft/train.py": TRAINING,
+    "sft.train": ["--max_steps", "2", "--max_length", "512", "--max_position_embeddings", "512"],
     "sft.score_reasoning": ["--max-new-tokens", "8"],
-    "sft/train_dpo.py": ["--max_steps", "1", "--use_cpu", "true"],
-    "sft/train_grpo.py": ["--max_steps", "1", "--use_cpu", "true", "--max_completion_length", "8"],
+    "sft.train_dpo": ["--max_steps", "1", "--use_cpu", "true", "--max_length", "512"],
+    "sft.train_grpo": ["--max_steps", "1", "--use_cpu", "true", "--max_completion_length", "8"],
 }
 # Examples of helps that run here. Of the others, which take hours, a GPU or a network, the arguments are read.
-RUN = ("sft.make_", "sft.score_reasoning", "sft.memory_plan", "sft/train", "experiments.explore_attention")
+RUN = ("sft.make_", "sft.score_reasoning", "sft.memory_plan", "sft.train", "experiments.explore_attention")
 
 
 def anchor(heading: str) -> str:
@@ -197,18 +194,10 @@ def steps(text: str) -> list[tuple[str, str, str]]:
 
 def run(command: str, arguments: dict[str, list[str]]) -> None:
     """Run a console command in this process, which spares the imports, and add `arguments` to its script's."""
-    words = shlex.split(command)
-    if words[:2] == ["accelerate", "launch"]:
-        launch = launch_command_parser().parse_args(words[2:])
-        assert Path(launch.config_file).is_file()
-        words = ["python", launch.training_script, *launch.training_script_args]
-    python, *words = words
-    assert python == "python"
-    start = runpy.run_path
-    if words[0] == "-m":
-        start, words = runpy.run_module, words[1:]
+    python, option, *words = shlex.split(command)
+    assert (python, option) == ("python", "-m")
     sys.argv = [*words, *arguments.get(words[0], [])]
-    start(words[0], run_name="__main__")
+    runpy.run_module(words[0], run_name="__main__")
 
 
 def without_figures(text: str) -> str:
@@ -259,9 +248,7 @@ def examples() -> list[str]:
         if path.parent.name != "tests"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        for example in re.findall(
-            r"(?m)^(?:examples?: )?\s*((?:python -m|accelerate launch) \w[^\[\n]*)$", node.value.replace("\\\n", " ")
-        )
+        for example in re.findall(r"(?m)^(?:examples?: )?\s*(python -m \w[^\[\n]*)$", node.value.replace("\\\n", " "))
     ]
 
 

@@ -2,7 +2,7 @@ import pytest
 from tiny_training import leave_figures_empty
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def empty_figures():
     with pytest.MonkeyPatch.context() as patch:
         leave_figures_empty(patch)
