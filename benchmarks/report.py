@@ -11,9 +11,16 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.options import RESULTS
+from common.command_io import read_json, run_cli, whole_file
+
+
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (benchmarks/results)")
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the import below, which takes seconds
+
 from benchmarks import default_form
-from benchmarks.harness import RESULTS
-from common.command_io import read_json, whole_file
 
 
 @dataclass(frozen=True)
@@ -135,9 +142,7 @@ def render(results: dict[str, dict], defaults: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (benchmarks/results)")
-    args = parser.parse_args()
+    args = PARSER.parse_args()
     names = ("layer", "schedule", "decode_model", "prefill", "mechanisms", "training_plan", "any_decoder")
     results = {name: read_json(args.out / f"{name}.json") for name in names}
     defaults = [read_json(path) for path in sorted(args.out.glob("default_form/*.json"))]
@@ -147,4 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -100,7 +100,7 @@ for name in json.load(sys.stdin):
 """
 
 
-SLOW = {f"benchmarks.{name}" for name in ("gpu", "gpu_slices", "report")}
+SLOW = {f"benchmarks.{name}" for name in ("gpu", "gpu_slices")}
 
 
 def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
