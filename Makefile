@@ -79,7 +79,7 @@ test-full: lint
 	$(RUN) -m pytest -n 2 --dist loadfile
 
 test-oldest: .venv-oldest/installed
-	$(OLDEST) -m pytest -n 2 --dist loadfile --deselect tests/conversion/test_conversion.py::test_real_weights tests/modeling/test_mechanisms.py tests/modeling/test_reference.py tests/modeling/test_generation.py \
+	$(OLDEST) -m pytest -n 2 --dist loadfile --deselect tests/conversion/test_conversion.py::test_real_weights tests/modeling/test_mechanisms.py tests/modeling/test_reference.py tests/modeling/test_generation.py tests/modeling/test_interleave.py \
 		tests/conversion/test_conversion.py tests/hub/test_check_remote_code.py tests/modeling/test_versions.py tests/conversion/test_serving.py
 
 test-vllm: .venv-vllm/installed
