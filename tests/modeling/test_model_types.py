@@ -82,7 +82,7 @@ def test_encoder(monkeypatch):
 
 @pytest.mark.parametrize("model_type", ["moshi", "inkling_text", "minimax_m3_vl_text"])
 def test_refusal_leaves_the_model(model_type):
-    """A refusal before and after the mixing was attached, on a window that the check shortens."""
+    """Refuse before and after the mixing is attached, on a window that the check shortens."""
     model = tiny_model(model_type)
     before, config, kind = outputs(model), model.config.to_dict(), type(model)
     with pytest.raises(ValueError):

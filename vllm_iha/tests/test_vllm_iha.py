@@ -149,7 +149,6 @@ def assert_equal(model: IHAForCausalLM, outputs: list, tokens: bool = True):
     """Compare the log-probabilities, and with `tokens` what was written: in bfloat16 another token may win.
 
     Where float64 puts two tokens within 1e-5, the rounding of a CPU chooses, and what follows cannot be compared."""
-    exact = IHAForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float64)
     for output in outputs if tokens else []:
         prompt = torch.tensor([output.prompt_token_ids])
         options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -157,6 +156,7 @@ def assert_equal(model: IHAForCausalLM, outputs: list, tokens: bool = True):
         written, expected = output.outputs[0].token_ids, expected[0, prompt.shape[1] :].tolist()
         assert len(written) == len(expected)
         for place in [place for place, pair in enumerate(zip(written, expected)) if len(set(pair)) > 1][:1]:
+            exact = IHAForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float64)
             text = torch.tensor([[*output.prompt_token_ids, *expected[:place]]])
             first, second = exact(text).logits[0, -1, [written[place], expected[place]]]
             assert abs(first - second) < 1e-5, (written, expected)
