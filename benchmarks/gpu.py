@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.gpu_slices import DEVICE, device_name, environment
-from benchmarks.harness import RESULTS
+from benchmarks.options import RESULTS
 from common.command_io import (
     ROOT,
     UserError,
@@ -46,7 +45,26 @@ STUDIES: dict[str, tuple[list[str], list[str]]] = {
 }
 # The time of each slice, in the order of a run without names.
 SECONDS = {"tests": 150, "paper_layer": 360, "paper_train": 200, "paper_decode": 150, **dict.fromkeys(STUDIES, 480)}
-STOPPING_SECONDS = 20
+NAMES, STOPPING_SECONDS = ", ".join(SECONDS), 20
+
+
+def slice_and_seconds(text: str) -> tuple[str, int]:
+    """Read an argument such as "tests=60", or raise a `UserError`."""
+    name, _, seconds = text.partition("=")
+    if name not in SECONDS:
+        raise UserError(f"There is no slice {name}: choose among {NAMES}.")
+    return name, int(seconds or SECONDS[name])
+
+
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("slices", nargs="*", type=slice_and_seconds, metavar="SLICE[=SECONDS]", help=f"{NAMES} (all)")
+PARSER.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too: does every slice run?")
+PARSER.add_argument("--out", type=Path, help="directory of the results (benchmarks/results/gpu)")
+PARSER.add_argument("--commit", help="of a copy that has no git (what git says)")
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the import below, which takes seconds
+
+from benchmarks.gpu_slices import DEVICE, device_name, environment
 
 
 def run_until(seconds: float, command: list[str]) -> int:
@@ -137,23 +155,10 @@ def run_slice(name: str, seconds: int, out: Path, dry: bool, commit: str) -> boo
     return code == 0
 
 
-def slice_and_seconds(text: str) -> tuple[str, int]:
-    """Read an argument such as "tests=60", or raise a `UserError`."""
-    name, _, seconds = text.partition("=")
-    if name not in SECONDS:
-        raise UserError(f"There is no slice {name}: choose among {', '.join(SECONDS)}.")
-    return name, int(seconds or SECONDS[name])
-
-
 def main() -> None:
     """Run the slices of the command line, or raise a `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("slices", nargs="*", metavar="SLICE[=SECONDS]", help=f"{', '.join(SECONDS)} (all)")
-    parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too: does every slice run?")
-    parser.add_argument("--out", type=Path, help="directory of the results (benchmarks/results/gpu)")
-    parser.add_argument("--commit", help="of a copy that has no git (what git says)")
-    args = parser.parse_args()
-    slices = dict(map(slice_and_seconds, args.slices)) or SECONDS
+    args = PARSER.parse_args()
+    slices = dict(args.slices) or SECONDS
     if DEVICE == "cpu" and not args.dry:
         raise UserError("PyTorch sees no CUDA device here: --dry runs every slice in tiny sizes on a CPU.")
     out = (args.out or (ROOT / "outputs" / "gpu_dry" if args.dry else RESULTS / "gpu")).resolve()

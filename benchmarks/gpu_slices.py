@@ -25,6 +25,17 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+from common.command_io import UserError, current_commit, one_line, read_json, run_cli, write_json
+
+
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("slice", choices=("paper_layer", "paper_train", "paper_decode"))
+PARSER.add_argument("--out", type=Path, required=True, help="directory of the results")
+PARSER.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too")
+PARSER.add_argument("--commit", help="of a copy that has no git (what git says)")
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache, DynamicLayer
@@ -33,7 +44,6 @@ from transformers.utils import is_flash_attn_4_available
 from benchmarks import harness
 from benchmarks.harness import Attention, inference, training
 from benchmarks.schedule import schedules
-from common.command_io import UserError, current_commit, one_line, read_json, run_cli, write_json
 from gpu_kernels import mix_heads_triton
 from gpu_kernels.decode_triton import decode_attention
 from kinds import model_cost as cost
@@ -584,12 +594,7 @@ def run_benchmark(name: str, out: Path, dry: bool, commit: str) -> None:
 
 def main() -> None:
     """Run the slice of the command line, or raise a `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("slice", choices=BENCHMARKS)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the results")
-    parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too")
-    parser.add_argument("--commit", help="of a copy that has no git (what git says)")
-    args = parser.parse_args()
+    args = PARSER.parse_args()
     if DEVICE == "cpu" and not args.dry:
         raise UserError("PyTorch sees no CUDA device here: --dry runs a slice in tiny sizes on a CPU.")
     run_benchmark(args.slice, args.out, args.dry, args.commit or current_commit())

@@ -178,10 +178,12 @@ class Overlay:
         return self._overrides[name] if name in self._overrides else getattr(self._target, name)
 
 
-def absorption_pays(device: torch.device, batch: int, num_keys: int) -> bool:
-    """Return whether `absorbed_attention` is faster than expanding the cached keys and values."""
+def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int, always=False) -> bool:
+    """Return whether `absorbed_attention` takes one new token: where it is faster, or `always` where it can."""
+    on_cpu = states.device.type == "cpu" and not always
     # On a CPU, expanding is faster for few tokens (benchmarks/default_form.py). A comparison would bound exports.
-    return device.type != "cpu" or not (torch.compiler.is_exporting() or num_keys < 64 or batch * num_keys < 128)
+    few = on_cpu and (torch.compiler.is_exporting() or num_keys < 64 or len(states) * num_keys < 128)
+    return core == "sdpa" and config.pseudo_collapse == "per_head" and not dropout and not few
 
 
 def absorbed_attention(

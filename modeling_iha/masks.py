@@ -11,7 +11,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
 from .input_checks import check_mask_size
-from .interleaving import Overlay, absorption_pays, beats_a_mask, keep_window_edge, virtual_positions
+from .interleaving import Overlay, beats_a_mask, is_absorbed, keep_window_edge, virtual_positions
 from .mask_inputs import MaskInputs, MaskKey
 from .window_blocks import has_varlen
 
@@ -44,19 +44,17 @@ def recomputes(attention_form: str | None, num_pseudo_heads: int) -> bool:
 def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> str | None:
     """Return the form in which "iha" layers compute steps 2 to 5 of IHA, Algorithm 1.
 
-    `None` is the algorithm as written, on the core of `attn_implementation`. `"absorbed"` computes one new token from
-    the cached base states (`absorbed_attention`), without expanding their `num_keys` tokens. `"recomputed"` keeps the
-    base states only, and expands them again in the backward pass. No other place decides the form. Raise a ValueError
-    for an `attention_form` of another name."""
-    config, form, (rows, length) = inputs.config, inputs.attention_form, inputs.inputs_embeds.shape[:2]
+    `None` is the algorithm as written, on the core of `attn_implementation`. `"absorbed"` decodes one new token from
+    the `num_keys` cached base states. `"recomputed"` keeps the base states only, and expands them in the backward too.
+    Raise a ValueError for an `attention_form` of another name."""
+    config, form, length = inputs.config, inputs.attention_form, inputs.inputs_embeds.shape[1]
     if form not in (None, "virtual", "base"):
         raise ValueError(f'attention_form is {form!r}: expected None, "virtual" or "base".')
     if key.num_pseudo_heads == 1 or form == "virtual":
         return None
-    is_plain = config._attn_implementation == "sdpa" and config.pseudo_collapse == "per_head"
-    if length == 1 and is_plain and not config.attention_dropout:
-        pays = form == "base" or absorption_pays(inputs.inputs_embeds.device, rows, num_keys)
-        return "absorbed" if pays else None
+    core, dropout = config._attn_implementation, config.attention_dropout
+    if length == 1 and is_absorbed(core, config, dropout, inputs.inputs_embeds, num_keys, always=form == "base"):
+        return "absorbed"
     return "recomputed" if recomputes(form, key.num_pseudo_heads) and torch.is_grad_enabled() else None
 
 

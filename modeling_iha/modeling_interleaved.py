@@ -29,8 +29,8 @@ from .interleaving import (
     IHAWeights,
     Overlay,
     absorbed_attention,
-    absorption_pays,
     attend_interleaved,
+    is_absorbed,
     keep_window_edge,
     virtual_kwargs,
     window_attention,
@@ -102,8 +102,7 @@ def virtual_attention(
     weights = IHAWeights(module.q_mix(query), module.k_mix(key), module.v_mix(value), module.collapse(query), None)
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
 
-    is_plain = core == "sdpa" and module.config.pseudo_collapse == "per_head" and not kwargs.get("dropout")
-    if num_queries == 1 and is_plain and absorption_pays(query.device, len(query), num_keys):
+    if num_queries == 1 and is_absorbed(core, module.config, kwargs.get("dropout"), query, num_keys):
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         return absorbed_attention(query, key, value, weights, scaling, window, attention_mask=attention_mask), None
     attend = partial(attend_tokens, view)
