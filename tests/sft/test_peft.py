@@ -143,7 +143,7 @@ def test_learned_prompts(prompt_config, geometry, tmp_path):
 
 # Commands of cards and documents
 
-COMMAND = re.compile(r"^(?:trl|accelerate launch) .*(?:--use_peft|recipes/lora/).*$", re.MULTILINE)
+COMMAND = re.compile(r"^(?:trl|python -m) .*(?:--use_peft|recipes/lora/).*$", re.MULTILINE)
 CARDS = {
     kind: small_config(vocab_size=300, attention_kinds=kind, rope_parameters=LONG_ROPE)
     for kind in ("iha", "mha", "talking_heads", "gated", "knocking_heads", "dcmha")
