@@ -34,11 +34,11 @@ import torch
 from common.checkpoint_io import load_config, load_in_clean_process, load_model, load_tokenizer, smollm2_gguf
 
 
-# Sums of three digits with the running sums as reasoning: SmolLM2 answers few of them before the fine-tuning.
-DATA = ["--generator", "chain_sum", "--options", "min_terms=3", "max_terms=3", "min_digits=1", "max_digits=1"]
+# Sums of two digits in OpenThoughts' format: SmolLM2 answers a quarter of them before the fine-tuning.
+DATA = ["--generator", "chain_sum", "--options", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
 NEXT = f"""Next:
   python -m conversion_scripts.serve {OUTPUT}/sft/final                      talk to it
-  python -m experiments.explore_attention {OUTPUT}/sft/final "1 + 2 + 3"     see its heads
+  python -m experiments.explore_attention {OUTPUT}/sft/final "7 - 9 = "      see its heads
   python -m sft.train --config sft/recipes/demo/sft.yaml --num_pseudo_heads 2 \\
       --model_name_or_path YOUR_MODEL --output_dir tuned                       tune any decoder on the same rows"""
 
@@ -99,7 +99,7 @@ def main() -> None:
     if not figures["passed"] or control["passed"]:
         raise UserError(f"The conversion was not verified, see {checks}. Remove it to verify again.")
     make_data = "sft.make_reasoning_data"
-    step("Make training questions", train, make_data, train, "--rows", "256", *DATA)
+    step("Make training questions", train, make_data, train, "--rows", "64", *DATA)
     step("Make held-out questions", test, make_data, test, "--rows", "24", "--seed", "1", "--exclude", train, *DATA)
     before = score("Answer before fine-tuning", converted, OUTPUT / "before.json")
     step("Fine-tune", final, "sft.train", "--config", "sft/recipes/demo/sft.yaml")

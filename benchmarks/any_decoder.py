@@ -1,19 +1,23 @@
 """Compare a Llama with interleaved heads, `IHAForCausalLM` of the same weights and the plain Llama.
 
-The models have four layers of width 512 with 8 heads in 4 groups, P = 2 and float32 weights. They run a forward pass,
-a training step (forward and backward) and one token after N cached ones. Every layer is interleaved, over all tokens
-or in a window of 64. The logits of the first two must agree.
+The models have four layers of width 512 with 8 heads in 4 groups, and P = 2. They run a forward pass, a training step
+(forward and backward) and one token after N cached ones. Every layer is interleaved, over all tokens or in a window of
+64. The logits of the first two must agree.
 
-example: python -m benchmarks.any_decoder --tokens 512 1024
+example: python -m benchmarks.any_decoder --tokens 512 1024 --threads 1 2 --dtypes float32 bfloat16
 """
 
+import os
 from collections.abc import Callable
+from itertools import product
 
 from benchmarks.options import arguments
 from common.command_io import run_cli
 
 
 PARSER = arguments(__doc__, [512, 1024], repeats=5)
+PARSER.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count()], help="numbers of threads")
+PARSER.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
 if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 
@@ -37,9 +41,10 @@ SIZES = {
 PSEUDO_HEADS, WINDOW = 2, 64
 BASE = "IHAForCausalLM"
 PASSES = ("forward", "training", "decoding")
+AGREES = {"float32": 1e-4, "bfloat16": 0.02}
 
 
-def models(window: int | None) -> dict[str, torch.nn.Module]:
+def models(dtype: torch.dtype, window: int | None) -> dict[str, torch.nn.Module]:
     """Return the plain Llama, the interleaved one, and `IHAForCausalLM` with the same weights."""
     torch.manual_seed(0)
     plain = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
@@ -51,7 +56,7 @@ def models(window: int | None) -> dict[str, torch.nn.Module]:
     config = IHAConfig(**SIZES, **same, **layers, num_pseudo_heads=PSEUDO_HEADS, pseudo_positions="shared")
     iha = IHAForCausalLM(config).eval()
     iha.load_state_dict(interleaved.state_dict())
-    return {"interleaved": interleaved, BASE: iha, "Llama": plain}
+    return {name: model.to(dtype) for name, model in (("interleaved", interleaved), (BASE, iha), ("Llama", plain))}
 
 
 def prepare(model: torch.nn.Module, name: str, tokens: int) -> Callable[[], torch.Tensor]:
@@ -80,12 +85,14 @@ def prepare(model: torch.nn.Module, name: str, tokens: int) -> Callable[[], torc
     return decode
 
 
-def measure(name: str, tokens: int, window: int | None, repeats: int) -> dict:
-    runs = {form: prepare(model, name, tokens) for form, model in models(window).items()}
-    if name != "training" and not torch.allclose(runs["interleaved"](), runs[BASE](), atol=1e-4):
+def measure(threads: int, dtype: str, name: str, window: int | None, tokens: int, repeats: int) -> dict:
+    torch.set_num_threads(threads)
+    runs = {form: prepare(model, name, tokens) for form, model in models(getattr(torch, dtype), window).items()}
+    if name != "training" and not torch.allclose(runs["interleaved"](), runs[BASE](), atol=AGREES[dtype]):
         raise RuntimeError("The interleaved Llama and IHAForCausalLM compute different logits.")
     seconds = medians(runs, repeats)
-    row = {"pass": name, "tokens": tokens, "window": window or 0, "seconds": seconds}
+    setting = {"threads": threads, "dtype": dtype, "pass": name, "window": window or 0, "tokens": tokens}
+    row = {**setting, "seconds": seconds}
     kept = ratios(seconds, BASE)
     return {**row, "ratios": {f"interleaved / {BASE}": kept[f"interleaved / {BASE}"], **ratios(seconds, "Llama")}}
 
@@ -97,16 +104,19 @@ def plot(table: dict) -> Figure:
 
     def of(name: str) -> Callable[[dict], dict]:
         ratio = f"interleaved / {BASE}"
-        return lambda row: {f"window {row['window']}": row["ratios"][ratio]} if row["pass"] == name else {}
+        names = ("window", "dtype", "threads")
+        line = lambda row: ", ".join(f"{key} {row[key]}" for key in names).replace("dtype ", "")  # noqa: E731
+        return lambda row: {line(row): row["ratios"][ratio]} if row["pass"] == name else {}
 
     return draw(message, table, {f"{name}: time / {BASE} (lower is better)": of(name) for name in PASSES})
 
 
 def main() -> None:
     args = PARSER.parse_args()
-    settings = [(name, tokens, window) for name in PASSES for window in (None, WINDOW) for tokens in args.tokens]
+    threads = list(dict.fromkeys(args.threads))
+    settings = product(threads, args.dtypes, PASSES, (None, WINDOW), args.tokens)
     rows = reported(measure(*setting, args.repeats) for setting in settings)
-    setting = {"pseudo_heads": PSEUDO_HEADS, "dtype": "float32", "predicted_by": "the same products: 1"}
+    setting = {"pseudo_heads": PSEUDO_HEADS, "threads": threads, "predicted_by": "the same products: 1"}
     write(args.out, "any_decoder", rows, plot, **setting)
 
 

@@ -72,7 +72,8 @@ def run_cli(main: Callable[[], object]) -> None:
     if not sys.stderr.isatty() and "transformers" in sys.modules:  # to import it for --help would take seconds
         sys.modules["transformers"].utils.logging.disable_progress_bar()  # a log would keep every state of a bar
     if not sys.warnoptions:
-        warnings.simplefilter("ignore", FutureWarning)  # of a library, to whoever calls it: our tests show them
+        for category in (FutureWarning, SyntaxWarning):  # of a library, to whoever calls it: our tests show them
+            warnings.simplefilter("ignore", category)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -216,6 +216,8 @@ def source_base_model(source: str) -> str | None:
 
 def _stated(source: str, name: str) -> str | None:
     """Return a text of the metadata of a checkpoint's card, or `None`."""
+    if Path(source).is_file():  # a GGUF file: as an id of the Hub it would be asked for again and again
+        return None
     try:
         value = ModelCard.load(str(cached_file(source, "README.md")), ignore_metadata_errors=True).data.get(name)
     except Exception:

@@ -115,6 +115,12 @@ def test_names_are_read_as_they_stand():
     assert markdown("SmolLM2.Q4_K_M.gguf") == "SmolLM2.Q4_K_M.gguf"
 
 
+def test_a_file_is_no_id_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(render, "cached_file", lambda source, name: pytest.fail(f"asked for {name} of {source}"))
+    (tmp_path / "model.gguf").write_bytes(b"")
+    assert render.source_base_model(str(tmp_path / "model.gguf")) is None
+
+
 def test_the_example_of_a_card_runs_as_it_stands(checkpoint, tmp_path):
     """Run it from its directory and, renamed, from the Hub, in a process without this package; stderr is empty."""
     checkpoint = checkpoint.rename(tmp_path / "tiny-iha.1")  # Transformers warns of a name with blanks or quotes
