@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .interleaving import (
@@ -52,12 +52,16 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
 
     Pseudo-head p of token n sees what token n sees, less the pseudo-heads after p of the oldest and of its own token,
-    and with these of the token before the oldest: in a window of W tokens, the last W * P virtual tokens."""
+    and with these of the token before the oldest: in a window of W tokens, the last W * P virtual tokens.
+
+    For SDPA a window without padding and cache needs no mask, and its size comes as the width of one without rows."""
     make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config)
     num_pseudo_heads = getattr(config, "num_pseudo_heads", 1)  # the towers of other media have none
     of_tokens = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     if kwargs["q_length"] == 1 and core == "sdpa" and of_tokens() is None:
         return None
+    if core == "sdpa" and num_pseudo_heads > 1 and _is_window(make_mask, mask_function, attention_mask, kwargs):
+        return torch.empty(0, 1, 1, kwargs["local_size"], dtype=torch.bool, device=kwargs.get("device"))
 
     def sees(batch, head, query, key):
         token, cached, later = query // num_pseudo_heads, key // num_pseudo_heads, key % num_pseudo_heads
@@ -75,6 +79,18 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     return mask
 
 
+def _is_window(make_mask: Callable, mask_function: Callable, attention_mask: Any, kwargs: dict) -> bool:
+    """Return whether a mask is causal within the last `local_size` tokens, and hides nothing else."""
+    window, length = kwargs.get("local_size"), kwargs["q_length"]
+    if window is None or not 1 < length == kwargs["kv_length"] or torch.compiler.is_compiling():
+        return False
+    kwargs = {**kwargs, "local_size": None}
+    if make_mask(mask_function=causal_mask_function, attention_mask=attention_mask, **kwargs) is not None:
+        return False  # padding, documents, or a mask that the model changes
+    query, key, zero = torch.tensor([0, window, window]), torch.tensor([1, 0, 1]), torch.tensor(0)
+    return mask_function(zero, zero, query, key).tolist() == [False, False, True]  # not so in chunks
+
+
 def virtual_attention(
     core: str,
     module: Any,
@@ -90,6 +106,10 @@ def virtual_attention(
     module without mixing weights attends as in the base model."""
     num_pseudo_heads = getattr(module.config, "num_pseudo_heads", 1)
     attend_tokens, view = core_function(core, module), _stock_view(module, core, num_pseudo_heads)
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4 and len(attention_mask) == 0:
+        kwargs["sliding_window"], attention_mask = attention_mask.shape[-1], None  # see `virtual_mask`
+        if not hasattr(module, "q_mix"):
+            return window_attention(attend_tokens, view, query, key, value, None, **kwargs)
     if not hasattr(module, "q_mix"):
         return attend_tokens(view, query, key, value, _token_mask(attention_mask, num_pseudo_heads), **kwargs)
     window, num_queries, num_keys = module.config.interleaved_window, query.shape[2], key.shape[2]

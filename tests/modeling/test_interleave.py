@@ -19,6 +19,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -455,6 +457,41 @@ def test_flash_cores_get_virtual_lengths(monkeypatch):
     assert [each.get("sliding_window") for each in options] == [8, 8, 6]
     assert [each["cu_seq_lens_q"].tolist() for each in options] == [[0, 8, 18], [0, 8, 18], [0, 4, 9]]
     assert [each["max_length_q"] for each in options] == [10, 10, 5]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "mistral"])
+def test_windows_of_the_base_need_no_dense_mask_on_sdpa(name, monkeypatch):
+    """Compare with the eager core, and look at the masks: without padding only chunks and cached tokens need one."""
+    fields = {"attention_chunk_size": 6, "num_local_experts": 2, "num_experts_per_tok": 1}
+    monkeypatch.setitem(DECODERS, "llama4", (Llama4ForCausalLM, Llama4TextConfig, fields))
+    monkeypatch.setitem(DECODERS, "mistral", (MistralForCausalLM, MistralConfig, {"sliding_window": 6}))
+    model = train_mixing(interleave_heads(decoder(name), 3, layers=[0, 1]))  # layer 2 has the window too
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    masks, sdpa = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def record(module, query, key, value, attention_mask, **kwargs):
+        masks.append(None if attention_mask is None else list(attention_mask.shape[-2:]))
+        return sdpa(module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", record)
+    inputs = padded(length=200)
+    assert_close(logits(model, input_ids=inputs["input_ids"]), logits(eager, input_ids=inputs["input_ids"]))
+    block, plain_block = [128, 128 + 6 * 3], [128, 128 + 6]
+    expected = {
+        "gemma3": [None, block, None, None, plain_block],
+        "llama4": [[600, 600], [600, 600], [200, 200]],
+        "mistral": [None, block, None, block, None, plain_block],
+    }
+    assert masks == expected[name]
+    assert_close(logits(model, **inputs)[1], logits(eager, **inputs)[1])
+    assert masks[-1] == [200, 200]
+    loss, gradients = loss_and_gradients(model, inputs["input_ids"])
+    expected_loss, expected_gradients = loss_and_gradients(eager, inputs["input_ids"])
+    assert_close(loss, expected_loss)
+    assert_gradients_match(gradients, {each: g.double() for each, g in expected_gradients.items()}, 1e-4)
+    greedy = {"max_new_tokens": 9, "do_sample": False}
+    assert model.generate(inputs["input_ids"], **greedy).equal(eager.generate(inputs["input_ids"], **greedy))
 
 
 def test_cost_of_the_mixing_is_what_the_paper_counts():
