@@ -93,7 +93,8 @@ def prepare(model: torch.nn.Module, name: str, tokens: int) -> Callable[[], torc
 
 def measure(threads: int, dtype: str, name: str, window: str, tokens: int, repeats: int) -> dict:
     torch.set_num_threads(threads)
-    make = {form: partial(prepare, model, name, tokens) for form, model in models(getattr(torch, dtype), window).items()}
+    decoders = models(getattr(torch, dtype), window)
+    make = {form: partial(prepare, model, name, tokens) for form, model in decoders.items()}
     if name != "training" and not torch.allclose(make["interleaved"]()(), make[BASE]()(), atol=AGREES[dtype]):
         raise RuntimeError("The interleaved decoder and IHAForCausalLM compute different logits.")
     # Every run has a cache of its own, because the place of a cache in memory moved a ratio by a tenth.

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from scipy.stats import sem
 from typing_extensions import TypedDict
 
-from evaluation.report import draw_bars
+from evaluation.report import draw_figures
 from model_cards.render import Results, Task, figure_text, markdown_table
 
 
@@ -128,6 +128,17 @@ def compare(runs: dict[str, dict], tasks: list[str]) -> list[dict]:
     return rows
 
 
+def headline(rows: list[dict]) -> str:
+    """Return how many figures of each run are above those of the first run, and how many below."""
+    parts = []
+    for name in rows[0]["differences"] if rows else ():
+        first, *_ = rows[0]["figures"]
+        signs = [row["figures"][name]["value"] - row["figures"][first]["value"] for row in rows]
+        above, below = sum(sign > 0 for sign in signs), sum(sign < 0 for sign in signs)
+        parts.append(f"{name} is above {first} in {above} of {len(rows)} figures and below in {below}")
+    return "; ".join(parts)
+
+
 def markdown(runs: dict[str, dict], rows: list[dict], plot: str) -> str:
     first, *others = runs
     header = ["task", "metric", "examples", first]
@@ -164,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     plot = args.output.with_suffix(".png")
     drawn = [row for row in rows if "loss" not in row["metric"]]  # losses are left to the table
     series = {name: [row["figures"][name] for row in drawn] for name in runs}
-    draw_bars(plot, [f"{row['task']}\n{row['metric']}" for row in drawn], series)
+    draw_figures(plot, headline(drawn), [f"{row['task']}, {row['metric']}" for row in drawn], series)
     text = markdown(runs, rows, plot.name)
     with whole_file(args.output) as path:
         path.write_text(text, encoding="utf-8")

@@ -4,10 +4,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from common.command_io import read_json, whole_file
-from common.plots import save_plot
+from common.plots import dot_panels, line_style, panels, save_plot, ticks
 from evaluation import ruler
 from model_cards.render import figure_text, markdown_table
 
@@ -75,27 +73,22 @@ def _paper_table(results: dict, table: dict) -> str:
     return markdown_table(["per cent", *(column["name"] for column in columns)], rows)
 
 
-def draw_bars(path: Path, groups: Sequence[str], series: dict[str, Sequence[dict | None]]) -> None:
-    """Draw a group of bars for each of `groups`, with a figure {"value", "stderr"} of each of the series."""
-    figure = Figure(figsize=(3 + 1.2 * len(groups), 4.5), layout="constrained")
-    axes, width = figure.subplots(), 0.8 / len(series)
-    for index, (label, figures) in enumerate(series.items()):
-        places = [place + index * width for place in range(len(groups))]
-        values = [100 * figure["value"] if figure else math.nan for figure in figures]
-        errors = [100 * ((figure and figure["stderr"]) or 0) for figure in figures]
-        axes.bar(places, values, width, yerr=errors, label=label)
-    middle = 0.4 - width / 2
-    axes.set_xticks([place + middle for place in range(len(groups))], groups, rotation=45, ha="right")
-    axes.set_ylabel("per cent ± standard error")
+def draw_figures(path: Path, message: str, names: Sequence[str], series: dict[str, Sequence[dict | None]]) -> None:
+    """Draw a line for each of the names, with a figure {"value", "stderr"} of each of the series."""
+    points = {
+        label: [figure and (100 * figure["value"], *[100 * (figure["stderr"] or 0)] * 2) for figure in figures]
+        for label, figures in series.items()
+    }
+    figure, _ = dot_panels(message, names, {"per cent ± standard error (higher is better)": points})
     save_plot(figure, path)
 
 
-def _draw_lines(path: Path, series: dict[str, list[tuple[int, float]]], **settings) -> None:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for label, points in series.items():
-        axes.plot(*zip(*sorted(points)), marker="o", label=label)
-    axes.set(xscale="log", **settings)
+def _draw_lines(path: Path, message: str, series: dict[str, list[tuple[int, float]]], **settings) -> None:
+    figure, (axes,) = panels(message)
+    for index, (label, points) in enumerate(series.items()):
+        axes.plot(*zip(*sorted(points)), line_style(index), marker="o", label=label)
+    axes.set(**settings)
+    ticks(axes, "x", [length for points in series.values() for length, _ in points])
     save_plot(figure, path)
 
 
@@ -109,7 +102,8 @@ def _draw(results: dict, directory: Path) -> list[str]:
             values = [column["paper"][index] for column in columns]
             series[model] = [None if value is None else {"value": value / 100, "stderr": None} for value in values]
         drawn.append("paper.png")
-        draw_bars(directory / drawn[-1], [column["name"] for column in columns], series)
+        message = f"{results['model']} beside the paper's models"
+        draw_figures(directory / drawn[-1], message, [column["name"] for column in columns], series)
     by_length, losses = {}, {}
     for name, entry in results["tasks"].items():
         task, _, length = name.partition("@")
@@ -122,11 +116,18 @@ def _draw(results: dict, directory: Path) -> list[str]:
             ]
     if by_length:
         drawn.append("ruler.png")
-        labels = {"xlabel": "nominal length, tokens", "ylabel": "string match, per cent"}
-        _draw_lines(directory / drawn[-1], by_length, **labels, ylim=(-3, 103))
+        means = (
+            f"{100 * figures['string_match']['value']:.0f}% at {int(length):,}"
+            for length, figures in results["ruler"]["by_length"].items()
+        )
+        message = f"RULER: {results['model']} finds {', '.join(means)} tokens"
+        labels = {"xlabel": "nominal length, tokens", "ylabel": "string match, per cent\n(higher is better)"}
+        _draw_lines(directory / drawn[-1], message, by_length, **labels, xscale="log", ylim=(-3, 103))
     if losses:
         drawn.append("loss_by_position.png")
-        _draw_lines(directory / drawn[-1], losses, xlabel="first position, tokens", ylabel="loss, nats per token")
+        message = f"{results['model']}: the loss within a text, by position"
+        labels = {"xlabel": "first position, tokens", "ylabel": "loss, nats per token\n(lower is better)"}
+        _draw_lines(directory / drawn[-1], message, losses, **labels, xscale="log")
     return drawn
 
 

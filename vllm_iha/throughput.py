@@ -38,6 +38,7 @@ if __name__ == "__main__":
 
 import torch
 import vllm
+from matplotlib.figure import Figure
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.harness import environment
@@ -109,6 +110,18 @@ def generate_rates(model: IHAForCausalLM, batches: dict[int, list[list[int]]]) -
     }
 
 
+def plot(table: dict[str, dict[int, float]]) -> Figure:
+    """Plot the new tokens a second by the number of requests, {name: {requests: rate}}."""
+    plain, ours = (table[name][max(table[name])] for name in ("vLLM, source Llama", "vLLM"))
+    message = f"vLLM makes {ours:.0f} tokens a second with the converted schedule and {plain:.0f} with its source"
+    figure, (axes,) = plots.panels(message, height=3.6)
+    for name, measured in table.items():
+        axes.loglog(measured.keys(), measured.values(), marker="o", label=name)
+    axes.set(xlabel="requests at a time", ylabel="new tokens a second\n(higher is better)")
+    plots.ticks(axes, "x", [count for measured in table.values() for count in measured])
+    return figure
+
+
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
 
@@ -133,14 +146,7 @@ def main() -> None:
         "window": args.window,
     }
     write_json(args.out / "throughput.json", {**setting, "tokens_a_second": table})
-    plain, ours = (table[name][max(table[name])] for name in ("vLLM, source Llama", "vLLM"))
-    message = f"vLLM makes {ours:.0f} tokens a second with the converted schedule and {plain:.0f} with its source"
-    figure, (axes,) = plots.panels(message, height=3.6)
-    for name, measured in table.items():
-        axes.loglog(measured.keys(), measured.values(), marker="o", label=name)
-    axes.set(xlabel="requests at a time", ylabel="new tokens a second (higher is better)")
-    plots.ticks(axes, "x", [count for measured in table.values() for count in measured])
-    plots.save_plot(figure, args.out / "throughput.png")
+    plots.save_plot(plot(table), args.out / "throughput.png")
     for name, measured in table.items():
         print(
             f"| {name} |", " | ".join(f"{measured[count]:.1f}" if count in measured else "–" for count in batches), "|"

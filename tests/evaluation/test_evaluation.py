@@ -755,7 +755,7 @@ def test_two_processes_give_the_samples_of_one(tiny, tmp_path):
     tasks = ["gsm8k", "gsm8k_5shot", "niah_single_1", "dcformer_synthetic", "perplexity_by_position"]
     arguments = [str(tiny), "--suite", "smoke", "--tasks", *tasks, "--output"]
     run.main([*arguments, str(tmp_path / "one"), "--limit", "3"])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", run.__file__]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", run.__file__]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
 
     def start(*options):
