@@ -36,7 +36,7 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(decode_model, "smollm2_gguf", lambda: directory / "llama")
         monkeypatch.setattr(training_plan, "FORMS", {"P = 2": training_plan.FORMS["P = 2"]})
-        for sizes in (mechanisms.SIZES, training_plan.SIZES):
+        for sizes in (mechanisms.SIZES, training_plan.SIZES, any_decoder.SIZES):
             monkeypatch.setitem(sizes, "hidden_size", 128)
             monkeypatch.setitem(sizes, "intermediate_size", 128)
         for script in (mechanisms, prefill, training_plan):  # one process less for each form
@@ -44,6 +44,7 @@ def results(tmp_path_factory):
         for script in (*COMMANDS, any_decoder):
             tokens = 32 if script is mechanisms else TOKENS  # the pair kinds take a time of N^3
             options = ["--tokens", str(tokens), "--repeats", "1", "--out", str(directory)]
+            options += ["--threads", "1", "--dtypes", "float32"] if script is any_decoder else []
             monkeypatch.setattr(sys, "argv", ["any", *options])
             script.main()
     return directory
