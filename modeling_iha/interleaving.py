@@ -18,8 +18,7 @@ from transformers.cache_utils import Cache
 
 # Cached tokens that are converted at a time where products of the cache's dtype are slow.
 WIDENED_TOKENS = 1024
-# The fewest queries of a block. Longer blocks copy fewer keys and compute more pairs outside the window: a block of a
-# quarter of the window copies each key five times and computes a quarter more pairs.
+# The fewest queries of a block. A longer one copies fewer keys and computes more pairs outside the window.
 MIN_BLOCK = 128
 
 
@@ -114,9 +113,7 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 def expand(
     states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3).
-
-    `rotation` is R_p, as in [`IHAWeights`]."""
+    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3, R_p)."""
     states = mix(states, alpha)
     if rotation is not None:
         cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
@@ -308,12 +305,15 @@ def window_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output [batch, L, H, head_dim] of causal attention, within `sliding_window` keys unless it is `None`.
 
-    A dense mask of L queries and L keys would cost O(L^2) time and memory, whatever the window. Here every block of
-    queries gets the keys that its window reaches, and all blocks go through the core in one call, as a batch with one
-    small mask. The cost is O(L * window)."""
+    A dense mask costs O(L^2) time and memory, whatever the window, and is faster where L is little longer. Else every
+    block of queries gets the keys that its window reaches, and all go through the core in one call, as a batch with
+    one small mask, at a cost of O(L * window)."""
     (batch, _, length, _), window = query.shape, sliding_window
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
+    if not beats_a_mask(length, window, varlen=False):
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+        return core(module, query, key, value, mask[None, None], **kwargs)
     # The first queries see every key before them. As views they would keep all states for the backward pass.
     start, query = query.split((window, length - window), dim=2)
     first, _ = core(module, *(states[:, :, :window].contiguous() for states in (start, key, value)), None, **kwargs)

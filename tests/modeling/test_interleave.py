@@ -120,7 +120,7 @@ TWINS = {
 
 @pytest.mark.parametrize("core", ["sdpa", "eager"])
 @pytest.mark.parametrize("twin", TWINS)
-def test_interleaved_llama_is_iha_with_shared_positions(twin, core):
+def test_interleaved_llama_is_iha_with_shared_positions(twin, core, small_blocks):
     """Compare logits, gradients, packing and decoding with `IHAForCausalLM`, which the references test."""
     model_class, config_class, own, options, iha = TWINS[twin]
     torch.manual_seed(0)
