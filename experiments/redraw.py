@@ -15,9 +15,10 @@ from experiments.options import RESULTS
 
 
 BENCHMARKS = ROOT / "benchmarks" / "results"
-# Name -> path of every table that has a plot.
 PATHS = [*sorted(RESULTS.glob("*.json")), *sorted(BENCHMARKS.rglob("*.json"))]
-TABLES = {path.stem: path for path in PATHS if path.with_suffix(".png").exists()}
+FROM_HISTORY = ["mixing_rate"]  # git keeps the command
+# Name -> path of every table that has a plot.
+TABLES = {path.stem: path for path in PATHS if path.with_suffix(".png").exists() and path.stem not in FROM_HISTORY}
 # Figure of docs/figures -> the tables that it is drawn from.
 FIGURES = {"first_screen": ("language_models", "prefill")}
 STUDIES = [name for name, path in TABLES.items() if path.parent == RESULTS]

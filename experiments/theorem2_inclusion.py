@@ -23,7 +23,7 @@ from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return study_parser(__doc__, "theorem2_inclusion", seeds=5, runs=None).parse_args(argv)
+    return study_parser(__doc__, "theorem2_inclusion", seeds=5, keeps_runs=False).parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from common.command_io import UserError
-from experiments import mixing_rate, warm_start, warm_start_variants
+from experiments import warm_start, warm_start_variants
 
 
 CORRECT = {"chain_sum": 5, "gcd": 20, "spell_backward": 0}
@@ -55,9 +55,7 @@ def test_the_table_holds_intervals_over_seeds_and_its_command_and_a_second_run_t
     assert commands.count("sft.train") == 4
 
 
-@pytest.mark.parametrize(
-    ("study", "first"), [(warm_start, "make_rows"), (mixing_rate, "make_rows"), (warm_start_variants, "sole_writer")]
-)
+@pytest.mark.parametrize(("study", "first"), [(warm_start, "make_rows"), (warm_start_variants, "sole_writer")])
 def test_an_output_is_a_place_of_the_caller(study, first, tmp_path, monkeypatch):
     def stop(output):
         raise UserError(str(output))
@@ -66,14 +64,3 @@ def test_an_output_is_a_place_of_the_caller(study, first, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"^{tmp_path}/out$"):
         study.main(["--output", "out", "--results", "results"])
-
-
-def test_the_rate_study_trains_each_pair_of_rates_once(commands, tmp_path):
-    arguments = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path)]
-    mixing_rate.main(arguments)
-    rows = json.loads((tmp_path / "mixing_rate.json").read_text())["rows"]
-    assert len({(row["learning_rate"], row["mixing_learning_rate"]) for row in rows}) == 8
-    assert all(row["multiple"] == row["mixing_learning_rate"] / row["learning_rate"] for row in rows)
-    assert (tmp_path / "mixing_rate.png").read_bytes().startswith(b"\x89PNG")
-    mixing_rate.main(arguments)
-    assert commands.count("sft.train") == 8
