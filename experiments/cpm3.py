@@ -27,9 +27,7 @@ from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, "cpm3", seeds=3)
-    parser.add_argument("--steps", type=int, default=600, help="of training (600)")
-    return parser.parse_args(argv)
+    return study_parser(__doc__, "cpm3", seeds=3).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -51,7 +49,7 @@ SEQUENCES = 20  # for each length and seed
 # The learned layers: N, M and G, and the width of a head
 TOKENS, MODULUS, FACTOR, HEAD_DIM = 9, 3, 8, 8
 LEARNED_HEADS = {"mha": (1, 2, 3, 9), "iha": (2, 3)}
-BATCH = 64
+STEPS, BATCH = 600, 64
 
 
 def brute_force(x: list[int], factor: int, modulus: int) -> list[int]:
@@ -226,7 +224,7 @@ def cpm3(x: torch.Tensor) -> torch.Tensor:
     return torch.einsum("...nr,...r->...n", x, by_own)
 
 
-def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
+def learned(kind: str, heads: int, seeds: list[int]) -> dict:
     """Train layers for the counts; return the shares of new tokens whose count, rounded, is right."""
     models = seeded(seeds, lambda: CountingLayer(kind, heads))
 
@@ -237,7 +235,7 @@ def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
     mean, deviation = 0.0, 1.0
     counts = draw(4096)[1]
     mean, deviation = counts.mean().item(), counts.std().item()
-    trained = train(models, draw, nn.functional.mse_loss, steps, rate=3e-3)
+    trained = train(models, draw, nn.functional.mse_loss, STEPS, rate=3e-3)
     x, target = draw(1024)
     outputs = trained(x)
     right = ((outputs - target).abs() * deviation < 0.5).float().flatten(1).mean(dim=1).tolist()
@@ -286,8 +284,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in ("mha", "iha")
         for length in LENGTHS
     ]
-    rows = learned_rows(args, learned, by_heads(LEARNED_HEADS))
-    setting = {"sequences_per_length": SEQUENCES * len(args.seeds), "seeds": args.seeds, "steps": args.steps}
+    rows = learned_rows(args, learned, by_heads(LEARNED_HEADS), STEPS)
+    setting = {"sequences_per_length": SEQUENCES * len(args.seeds), "seeds": args.seeds, "steps": STEPS}
     tables = {
         "paper_example": paper_example(),
         "exactness": exactness,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.command_io import run_cli
-from experiments.options import add_text_option, protocol_parser
+from experiments.options import protocol_parser
 
 
 # Configuration -> perplexity in Table 9, options of kind "dcmha".
@@ -42,9 +42,7 @@ CONFIGURATIONS = {
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = protocol_parser(__doc__, "dcmha_ablation", 0.02, CONFIGURATIONS)
-    add_text_option(parser)
-    return parser.parse_args(argv)
+    return protocol_parser(__doc__, "dcmha_ablation", 0.02, CONFIGURATIONS).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -162,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     begin(args)
     size = FULL if args.full else SMALL
-    text = read_text(args.text)
+    text = read_text()
     setting = setting_of(args, size, text)
     rates, runs = compare_tuned(
         args, setting, partial(one_run, size, text, args.device), partial(config_of, size=size)

@@ -52,9 +52,7 @@ FULL = size_of(256, 4, 8, batch=256, steps=20000, test=256)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = protocol_parser(__doc__, "dcmha_tasks", 0.05, KINDS)
-    parser.add_argument("--steps", type=int, help=f"of training ({SMALL['steps']}, with --full {FULL['steps']})")
-    return parser.parse_args(argv)
+    return protocol_parser(__doc__, "dcmha_tasks", 0.05, KINDS).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -389,8 +387,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     begin(args)
     size = FULL if args.full else SMALL
-    if args.steps is not None:
-        size = {**size, "steps": args.steps}
     setting = {**size, "device": args.device}
     rates, runs = compare_tuned(args, setting, partial(train, size, args.device), partial(config_of_kind, size))
     rows = [summary(kind, rates, runs) for kind in args.kinds]

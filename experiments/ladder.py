@@ -43,8 +43,6 @@ VARIANTS: dict[str, tuple[str, int, int, dict]] = {
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__, "ladder", 6)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--numbers", nargs="+", type=int, choices=NUMBERS, default=NUMBERS, help="k (2, 4 and 8)")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
     return parser.parse_args(argv)
 
 
@@ -194,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return run_once(path, partial(learned, variant, task, k, rate, seeds), setting)
 
     with sole_writer(args.output):
-        for task, k, variant in product(args.tasks, args.numbers, args.variants):
+        for task, k, variant in product(args.tasks, NUMBERS, VARIANTS):
             tried: dict[float, float] = {}
 
             def wrong(rate: float) -> float:
@@ -212,10 +210,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def compare_with_fewest_heads(rows: list[dict]) -> None:
     """Add to each other row its difference from "mha 2" on the same seeds, with p corrected for their number."""
     base = {(row["task"], row["k"]): row["right"]["values"] for row in rows if row["variant"] == "mha 2"}
-    for row in rows:
-        if row["variant"] != "mha 2" and (row["task"], row["k"]) in base:
-            row["minus_mha_2"] = differences(row["right"]["values"], base[row["task"], row["k"]])
-    correct_by_holm([row["minus_mha_2"] for row in rows if "minus_mha_2" in row])
+    others = [row for row in rows if row["variant"] != "mha 2"]
+    for row in others:
+        row["minus_mha_2"] = differences(row["right"]["values"], base[row["task"], row["k"]])
+    correct_by_holm([row["minus_mha_2"] for row in others])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ variant with more of them has a narrower FFN. The tables of other lengths than 2
   positions that are wider apart.
 - "hyper" and "simplicial" attend to pairs of tokens. They are left out: at N = 256 they cost 256 times "mha".
 
-The text is the source of Python's standard library, in the order of its modules, or that of `--text`. Its last tenth
-is held out. The loss is also given for each eighth of a row.
+The text is the source of Python's standard library, in the order of its modules. Its last tenth is held out. The loss
+is also given for each eighth of a row.
 
 example: python -m experiments.language_models --tokens 512 --kinds mha iha_2
 """
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.command_io import UserError, run_cli
-from experiments.options import add_text_option, protocol_parser
+from experiments.options import protocol_parser
 
 
 # Variant -> its fields beside those of the size. `window` is that of four layers in five, as a function of the length;
@@ -58,7 +58,6 @@ VARIANTS: dict[str, dict] = {
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = protocol_parser(__doc__, "language_models", 0.02, VARIANTS)
     parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
-    add_text_option(parser)
     args = parser.parse_args(argv)
     if args.tokens != 256:
         args.study += f"_{args.tokens}"
@@ -93,14 +92,10 @@ FULL = {
 EVALUATIONS, HELD_OUT_ROWS, PARTS = 10, 64, 8
 
 
-def read_text(path: Path | None) -> torch.Tensor:
-    """Return the bytes of a file, or of the modules of Python's standard library, as uint8."""
-    if path is None:
-        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        content = b"".join(module.read_bytes() for module in modules)
-    else:
-        content = path.read_bytes()
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+def read_text() -> torch.Tensor:
+    """Return the bytes of the modules of Python's standard library, as uint8."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray().join(module.read_bytes() for module in modules), dtype=torch.uint8)
 
 
 def setting_of(args: argparse.Namespace, size: dict, text: torch.Tensor) -> dict:
@@ -226,8 +221,10 @@ def summaries_of(table: dict, variants: dict[str, dict]) -> list[dict]:
     return summaries(table, rates, runs, variants)
 
 
-def rows_and_curves(args: argparse.Namespace, size: dict, variants: dict[str, dict], text: torch.Tensor) -> tuple:
-    """Run the protocol for the chosen `variants` at a size; return the rows of the table and the curves by variant."""
+def compare(args: argparse.Namespace, tokens: int, variants: dict[str, dict]) -> dict:
+    """Run the protocol for the chosen `variants` with rows of so many tokens, and return the table."""
+    size, text = size_of(FULL if args.full else SMALL, tokens), read_text()
+    setting = setting_of(args, size, text)
 
     def run(name: str, *seed_and_rates) -> dict:
         return one_run(variants[name], size, text, args.device, name, *seed_and_rates)
@@ -235,9 +232,9 @@ def rows_and_curves(args: argparse.Namespace, size: dict, variants: dict[str, di
     def config(name: str) -> IHAConfig:
         return config_of(size, **variants[name])
 
-    rates, runs = compare_tuned(args, setting_of(args, size, text), run, config, f"{size['tokens']}-")
+    rates, runs = compare_tuned(args, setting, run, config, f"{tokens}-")
     curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
-    return summaries(size, rates, runs, variants), curves
+    return {**setting, "rows": summaries(size, rates, runs, variants), "runs": curves}
 
 
 def plot_differences(axes: Axes, rows: list[dict], limits: tuple[float, float] = (-math.inf, math.inf)) -> None:
@@ -278,12 +275,10 @@ def plot(table: dict) -> Figure:
     return figure
 
 
-def size_of(size: dict, tokens: int, text: torch.Tensor) -> dict:
+def size_of(size: dict, tokens: int) -> dict:
     """Return a size with the length of its rows, and as many of them as a step's tokens allow. Raise `UserError`."""
     if not 32 <= tokens <= size["tokens_per_step"]:
         raise UserError(f"--tokens {tokens}: expected at least 32, at most {size['tokens_per_step']}.")
-    if len(text) < 20 * tokens:
-        raise UserError(f"--text has {len(text)} bytes: expected at least {20 * tokens}, 20 for each of --tokens.")
     return {**size, "tokens": tokens, "batch": size["tokens_per_step"] // tokens}
 
 
@@ -291,10 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    text = read_text(args.text)
-    size = size_of(FULL if args.full else SMALL, args.tokens, text)
-    rows, curves = rows_and_curves(args, size, VARIANTS, text)
-    write(args, plot, **setting_of(args, size, text), rows=rows, runs=curves)
+    write(args, plot, **compare(args, args.tokens, VARIANTS))
 
 
 if __name__ == "__main__":

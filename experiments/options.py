@@ -60,11 +60,6 @@ def protocol_parser(doc: str, study: str, effect: float, variants: Iterable[str]
     variants = list(variants)
     parser = study_parser(doc, study, has_sizes=True)
     parser.add_argument("--kinds", nargs="+", choices=variants, default=variants, metavar="VARIANT")
-    parser.add_argument("--fewest-seeds", type=int, default=6, help="seeds of every variant (6)")
-    parser.add_argument("--most-seeds", type=int, default=12, help="where intervals are wider than --effect (12)")
-    parser.add_argument("--effect", type=float, default=effect, help=f"smallest one worth having ({effect})")
+    parser.add_argument("--most-seeds", type=int, default=12, help=f"where intervals are wider than ± {effect} (12)")
+    parser.set_defaults(effect=effect)
     return parser
-
-
-def add_text_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text", type=path_from_root, help="a file to learn (the modules of the standard library)")

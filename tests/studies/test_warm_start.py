@@ -37,22 +37,17 @@ def commands(monkeypatch) -> list[str]:
     return called
 
 
-def test_the_table_holds_intervals_over_seeds_and_its_command_and_a_second_run_trains_nothing(commands, tmp_path):
-    arguments = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--seeds", "0", "1"]
-    warm_start.main(arguments)
-    table = json.loads((tmp_path / "warm_start.json").read_text())
+def test_the_table_holds_intervals_over_seeds_and_its_command(commands, run_study, tmp_path):
+    table, made = run_study(warm_start, ["--seeds", "0", "1"], ["--seeds", "0", "1"], None)
+    assert made == [4, 0] and commands.count("sft.train") == 4
     assert [row["variant"] for row in table["rows"]] == ["mha", "iha_2"]
     assert [row["loss"]["mean"] for row in table["rows"]] == pytest.approx([0.25, 0.35])
     row = table["rows"][1]
     assert row["loss_minus_mha"]["mean"] == pytest.approx(0.1) and "loss_minus_mha" not in table["rows"][0]
     assert row["seeds"] == [0, 1] and row["gcd"]["values"] == [20 / warm_start.TEST_ROWS] * 2
     assert row["accuracy"]["values"] == [25 / 150] * 2
-    words = f"experiments.warm_start --output runs --results {tmp_path.name} --seeds 0 1"
+    words = f"experiments.warm_start --seeds 0 1 --output runs --results {tmp_path.name}"
     assert table["command"] == f"python -m {words}"
-    assert (tmp_path / "warm_start.png").read_bytes().startswith(b"\x89PNG")
-    assert commands.count("sft.train") == 4
-    warm_start.main(arguments)
-    assert commands.count("sft.train") == 4
 
 
 @pytest.mark.parametrize(("study", "first"), [(warm_start, "make_rows"), (warm_start_variants, "sole_writer")])

@@ -14,7 +14,7 @@ from tiny_training import byte_tokenizer, leave_figures_empty
 from transformers import LlamaForCausalLM
 
 from common.checkpoint_io import load_model
-from common.command_io import UserError, write_json
+from common.command_io import write_json
 from conversion_scripts.convert_llama_to_iha import convert
 from experiments import warm_start
 from experiments import warm_start_variants as study
@@ -130,14 +130,12 @@ def trained(source, tmp_path, monkeypatch) -> list[str]:
     return names
 
 
-def arguments(tmp_path, *more: str) -> list[str]:
-    return ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--seeds", "0", "1", *more]
+SEEDS = ["--seeds", "0", "1"]
 
 
-def test_the_study_writes_its_table_and_plots_and_trains_nothing_twice(trained, tmp_path, monkeypatch):
-    study.main(arguments(tmp_path))
-    assert trained == ["mha-0", "iha_2-0", "x200-0", "mha-1", "iha_2-1", "x200-1"]
-    table = json.loads((tmp_path / "warm_start_variants.json").read_text())
+def test_the_study_writes_its_table_and_plots_and_trains_nothing_twice(trained, run_study, tmp_path):
+    table, made = run_study(study, SEEDS, SEEDS, (study, "SMALL", {**TINY, "steps": 3}))
+    assert trained == ["mha-0", "iha_2-0", "x200-0", "mha-1", "iha_2-1", "x200-1"] and made == [7, 0]
     assert [(row["variant"], row["seeds"]) for row in table["rows"]] == [(name, [0, 1]) for name in TINY["variants"]]
     assert table["complete"]
     mha, iha, _ = table["rows"]
@@ -148,14 +146,7 @@ def test_the_study_writes_its_table_and_plots_and_trains_nothing_twice(trained, 
     assert mha["accuracy"]["values"] == [0, 0]
     assert set(np.ravel(iha["moved"]["q_mix"])) == {0}
     assert all(layer == [0, 1] for layer in iha["use"]["collapse"])
-    for name in ("variants", "mixing"):
-        assert (tmp_path / f"warm_start_{name}.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(study, "write_results", lambda runs, *_, **__: None)
-    study.main(arguments(tmp_path))
-    assert len(trained) == 6
-    monkeypatch.setitem(study.SMALL, "steps", 3)
-    with pytest.raises(UserError, match="another setting"):
-        study.main(arguments(tmp_path))
+    assert (tmp_path / "warm_start_mixing.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_study_that_is_stopped_leaves_the_table_of_what_it_has(trained, tmp_path, monkeypatch):
@@ -168,7 +159,8 @@ def test_a_study_that_is_stopped_leaves_the_table_of_what_it_has(trained, tmp_pa
 
     monkeypatch.setattr(study, "train", stopped)
     with pytest.raises(KeyboardInterrupt):
-        study.main(arguments(tmp_path, "--variants", "iha_2", "mha"))
+        where = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path)]
+        study.main([*SEEDS, "--variants", "iha_2", "mha", *where])
     table = json.loads((tmp_path / "warm_start_variants.json").read_text())
     rows = table["rows"]
     assert not table["complete"] and [(row["variant"], row["seeds"]) for row in rows] == [

@@ -1,0 +1,57 @@
+"""Run studies in small, from their command line to their table and plot."""
+
+import json
+
+import pytest
+
+from common.command_io import UserError, sole_writer
+from experiments import language_models, protocol
+
+
+@pytest.fixture
+def run_study(tmp_path, monkeypatch, capsys):
+    """Return a function that runs a study twice, and returns its table and how many runs it made each time.
+
+    The study refuses to write beside another run, and, where its runs have a setting, those of another: with
+    `changed`, (module, name of a constant, its value).
+    """
+
+    def run(module, first: list[str], second: list[str], changed: tuple | None) -> tuple[dict, list[int]]:
+        where, made = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path)], []
+        capsys.readouterr()
+        for words in (first, second):
+            module.main([*words, *where])
+            made.append(capsys.readouterr().out.count(" done\n"))
+        with sole_writer(tmp_path / "runs"), pytest.raises(UserError, match="Another run is writing"):
+            module.main([*second, *where])
+        if changed:
+            with monkeypatch.context() as patches, pytest.raises(UserError, match="another setting: remove it"):
+                patches.setattr(*changed)
+                module.main([*second, *where])
+        (path,) = tmp_path.glob("*.json")
+        assert path.stem.startswith(module.__name__.split(".")[-1])
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        return json.loads(path.read_text()), made
+
+    return run
+
+
+@pytest.fixture
+def run_protocol(run_study, tmp_path, monkeypatch):
+    """Return a function that runs a study under the protocol with one seed and then with two.
+
+    Rates are tuned in the first run only. It returns the table, and the runs of the seeds by kind.
+    """
+
+    def run(module, size: dict, kinds: list[str], *words: str) -> tuple[dict, dict[str, list[dict]]]:
+        holder = module if hasattr(module, "SMALL") else language_models
+        monkeypatch.setattr(holder, "SMALL", size)
+        monkeypatch.setattr(protocol, "FEWEST_SEEDS", 1)
+        monkeypatch.setattr(protocol, "FIRST_RATE", 4.096)  # near the best one of so few steps: a short walk
+        one, two = ([*words, "--kinds", *kinds, "--most-seeds", number] for number in "12")
+        table, (tuned, added) = run_study(module, one, two, (holder, "SMALL", {**size, "heads": 1}))
+        assert tuned >= 4 * len(kinds) and added == len(kinds)
+        files = {kind: sorted((tmp_path / "runs").glob(f"*{kind}-*-[01].json")) for kind in kinds}
+        return table, {kind: [json.loads(path.read_text()) for path in paths] for kind, paths in files.items()}
+
+    return run
