@@ -53,25 +53,15 @@ from matplotlib.figure import Figure
 
 from common import plots
 from experiments.head_diversity import CIRCUITS, curves_of
-from experiments.language_models import as_large_as, build, read_text, setting_of, train
+from experiments.language_models import as_large_as, build, read_text, setting_of, sized, train
 from experiments.protocol import Rates, by_seed, compare_tuned, end, new_model
 from experiments.study import begin, correct_by_holm, differences, interval, points, write
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig
 
 
-SMALL = {
-    "fields": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "tokens": 64,
-    "batch": 8,
-    "steps": 600,
-}
-FULL = {
-    "fields": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8},
-    "tokens": 256,
-    "batch": 64,
-    "steps": 10000,
-}
+SMALL = sized(width=64, ffn=192, layers=2, heads=4, tokens=64, batch=8, steps=600)
+FULL = sized(width=512, ffn=1536, layers=6, heads=8, tokens=256, batch=64, steps=10000)
 # What the paper concludes, that the first has a lower perplexity than the second, and the control.
 CLAIMS = [
     ("dcmha", "static"),

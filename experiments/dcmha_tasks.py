@@ -34,21 +34,7 @@ from common.command_io import run_cli
 from experiments.options import protocol_parser
 
 
-def size_of(width: int, layers: int, heads: int, **training: float) -> dict:
-    fields = {
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_pseudo_heads": 2,
-        "initializer_range": width**-0.5,
-    }
-    return {"fields": fields, "tokens": 4, **training}
-
-
 KINDS = ["mha", "dcmha", "talking_heads", "iha", "diff_v2", "gated", "knocking_heads", "multi_token"]
-SMALL = size_of(64, 2, 4, batch=64, steps=2000, test=32)
-FULL = size_of(256, 4, 8, batch=256, steps=20000, test=256)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,12 +48,14 @@ import torch
 from matplotlib.figure import Figure
 
 from common import plots
-from experiments.language_models import config_of
+from experiments.language_models import config_of, sized
 from experiments.protocol import Rates, compare_tuned, fit, new_model
 from experiments.study import begin, correct_by_holm, differences, interval, points, write
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
+SMALL = sized(width=64, ffn=192, layers=2, heads=4, tokens=4, batch=64, steps=2000, test=32)
+FULL = sized(width=256, ffn=768, layers=4, heads=8, tokens=4, batch=256, steps=20000, test=256)
 EVALUATIONS, HELD_OUT = 10, 8
 
 NAMES = (
@@ -293,7 +281,9 @@ def right_by_task(model: IHAForCausalLM, batches: list[Batch]) -> list[float]:
 
 def config_of_kind(size: dict, kind: str) -> IHAConfig:
     """Return the config of a kind, with the parameters of "mha"."""
-    return config_of({**size, "fields": {**size["fields"], "vocab_size": len(TOKENS) + 1}}, attention_kinds=kind)
+    width = size["fields"]["hidden_size"]
+    own = {"num_pseudo_heads": 2, "initializer_range": width**-0.5, "vocab_size": len(TOKENS) + 1}
+    return config_of({**size, "fields": {**size["fields"], **own}}, attention_kinds=kind)
 
 
 def train(size: dict, device: str, kind: str, seed: int, rate: float, mixing: float) -> dict:

@@ -19,17 +19,10 @@ from experiments.options import protocol_parser
 
 
 # Variant -> its fields beside those of the size. The first has the smallest cache, `control` one P times as large.
+ONE_HEAD = {"attention_kinds": "iha", "num_key_value_heads": 1}
 VARIANTS: dict[str, dict] = {
     **{f"mha_g{groups}": {"num_key_value_heads": groups} for groups in (1, 2, 4)},
-    **{
-        f"iha_g1_p{pseudo}": {
-            "attention_kinds": "iha",
-            "num_key_value_heads": 1,
-            "num_pseudo_heads": pseudo,
-            "control": f"mha_g{pseudo}",
-        }
-        for pseudo in (2, 4)
-    },
+    **{f"iha_g1_p{p}": {**ONE_HEAD, "num_pseudo_heads": p, "control": f"mha_g{p}"} for p in (2, 4)},
 }
 
 
@@ -46,16 +39,13 @@ from matplotlib.figure import Figure
 from benchmarks.decode_model import NEW_TOKENS, greedy
 from benchmarks.harness import medians
 from common import plots
-from experiments.language_models import build, compare, plot_differences
+from experiments.language_models import build, compare, plot_differences, sized
 from experiments.study import begin, write
 from kinds.model_cost import attention
 from modeling_iha import IHAForCausalLM
 
 
-SERVED = {
-    "fields": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "tokens": 32768,
-}
+SERVED = sized(width=512, ffn=1408, layers=4, heads=4, tokens=32768)
 TOKENS, PROMPT = 128, 4096  # of a row, and cached where decoding is timed
 REPEATS = 5
 

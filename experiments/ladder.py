@@ -56,7 +56,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from common import plots
 from common.command_io import sole_writer
-from experiments.language_models import config_of
+from experiments.language_models import config_of, sized
 from experiments.protocol import start_like, walk
 from experiments.study import (
     begin,
@@ -73,8 +73,7 @@ from experiments.study import (
 from modeling_iha import IHAForCausalLM
 
 
-FIELDS = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIZE = {"fields": FIELDS, "tokens": 32}
+SIZE = sized(width=32, ffn=96, layers=1, heads=2, tokens=32)
 KEYS, VALUES = 16, 8
 DISTANCES = (1, 2, 3, 5, 7, 9, 12, 15)
 TUNING_SEEDS, FIRST_RATE = [1000, 1001], 8e-3

@@ -27,25 +27,16 @@ from common.command_io import UserError, run_cli
 from experiments.options import protocol_parser
 
 
-# Variant -> its fields beside those of the size. `window` is that of four layers in five, as a function of the length;
+# Variant -> its fields beside those of the size. Four layers in five have a window, the length divided by `windows`.
 # `control` is another variant that it is compared with, besides the first.
+SCHEDULE = {"attention_kinds": "iha", "control": "global_local"}
 VARIANTS: dict[str, dict] = {
     "mha": {},
     "mha_stretched": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 0.25}},
-    "global_local": {"window": lambda tokens: tokens // 16},
-    "global_local_32": {"window": lambda tokens: tokens // 32, "control": "iha_4"},
-    "iha_2": {
-        "attention_kinds": "iha",
-        "num_pseudo_heads": 2,
-        "window": lambda tokens: tokens // 8,
-        "control": "global_local",
-    },
-    "iha_4": {
-        "attention_kinds": "iha",
-        "num_pseudo_heads": 4,
-        "window": lambda tokens: tokens // 32,
-        "control": "global_local",
-    },
+    "global_local": {"windows": 16},
+    "global_local_32": {"windows": 32, "control": "iha_4"},
+    "iha_2": {**SCHEDULE, "num_pseudo_heads": 2, "windows": 8},
+    "iha_4": {**SCHEDULE, "num_pseudo_heads": 4, "windows": 32},
     **{kind: {"attention_kinds": kind} for kind in ("talking_heads", "diff", "diff_v2", "gated", "knocking_heads")},
     **{kind: {"attention_kinds": kind} for kind in ("hyper_feature", "dcmha")},
     "multi_token": {  # the authors' model: every fourth layer convolves, norm and gate are on
@@ -79,16 +70,14 @@ from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
-SMALL = {
-    "fields": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 5, "num_attention_heads": 4},
-    "tokens_per_step": 2048,
-    "steps": 400,
-}
-FULL = {
-    "fields": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 8},
-    "tokens_per_step": 32768,
-    "steps": 10000,
-}
+def sized(width: int, ffn: int, layers: int, heads: int, **training: int) -> dict:
+    """Return the fields of a config, and what is trained at this size."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return {"fields": dict(zip(names, (width, ffn, layers, heads))), **training}
+
+
+SMALL = sized(width=64, ffn=176, layers=5, heads=4, tokens_per_step=2048, steps=400)
+FULL = sized(width=512, ffn=1408, layers=10, heads=8, tokens_per_step=32768, steps=10000)
 EVALUATIONS, HELD_OUT_ROWS, PARTS = 10, 64, 8
 
 
@@ -104,7 +93,7 @@ def setting_of(args: argparse.Namespace, size: dict, text: torch.Tensor) -> dict
 
 
 def build(size: dict, **fields) -> IHAConfig:
-    """Return the config of a variant at a size; a `window` in `fields` is that of four layers in five.
+    """Return the config of a variant at a size; with `windows` in `fields` four layers in five have one.
 
     The layers with a window are of the kind that `attention_kinds` names, the others "mha".
     """
@@ -113,8 +102,8 @@ def build(size: dict, **fields) -> IHAConfig:
     heads = fields["num_attention_heads"]
     special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
     every = {"num_key_value_heads": heads, "num_pseudo_heads": heads, "max_position_embeddings": size["tokens"]}
-    if window := fields.pop("window", None):
-        fields["sliding_window"] = window(size["tokens"])
+    if windows := fields.pop("windows", None):
+        fields["sliding_window"] = size["tokens"] // windows
         fields["attention_kinds"] = [fields["attention_kinds"]] * 4 + ["mha"]
         fields["layer_types"] = ["sliding_attention"] * 4 + ["full_attention"]
     return IHAConfig(**{**special, **every, **fields})

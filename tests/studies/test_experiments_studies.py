@@ -29,9 +29,8 @@ from modeling_iha import IHAForCausalLM
 
 # The full data files are no part of the repository.
 DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[3] / "shared" / "data"))
-FIELDS = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-TINY_TEXT = {"fields": FIELDS, "tokens": 32, "batch": 2, "steps": 4}
-TINY_TASKS = {**TINY_TEXT, "fields": {**FIELDS, "num_pseudo_heads": 2}, "tokens": 4, "test": 2}
+TINY_TEXT = language_models.sized(width=16, ffn=48, layers=1, heads=2, tokens=32, batch=2, steps=4)
+TINY_TASKS = {**TINY_TEXT, "tokens": 4, "test": 2}
 TINY_TASK = {"binary": (2, 2, 3, 0.5)}
 TINY_RELATIONS = {"tasks": TINY_TASK, "heads": 2, "head_dim": 4, "train": 70, "test": 10, "epochs": 2, "rates": [1e-2]}
 
@@ -302,8 +301,7 @@ def test_new_examples_combine_a_task_with_words_of_other_tasks():
 def test_a_line_is_the_sum_of_its_words():
     """Expect the same whatever the other examples of the batch are."""
     torch.manual_seed(0)
-    size = {**TINY_TASKS, "fields": {**TINY_TASKS["fields"], "vocab_size": len(TOKENS) + 1}}
-    model = IHAForCausalLM(language_models.config_of(size, attention_kinds="dcmha")).eval()
+    model = IHAForCausalLM(dcmha_tasks.config_of_kind(TINY_TASKS, "dcmha")).eval()
     examples = [dcmha_tasks.draw(index, False, random.Random(index)) for index in (0, 61)]
     table = model.model.embed_tokens.weight
     with torch.no_grad():

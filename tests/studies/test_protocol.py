@@ -17,11 +17,8 @@ from kinds.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 
 
-FIELDS = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4}
-TINY = {"fields": FIELDS, "tokens_per_step": 64, "steps": 4}
-MHA, IHA, DCMHA = (
-    language_models.build({"fields": FIELDS, "tokens": 32}, attention_kinds=kind) for kind in ("mha", "iha", "dcmha")
-)
+TINY = language_models.sized(width=16, ffn=48, layers=5, heads=4, tokens_per_step=64, tokens=32, steps=4)
+MHA, IHA, DCMHA = (language_models.build(TINY, attention_kinds=kind) for kind in ("mha", "iha", "dcmha"))
 TEXT = (torch.arange(2000) * 7 % 50).to(torch.uint8)
 
 
@@ -63,8 +60,7 @@ def test_common_weights_start_equal_and_the_others_do_not_change():
 
 
 def test_a_kind_has_mixing_if_its_options_leave_it_any():
-    static = language_models.build({"fields": FIELDS, "tokens": 32}, attention_kinds="dcmha")
-    static.attention_options = {"dcmha": {"base_map": True}}
+    static = language_models.build(TINY, attention_kinds="dcmha", attention_options={"dcmha": {"base_map": True}})
     assert [protocol.has_mixing(config) for config in (MHA, IHA, DCMHA, static)] == [False, True, False, True]
 
 
@@ -253,7 +249,7 @@ def test_evaluations_do_not_count_as_training_time(monkeypatch):
 
 
 def test_interleaving_is_compared_with_a_cache_as_many_times_as_large(run_protocol, short_evaluations, monkeypatch):
-    sizes = {"SERVED": {"fields": FIELDS, "tokens": 64}, "REPEATS": 1, "TOKENS": 32, "PROMPT": 8}
+    sizes = {"SERVED": {**TINY, "tokens": 64}, "REPEATS": 1, "TOKENS": 32, "PROMPT": 8}
     for name, value in sizes.items():
         monkeypatch.setattr(equal_cache, name, value)
     table, _ = run_protocol(equal_cache, TINY, ["mha_g1", "mha_g2", "iha_g1_p2"])
@@ -295,7 +291,7 @@ def test_models_of_the_ladder_have_equal_parameters(task):
         for variant in ladder.VARIANTS
         for k in ladder.NUMBERS
     }
-    assert max(counts) - min(counts) <= 3 * ladder.FIELDS["hidden_size"]
+    assert max(counts) - min(counts) <= 3 * ladder.SIZE["fields"]["hidden_size"]
 
 
 def test_the_ladder_tunes_on_other_seeds_and_goes_on_where_it_stopped(run_study, tmp_path, monkeypatch):
