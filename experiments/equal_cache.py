@@ -39,7 +39,7 @@ from matplotlib.figure import Figure
 from benchmarks.decode_model import NEW_TOKENS, greedy
 from benchmarks.harness import medians
 from common import plots
-from experiments.language_models import build, compare, plot_differences, sized
+from experiments.language_models import FULL, SMALL, build, compare, plot_differences, size_of, sized
 from experiments.study import begin, write
 from kinds.model_cost import attention
 from modeling_iha import IHAForCausalLM
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    table = compare(args, TOKENS, VARIANTS)
+    table = compare(args, size_of(FULL if args.full else SMALL, TOKENS), VARIANTS)
     add_prices(table["rows"])
     write(args, plot, prompt=PROMPT, **table)
 

@@ -210,9 +210,9 @@ def summaries_of(table: dict, variants: dict[str, dict]) -> list[dict]:
     return summaries(table, rates, runs, variants)
 
 
-def compare(args: argparse.Namespace, tokens: int, variants: dict[str, dict]) -> dict:
-    """Run the protocol for the chosen `variants` with rows of so many tokens, and return the table."""
-    size, text = size_of(FULL if args.full else SMALL, tokens), read_text()
+def compare(args: argparse.Namespace, size: dict, variants: dict[str, dict]) -> dict:
+    """Run the protocol for the chosen `variants` at a size, and return the table."""
+    text = read_text()
     setting = setting_of(args, size, text)
 
     def run(name: str, *seed_and_rates) -> dict:
@@ -221,7 +221,7 @@ def compare(args: argparse.Namespace, tokens: int, variants: dict[str, dict]) ->
     def config(name: str) -> IHAConfig:
         return config_of(size, **variants[name])
 
-    rates, runs = compare_tuned(args, setting, run, config, f"{tokens}-")
+    rates, runs = compare_tuned(args, setting, run, config, f"{size['tokens']}-")
     curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
     return {**setting, "rows": summaries(size, rates, runs, variants), "runs": curves}
 
@@ -275,7 +275,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    write(args, plot, **compare(args, args.tokens, VARIANTS))
+    size = size_of(FULL if args.full else SMALL, args.tokens)
+    write(args, plot, **compare(args, size, VARIANTS))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Draw the plots of studies and benchmarks again from their tables, without running anything.
+"""Draw the plots of studies and benchmarks again from their tables, beside them, without running anything.
 
-"first_screen" is the README's plot, of two tables.
+"first_screen" is the README's plot, of two tables, in docs/figures.
 
 example: python -m experiments.redraw polynomial_filters language_models schedule first_screen
 """
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from importlib import import_module
 
-from common.command_io import ROOT, path_from_root, read_json, run_cli
+from common.command_io import ROOT, read_json, run_cli
 from experiments.options import RESULTS
 
 
@@ -28,9 +28,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*TABLES, *FIGURES]
     parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument(
-        "--results", type=path_from_root, help="where the plots are written (beside the tables, or docs/figures)"
-    )
     return parser.parse_args(argv)
 
 
@@ -58,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name not in FIGURES:
             module, folder = study_of(name), TABLES[name].parent
         tables = [read_json(TABLES[table]) for table in FIGURES.get(name, (name,))]
-        path = (args.results or folder) / f"{name}.png"
+        path = folder / f"{name}.png"
         save_plot(import_module(module).plot(*tables), path)
         print(f"Wrote {path}", flush=True)
 

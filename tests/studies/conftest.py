@@ -5,29 +5,31 @@ import json
 import pytest
 
 from common.command_io import UserError, sole_writer
-from experiments import language_models, protocol
+from experiments import protocol
 
 
 @pytest.fixture
 def run_study(tmp_path, monkeypatch, capsys):
     """Return a function that runs a study twice, and returns its table and how many runs it made each time.
 
-    The study refuses to write beside another run, and, where its runs have a setting, those of another: with
-    `changed`, (module, name of a constant, its value).
+    Constants of its module are those of `sizes`. It refuses to write beside another run, and with each constant of
+    `changed` in place of its own to go on.
     """
 
-    def run(module, first: list[str], second: list[str], changed: tuple | None) -> tuple[dict, list[int]]:
+    def run(module, words: list, sizes: dict, changed: dict, again: list | None = None) -> tuple[dict, list[int]]:
         where, made = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path)], []
+        for name, value in sizes.items():
+            monkeypatch.setattr(module, name, value)
         capsys.readouterr()
-        for words in (first, second):
-            module.main([*words, *where])
+        for command in ([*words, *where], last := [*(again or words), *where]):
+            module.main(command)
             made.append(capsys.readouterr().out.count(" done\n"))
         with sole_writer(tmp_path / "runs"), pytest.raises(UserError, match="Another run is writing"):
-            module.main([*second, *where])
-        if changed:
+            module.main(last)
+        for name, value in changed.items():
             with monkeypatch.context() as patches, pytest.raises(UserError, match="another setting: remove it"):
-                patches.setattr(*changed)
-                module.main([*second, *where])
+                patches.setattr(module, name, value)
+                module.main(last)
         (path,) = tmp_path.glob("*.json")
         assert path.stem.startswith(module.__name__.split(".")[-1])
         assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -44,12 +46,10 @@ def run_protocol(run_study, tmp_path, monkeypatch):
     """
 
     def run(module, size: dict, kinds: list[str], *words: str) -> tuple[dict, dict[str, list[dict]]]:
-        holder = module if hasattr(module, "SMALL") else language_models
-        monkeypatch.setattr(holder, "SMALL", size)
         monkeypatch.setattr(protocol, "FEWEST_SEEDS", 1)
         monkeypatch.setattr(protocol, "FIRST_RATE", 4.096)  # near the best one of so few steps: a short walk
         one, two = ([*words, "--kinds", *kinds, "--most-seeds", number] for number in "12")
-        table, (tuned, added) = run_study(module, one, two, (holder, "SMALL", {**size, "heads": 1}))
+        table, (tuned, added) = run_study(module, one, {"SMALL": size}, {"SMALL": {**size, "heads": 1}}, two)
         assert tuned >= 4 * len(kinds) and added == len(kinds)
         files = {kind: sorted((tmp_path / "runs").glob(f"*{kind}-*-[01].json")) for kind in kinds}
         return table, {kind: [json.loads(path.read_text()) for path in paths] for kind, paths in files.items()}

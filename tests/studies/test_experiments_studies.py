@@ -81,10 +81,9 @@ def test_every_entry_sees_every_entry_and_no_padding(kind):
             assert ((model(flipped) - model(alone)).abs() > 1e-6).all()
 
 
-def test_relation_composition_compares_on_equal_seeds_and_goes_on_where_it_stopped(run_study, monkeypatch):
-    monkeypatch.setattr(relation_composition, "SMALL", TINY_RELATIONS)
-    changed = (relation_composition, "SMALL", {**TINY_RELATIONS, "heads": 1})
-    table, made = run_study(relation_composition, ["--seeds", "0"], ["--seeds", "0", "1", "1"], changed)
+def test_relation_composition_compares_on_equal_seeds_and_goes_on_where_it_stopped(run_study):
+    small, changed = {"SMALL": TINY_RELATIONS}, {"SMALL": {**TINY_RELATIONS, "heads": 1}}
+    table, made = run_study(relation_composition, ["--seeds", "0"], small, changed, ["--seeds", "0", "1", "1"])
     assert made == [3, 3] and len(table["runs"]) == 6 and len(table["rows"]) == 3
     means = [mean(run["test"] for run in table["runs"] if run["kind"] == row["kind"]) for row in table["rows"]]
     assert [row["accuracy"]["mean"] for row in table["rows"]] == pytest.approx(means)

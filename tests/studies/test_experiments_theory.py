@@ -181,12 +181,11 @@ def test_agents_rewards_are_exact_for_any_number_of_them(name, cells):
         assert torch.allclose(layer(embedding[positions]), rewards, atol=1e-10)
 
 
-def test_colliding_agents_in_small(run_study, monkeypatch):
+def test_colliding_agents_in_small(run_study):
     """Expect the constructed function in other parameters."""
     setting = {**colliding_agents.SETTING, "cells": 7, "agents": 6, "examples": 300, "steps": 600}
-    monkeypatch.setattr(colliding_agents, "SETTING", setting)
-    changed = (colliding_agents, "SETTING", {**setting, "steps": 700})
-    table, made = run_study(colliding_agents, ["--seeds", "0"], ["--seeds", "0"], changed)
+    small, changed = {"SETTING": setting}, {"SETTING": {**setting, "steps": 700}}
+    table, made = run_study(colliding_agents, ["--seeds", "0"], small, changed)
     assert [row["embedding"] for row in table["rows"]] == list(EMBEDDINGS) and made == [2, 0]
     for row in table["rows"]:
         assert row["training_error"] < 1e-6 and row["constructed_training_error"] < 1e-20
@@ -232,13 +231,10 @@ def test_a_run_that_is_damaged_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("study", [cpm3, hyper_attention, polynomial_filters])
-def test_commands_in_small(study, run_study, monkeypatch):
+def test_commands_in_small(study, run_study):
     sizes = {"LENGTHS": (4,), "FILTERS": (4,), "SEQUENCES": 2, "REGRESSION_ROWS": 600, "VALUES": 2, "STEPS": 2}
-    for name, value in sizes.items():
-        if hasattr(study, name):
-            monkeypatch.setattr(study, name, value)
-    words = ["--seeds", "0", "1"]
-    result, made = run_study(study, words, words, (study, "STEPS", 3))
+    sizes = {name: value for name, value in sizes.items() if hasattr(study, name)}
+    result, made = run_study(study, ["--seeds", "0", "1"], sizes, {"STEPS": 3})
     assert made == [len(result["learned"]), 0]
     assert result["seeds"] == [0, 1] and result["torch"] == torch.__version__
     for row in result["learned"]:

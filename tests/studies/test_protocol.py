@@ -249,8 +249,7 @@ def test_evaluations_do_not_count_as_training_time(monkeypatch):
 
 
 def test_interleaving_is_compared_with_a_cache_as_many_times_as_large(run_protocol, short_evaluations, monkeypatch):
-    sizes = {"SERVED": {**TINY, "tokens": 64}, "REPEATS": 1, "TOKENS": 32, "PROMPT": 8}
-    for name, value in sizes.items():
+    for name, value in {"SERVED": {**TINY, "tokens": 64}, "REPEATS": 1, "TOKENS": 32, "PROMPT": 8}.items():
         monkeypatch.setattr(equal_cache, name, value)
     table, _ = run_protocol(equal_cache, TINY, ["mha_g1", "mha_g2", "iha_g1_p2"])
     _, larger, row = table["rows"]
@@ -294,12 +293,10 @@ def test_models_of_the_ladder_have_equal_parameters(task):
     assert max(counts) - min(counts) <= 3 * ladder.SIZE["fields"]["hidden_size"]
 
 
-def test_the_ladder_tunes_on_other_seeds_and_goes_on_where_it_stopped(run_study, tmp_path, monkeypatch):
+def test_the_ladder_tunes_on_other_seeds_and_goes_on_where_it_stopped(run_study, tmp_path):
     variants = {name: ladder.VARIANTS[name] for name in ("mha 2", "iha 2 x 2")}
-    for name, value in {"STEPS": 2, "TEST_ROWS": 4, "NUMBERS": (2, 4), "VARIANTS": variants}.items():
-        monkeypatch.setattr(ladder, name, value)
-    words = ["--tasks", "offsets", "--seeds", "0", "1"]
-    table, made = run_study(ladder, words, words, (ladder, "STEPS", 3))
+    sizes = {"STEPS": 2, "TEST_ROWS": 4, "NUMBERS": (2, 4), "VARIANTS": variants}
+    table, made = run_study(ladder, ["--tasks", "offsets", "--seeds", "0", "1"], sizes, {"STEPS": 3})
     assert made[0] >= 4 * 4 and made[1] == 0
     names = {path.stem.split("-", 3)[3] for path in (tmp_path / "runs").glob("*.json")}
     assert {name.rpartition("-")[2] for name in names} == {"1000_1001", "0_1"}

@@ -38,7 +38,7 @@ def commands(monkeypatch) -> list[str]:
 
 
 def test_the_table_holds_intervals_over_seeds_and_its_command(commands, run_study, tmp_path):
-    table, made = run_study(warm_start, ["--seeds", "0", "1"], ["--seeds", "0", "1"], None)
+    table, made = run_study(warm_start, ["--seeds", "0", "1"], {}, {})
     assert made == [4, 0] and commands.count("sft.train") == 4
     assert [row["variant"] for row in table["rows"]] == ["mha", "iha_2"]
     assert [row["loss"]["mean"] for row in table["rows"]] == pytest.approx([0.25, 0.35])

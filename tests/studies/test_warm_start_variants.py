@@ -134,7 +134,7 @@ SEEDS = ["--seeds", "0", "1"]
 
 
 def test_the_study_writes_its_table_and_plots_and_trains_nothing_twice(trained, run_study, tmp_path):
-    table, made = run_study(study, SEEDS, SEEDS, (study, "SMALL", {**TINY, "steps": 3}))
+    table, made = run_study(study, SEEDS, {}, {"SMALL": {**TINY, "steps": 3}})
     assert trained == ["mha-0", "iha_2-0", "x200-0", "mha-1", "iha_2-1", "x200-1"] and made == [7, 0]
     assert [(row["variant"], row["seeds"]) for row in table["rows"]] == [(name, [0, 1]) for name in TINY["variants"]]
     assert table["complete"]
