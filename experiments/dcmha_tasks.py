@@ -250,19 +250,13 @@ def draw(index: int, new: bool, generator: random.Random) -> Example:
     return Example([*lines, question], owner if task.pattern in ("who", "who not") else answers[source])
 
 
-class Batch(NamedTuple):
-    """Hold token numbers: `inputs` int64 [examples, 4, words], padded with 0, and `answers` [examples]."""
-
-    inputs: torch.Tensor
-    answers: torch.Tensor
-
-
-def encode(examples: list[Example], device: str) -> Batch:
+def encode(examples: list[Example], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token numbers: inputs int64 [examples, 4, words], padded with 0, and answers [examples]."""
     lines = [[TOKENS[word] for word in line.split()] for example in examples for line in example.lines]
     longest = max(map(len, lines))
     inputs = torch.tensor([line + [0] * (longest - len(line)) for line in lines]).unflatten(0, (-1, 4))
     answers = torch.tensor([TOKENS[example.answer] for example in examples])
-    return Batch(inputs.to(device), answers.to(device))
+    return inputs.to(device), answers.to(device)
 
 
 def logits_of(model: IHAForCausalLM, inputs: torch.Tensor) -> torch.Tensor:
@@ -272,11 +266,9 @@ def logits_of(model: IHAForCausalLM, inputs: torch.Tensor) -> torch.Tensor:
     return model.lm_head(states[:, -1])
 
 
-def right_by_task(model: IHAForCausalLM, batches: list[Batch]) -> list[float]:
+def right_by_task(model: IHAForCausalLM, batches: list[tuple]) -> list[float]:
     """Return the share of right answers in each batch, which is one task's."""
-    return [
-        (logits_of(model, batch.inputs).argmax(dim=-1) == batch.answers).double().mean().item() for batch in batches
-    ]
+    return [(logits_of(model, x).argmax(dim=-1) == answers).double().mean().item() for x, answers in batches]
 
 
 def config_of_kind(size: dict, kind: str) -> IHAConfig:
@@ -301,8 +293,8 @@ def train(size: dict, device: str, kind: str, seed: int, rate: float, mixing: fl
 
     def loss() -> torch.Tensor:
         chosen = [generator.randrange(len(TASKS)) for _ in range(size["batch"])]
-        batch = encode([draw(index, False, generator) for index in chosen], device)
-        return torch.nn.functional.cross_entropy(logits_of(model, batch.inputs).float(), batch.answers)
+        inputs, answers = encode([draw(index, False, generator) for index in chosen], device)
+        return torch.nn.functional.cross_entropy(logits_of(model, inputs).float(), answers)
 
     def evaluate(trained: torch.nn.Module, step: int) -> list[float]:
         right.update({name: right_by_task(trained, batches) for name, batches in tests.items()})

@@ -42,7 +42,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from common import plots
-from experiments.bare_attention import BareAttention
+from experiments.bare_attention import BareAttention, relative_error
 from experiments.study import begin, learned_rows, points, seeded, train, write
 
 
@@ -73,11 +73,6 @@ def bare(kind: str, width: int, heads: int, head_dim: int, linear: bool = True) 
 def everyone(length: int) -> torch.Tensor:
     """Return the mask in which every token sees every other."""
     return torch.ones(1, 1, length, length, dtype=torch.bool)
-
-
-def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference over the largest expected entry."""
-    return ((output - expected).abs().max() / expected.abs().max()).item()
 
 
 def unexplained(features: torch.Tensor, target: torch.Tensor) -> float:

@@ -36,7 +36,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from common import plots
-from experiments.bare_attention import BareAttention
+from experiments.bare_attention import BareAttention, relative_error
 from experiments.study import begin, by_heads, learned_rows, plot_spread, seeded, train, write
 
 
@@ -120,11 +120,8 @@ def construction_error(kind: str, matrix: np.ndarray, k: int, seed: int) -> floa
     """Return the largest error of a block A^i X against exact integers, over the largest entry of the block."""
     x = np.random.default_rng(seed).integers(-9, 10, (len(matrix), FEATURES))
     layer = constructed(kind, matrix, FEATURES, k)
-    errors = []
-    for block, power in zip(filter_bank(layer, torch.from_numpy(x).double(), k), powers(matrix, k)):
-        exact = (power @ x.astype(object)).astype(np.float64)
-        errors.append(np.abs(block.numpy() - exact).max() / np.abs(exact).max())
-    return max(errors)
+    exact = (torch.from_numpy((power @ x.astype(object)).astype(np.float64)) for power in powers(matrix, k))
+    return max(map(relative_error, filter_bank(layer, torch.from_numpy(x).double(), k), exact))
 
 
 def theorem_parameters(kind: str, nodes: int, features: int, k: int) -> int:

@@ -304,7 +304,7 @@ def test_a_line_is_the_sum_of_its_words():
     examples = [dcmha_tasks.draw(index, False, random.Random(index)) for index in (0, 61)]
     table = model.model.embed_tokens.weight
     with torch.no_grad():
-        together = dcmha_tasks.logits_of(model, dcmha_tasks.encode(examples, "cpu").inputs)
+        together = dcmha_tasks.logits_of(model, dcmha_tasks.encode(examples, "cpu")[0])
         for logits, example in zip(together, examples):
             lines = torch.stack([sum(table[TOKENS[word]] for word in line.split()) for line in example.lines])
             torch.testing.assert_close(logits, model(inputs_embeds=lines[None]).logits[0, -1])
