@@ -305,10 +305,9 @@ def plot(table: dict) -> Figure:
         parameters.loglog(*zip(*found), style, label=f"{name}, constructed")
     parameters.set(xlabel="values of a feature, D", ylabel="parameters (fewer is better)")
     plots.ticks(parameters, "x", [row["values_of_a_feature"] for row in features])
-    values, hyper = points([row["error"] for row in rows]), [row["layer"][0] == "H" for row in rows]
     series = {
-        name: [value if is_hyper == (index == 1) else None for value, is_hyper in zip(values, hyper)]
-        for index, name in enumerate(("SA, learned", "HFA or HA, learned"))
+        name: points([row["error"] if row["layer"][0] == first else None for row in rows])
+        for name, first in (("SA, learned", "S"), ("HFA or HA, learned", "H"))
     }
     plots.dots(errors, [f"{row['task']}: {row['layer']}" for row in rows], series)
     errors.set(xscale="log", xlabel="variance left, or probability of wrong completions,\nall seeds (lower is better)")

@@ -200,17 +200,15 @@ def one_run(size: dict, task: str, kind: str, rate: float, seed: int, output: Pa
 
 def summary(task: str, rate: float, runs: list[dict]) -> list[dict]:
     """Return the rows of a task and rate: test accuracies, and by how much IHA's is higher on the same seeds."""
-    chosen = {
-        kind: [run for run in runs if (run["task"], run["rate"], run["kind"]) == (task, rate, kind)] for kind in KINDS
-    }
     rows = []
-    for kind, of_kind in chosen.items():
-        row = {"task": task, "rate": rate, "kind": kind, "parameters": of_kind[0]["parameters"]}
-        tests = [run["test"] for run in of_kind]
-        row["accuracy"] = interval(tests)
-        if kind != "iha":
-            row["iha_is_higher_by"] = differences([run["test"] for run in chosen["iha"]], tests)
-        rows.append(row)
+    for kind in KINDS:
+        chosen = [run for run in runs if (run["task"], run["rate"], run["kind"]) == (task, rate, kind)]
+        row = {"task": task, "rate": rate, "kind": kind, "parameters": chosen[0]["parameters"]}
+        rows.append({**row, "accuracy": interval([run["test"] for run in chosen])})
+    (iha,) = (row["accuracy"]["values"] for row in rows if row["kind"] == "iha")
+    for row in rows:
+        if row["kind"] != "iha":
+            row["iha_is_higher_by"] = differences(iha, row["accuracy"]["values"])
     return rows
 
 
