@@ -126,8 +126,6 @@ def run(name: str, seed: int) -> dict:
         loss = (layer(inputs) - rewards).square().mean()
         if step % (steps // 50) == 0:
             curve.append((step, loss.item()))
-            if step % (steps // 5) == 0:
-                print(f"{name}, seed {seed}: step {step}, training error {loss.item():.2e}", flush=True)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

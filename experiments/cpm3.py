@@ -6,10 +6,9 @@ attention need N heads.
 
 Constructed: the package's own layer with the proof's weights and a softmax at temperature 0 collects all N tokens at
 every token, and the proof's MLP counts. Both are compared with loops over all pairs, and the paper's example and its
-counts of parameters are checked. A second construction has 2 heads of multi-head attention for every N: the count
-depends on x_i and on how many tokens have each residue modulo M, which one head of equal weights averages, and a ReLU
-MLP of up to 6 N M^2 units multiplies integers exactly. Its weights are for one N, as those of the others are, and as
-in the theorem the vocabulary is of the order of N.
+counts of parameters are checked. A second construction has 2 heads of multi-head attention for every N
+(`histogram_layer`, `histogram_count`). Its weights are for one N, as those of the others are, and as in the theorem
+the vocabulary is of the order of N.
 
 Learned: one layer of either kind and an MLP are trained on random sequences for the counts, by number of heads. This
 takes a few minutes of one core.
@@ -98,9 +97,9 @@ def histogram_layer(length: int, modulus: int) -> BareAttention:
 def histogram_count(x: list[int], factor: int, modulus: int) -> torch.Tensor:
     """Return CPM-3 by `histogram_layer` and one hidden layer of at most 6 N M^2 ReLUs.
 
-    If a tokens have the residue r1 and b tokens r2, then the pairs are a b = ((a + b)^2 - a^2 - b^2) / 2. The square
-    of a whole number s is ReLU(s) + 2 sum_t ReLU(s - t). A large negative term switches these units off except at
-    tokens with x + G r1 + r2 = 0.
+    The count depends on x_i and on how many tokens have each residue modulo M. If a tokens have the residue r1 and b
+    tokens r2, then the pairs are a b = ((a + b)^2 - a^2 - b^2) / 2. The square of a whole number s is ReLU(s) + 2
+    sum_t ReLU(s - t). A large negative term switches these units off except at tokens with x + G r1 + r2 = 0.
     """
     length = len(x)
     residues = torch.eye(modulus, dtype=torch.float64)[torch.tensor(x) % modulus]

@@ -206,21 +206,14 @@ def vocabulary() -> dict[str, int]:
 TOKENS = vocabulary()
 
 
-class Example(NamedTuple):
-    """Hold three facts and a question as `lines`, and the answer."""
-
-    lines: list[str]
-    answer: str
-
-
 def sources(index: int, new: bool) -> list[str]:
     """Return the words that can be the source of an answer in a task, in training or in "new" examples."""
     words = ANSWERS[TASKS[index].transformation]
     return [word for place, word in enumerate(words) if ((place + index) % HELD_OUT == 0) == new]
 
 
-def draw(index: int, new: bool, generator: random.Random) -> Example:
-    """Draw an example of a task."""
+def draw(index: int, new: bool, generator: random.Random) -> tuple[list[str], str]:
+    """Draw an example of a task: three facts and a question, and the answer."""
     task, choose = TASKS[index], generator.choice
     answers = ANSWERS[task.transformation]
     source = choose(sources(index, new))
@@ -247,15 +240,15 @@ def draw(index: int, new: bool, generator: random.Random) -> Example:
         denies=task.denies,
     )
     lines = [task.fact.format(name=name, word=word) for name, word in facts]
-    return Example([*lines, question], owner if task.pattern in ("who", "who not") else answers[source])
+    return [*lines, question], owner if task.pattern in ("who", "who not") else answers[source]
 
 
-def encode(examples: list[Example], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(examples: list[tuple[list[str], str]], device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token numbers: inputs int64 [examples, 4, words], padded with 0, and answers [examples]."""
-    lines = [[TOKENS[word] for word in line.split()] for example in examples for line in example.lines]
+    lines = [[TOKENS[word] for word in line.split()] for facts, _ in examples for line in facts]
     longest = max(map(len, lines))
     inputs = torch.tensor([line + [0] * (longest - len(line)) for line in lines]).unflatten(0, (-1, 4))
-    answers = torch.tensor([TOKENS[example.answer] for example in examples])
+    answers = torch.tensor([TOKENS[answer] for _, answer in examples])
     return inputs.to(device), answers.to(device)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from common.command_io import UserError, sole_writer
-from experiments import protocol
+from experiments import language_models, protocol
 
 
 @pytest.fixture
@@ -45,11 +45,13 @@ def run_protocol(run_study, tmp_path, monkeypatch):
     Rates are tuned in the first run only. It returns the table, and the runs of the seeds by kind.
     """
 
-    def run(module, size: dict, kinds: list[str], *words: str) -> tuple[dict, dict[str, list[dict]]]:
+    def run(module, sizes: dict, kinds: list[str], *words: str) -> tuple[dict, dict[str, list[dict]]]:
         monkeypatch.setattr(protocol, "FEWEST_SEEDS", 1)
         monkeypatch.setattr(protocol, "FIRST_RATE", 4.096)  # near the best one of so few steps: a short walk
+        monkeypatch.setattr(language_models, "HELD_OUT_ROWS", 4)
+        monkeypatch.setattr(language_models, "EVALUATIONS", 1)
         one, two = ([*words, "--kinds", *kinds, "--most-seeds", number] for number in "12")
-        table, (tuned, added) = run_study(module, one, {"SMALL": size}, {"SMALL": {**size, "heads": 1}}, two)
+        table, (tuned, added) = run_study(module, one, sizes, {"SMALL": {**sizes["SMALL"], "heads": 1}}, two)
         assert tuned >= 4 * len(kinds) and added == len(kinds)
         files = {kind: sorted((tmp_path / "runs").glob(f"*{kind}-*-[01].json")) for kind in kinds}
         return table, {kind: [json.loads(path.read_text()) for path in paths] for kind, paths in files.items()}

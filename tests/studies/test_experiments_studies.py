@@ -203,7 +203,7 @@ def test_models_without_circuits_are_refused(tmp_path):
 
 
 def test_the_ablation_compares_on_equal_seeds_and_goes_on_where_it_stopped(run_protocol):
-    table, runs = run_protocol(dcmha_ablation, TINY_TEXT, ["mha", "pre", "post"])
+    table, runs = run_protocol(dcmha_ablation, {"SMALL": TINY_TEXT}, ["mha", "pre", "post"])
     loss = {name: ends(of_name) for name, of_name in runs.items()}
     mha, pre, post = table["rows"]
     assert [row["loss"]["mean"] for row in (mha, pre, post)] == pytest.approx(list(loss.values()))
@@ -305,9 +305,9 @@ def test_a_line_is_the_sum_of_its_words():
     table = model.model.embed_tokens.weight
     with torch.no_grad():
         together = dcmha_tasks.logits_of(model, dcmha_tasks.encode(examples, "cpu")[0])
-        for logits, example in zip(together, examples):
-            lines = torch.stack([sum(table[TOKENS[word]] for word in line.split()) for line in example.lines])
-            torch.testing.assert_close(logits, model(inputs_embeds=lines[None]).logits[0, -1])
+        for logits, (lines, _) in zip(together, examples):
+            sums = torch.stack([sum(table[TOKENS[word]] for word in line.split()) for line in lines])
+            torch.testing.assert_close(logits, model(inputs_embeds=sums[None]).logits[0, -1])
 
 
 def test_kinds_learn_the_same_examples_and_no_new_ones(monkeypatch):
@@ -334,7 +334,7 @@ def test_kinds_learn_the_same_examples_and_no_new_ones(monkeypatch):
 def test_the_tasks_compare_on_equal_seeds_and_go_on_where_they_stopped(run_protocol, monkeypatch):
     shares = random.Random(0)
     monkeypatch.setattr(dcmha_tasks, "right_by_task", lambda model, batches: [shares.random() for _ in batches])
-    table, runs = run_protocol(dcmha_tasks, TINY_TASKS, ["mha", "iha"])
+    table, runs = run_protocol(dcmha_tasks, {"SMALL": TINY_TASKS}, ["mha", "iha"])
     mha, iha = table["rows"]
     assert abs(mha["parameters"] - iha["parameters"]) <= 3 * 16 / 2
     for group, indices in {

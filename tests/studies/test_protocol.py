@@ -157,14 +157,8 @@ def test_variants_have_equal_parameters_and_the_schedules_about_equal_flops(vari
         assert costs[0] / costs[1] == pytest.approx(1, abs=0.03)
 
 
-@pytest.fixture
-def short_evaluations(monkeypatch):
-    monkeypatch.setattr(language_models, "HELD_OUT_ROWS", 4)
-    monkeypatch.setattr(language_models, "EVALUATIONS", 1)
-
-
-def test_language_models_compare_and_go_on_where_they_stopped(run_protocol, short_evaluations, tmp_path):
-    table, _ = run_protocol(language_models, TINY, ["mha", "iha_2"], "--tokens", "32")
+def test_language_models_compare_and_go_on_where_they_stopped(run_protocol, tmp_path):
+    table, _ = run_protocol(language_models, {"SMALL": TINY}, ["mha", "iha_2"], "--tokens", "32")
     assert (tmp_path / "language_models_32.json").exists()
     base, row = table["rows"]
     ends = {name: [curve[-1][1] for curve in curves] for name, curves in table["runs"].items()}
@@ -248,10 +242,9 @@ def test_evaluations_do_not_count_as_training_time(monkeypatch):
 # Equal cache
 
 
-def test_interleaving_is_compared_with_a_cache_as_many_times_as_large(run_protocol, short_evaluations, monkeypatch):
-    for name, value in {"SERVED": {**TINY, "tokens": 64}, "REPEATS": 1, "TOKENS": 32, "PROMPT": 8}.items():
-        monkeypatch.setattr(equal_cache, name, value)
-    table, _ = run_protocol(equal_cache, TINY, ["mha_g1", "mha_g2", "iha_g1_p2"])
+def test_interleaving_is_compared_with_a_cache_as_many_times_as_large(run_protocol):
+    sizes = {"SMALL": TINY, "SERVED": {**TINY, "tokens": 64}, "REPEATS": 1, "TOKENS": 32, "PROMPT": 8}
+    table, _ = run_protocol(equal_cache, sizes, ["mha_g1", "mha_g2", "iha_g1_p2"])
     _, larger, row = table["rows"]
     apart = row["minus_control"]["steps"]["difference"]
     assert apart["mean"] == pytest.approx(mean(row["loss"]["values"]) - mean(larger["loss"]["values"]))
