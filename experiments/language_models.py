@@ -221,7 +221,7 @@ def compare(args: argparse.Namespace, size: dict, variants: dict[str, dict]) -> 
     def config(name: str) -> IHAConfig:
         return config_of(size, **variants[name])
 
-    rates, runs = compare_tuned(args, setting, run, config, f"{size['tokens']}-")
+    rates, runs = compare_tuned(args, setting, run, config)
     curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
     return {**setting, "rows": summaries(size, rates, runs, variants), "runs": curves}
 

@@ -170,7 +170,6 @@ def compare_tuned(
     setting: dict,
     run: Callable[[str, int, float, float], dict],
     config_of: Callable[[str], IHAConfig],
-    prefix: str = "",
 ) -> tuple[dict[str, Rates], dict[str, list[dict]]]:
     """Tune each of `args.kinds`, the variants, and run it on seeds 0, 1, ... as the protocol says.
 
@@ -178,7 +177,6 @@ def compare_tuned(
         run: returns from a variant, a seed, a rate and a multiple for the mixing a record with a "curve", whose last
             entry ends with the loss, [step, loss, ...], and the "seconds" of training.
         config_of: returns the config of a variant.
-        prefix: of the names of the runs.
 
     Returns:
         the rates, and the runs by seed, of each variant.
@@ -190,7 +188,7 @@ def compare_tuned(
         raise UserError(f"--most-seeds {args.most_seeds}: expected at least {FEWEST_SEEDS}.")
 
     def result(name: str, seed: int, rate: float, mixing: float) -> dict:
-        path = args.output / f"{prefix}{name}-{rate:g}-{mixing:g}-{seed}.json"
+        path = args.output / f"{name}-{rate:g}-{mixing:g}-{seed}.json"
         return run_once(path, partial(run, name, seed, rate, mixing), setting)
 
     with sole_writer(args.output):
