@@ -116,8 +116,6 @@ def starts(shape: LayerShape) -> dict[str, dict[str, torch.Tensor]]:
 
     A conversion makes the collapse select the last pseudo-head. A new model takes the mean.
     """
-    if shape.pseudo_heads is None:
-        return {}
     heads, p = shape.heads, shape.pseudo_heads
     last = last_pseudo_head(heads, p, shape.collapse)
     mean = sum(last.roll(-i, dims=1) for i in range(p)) / p
@@ -201,8 +199,8 @@ def page(tokens: list[str], kinds: dict[int, str], shapes: list[LayerShape], mod
             layer = {"mixing": {name: numbers(value) for name, value in matrices.items()}}
             layer["moved"] = {  # Frobenius norms, over those of the starts
                 f"{matrix} from {start}": numbers((matrices[matrix] - value).norm() / value.norm())
-                for matrix, values in starts(shape).items()
-                for start, value in values.items()
+                for matrix in matrices
+                for start, value in starts(shape)[matrix].items()
             }
             if attention is not None:
                 quantised, largest = quantise(attention)

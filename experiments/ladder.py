@@ -201,18 +201,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             rate = walk(wrong, FIRST_RATE, 2.0)
             record = run(task, variant, k, rate, args.seeds)
             row = {"task": task, "k": k, "variant": variant, "parameters": record["parameters"], "rate": rate}
-            rows.append({**row, "tried": list(tried.items()), "right": interval(record["right"])})
-    compare_with_fewest_heads(rows)
+            row |= {"tried": list(tried.items()), "right": interval(record["right"])}
+            if variant == "mha 2":  # the first
+                base = record["right"]
+            else:
+                row["minus_mha_2"] = differences(record["right"], base)
+            rows.append(row)
+    correct_by_holm([row["minus_mha_2"] for row in rows if "minus_mha_2" in row])
     write(args, plot, **setting, seeds=args.seeds, rows=rows)
-
-
-def compare_with_fewest_heads(rows: list[dict]) -> None:
-    """Add to each other row its difference from "mha 2" on the same seeds, with p corrected for their number."""
-    base = {(row["task"], row["k"]): row["right"]["values"] for row in rows if row["variant"] == "mha 2"}
-    others = [row for row in rows if row["variant"] != "mha 2"]
-    for row in others:
-        row["minus_mha_2"] = differences(row["right"]["values"], base[row["task"], row["k"]])
-    correct_by_holm([row["minus_mha_2"] for row in others])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -11,7 +12,6 @@ from torch import nn
 from common.command_io import UserError
 from experiments import equal_cache, ladder, language_models, protocol
 from experiments.language_models import VARIANTS, config_of, size_of
-from experiments.options import protocol_parser
 from kinds import is_mixing
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
@@ -64,12 +64,9 @@ def test_a_kind_has_mixing_if_its_options_leave_it_any():
     assert [protocol.has_mixing(config) for config in (MHA, IHA, DCMHA, static)] == [False, True, False, True]
 
 
-def options(tmp_path, *words: str) -> argparse.Namespace:
-    return protocol_parser("", "protocol", 0.1, ["base", "other"]).parse_args(["--output", str(tmp_path), *words])
-
-
-def compared(args: argparse.Namespace, spread: float) -> tuple[dict, dict, list]:
+def compared(output: Path, most_seeds: int, spread: float) -> tuple[dict, dict, list]:
     """Run the protocol with losses whose differences from the base scatter by `spread` over seeds."""
+    args = argparse.Namespace(output=output, kinds=["base", "other"], most_seeds=most_seeds, effect=0.1)
     ran = []
 
     def run(name: str, seed: int, rate: float, mixing: float) -> dict:
@@ -81,16 +78,16 @@ def compared(args: argparse.Namespace, spread: float) -> tuple[dict, dict, list]
 
 
 def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path, monkeypatch):
-    rates, runs, ran = compared(options(tmp_path / "narrow", "--most-seeds", "9"), 0.01)
+    rates, runs, ran = compared(tmp_path / "narrow", 9, 0.01)
     assert {len(of_variant) for of_variant in runs.values()} == {6}
     tuning = [seed for _, seed, _, _ in ran if seed == protocol.TUNING_SEED]
     assert len(tuning) == 8  # three rates each, and two multiples of the mixing for one
     assert [key[:2] for key in ran[8:]] == [(name, seed) for seed in range(6) for name in ("base", "other")]
     with pytest.raises(UserError, match="--most-seeds 5: expected at least 6"):
-        compared(options(tmp_path, "--most-seeds", "5"), 0.01)
+        compared(tmp_path, 5, 0.01)
     for fewest, most in ((6, 9), (2, 3)):
         monkeypatch.setattr(protocol, "FEWEST_SEEDS", fewest)
-        runs = compared(options(tmp_path / f"wide-{most}", "--most-seeds", str(most)), 1.0)[1]
+        runs = compared(tmp_path / f"wide-{most}", most, 1.0)[1]
         assert {len(of_variant) for of_variant in runs.values()} == {most}
 
 
