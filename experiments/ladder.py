@@ -57,7 +57,7 @@ from torch.nn.functional import cross_entropy, pad
 from common import plots
 from common.command_io import sole_writer
 from experiments.language_models import config_of, sized
-from experiments.protocol import start_like, walk
+from experiments.protocol import start_like, tune
 from experiments.study import (
     begin,
     correct_by_holm,
@@ -192,16 +192,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with sole_writer(args.output):
         for task, k, variant in product(args.tasks, NUMBERS, VARIANTS):
-            tried: dict[float, float] = {}
 
-            def wrong(rate: float) -> float:
-                tried[rate] = 1 - fmean(run(task, variant, k, rate, TUNING_SEEDS)["right"])
-                return tried[rate]
+            def wrong(rate: float, _: float) -> float:
+                return 1 - fmean(run(task, variant, k, rate, TUNING_SEEDS)["right"])
 
-            rate = walk(wrong, FIRST_RATE, 2.0)
+            rate, _, tried = tune(wrong, mixes=False, first_rate=FIRST_RATE)
             record = run(task, variant, k, rate, args.seeds)
             row = {"task": task, "k": k, "variant": variant, "parameters": record["parameters"], "rate": rate}
-            row |= {"tried": list(tried.items()), "right": interval(record["right"])}
+            row |= {"tried": [[rate, loss] for rate, _, loss in tried], "right": interval(record["right"])}
             if variant == "mha 2":  # the first
                 base = record["right"]
             else:

@@ -293,4 +293,5 @@ def test_the_ladder_tunes_on_other_seeds_and_goes_on_where_it_stopped(run_study,
     assert [(row["variant"], row["k"]) for row in table["rows"]] == [(name, k) for k in (2, 4) for name in variants]
     base, row = table["rows"][2:]
     assert row["minus_mha_2"]["mean"] == pytest.approx(row["right"]["mean"] - base["right"]["mean"])
-    assert all(rate > 0 and 0 <= wrong <= 1 for rate, wrong in row["tried"]) and len(row["tried"]) >= 3
+    assert row["tried"][0][0] == ladder.FIRST_RATE and row["rate"] in dict(row["tried"]) and len(row["tried"]) >= 3
+    assert all(0 <= wrong <= 1 for _, wrong in row["tried"])
