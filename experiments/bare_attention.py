@@ -28,6 +28,11 @@ AttentionInterface.register("linear", linear_core)
 AttentionInterface.register("hard", hard_core)
 
 
+def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference over the largest expected entry."""
+    return ((output - expected).abs().max() / expected.abs().max()).item()
+
+
 class BareAttention(nn.Module):
     """Hold a layer of one kind, whose queries, keys and values are `head_dim` wide, or one more to be even.
 

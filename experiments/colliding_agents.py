@@ -74,10 +74,6 @@ def interactions(cells: int, radius: int) -> torch.Tensor:
     return -(torch.minimum(apart, cells - apart) <= 2 * radius).double()
 
 
-def one_hot(cells: int) -> torch.Tensor:
-    return torch.eye(cells, dtype=torch.float64)
-
-
 def sinusoidal(cells: int) -> torch.Tensor:
     """Return an orthonormal embedding [cells, cells]: a constant, and a cosine and a sine of each frequency."""
     angle = 2 * math.pi / cells * torch.arange(cells, dtype=torch.float64)[:, None]
@@ -90,7 +86,7 @@ def sinusoidal(cells: int) -> torch.Tensor:
     return torch.cat(columns, dim=1)
 
 
-EMBEDDINGS = {"one-hot": one_hot, "sinusoidal": sinusoidal}
+EMBEDDINGS = {"one-hot": partial(torch.eye, dtype=torch.float64), "sinusoidal": sinusoidal}
 
 
 def constructed(embedding: torch.Tensor, radius: int) -> LinearSelfAttention:
@@ -130,8 +126,6 @@ def run(name: str, seed: int) -> dict:
         loss = (layer(inputs) - rewards).square().mean()
         if step % (steps // 50) == 0:
             curve.append((step, loss.item()))
-            if step % (steps // 5) == 0:
-                print(f"{name}, seed {seed}: step {step}, training error {loss.item():.2e}", flush=True)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -6,10 +6,9 @@ attention need N heads.
 
 Constructed: the package's own layer with the proof's weights and a softmax at temperature 0 collects all N tokens at
 every token, and the proof's MLP counts. Both are compared with loops over all pairs, and the paper's example and its
-counts of parameters are checked. A second construction has 2 heads of multi-head attention for every N: the count
-depends on x_i and on how many tokens have each residue modulo M, which one head of equal weights averages, and a ReLU
-MLP of up to 6 N M^2 units multiplies integers exactly. Its weights are for one N, as those of the others are, and as
-in the theorem the vocabulary is of the order of N.
+counts of parameters are checked. A second construction has 2 heads of multi-head attention for every N
+(`histogram_layer`, `histogram_count`). Its weights are for one N, as those of the others are, and as in the theorem
+the vocabulary is of the order of N.
 
 Learned: one layer of either kind and an MLP are trained on random sequences for the counts, by number of heads. This
 takes a few minutes of one core.
@@ -27,9 +26,7 @@ from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, "cpm3", seeds=3)
-    parser.add_argument("--steps", type=int, default=600, help="of training (600)")
-    return parser.parse_args(argv)
+    return study_parser(__doc__, "cpm3", seeds=3).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -51,7 +48,7 @@ SEQUENCES = 20  # for each length and seed
 # The learned layers: N, M and G, and the width of a head
 TOKENS, MODULUS, FACTOR, HEAD_DIM = 9, 3, 8, 8
 LEARNED_HEADS = {"mha": (1, 2, 3, 9), "iha": (2, 3)}
-BATCH = 64
+STEPS, BATCH = 600, 64
 
 
 def brute_force(x: list[int], factor: int, modulus: int) -> list[int]:
@@ -100,9 +97,9 @@ def histogram_layer(length: int, modulus: int) -> BareAttention:
 def histogram_count(x: list[int], factor: int, modulus: int) -> torch.Tensor:
     """Return CPM-3 by `histogram_layer` and one hidden layer of at most 6 N M^2 ReLUs.
 
-    If a tokens have the residue r1 and b tokens r2, then the pairs are a b = ((a + b)^2 - a^2 - b^2) / 2. The square
-    of a whole number s is ReLU(s) + 2 sum_t ReLU(s - t). A large negative term switches these units off except at
-    tokens with x + G r1 + r2 = 0.
+    The count depends on x_i and on how many tokens have each residue modulo M. If a tokens have the residue r1 and b
+    tokens r2, then the pairs are a b = ((a + b)^2 - a^2 - b^2) / 2. The square of a whole number s is ReLU(s) + 2
+    sum_t ReLU(s - t). A large negative term switches these units off except at tokens with x + G r1 + r2 = 0.
     """
     length = len(x)
     residues = torch.eye(modulus, dtype=torch.float64)[torch.tensor(x) % modulus]
@@ -226,7 +223,7 @@ def cpm3(x: torch.Tensor) -> torch.Tensor:
     return torch.einsum("...nr,...r->...n", x, by_own)
 
 
-def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
+def learned(kind: str, heads: int, seeds: list[int]) -> dict:
     """Train layers for the counts; return the shares of new tokens whose count, rounded, is right."""
     models = seeded(seeds, lambda: CountingLayer(kind, heads))
 
@@ -237,7 +234,7 @@ def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
     mean, deviation = 0.0, 1.0
     counts = draw(4096)[1]
     mean, deviation = counts.mean().item(), counts.std().item()
-    trained = train(models, draw, nn.functional.mse_loss, steps, rate=3e-3)
+    trained = train(models, draw, nn.functional.mse_loss, STEPS, rate=3e-3)
     x, target = draw(1024)
     outputs = trained(x)
     right = ((outputs - target).abs() * deviation < 0.5).float().flatten(1).mean(dim=1).tolist()
@@ -286,8 +283,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in ("mha", "iha")
         for length in LENGTHS
     ]
-    rows = learned_rows(args, learned, by_heads(LEARNED_HEADS))
-    setting = {"sequences_per_length": SEQUENCES * len(args.seeds), "seeds": args.seeds, "steps": args.steps}
+    rows = learned_rows(args, learned, by_heads(LEARNED_HEADS), STEPS)
+    setting = {"sequences_per_length": SEQUENCES * len(args.seeds), "seeds": args.seeds, "steps": STEPS}
     tables = {
         "paper_example": paper_example(),
         "exactness": exactness,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.command_io import run_cli
-from experiments.options import add_text_option, protocol_parser
+from experiments.options import protocol_parser
 
 
 # Configuration -> perplexity in Table 9, options of kind "dcmha".
@@ -42,9 +42,7 @@ CONFIGURATIONS = {
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = protocol_parser(__doc__, "dcmha_ablation", 0.02, CONFIGURATIONS)
-    add_text_option(parser)
-    return parser.parse_args(argv)
+    return protocol_parser(__doc__, "dcmha_ablation", 0.02, CONFIGURATIONS).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -55,36 +53,18 @@ from matplotlib.figure import Figure
 
 from common import plots
 from experiments.head_diversity import CIRCUITS, curves_of
-from experiments.language_models import as_large_as, build, read_text, setting_of, train
+from experiments.language_models import as_large_as, build, read_text, setting_of, sized, train
 from experiments.protocol import Rates, by_seed, compare_tuned, end, new_model
 from experiments.study import begin, correct_by_holm, differences, interval, points, write
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig
 
 
-SMALL = {
-    "fields": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "tokens": 64,
-    "batch": 8,
-    "steps": 600,
-}
-FULL = {
-    "fields": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8},
-    "tokens": 256,
-    "batch": 64,
-    "steps": 10000,
-}
+SMALL = sized(width=64, ffn=192, layers=2, heads=4, tokens=64, batch=8, steps=600)
+FULL = sized(width=512, ffn=1536, layers=6, heads=8, tokens=256, batch=64, steps=10000)
 # What the paper concludes, that the first has a lower perplexity than the second, and the control.
-CLAIMS = [
-    ("dcmha", "static"),
-    ("projection", "gate"),
-    ("dcmha", "query"),
-    ("dcmha", "key"),
-    ("post", "pre"),
-    ("dcmha", "rank_1"),
-    ("dcmha", "rank_4"),
-    ("dcmha", "wider"),
-]
+CLAIMS = [("projection", "gate"), ("post", "pre")]
+CLAIMS += [("dcmha", other) for other in ("static", "query", "key", "rank_1", "rank_4", "wider")]
 
 
 def config_of(name: str, size: dict) -> IHAConfig:
@@ -162,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     begin(args)
     size = FULL if args.full else SMALL
-    text = read_text(args.text)
+    text = read_text()
     setting = setting_of(args, size, text)
     rates, runs = compare_tuned(
         args, setting, partial(one_run, size, text, args.device), partial(config_of, size=size)

@@ -34,27 +34,11 @@ from common.command_io import run_cli
 from experiments.options import protocol_parser
 
 
-def size_of(width: int, layers: int, heads: int, **training: float) -> dict:
-    fields = {
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_pseudo_heads": 2,
-        "initializer_range": width**-0.5,
-    }
-    return {"fields": fields, "tokens": 4, **training}
-
-
 KINDS = ["mha", "dcmha", "talking_heads", "iha", "diff_v2", "gated", "knocking_heads", "multi_token"]
-SMALL = size_of(64, 2, 4, batch=64, steps=2000, test=32)
-FULL = size_of(256, 4, 8, batch=256, steps=20000, test=256)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = protocol_parser(__doc__, "dcmha_tasks", 0.05, KINDS)
-    parser.add_argument("--steps", type=int, help=f"of training ({SMALL['steps']}, with --full {FULL['steps']})")
-    return parser.parse_args(argv)
+    return protocol_parser(__doc__, "dcmha_tasks", 0.05, KINDS).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -64,12 +48,14 @@ import torch
 from matplotlib.figure import Figure
 
 from common import plots
-from experiments.language_models import config_of
+from experiments.language_models import config_of, sized
 from experiments.protocol import Rates, compare_tuned, fit, new_model
 from experiments.study import begin, correct_by_holm, differences, interval, points, write
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
+SMALL = sized(width=64, ffn=192, layers=2, heads=4, tokens=4, batch=64, steps=2000, test=32)
+FULL = sized(width=256, ffn=768, layers=4, heads=8, tokens=4, batch=256, steps=20000, test=256)
 EVALUATIONS, HELD_OUT = 10, 8
 
 NAMES = (
@@ -220,21 +206,14 @@ def vocabulary() -> dict[str, int]:
 TOKENS = vocabulary()
 
 
-class Example(NamedTuple):
-    """Hold three facts and a question as `lines`, and the answer."""
-
-    lines: list[str]
-    answer: str
-
-
 def sources(index: int, new: bool) -> list[str]:
     """Return the words that can be the source of an answer in a task, in training or in "new" examples."""
     words = ANSWERS[TASKS[index].transformation]
     return [word for place, word in enumerate(words) if ((place + index) % HELD_OUT == 0) == new]
 
 
-def draw(index: int, new: bool, generator: random.Random) -> Example:
-    """Draw an example of a task."""
+def draw(index: int, new: bool, generator: random.Random) -> tuple[list[str], str]:
+    """Draw an example of a task: three facts and a question, and the answer."""
     task, choose = TASKS[index], generator.choice
     answers = ANSWERS[task.transformation]
     source = choose(sources(index, new))
@@ -261,22 +240,16 @@ def draw(index: int, new: bool, generator: random.Random) -> Example:
         denies=task.denies,
     )
     lines = [task.fact.format(name=name, word=word) for name, word in facts]
-    return Example([*lines, question], owner if task.pattern in ("who", "who not") else answers[source])
+    return [*lines, question], owner if task.pattern in ("who", "who not") else answers[source]
 
 
-class Batch(NamedTuple):
-    """Hold token numbers: `inputs` int64 [examples, 4, words], padded with 0, and `answers` [examples]."""
-
-    inputs: torch.Tensor
-    answers: torch.Tensor
-
-
-def encode(examples: list[Example], device: str) -> Batch:
-    lines = [[TOKENS[word] for word in line.split()] for example in examples for line in example.lines]
+def encode(examples: list[tuple[list[str], str]], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token numbers: inputs int64 [examples, 4, words], padded with 0, and answers [examples]."""
+    lines = [[TOKENS[word] for word in line.split()] for facts, _ in examples for line in facts]
     longest = max(map(len, lines))
     inputs = torch.tensor([line + [0] * (longest - len(line)) for line in lines]).unflatten(0, (-1, 4))
-    answers = torch.tensor([TOKENS[example.answer] for example in examples])
-    return Batch(inputs.to(device), answers.to(device))
+    answers = torch.tensor([TOKENS[answer] for _, answer in examples])
+    return inputs.to(device), answers.to(device)
 
 
 def logits_of(model: IHAForCausalLM, inputs: torch.Tensor) -> torch.Tensor:
@@ -286,16 +259,16 @@ def logits_of(model: IHAForCausalLM, inputs: torch.Tensor) -> torch.Tensor:
     return model.lm_head(states[:, -1])
 
 
-def right_by_task(model: IHAForCausalLM, batches: list[Batch]) -> list[float]:
+def right_by_task(model: IHAForCausalLM, batches: list[tuple]) -> list[float]:
     """Return the share of right answers in each batch, which is one task's."""
-    return [
-        (logits_of(model, batch.inputs).argmax(dim=-1) == batch.answers).double().mean().item() for batch in batches
-    ]
+    return [(logits_of(model, x).argmax(dim=-1) == answers).double().mean().item() for x, answers in batches]
 
 
 def config_of_kind(size: dict, kind: str) -> IHAConfig:
     """Return the config of a kind, with the parameters of "mha"."""
-    return config_of({**size, "fields": {**size["fields"], "vocab_size": len(TOKENS) + 1}}, attention_kinds=kind)
+    width = size["fields"]["hidden_size"]
+    own = {"num_pseudo_heads": 2, "initializer_range": width**-0.5, "vocab_size": len(TOKENS) + 1}
+    return config_of({**size, "fields": {**size["fields"], **own}}, attention_kinds=kind)
 
 
 def train(size: dict, device: str, kind: str, seed: int, rate: float, mixing: float) -> dict:
@@ -313,8 +286,8 @@ def train(size: dict, device: str, kind: str, seed: int, rate: float, mixing: fl
 
     def loss() -> torch.Tensor:
         chosen = [generator.randrange(len(TASKS)) for _ in range(size["batch"])]
-        batch = encode([draw(index, False, generator) for index in chosen], device)
-        return torch.nn.functional.cross_entropy(logits_of(model, batch.inputs).float(), batch.answers)
+        inputs, answers = encode([draw(index, False, generator) for index in chosen], device)
+        return torch.nn.functional.cross_entropy(logits_of(model, inputs).float(), answers)
 
     def evaluate(trained: torch.nn.Module, step: int) -> list[float]:
         right.update({name: right_by_task(trained, batches) for name, batches in tests.items()})
@@ -389,8 +362,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     begin(args)
     size = FULL if args.full else SMALL
-    if args.steps is not None:
-        size = {**size, "steps": args.steps}
     setting = {**size, "device": args.device}
     rates, runs = compare_tuned(args, setting, partial(train, size, args.device), partial(config_of_kind, size))
     rows = [summary(kind, rates, runs) for kind in args.kinds]

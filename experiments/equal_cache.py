@@ -14,31 +14,20 @@ example: python -m experiments.equal_cache --kinds mha_g1 iha_g1_p2
 import argparse
 from collections.abc import Sequence
 
-from common.command_io import UserError, run_cli
-from experiments.options import add_text_option, protocol_parser
+from common.command_io import run_cli
+from experiments.options import protocol_parser
 
 
 # Variant -> its fields beside those of the size. The first has the smallest cache, `control` one P times as large.
+ONE_HEAD = {"attention_kinds": "iha", "num_key_value_heads": 1}
 VARIANTS: dict[str, dict] = {
     **{f"mha_g{groups}": {"num_key_value_heads": groups} for groups in (1, 2, 4)},
-    **{
-        f"iha_g1_p{pseudo}": {
-            "attention_kinds": "iha",
-            "num_key_value_heads": 1,
-            "num_pseudo_heads": pseudo,
-            "control": f"mha_g{pseudo}",
-        }
-        for pseudo in (2, 4)
-    },
+    **{f"iha_g1_p{p}": {**ONE_HEAD, "num_pseudo_heads": p, "control": f"mha_g{p}"} for p in (2, 4)},
 }
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = protocol_parser(__doc__, "equal_cache", 0.02, VARIANTS)
-    parser.add_argument("--tokens", type=int, default=128, help="length of rows (128)")
-    parser.add_argument("--prompt", type=int, default=4096, help="tokens cached where decoding is timed (4096)")
-    add_text_option(parser)
-    return parser.parse_args(argv)
+    return protocol_parser(__doc__, "equal_cache", 0.02, VARIANTS).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -50,29 +39,18 @@ from matplotlib.figure import Figure
 from benchmarks.decode_model import NEW_TOKENS, greedy
 from benchmarks.harness import medians
 from common import plots
-from experiments.language_models import (
-    FULL,
-    SMALL,
-    build,
-    plot_differences,
-    read_text,
-    rows_and_curves,
-    setting_of,
-    size_of,
-)
+from experiments.language_models import FULL, SMALL, build, compare, plot_differences, size_of, sized
 from experiments.study import begin, write
 from kinds.model_cost import attention
 from modeling_iha import IHAForCausalLM
 
 
-SERVED = {
-    "fields": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "tokens": 32768,
-}
+SERVED = sized(width=512, ffn=1408, layers=4, heads=4, tokens=32768)
+TOKENS, PROMPT = 128, 4096  # of a row, and cached where decoding is timed
 REPEATS = 5
 
 
-def add_prices(rows: list[dict], tokens: int) -> None:
+def add_prices(rows: list[dict]) -> None:
     """Add to each row the bytes that a layer caches for a token in float32, and the seconds of a decoded token."""
     steps = {}
     for row in rows:
@@ -80,7 +58,7 @@ def add_prices(rows: list[dict], tokens: int) -> None:
         torch.manual_seed(0)
         model = IHAForCausalLM(config).eval()
         row["cached_bytes"] = 4 * attention(config, config.attention_kinds[0], "full_attention", 1).cache
-        steps[row["variant"]] = greedy(model, torch.randint(config.vocab_size, (1, tokens)))
+        steps[row["variant"]] = greedy(model, torch.randint(config.vocab_size, (1, PROMPT)))
     for row, seconds in zip(rows, medians(steps, REPEATS).values()):
         row["seconds_per_token"] = seconds / NEW_TOKENS
 
@@ -105,13 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    if args.prompt < 1:
-        raise UserError(f"--prompt {args.prompt}: expected at least 1.")
-    text = read_text(args.text)
-    size = size_of(FULL if args.full else SMALL, args.tokens, text)
-    rows, curves = rows_and_curves(args, size, VARIANTS, text)
-    add_prices(rows, args.prompt)
-    write(args, plot, **setting_of(args, size, text), prompt=args.prompt, rows=rows, runs=curves)
+    table = compare(args, size_of(FULL if args.full else SMALL, TOKENS), VARIANTS)
+    add_prices(table["rows"])
+    write(args, plot, prompt=PROMPT, **table)
 
 
 if __name__ == "__main__":

@@ -104,11 +104,6 @@ def token_labels(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str
     return labels
 
 
-def relative_distance(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the Frobenius norm of the difference over that of `reference`."""
-    return ((value - reference).norm() / reference.norm()).item()
-
-
 def mixing(attention: torch.nn.Module, shape: LayerShape) -> dict[str, torch.Tensor]:
     """Return the mixing matrices [source head, head, P] and the collapse [H, P or H * P] of an "iha" layer."""
     if shape.pseudo_heads is None:
@@ -121,8 +116,6 @@ def starts(shape: LayerShape) -> dict[str, dict[str, torch.Tensor]]:
 
     A conversion makes the collapse select the last pseudo-head. A new model takes the mean.
     """
-    if shape.pseudo_heads is None:
-        return {}
     heads, p = shape.heads, shape.pseudo_heads
     last = last_pseudo_head(heads, p, shape.collapse)
     mean = sum(last.roll(-i, dims=1) for i in range(p)) / p
@@ -204,10 +197,10 @@ def page(tokens: list[str], kinds: dict[int, str], shapes: list[LayerShape], mod
         layers = []
         for attention, matrices, shape in zip(recorded.attentions, recorded.mixing, shapes, strict=True):
             layer = {"mixing": {name: numbers(value) for name, value in matrices.items()}}
-            layer["moved"] = {
-                f"{matrix} from {start}": float(f"{relative_distance(matrices[matrix], value):.4g}")
-                for matrix, values in starts(shape).items()
-                for start, value in values.items()
+            layer["moved"] = {  # Frobenius norms, over those of the starts
+                f"{matrix} from {start}": numbers((matrices[matrix] - value).norm() / value.norm())
+                for matrix in matrices
+                for start, value in starts(shape)[matrix].items()
             }
             if attention is not None:
                 quantised, largest = quantise(attention)

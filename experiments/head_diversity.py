@@ -24,7 +24,7 @@ from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, "head_diversity", runs=None)
+    parser = study_parser(__doc__, "head_diversity", keeps_runs=False)
     parser.add_argument(
         "models", nargs="+", type=model_source, metavar="MODEL", help="a directory, a Hub id or a GGUF file"
     )

@@ -31,9 +31,7 @@ from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, "hyper_attention", seeds=3)
-    parser.add_argument("--steps", type=int, default=500, help="of training (500)")
-    return parser.parse_args(argv)
+    return study_parser(__doc__, "hyper_attention", seeds=3).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -44,7 +42,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from common import plots
-from experiments.bare_attention import BareAttention
+from experiments.bare_attention import BareAttention, relative_error
 from experiments.study import begin, learned_rows, points, seeded, train, write
 
 
@@ -52,7 +50,7 @@ AGENTS = 8
 VALUES = 4  # D, of each of 3 features
 STATES = 6  # of an agent with allies
 FILLERS, SENTENCE = 8, 8
-BATCH, REGRESSION_ROWS = 64, 60000
+STEPS, BATCH, REGRESSION_ROWS = 500, 64, 60000
 OPTIONS = {"mha": {}, "hyper_feature": {"orders": 3}, "hyper": {"order": 3, "sharing": False}}
 # The learned tasks: inputs and outputs of a token, and the width of a head; and their layers: kind and heads
 TASKS = {
@@ -75,11 +73,6 @@ def bare(kind: str, width: int, heads: int, head_dim: int, linear: bool = True) 
 def everyone(length: int) -> torch.Tensor:
     """Return the mask in which every token sees every other."""
     return torch.ones(1, 1, length, length, dtype=torch.bool)
-
-
-def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference over the largest expected entry."""
-    return ((output - expected).abs().max() / expected.abs().max()).item()
 
 
 def unexplained(features: torch.Tensor, target: torch.Tensor) -> float:
@@ -268,7 +261,7 @@ class OneLayer(nn.Module):
         return self.readout(states if self.linear else states[:, -1])
 
 
-def learned(task: str, layer: str, steps: int, seeds: list[int]) -> dict:
+def learned(task: str, layer: str, seeds: list[int]) -> dict:
     """Train layers for a task.
 
     The error on new inputs is the share of the variance that is left, or the mean probability of wrong completions.
@@ -286,7 +279,7 @@ def learned(task: str, layer: str, steps: int, seeds: list[int]) -> dict:
     sample = draw(4096)[1].float()
     mean, deviation = sample.mean(), sample.std()
     loss = nn.functional.mse_loss if is_regression else nn.functional.cross_entropy
-    trained = train(models, draw, loss, steps, rate=1e-2)
+    trained = train(models, draw, loss, STEPS, rate=1e-2)
     x, target = draw(2048)
     outputs = trained(x)
     if is_regression:
@@ -312,10 +305,9 @@ def plot(table: dict) -> Figure:
         parameters.loglog(*zip(*found), style, label=f"{name}, constructed")
     parameters.set(xlabel="values of a feature, D", ylabel="parameters (fewer is better)")
     plots.ticks(parameters, "x", [row["values_of_a_feature"] for row in features])
-    values, hyper = points([row["error"] for row in rows]), [row["layer"][0] == "H" for row in rows]
     series = {
-        name: [value if is_hyper == (index == 1) else None for value, is_hyper in zip(values, hyper)]
-        for index, name in enumerate(("SA, learned", "HFA or HA, learned"))
+        name: points([row["error"] if row["layer"][0] == first else None for row in rows])
+        for name, first in (("SA, learned", "S"), ("HFA or HA, learned", "H"))
     }
     plots.dots(errors, [f"{row['task']}: {row['layer']}" for row in rows], series)
     errors.set(xscale="log", xlabel="variance left, or probability of wrong completions,\nall seeds (lower is better)")
@@ -330,14 +322,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     features = [feature_row(values) for values in (2, 4, 8)]
     synergies = synergy_errors()
     remains = {"coupled features": features_unexplained(), "ternary synergy": synergy_unexplained()}
-    rows = learned_rows(args, learned, ({"task": task, "layer": layer} for task in TASKS for layer in layers(task)))
+    cases = ({"task": task, "layer": layer} for task in TASKS for layer in layers(task))
+    rows = learned_rows(args, learned, cases, STEPS)
     tables = {
         "constructed_for_coupled_features": features,
         "constructed_for_synergies_error_by_agents": synergies,
         "unexplained_by_any_self_attention": remains,
         "learned": rows,
     }
-    write(args, plot, seeds=args.seeds, steps=args.steps, **tables)
+    write(args, plot, seeds=args.seeds, steps=STEPS, **tables)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,6 @@ VARIANTS: dict[str, tuple[str, int, int, dict]] = {
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__, "ladder", 6)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--numbers", nargs="+", type=int, choices=NUMBERS, default=NUMBERS, help="k (2, 4 and 8)")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
     return parser.parse_args(argv)
 
 
@@ -58,8 +56,8 @@ from torch.nn.functional import cross_entropy, pad
 
 from common import plots
 from common.command_io import sole_writer
-from experiments.language_models import config_of
-from experiments.protocol import start_like, walk
+from experiments.language_models import config_of, sized
+from experiments.protocol import start_like, tune
 from experiments.study import (
     begin,
     correct_by_holm,
@@ -75,8 +73,7 @@ from experiments.study import (
 from modeling_iha import IHAForCausalLM
 
 
-FIELDS = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIZE = {"fields": FIELDS, "tokens": 32}
+SIZE = sized(width=32, ffn=96, layers=1, heads=2, tokens=32)
 KEYS, VALUES = 16, 8
 DISTANCES = (1, 2, 3, 5, 7, 9, 12, 15)
 TUNING_SEEDS, FIRST_RATE = [1000, 1001], 8e-3
@@ -194,28 +191,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         return run_once(path, partial(learned, variant, task, k, rate, seeds), setting)
 
     with sole_writer(args.output):
-        for task, k, variant in product(args.tasks, args.numbers, args.variants):
-            tried: dict[float, float] = {}
+        for task, k, variant in product(args.tasks, NUMBERS, VARIANTS):
 
-            def wrong(rate: float) -> float:
-                tried[rate] = 1 - fmean(run(task, variant, k, rate, TUNING_SEEDS)["right"])
-                return tried[rate]
+            def wrong(rate: float, _: float) -> float:
+                return 1 - fmean(run(task, variant, k, rate, TUNING_SEEDS)["right"])
 
-            rate = walk(wrong, FIRST_RATE, 2.0)
+            rate, _, tried = tune(wrong, mixes=False, first_rate=FIRST_RATE)
             record = run(task, variant, k, rate, args.seeds)
             row = {"task": task, "k": k, "variant": variant, "parameters": record["parameters"], "rate": rate}
-            rows.append({**row, "tried": list(tried.items()), "right": interval(record["right"])})
-    compare_with_fewest_heads(rows)
-    write(args, plot, **setting, seeds=args.seeds, rows=rows)
-
-
-def compare_with_fewest_heads(rows: list[dict]) -> None:
-    """Add to each other row its difference from "mha 2" on the same seeds, with p corrected for their number."""
-    base = {(row["task"], row["k"]): row["right"]["values"] for row in rows if row["variant"] == "mha 2"}
-    for row in rows:
-        if row["variant"] != "mha 2" and (row["task"], row["k"]) in base:
-            row["minus_mha_2"] = differences(row["right"]["values"], base[row["task"], row["k"]])
+            row |= {"tried": [[rate, loss] for rate, _, loss in tried], "right": interval(record["right"])}
+            if variant == "mha 2":  # the first
+                base = record["right"]
+            else:
+                row["minus_mha_2"] = differences(record["right"], base)
+            rows.append(row)
     correct_by_holm([row["minus_mha_2"] for row in rows if "minus_mha_2" in row])
+    write(args, plot, **setting, seeds=args.seeds, rows=rows)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ variant with more of them has a narrower FFN. The tables of other lengths than 2
   positions that are wider apart.
 - "hyper" and "simplicial" attend to pairs of tokens. They are left out: at N = 256 they cost 256 times "mha".
 
-The text is the source of Python's standard library, in the order of its modules, or that of `--text`. Its last tenth
-is held out. The loss is also given for each eighth of a row.
+The text is the source of Python's standard library, in the order of its modules. Its last tenth is held out. The loss
+is also given for each eighth of a row.
 
 example: python -m experiments.language_models --tokens 512 --kinds mha iha_2
 """
@@ -24,28 +24,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.command_io import UserError, run_cli
-from experiments.options import add_text_option, protocol_parser
+from experiments.options import protocol_parser
 
 
-# Variant -> its fields beside those of the size. `window` is that of four layers in five, as a function of the length;
+# Variant -> its fields beside those of the size. Four layers in five have a window, the length divided by `windows`.
 # `control` is another variant that it is compared with, besides the first.
+SCHEDULE = {"attention_kinds": "iha", "control": "global_local"}
 VARIANTS: dict[str, dict] = {
     "mha": {},
     "mha_stretched": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 0.25}},
-    "global_local": {"window": lambda tokens: tokens // 16},
-    "global_local_32": {"window": lambda tokens: tokens // 32, "control": "iha_4"},
-    "iha_2": {
-        "attention_kinds": "iha",
-        "num_pseudo_heads": 2,
-        "window": lambda tokens: tokens // 8,
-        "control": "global_local",
-    },
-    "iha_4": {
-        "attention_kinds": "iha",
-        "num_pseudo_heads": 4,
-        "window": lambda tokens: tokens // 32,
-        "control": "global_local",
-    },
+    "global_local": {"windows": 16},
+    "global_local_32": {"windows": 32, "control": "iha_4"},
+    "iha_2": {**SCHEDULE, "num_pseudo_heads": 2, "windows": 8},
+    "iha_4": {**SCHEDULE, "num_pseudo_heads": 4, "windows": 32},
     **{kind: {"attention_kinds": kind} for kind in ("talking_heads", "diff", "diff_v2", "gated", "knocking_heads")},
     **{kind: {"attention_kinds": kind} for kind in ("hyper_feature", "dcmha")},
     "multi_token": {  # the authors' model: every fourth layer convolves, norm and gate are on
@@ -58,7 +49,6 @@ VARIANTS: dict[str, dict] = {
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = protocol_parser(__doc__, "language_models", 0.02, VARIANTS)
     parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
-    add_text_option(parser)
     args = parser.parse_args(argv)
     if args.tokens != 256:
         args.study += f"_{args.tokens}"
@@ -80,27 +70,21 @@ from kinds.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
-SMALL = {
-    "fields": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 5, "num_attention_heads": 4},
-    "tokens_per_step": 2048,
-    "steps": 400,
-}
-FULL = {
-    "fields": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 8},
-    "tokens_per_step": 32768,
-    "steps": 10000,
-}
+def sized(width: int, ffn: int, layers: int, heads: int, **training: int) -> dict:
+    """Return the fields of a config, and what is trained at this size."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return {"fields": dict(zip(names, (width, ffn, layers, heads))), **training}
+
+
+SMALL = sized(width=64, ffn=176, layers=5, heads=4, tokens_per_step=2048, steps=400)
+FULL = sized(width=512, ffn=1408, layers=10, heads=8, tokens_per_step=32768, steps=10000)
 EVALUATIONS, HELD_OUT_ROWS, PARTS = 10, 64, 8
 
 
-def read_text(path: Path | None) -> torch.Tensor:
-    """Return the bytes of a file, or of the modules of Python's standard library, as uint8."""
-    if path is None:
-        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        content = b"".join(module.read_bytes() for module in modules)
-    else:
-        content = path.read_bytes()
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+def read_text() -> torch.Tensor:
+    """Return the bytes of the modules of Python's standard library, as uint8."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray().join(module.read_bytes() for module in modules), dtype=torch.uint8)
 
 
 def setting_of(args: argparse.Namespace, size: dict, text: torch.Tensor) -> dict:
@@ -109,7 +93,7 @@ def setting_of(args: argparse.Namespace, size: dict, text: torch.Tensor) -> dict
 
 
 def build(size: dict, **fields) -> IHAConfig:
-    """Return the config of a variant at a size; a `window` in `fields` is that of four layers in five.
+    """Return the config of a variant at a size; with `windows` in `fields` four layers in five have one.
 
     The layers with a window are of the kind that `attention_kinds` names, the others "mha".
     """
@@ -118,8 +102,8 @@ def build(size: dict, **fields) -> IHAConfig:
     heads = fields["num_attention_heads"]
     special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
     every = {"num_key_value_heads": heads, "num_pseudo_heads": heads, "max_position_embeddings": size["tokens"]}
-    if window := fields.pop("window", None):
-        fields["sliding_window"] = window(size["tokens"])
+    if windows := fields.pop("windows", None):
+        fields["sliding_window"] = size["tokens"] // windows
         fields["attention_kinds"] = [fields["attention_kinds"]] * 4 + ["mha"]
         fields["layer_types"] = ["sliding_attention"] * 4 + ["full_attention"]
     return IHAConfig(**{**special, **every, **fields})
@@ -226,8 +210,10 @@ def summaries_of(table: dict, variants: dict[str, dict]) -> list[dict]:
     return summaries(table, rates, runs, variants)
 
 
-def rows_and_curves(args: argparse.Namespace, size: dict, variants: dict[str, dict], text: torch.Tensor) -> tuple:
-    """Run the protocol for the chosen `variants` at a size; return the rows of the table and the curves by variant."""
+def compare(args: argparse.Namespace, size: dict, variants: dict[str, dict]) -> dict:
+    """Run the protocol for the chosen `variants` at a size, and return the table."""
+    text = read_text()
+    setting = setting_of(args, size, text)
 
     def run(name: str, *seed_and_rates) -> dict:
         return one_run(variants[name], size, text, args.device, name, *seed_and_rates)
@@ -235,9 +221,9 @@ def rows_and_curves(args: argparse.Namespace, size: dict, variants: dict[str, di
     def config(name: str) -> IHAConfig:
         return config_of(size, **variants[name])
 
-    rates, runs = compare_tuned(args, setting_of(args, size, text), run, config, f"{size['tokens']}-")
+    rates, runs = compare_tuned(args, setting, run, config)
     curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
-    return summaries(size, rates, runs, variants), curves
+    return {**setting, "rows": summaries(size, rates, runs, variants), "runs": curves}
 
 
 def plot_differences(axes: Axes, rows: list[dict], limits: tuple[float, float] = (-math.inf, math.inf)) -> None:
@@ -278,12 +264,10 @@ def plot(table: dict) -> Figure:
     return figure
 
 
-def size_of(size: dict, tokens: int, text: torch.Tensor) -> dict:
+def size_of(size: dict, tokens: int) -> dict:
     """Return a size with the length of its rows, and as many of them as a step's tokens allow. Raise `UserError`."""
     if not 32 <= tokens <= size["tokens_per_step"]:
         raise UserError(f"--tokens {tokens}: expected at least 32, at most {size['tokens_per_step']}.")
-    if len(text) < 20 * tokens:
-        raise UserError(f"--text has {len(text)} bytes: expected at least {20 * tokens}, 20 for each of --tokens.")
     return {**size, "tokens": tokens, "batch": size["tokens_per_step"] // tokens}
 
 
@@ -291,10 +275,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    text = read_text(args.text)
-    size = size_of(FULL if args.full else SMALL, args.tokens, text)
-    rows, curves = rows_and_curves(args, size, VARIANTS, text)
-    write(args, plot, **setting_of(args, size, text), rows=rows, runs=curves)
+    size = size_of(FULL if args.full else SMALL, args.tokens)
+    write(args, plot, **compare(args, size, VARIANTS))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class StudyParser(argparse.ArgumentParser):
 
 
 def study_parser(
-    doc: str, study: str, seeds: int = 0, runs: str | None = "outputs/{study}", has_sizes: bool = False
+    doc: str, study: str, seeds: int = 0, keeps_runs: bool = True, has_sizes: bool = False
 ) -> argparse.ArgumentParser:
     """Return a parser with the options of all studies.
 
@@ -32,18 +32,17 @@ def study_parser(
         doc: the description, which ends with an example; what a study writes and keeps is added here.
         study: the name of the module.
         seeds: how many there are by default; a study without any has no option for them.
-        runs: the directory of finished runs, for the help; `None` for a study that keeps none.
+        keeps_runs: the study keeps finished runs.
         has_sizes: gives the study a large size besides the small one.
     """
-    writes = f"Writes {study}.json and {study}.png." + " A finished run is not repeated." * (runs is not None)
+    writes = f"Writes {study}.json and {study}.png." + " A finished run is not repeated." * keeps_runs
     formatter = argparse.RawDescriptionHelpFormatter
     parser = StudyParser(description=doc, epilog=writes, formatter_class=formatter)
     parser.set_defaults(study=study, full=False, device="cpu")
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
-    if runs is not None:
-        where = runs.format(study=study)
-        parser.add_argument("--output", type=path_from_root, help=f"where runs are kept ({where})")
+    if keeps_runs:
+        parser.add_argument("--output", type=path_from_root, help=f"where runs are kept (outputs/{study})")
     parser.add_argument(
         "--results", type=path_from_root, default=RESULTS, help="where the table and the plot are written"
     )
@@ -61,11 +60,6 @@ def protocol_parser(doc: str, study: str, effect: float, variants: Iterable[str]
     variants = list(variants)
     parser = study_parser(doc, study, has_sizes=True)
     parser.add_argument("--kinds", nargs="+", choices=variants, default=variants, metavar="VARIANT")
-    parser.add_argument("--fewest-seeds", type=int, default=6, help="seeds of every variant (6)")
-    parser.add_argument("--most-seeds", type=int, default=12, help="where intervals are wider than --effect (12)")
-    parser.add_argument("--effect", type=float, default=effect, help=f"smallest one worth having ({effect})")
+    parser.add_argument("--most-seeds", type=int, default=12, help=f"where intervals are wider than ± {effect} (12)")
+    parser.set_defaults(effect=effect)
     return parser
-
-
-def add_text_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text", type=path_from_root, help="a file to learn (the modules of the standard library)")

@@ -23,9 +23,7 @@ from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, "polynomial_filters", seeds=3)
-    parser.add_argument("--steps", type=int, default=1500, help="of training (1500)")
-    return parser.parse_args(argv)
+    return study_parser(__doc__, "polynomial_filters", seeds=3).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -38,7 +36,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from common import plots
-from experiments.bare_attention import BareAttention
+from experiments.bare_attention import BareAttention, relative_error
 from experiments.study import begin, by_heads, learned_rows, plot_spread, seeded, train, write
 
 
@@ -53,7 +51,7 @@ FEATURES = 3  # d, of the constructed layers
 CYCLE = networkx.cycle_graph(12, create_using=networkx.DiGraph)
 LEARNED_FILTERS = 9
 LEARNED_HEADS = {"mha": (1, 3, 5, 7, 8, 9), "iha": (1, 2, 3, 4)}
-BATCH = 16
+STEPS, BATCH = 1500, 16
 
 
 def adjacency(graph: networkx.Graph) -> np.ndarray:
@@ -122,11 +120,8 @@ def construction_error(kind: str, matrix: np.ndarray, k: int, seed: int) -> floa
     """Return the largest error of a block A^i X against exact integers, over the largest entry of the block."""
     x = np.random.default_rng(seed).integers(-9, 10, (len(matrix), FEATURES))
     layer = constructed(kind, matrix, FEATURES, k)
-    errors = []
-    for block, power in zip(filter_bank(layer, torch.from_numpy(x).double(), k), powers(matrix, k)):
-        exact = (power @ x.astype(object)).astype(np.float64)
-        errors.append(np.abs(block.numpy() - exact).max() / np.abs(exact).max())
-    return max(errors)
+    exact = (torch.from_numpy((power @ x.astype(object)).astype(np.float64)) for power in powers(matrix, k))
+    return max(map(relative_error, filter_bank(layer, torch.from_numpy(x).double(), k), exact))
 
 
 def theorem_parameters(kind: str, nodes: int, features: int, k: int) -> int:
@@ -170,7 +165,7 @@ class FilterLayer(nn.Module):
         return self.readout(self.attention(embed(x, x.shape[1])))
 
 
-def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
+def learned(kind: str, heads: int, seeds: list[int]) -> dict:
     """Train layers on random X on the directed cycle; return their mean squared errors on new X.
 
     Every block of the target has a mean square of 1.
@@ -182,7 +177,7 @@ def learned(kind: str, heads: int, steps: int, seeds: list[int]) -> dict:
         x = torch.randn(len(seeds), rows, len(CYCLE), 1)
         return x, torch.einsum("kij,sbjd->sbik", filters, x)
 
-    trained = train(models, draw, nn.functional.mse_loss, steps, rate=1e-2)
+    trained = train(models, draw, nn.functional.mse_loss, STEPS, rate=1e-2)
     x, target = draw(1024)
     errors = (trained(x) - target).square().flatten(1).mean(dim=1).tolist()
     return {"error": errors, "parameters": sum(weight.numel() for weight in models[0].parameters())}
@@ -239,9 +234,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in ("mha", "iha")
         for k in FILTERS
     ]
-    rows = learned_rows(args, learned, by_heads(LEARNED_HEADS))
+    rows = learned_rows(args, learned, by_heads(LEARNED_HEADS), STEPS)
     bound = unexplained(adjacency(CYCLE), LEARNED_FILTERS)
-    setting = {"features": FEATURES, "dtype_of_constructions": "float64", "seeds": args.seeds, "steps": args.steps}
+    setting = {"features": FEATURES, "dtype_of_constructions": "float64", "seeds": args.seeds, "steps": STEPS}
     tables = {"exactness": exactness, "counts": counts, "learned": rows, "fixed_attention_matrices_bound": bound}
     write(args, plot, **setting, **tables)
 

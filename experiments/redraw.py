@@ -1,6 +1,6 @@
-"""Draw the plots of studies and benchmarks again from their tables, without running anything.
+"""Draw the plots of studies and benchmarks again from their tables, beside them, without running anything.
 
-"first_screen" is the README's plot, of two tables.
+"first_screen" is the README's plot, of two tables, in docs/figures.
 
 example: python -m experiments.redraw polynomial_filters language_models schedule first_screen
 """
@@ -10,14 +10,15 @@ import re
 from collections.abc import Sequence
 from importlib import import_module
 
-from common.command_io import ROOT, path_from_root, read_json, run_cli
+from common.command_io import ROOT, read_json, run_cli
 from experiments.options import RESULTS
 
 
 BENCHMARKS = ROOT / "benchmarks" / "results"
-# Name -> path of every table that has a plot.
 PATHS = [*sorted(RESULTS.glob("*.json")), *sorted(BENCHMARKS.rglob("*.json"))]
-TABLES = {path.stem: path for path in PATHS if path.with_suffix(".png").exists()}
+FROM_HISTORY = ["mixing_rate"]  # git keeps the command
+# Name -> path of every table that has a plot.
+TABLES = {path.stem: path for path in PATHS if path.with_suffix(".png").exists() and path.stem not in FROM_HISTORY}
 # Figure of docs/figures -> the tables that it is drawn from.
 FIGURES = {"first_screen": ("language_models", "prefill")}
 STUDIES = [name for name, path in TABLES.items() if path.parent == RESULTS]
@@ -27,9 +28,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*TABLES, *FIGURES]
     parser.add_argument("names", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument(
-        "--results", type=path_from_root, help="where the plots are written (beside the tables, or docs/figures)"
-    )
     return parser.parse_args(argv)
 
 
@@ -57,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name not in FIGURES:
             module, folder = study_of(name), TABLES[name].parent
         tables = [read_json(TABLES[table]) for table in FIGURES.get(name, (name,))]
-        path = (args.results or folder) / f"{name}.png"
+        path = folder / f"{name}.png"
         save_plot(import_module(module).plot(*tables), path)
         print(f"Wrote {path}", flush=True)
 

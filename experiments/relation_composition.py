@@ -25,14 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common.command_io import attention_kinds, run_cli, sole_writer
+from common.command_io import run_cli, sole_writer
 from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, "relation_composition", seeds=5, has_sizes=True)
-    parser.add_argument("--kinds", nargs="+", choices=attention_kinds(), default=["mha", "iha", "simplicial"])
-    return parser.parse_args(argv)
+    return study_parser(__doc__, "relation_composition", seeds=5, has_sizes=True).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -67,6 +65,7 @@ SMALL = {
     "epochs": 30,
     "rates": [4e-3, 1e-3],
 }
+KINDS = ("mha", "iha", "simplicial")
 BATCH, PATIENCE = 64, 10
 
 
@@ -199,26 +198,24 @@ def one_run(size: dict, task: str, kind: str, rate: float, seed: int, output: Pa
     return {"task": task, "rate": rate, "kind": kind, "seed": seed, **run}
 
 
-def summary(task: str, rate: float, kinds: list[str], runs: list[dict]) -> list[dict]:
+def summary(task: str, rate: float, runs: list[dict]) -> list[dict]:
     """Return the rows of a task and rate: test accuracies, and by how much IHA's is higher on the same seeds."""
-    chosen = {
-        kind: [run for run in runs if (run["task"], run["rate"], run["kind"]) == (task, rate, kind)] for kind in kinds
-    }
     rows = []
-    for kind, of_kind in chosen.items():
-        row = {"task": task, "rate": rate, "kind": kind, "parameters": of_kind[0]["parameters"]}
-        tests = [run["test"] for run in of_kind]
-        row["accuracy"] = interval(tests)
-        if "iha" in kinds and kind != "iha":
-            row["iha_is_higher_by"] = differences([run["test"] for run in chosen["iha"]], tests)
-        rows.append(row)
+    for kind in KINDS:
+        chosen = [run for run in runs if (run["task"], run["rate"], run["kind"]) == (task, rate, kind)]
+        row = {"task": task, "rate": rate, "kind": kind, "parameters": chosen[0]["parameters"]}
+        rows.append({**row, "accuracy": interval([run["test"] for run in chosen])})
+    (iha,) = (row["accuracy"]["values"] for row in rows if row["kind"] == "iha")
+    for row in rows:
+        if row["kind"] != "iha":
+            row["iha_is_higher_by"] = differences(iha, row["accuracy"]["values"])
     return rows
 
 
 def plot(table: dict) -> Figure:
     """Plot test accuracies with their intervals (Figure 3)."""
     rows = table["rows"]
-    tasks, kinds = (list(dict.fromkeys(row[name] for row in rows)) for name in ("task", "kind"))
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
     cells = list(dict.fromkeys((row["task"], row["rate"]) for row in rows))
     accuracy = {(row["task"], row["rate"], row["kind"]): row["accuracy"] for row in rows}
     best = [max(kinds, key=lambda kind, cell=cell: accuracy[*cell, kind]["mean"]) for cell in cells]
@@ -237,10 +234,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = FULL if args.full else SMALL
 
     # By seed, so that a study that is stopped has compared all kinds on the seeds it has.
-    planned = itertools.product(args.seeds, size["tasks"], size["rates"], args.kinds)
+    planned = itertools.product(args.seeds, size["tasks"], size["rates"], KINDS)
     with sole_writer(args.output):
         runs = [one_run(size, task, kind, rate, seed, args.output, args.device) for seed, task, rate, kind in planned]
-    rows = [row for task in size["tasks"] for rate in size["rates"] for row in summary(task, rate, args.kinds, runs)]
+    rows = [row for task in size["tasks"] for rate in size["rates"] for row in summary(task, rate, runs)]
     correct_by_holm([row["iha_is_higher_by"] for row in rows if "iha_is_higher_by" in row])
     write(args, plot, **size, batch=BATCH, patience=PATIENCE, rows=rows, runs=runs)
 

@@ -28,8 +28,6 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
     A study on a CPU takes that many threads, or with `None` PyTorch's own number, as the processes that it starts do.
     Raise `UserError`.
     """
-    if getattr(args, "steps", None) is not None and args.steps < 1:
-        raise UserError(f"--steps {args.steps}: expected at least 1.")
     if args.device == "cpu" and threads:
         torch.set_num_threads(threads)
     os.chdir(ROOT)
@@ -62,13 +60,16 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
     return record
 
 
-def learned_rows(args: argparse.Namespace, learned: Callable[..., dict], cases: Iterable[dict]) -> list[dict]:
-    """Return a row for each case: its fields, and what `learned(*fields, steps, seeds)` returned, lists as spreads."""
+def learned_rows(
+    args: argparse.Namespace, learned: Callable[..., dict], cases: Iterable[dict], steps: int
+) -> list[dict]:
+    """Return a row for each case: its fields, and what `learned(*fields, seeds)` returned, lists as spreads."""
     rows = []
     with sole_writer(args.output):
         for case in cases:
-            name = "-".join(map(str, [*case.values(), args.steps, f"seeds_{'_'.join(map(str, args.seeds))}"]))
-            found = run_once(args.output / f"{name}.json", partial(learned, *case.values(), args.steps, args.seeds))
+            name = "-".join(map(str, [*case.values(), "seeds", *args.seeds]))
+            compute = partial(learned, *case.values(), args.seeds)
+            found = run_once(args.output / f"{name}.json", compute, {"steps": steps})
             rows.append({**case, **{key: spread(v) if isinstance(v, list) else v for key, v in found.items()}})
     return rows
 

@@ -23,7 +23,7 @@ from experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return study_parser(__doc__, "theorem2_inclusion", seeds=5, runs=None).parse_args(argv)
+    return study_parser(__doc__, "theorem2_inclusion", seeds=5, keeps_runs=False).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -33,7 +33,7 @@ import torch
 from matplotlib.figure import Figure
 
 from common import plots
-from experiments.bare_attention import BareAttention
+from experiments.bare_attention import BareAttention, relative_error
 from experiments.study import begin, spread, write
 
 
@@ -85,9 +85,7 @@ def inclusion_error(setting: str, num_pseudo_heads: int, pseudo_head: int, seed:
     overrides = {"num_pseudo_heads": num_pseudo_heads, "pseudo_positions": positions or "shared"}
     iha = select(attention("iha", seed, **overrides), pseudo_head)
     expected = attention("mha", seed)(x, mask(causal, 1), position_ids)
-    return (
-        (iha(x, mask(causal, num_pseudo_heads), position_ids) - expected).abs().max() / expected.abs().max()
-    ).item()
+    return relative_error(iha(x, mask(causal, num_pseudo_heads), position_ids), expected)
 
 
 def strict_layers(seed: int) -> dict[str, BareAttention]:

@@ -120,10 +120,8 @@ def summary(variant: str, runs: list[dict]) -> dict:
 
 def summaries(runs: list[dict]) -> list[dict]:
     """Return the rows of the table; those after the first have their differences from it on the same seeds."""
-    by_variant = {run["variant"]: [] for run in runs}
-    for run in runs:
-        by_variant[run["variant"]].append(run)
-    first, *others = rows = [summary(variant, of_variant) for variant, of_variant in by_variant.items()]
+    names = dict.fromkeys(run["variant"] for run in runs)
+    first, *others = rows = [summary(name, [run for run in runs if run["variant"] == name]) for name in names]
     for row in others:
         for name in ("loss", "accuracy"):
             row[f"{name}_minus_{first['variant']}"] = differences(row[name]["values"], first[name]["values"])

@@ -11,9 +11,6 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_availa
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 CORES = [
     "sdpa",
     "base",
@@ -39,6 +36,11 @@ GEOMETRIES = {
         "sliding_window": 33,
     },
 }
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.parametrize("geometry", GEOMETRIES),
+    pytest.mark.parametrize("core", CORES),
+]
 # bfloat16 keeps 8 bits (2^-9 = 0.002 per rounding); the model rounds some tens of times between input and output.
 BF16_ERROR = 0.03
 
@@ -58,8 +60,6 @@ def error(out, reference):
     return ((out.float() - reference).norm() / reference.norm()).item()
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("core", CORES)
 def test_forward_and_gradients(core, geometry):
     input_ids = torch.randint(256, (2, 333), generator=torch.Generator().manual_seed(1)).cuda()
     reference, model = build(geometry, "eager", torch.float32), build(geometry, core)
@@ -71,8 +71,6 @@ def test_forward_and_gradients(core, geometry):
         assert error(parameter.grad, target.grad) < BF16_ERROR, name
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("core", CORES)
 def test_packed_equals_separate(core, geometry):
     """Pack as TRL's padding-free batches do: documents are found by position_ids, on flash cores by cu_seq_lens.
 
@@ -96,8 +94,6 @@ def test_packed_equals_separate(core, geometry):
     assert error(leaking, separate.float()) > 2 * BF16_ERROR
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("core", CORES)
 def test_left_padding_and_cache(core, geometry):
     model, reference = build(geometry, core).eval(), build(geometry, "eager", torch.float32).eval()
     rows = [torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).cuda() for n in (60, 41)]

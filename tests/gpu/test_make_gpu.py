@@ -59,10 +59,6 @@ def table(directory, name):
     return json.loads((directory / f"{name}.json").read_text())
 
 
-def run(monkeypatch, capsys, *arguments):
-    return command(monkeypatch, capsys, gpu, *arguments)
-
-
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_visit_measures_every_form_of_every_case(visit, name):
     (cases, forms), result = BENCHMARKS[name], table(visit, name)
@@ -85,7 +81,7 @@ def test_the_tests_of_a_gpu_are_found(visit):
 
 
 @pytest.fixture
-def toy(monkeypatch, capsys, tmp_path):
+def toy(monkeypatch, cli, tmp_path):
     """Put in a benchmark of two cases that changes with its `forms`.
 
     `built` lists which form was built when, and `run` runs the slice and returns its exit code, errors and rows.
@@ -101,7 +97,7 @@ def toy(monkeypatch, capsys, tmp_path):
 
     def run_at(commit="one"):
         arguments = ("paper_layer", "--dry", "--out", tmp_path, "--commit", commit)
-        code, _, errors = command(monkeypatch, capsys, gpu_slices, *arguments)
+        code, _, errors = cli(gpu_slices, *arguments)
         return code, errors, table(tmp_path, "paper_layer")["rows"]
 
     forms = {name: sound(name) for name in ("base", "fast")}
@@ -203,7 +199,7 @@ def test_results_of_another_version_stay_apart(toy, monkeypatch, tmp_path):
     assert (tmp_path / "paper_layer.json").read_text() == before
 
 
-def test_the_next_slice_begins_whatever_became_of_one(monkeypatch, capsys, tmp_path):
+def test_the_next_slice_begins_whatever_became_of_one(monkeypatch, cli, tmp_path):
     """Let one slice fail, and another run out of time.
 
     A slice that fails is started anew while it leaves more than before.
@@ -220,19 +216,19 @@ def test_the_next_slice_begins_whatever_became_of_one(monkeypatch, capsys, tmp_p
 
     monkeypatch.setattr(gpu, "run_until", run_until)
     monkeypatch.setattr(gpu, "read_json", lambda path: {})
-    code, out, err = run(monkeypatch, capsys, "--dry", "--out", tmp_path, *BENCHMARKS)
+    code, out, err = cli(gpu, "--dry", "--out", tmp_path, *BENCHMARKS)
     assert code == 1 and "paper_layer, paper_train failed or ran out of time" in last_line(err)
     assert started == ["paper_layer"] * 3 + ["paper_train", "paper_decode"] and "200 seconds are up" in out
     left = {path.name: path.read_text() for path in tmp_path.glob("*/*")}
     assert left == {"paper_layer.json": "2", "paper_decode.json": "1"}
 
 
-def test_refusals_come_before_any_work(monkeypatch, capsys, tmp_path):
+def test_refusals_come_before_any_work(cli, tmp_path):
     for arguments, message in (
         ([], "sees no CUDA device"),
         (["--dry", "speed"], "no slice speed: choose among paper_layer"),
     ):
-        code, _, err = run(monkeypatch, capsys, "--out", tmp_path / "out", *arguments)
+        code, _, err = cli(gpu, "--out", tmp_path / "out", *arguments)
         assert code == 1 and message.replace("among paper_layer", "among tests, paper_layer") in last_line(err)
     assert not list(tmp_path.iterdir())
 
@@ -303,16 +299,16 @@ def test_outcomes_of_a_run_of_tests(tmp_path):
     }
 
 
-def test_a_study_is_left_out_where_a_package_is_missing(monkeypatch, capsys, tmp_path):
+def test_a_study_is_left_out_where_a_package_is_missing(monkeypatch, cli, tmp_path):
     monkeypatch.setitem(gpu.STUDIES, "warm_start", (["warm_start_variants"], ["no_such_package"]))
-    code, out, _ = run(monkeypatch, capsys, "--dry", "--out", tmp_path, "warm_start")
+    code, out, _ = cli(gpu, "--dry", "--out", tmp_path, "warm_start")
     assert code == 0 and "warm_start: left out, it needs no_such_package" in out
 
 
 @pytest.mark.parametrize(
     "table, is_done", [(None, False), ({"complete": False}, False), ({"complete": True}, True), ({}, True)]
 )
-def test_a_study_goes_on_until_its_table_is_complete(monkeypatch, capsys, tmp_path, table, is_done):
+def test_a_study_goes_on_until_its_table_is_complete(monkeypatch, cli, tmp_path, table, is_done):
     commands = []
     monkeypatch.setattr(gpu, "run_until", lambda seconds, command: commands.append(command) or 0)
     if table is not None:
@@ -320,7 +316,7 @@ def test_a_study_goes_on_until_its_table_is_complete(monkeypatch, capsys, tmp_pa
         monkeypatch.setattr(gpu, "device_name", lambda: "GPU")
         device.mkdir()
         (device / "relation_composition_full.json").write_text(json.dumps(table))
-    code, out, _ = run(monkeypatch, capsys, "--dry", "--out", tmp_path, "relation")
+    code, out, _ = cli(gpu, "--dry", "--out", tmp_path, "relation")
     assert code == 0 and ("done before" in out) == is_done == (not commands)
 
 
@@ -364,7 +360,7 @@ def test_nothing_that_a_command_started_outlasts_it(tmp_path):
 
 def test_studies_are_found(monkeypatch, capfd, tmp_path):
     """Start a process for each, which reads its arguments and prints its help."""
-    code, out, errors = run(monkeypatch, capfd, "--dry", "--out", tmp_path, "warm_start", "relation")
+    code, out, errors = command(monkeypatch, capfd, gpu, "--dry", "--out", tmp_path, "warm_start", "relation")
     assert code == 0, errors
     assert re.findall(r"^usage: (?:.* -m experiments\.)?(\w+)", out, re.MULTILINE) == [
         "warm_start_variants",

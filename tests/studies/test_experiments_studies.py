@@ -20,7 +20,6 @@ from experiments import (
     dcmha_tasks,
     head_diversity,
     language_models,
-    protocol,
     relation_composition,
     study,
 )
@@ -30,46 +29,10 @@ from modeling_iha import IHAForCausalLM
 
 # The full data files are no part of the repository.
 DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[3] / "shared" / "data"))
-FIELDS = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-TINY_TEXT = {"fields": FIELDS, "tokens": 32, "batch": 2, "steps": 4}
-TINY_TASKS = {**TINY_TEXT, "fields": {**FIELDS, "num_pseudo_heads": 2}, "tokens": 4, "test": 2}
+TINY_TEXT = language_models.sized(width=16, ffn=48, layers=1, heads=2, tokens=32, batch=2, steps=4)
+TINY_TASKS = {**TINY_TEXT, "tokens": 4, "test": 2}
 TINY_TASK = {"binary": (2, 2, 3, 0.5)}
 TINY_RELATIONS = {"tasks": TINY_TASK, "heads": 2, "head_dim": 4, "train": 70, "test": 10, "epochs": 2, "rates": [1e-2]}
-
-
-def results(directory: Path, name: str) -> dict:
-    assert (directory / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    return json.loads((directory / f"{name}.json").read_text())
-
-
-@pytest.fixture
-def run_study(tmp_path, monkeypatch, capsys):
-    """Return a function that runs a study with one seed and then with two.
-
-    It refuses the runs of another setting, and returns the table, and the runs of the seeds by kind, which are not
-    repeated. A study that keeps to the protocol also tunes its rates, in the first run only.
-    """
-
-    def run(module, size: dict, kinds: list[str], done: str) -> tuple[dict, dict[str, list[dict]]]:
-        where = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--kinds", *kinds]
-        tunes = module is not relation_composition
-        one, two = (["--seeds", *seeds] for seeds in ("0", "011"))
-        if tunes:
-            one, two = (["--fewest-seeds", number, "--most-seeds", number] for number in "12")
-        monkeypatch.setattr(module, "SMALL", size)
-        module.main([*where, *one])
-        ran = capsys.readouterr().out.count(done)
-        assert ran >= 4 * len(kinds) if tunes else ran == len(kinds)
-        module.main([*where, *two])
-        assert capsys.readouterr().out.count(done) == len(kinds)
-        monkeypatch.setattr(module, "SMALL", {**size, "heads": 1})
-        with pytest.raises(UserError, match="another setting: remove it"):
-            module.main([*where, *one])
-        names = {kind: sorted((tmp_path / "runs").glob(f"*{kind}-*[-_][01].json")) for kind in kinds}
-        runs = {kind: [json.loads(path.read_text()) for path in paths] for kind, paths in names.items()}
-        return results(tmp_path, module.__name__.split(".")[-1]), runs
-
-    return run
 
 
 def ends(runs: list[dict]) -> float:
@@ -119,11 +82,12 @@ def test_every_entry_sees_every_entry_and_no_padding(kind):
 
 
 def test_relation_composition_compares_on_equal_seeds_and_goes_on_where_it_stopped(run_study):
-    table, runs = run_study(relation_composition, TINY_RELATIONS, ["mha", "iha"], "epoch 2")
-    assert len(table["runs"]) == 4 and len(table["rows"]) == 2
-    mha, iha = (mean(run["test"] for run in runs[kind]) for kind in ("mha", "iha"))
-    assert [row["accuracy"]["mean"] for row in table["rows"]] == pytest.approx([mha, iha])
-    assert table["rows"][0]["iha_is_higher_by"]["mean"] == pytest.approx(iha - mha)
+    small, changed = {"SMALL": TINY_RELATIONS}, {"SMALL": {**TINY_RELATIONS, "heads": 1}}
+    table, made = run_study(relation_composition, ["--seeds", "0"], small, changed, ["--seeds", "0", "1", "1"])
+    assert made == [3, 3] and len(table["runs"]) == 6 and len(table["rows"]) == 3
+    means = [mean(run["test"] for run in table["runs"] if run["kind"] == row["kind"]) for row in table["rows"]]
+    assert [row["accuracy"]["mean"] for row in table["rows"]] == pytest.approx(means)
+    assert table["rows"][0]["iha_is_higher_by"]["mean"] == pytest.approx(means[1] - means[0])
 
 
 def test_training_stops_when_the_validation_loss_no_longer_falls(monkeypatch):
@@ -208,7 +172,7 @@ def test_head_diversity_is_that_of_every_circuit_written_out(geometry):
         torch.testing.assert_close(head_diversity.captured(measured[name]), expected, atol=1e-5, rtol=0)
 
 
-def test_equal_heads_are_less_diverse(tmp_path, capsys):
+def test_equal_heads_are_less_diverse(tmp_path):
     model = random_model(small_config(attention_kinds="mha", num_attention_heads=4, num_key_value_heads=4))
     model.save_pretrained(tmp_path / "diverse")
     with torch.no_grad():
@@ -218,7 +182,8 @@ def test_equal_heads_are_less_diverse(tmp_path, capsys):
                 weight.copy_(weight[: len(weight) // 4].repeat(4, 1))
     model.save_pretrained(tmp_path / "equal")
     head_diversity.main([str(tmp_path / "diverse"), str(tmp_path / "equal"), "--results", str(tmp_path)])
-    diverse, equal = results(tmp_path, "head_diversity")["rows"]
+    assert (tmp_path / "head_diversity.png").read_bytes().startswith(b"\x89PNG")
+    diverse, equal = json.loads((tmp_path / "head_diversity.json").read_text())["rows"]
     assert (diverse["model"], equal["model"]) == ("diverse", "equal")
     assert equal["QK"]["mean"] > diverse["QK"]["mean"] and equal["OV"] == diverse["OV"]
     curve = {"QK": torch.tensor([0.5, 0.89, 0.91, 1.0])}
@@ -237,9 +202,8 @@ def test_models_without_circuits_are_refused(tmp_path):
 # The ablation
 
 
-def test_the_ablation_compares_on_equal_seeds_and_goes_on_where_it_stopped(run_study, monkeypatch):
-    monkeypatch.setattr(protocol, "FIRST_RATE", 4.096)  # near the best one of so few steps: a short walk
-    table, runs = run_study(dcmha_ablation, TINY_TEXT, ["mha", "pre", "post"], "step 4 of 4")
+def test_the_ablation_compares_on_equal_seeds_and_goes_on_where_it_stopped(run_protocol):
+    table, runs = run_protocol(dcmha_ablation, {"SMALL": TINY_TEXT}, ["mha", "pre", "post"])
     loss = {name: ends(of_name) for name, of_name in runs.items()}
     mha, pre, post = table["rows"]
     assert [row["loss"]["mean"] for row in (mha, pre, post)] == pytest.approx(list(loss.values()))
@@ -336,15 +300,14 @@ def test_new_examples_combine_a_task_with_words_of_other_tasks():
 def test_a_line_is_the_sum_of_its_words():
     """Expect the same whatever the other examples of the batch are."""
     torch.manual_seed(0)
-    size = {**TINY_TASKS, "fields": {**TINY_TASKS["fields"], "vocab_size": len(TOKENS) + 1}}
-    model = IHAForCausalLM(language_models.config_of(size, attention_kinds="dcmha")).eval()
+    model = IHAForCausalLM(dcmha_tasks.config_of_kind(TINY_TASKS, "dcmha")).eval()
     examples = [dcmha_tasks.draw(index, False, random.Random(index)) for index in (0, 61)]
     table = model.model.embed_tokens.weight
     with torch.no_grad():
-        together = dcmha_tasks.logits_of(model, dcmha_tasks.encode(examples, "cpu").inputs)
-        for logits, example in zip(together, examples):
-            lines = torch.stack([sum(table[TOKENS[word]] for word in line.split()) for line in example.lines])
-            torch.testing.assert_close(logits, model(inputs_embeds=lines[None]).logits[0, -1])
+        together = dcmha_tasks.logits_of(model, dcmha_tasks.encode(examples, "cpu")[0])
+        for logits, (lines, _) in zip(together, examples):
+            sums = torch.stack([sum(table[TOKENS[word]] for word in line.split()) for line in lines])
+            torch.testing.assert_close(logits, model(inputs_embeds=sums[None]).logits[0, -1])
 
 
 def test_kinds_learn_the_same_examples_and_no_new_ones(monkeypatch):
@@ -368,10 +331,10 @@ def test_kinds_learn_the_same_examples_and_no_new_ones(monkeypatch):
     ]
 
 
-def test_the_tasks_compare_on_equal_seeds_and_go_on_where_they_stopped(run_study, monkeypatch):
+def test_the_tasks_compare_on_equal_seeds_and_go_on_where_they_stopped(run_protocol, monkeypatch):
     shares = random.Random(0)
     monkeypatch.setattr(dcmha_tasks, "right_by_task", lambda model, batches: [shares.random() for _ in batches])
-    table, runs = run_study(dcmha_tasks, TINY_TASKS, ["mha", "iha"], "step 4 of 4")
+    table, runs = run_protocol(dcmha_tasks, {"SMALL": TINY_TASKS}, ["mha", "iha"])
     mha, iha = table["rows"]
     assert abs(mha["parameters"] - iha["parameters"]) <= 3 * 16 / 2
     for group, indices in {
@@ -383,5 +346,3 @@ def test_the_tasks_compare_on_equal_seeds_and_go_on_where_they_stopped(run_study
         assert mha["groups"][group]["new"]["mean"] == pytest.approx(right["mha"])
         more = iha["groups"][group]["new_more_than_mha"]["mean"]
         assert more == pytest.approx(right["iha"] - right["mha"])
-    with pytest.raises(UserError, match="--steps 0: expected at least 1"):
-        dcmha_tasks.main(["--steps", "0"])

@@ -1,17 +1,15 @@
 """Test that every construction of the papers' theorems is exact, and that each command runs in small."""
 
-import json
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from helpers import command
 
-from common.command_io import sole_writer
+from common.command_io import UserError
 from experiments import colliding_agents, cpm3, hyper_attention, polynomial_filters, theorem2_inclusion
 from experiments.colliding_agents import EMBEDDINGS, LinearSelfAttention, constructed, examples, interactions
-from experiments.study import train
+from experiments.study import run_once, train
 
 
 @pytest.fixture(autouse=True)
@@ -54,19 +52,15 @@ def test_only_opposite_values_make_iha_nonlinear_on_repeated_tokens():
 # Theorem 3
 
 
-@pytest.mark.parametrize("k", [4, 9, 16, 25])
-@pytest.mark.parametrize("graph", polynomial_filters.GRAPHS)
-def test_filter_banks_are_exact(graph, k):
-    matrix = polynomial_filters.adjacency(polynomial_filters.GRAPHS[graph])
-    for kind in ("mha", "iha"):
-        assert polynomial_filters.construction_error(kind, matrix, k, seed=0) < 1e-14
+GRAPHS = {name: polynomial_filters.adjacency(graph) for name, graph in polynomial_filters.GRAPHS.items()}
+GRAPHS["directed"] = np.random.default_rng(0).integers(0, 2, (7, 7))
 
 
-@pytest.mark.parametrize("k", [3, 5])
-def test_filter_banks_of_a_directed_graph_and_no_square_number_of_filters(k):
-    matrix = np.random.default_rng(0).integers(0, 2, (7, 7))
-    for kind in ("mha", "iha"):
-        assert polynomial_filters.construction_error(kind, matrix, k, seed=0) < 1e-14
+@pytest.mark.parametrize("k", [3, 4, 5, 9, 16, 25])
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("kind", ["mha", "iha"])
+def test_filter_banks_are_exact(kind, graph, k):
+    assert polynomial_filters.construction_error(kind, GRAPHS[graph], k, seed=0) < 1e-14
 
 
 @pytest.mark.parametrize("kind", ["mha", "iha"])
@@ -183,17 +177,13 @@ def test_agents_rewards_are_exact_for_any_number_of_them(name, cells):
         assert torch.allclose(layer(embedding[positions]), rewards, atol=1e-10)
 
 
-def test_colliding_agents_in_small(tmp_path, monkeypatch, capsys):
+def test_colliding_agents_in_small(run_study):
     """Expect the constructed function in other parameters."""
     setting = {**colliding_agents.SETTING, "cells": 7, "agents": 6, "examples": 300, "steps": 600}
-    monkeypatch.setattr(colliding_agents, "SETTING", setting)
-    options = ("--seeds", "0", "--output", tmp_path / "runs", "--results", tmp_path)
-    code, _, errors = command(monkeypatch, capsys, colliding_agents, *options)
-    assert code == 0, errors
-    assert (tmp_path / "colliding_agents.png").stat().st_size > 0
-    rows = json.loads((tmp_path / "colliding_agents.json").read_text())["rows"]
-    assert [row["embedding"] for row in rows] == list(EMBEDDINGS)
-    for row in rows:
+    small, changed = {"SETTING": setting}, {"SETTING": {**setting, "steps": 700}}
+    table, made = run_study(colliding_agents, ["--seeds", "0"], small, changed)
+    assert [row["embedding"] for row in table["rows"]] == list(EMBEDDINGS) and made == [2, 0]
+    for row in table["rows"]:
         assert row["training_error"] < 1e-6 and row["constructed_training_error"] < 1e-20
         assert max(row["test_error_by_agents"].values()) < 1e-4
         apart = row["mean_squared_difference_from_constructed"]
@@ -229,28 +219,19 @@ def test_models_trained_at_once_are_those_trained_alone():
     assert torch.allclose(by_hand(rows), both[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("study", [cpm3, hyper_attention, polynomial_filters])
-def test_commands_in_small(study, tmp_path, monkeypatch, capsys):
-    sizes = {"LENGTHS": (4,), "FILTERS": (4,), "SEQUENCES": 2, "REGRESSION_ROWS": 600, "VALUES": 2}
-    for name, value in sizes.items():
-        if hasattr(study, name):
-            monkeypatch.setattr(study, name, value)
-    where = ("--output", tmp_path / "runs", "--results", tmp_path)
-    assert "--steps 0: expected at least 1." in command(monkeypatch, capsys, study, "--steps", "0", *where)[2]
-    options = ("--seeds", "0", "1", "--steps", "2", *where)
-    for _ in range(2):
-        code, printed, errors = command(monkeypatch, capsys, study, *options)
-        assert code == 0, errors
-    assert " done" not in printed  # the second time
-    with sole_writer(tmp_path / "runs"):
-        assert "Another run is writing" in command(monkeypatch, capsys, study, *options)[2]
-    path = next((tmp_path / "runs").glob("*.json"))
+def test_a_run_that_is_damaged_is_refused(tmp_path):
     for content, expected in (("", "Remove the file: its run is then made again."), ("{}", "another setting")):
-        path.write_text(content)
-        assert expected in command(monkeypatch, capsys, study, *options)[2]
-    name = study.__name__.split(".")[-1]
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    result = json.loads((tmp_path / f"{name}.json").read_text())
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(UserError, match=expected):
+            run_once(tmp_path / "run.json", dict)
+
+
+@pytest.mark.parametrize("study", [cpm3, hyper_attention, polynomial_filters])
+def test_commands_in_small(study, run_study):
+    sizes = {"LENGTHS": (4,), "FILTERS": (4,), "SEQUENCES": 2, "REGRESSION_ROWS": 600, "VALUES": 2, "STEPS": 2}
+    sizes = {name: value for name, value in sizes.items() if hasattr(study, name)}
+    result, made = run_study(study, ["--seeds", "0", "1"], sizes, {"STEPS": 3})
+    assert made == [len(result["learned"]), 0]
     assert result["seeds"] == [0, 1] and result["torch"] == torch.__version__
     for row in result["learned"]:
         measured = row.get("error", row.get("right"))

@@ -1,8 +1,8 @@
 """Test the protocol of comparisons, and the studies that keep to it: language models, equal cache and the ladder."""
 
 import argparse
-import json
 import math
+from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -12,17 +12,13 @@ from torch import nn
 from common.command_io import UserError
 from experiments import equal_cache, ladder, language_models, protocol
 from experiments.language_models import VARIANTS, config_of, size_of
-from experiments.options import protocol_parser
 from kinds import is_mixing
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 
 
-FIELDS = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4}
-TINY = {"fields": FIELDS, "tokens_per_step": 64, "steps": 4}
-MHA, IHA, DCMHA = (
-    language_models.build({"fields": FIELDS, "tokens": 32}, attention_kinds=kind) for kind in ("mha", "iha", "dcmha")
-)
+TINY = language_models.sized(width=16, ffn=48, layers=5, heads=4, tokens_per_step=64, tokens=32, steps=4)
+MHA, IHA, DCMHA = (language_models.build(TINY, attention_kinds=kind) for kind in ("mha", "iha", "dcmha"))
 TEXT = (torch.arange(2000) * 7 % 50).to(torch.uint8)
 
 
@@ -64,17 +60,13 @@ def test_common_weights_start_equal_and_the_others_do_not_change():
 
 
 def test_a_kind_has_mixing_if_its_options_leave_it_any():
-    static = language_models.build({"fields": FIELDS, "tokens": 32}, attention_kinds="dcmha")
-    static.attention_options = {"dcmha": {"base_map": True}}
+    static = language_models.build(TINY, attention_kinds="dcmha", attention_options={"dcmha": {"base_map": True}})
     assert [protocol.has_mixing(config) for config in (MHA, IHA, DCMHA, static)] == [False, True, False, True]
 
 
-def options(tmp_path, *words: str) -> argparse.Namespace:
-    return protocol_parser("", "protocol", 0.1, ["base", "other"]).parse_args(["--output", str(tmp_path), *words])
-
-
-def compared(args: argparse.Namespace, spread: float) -> tuple[dict, dict, list]:
+def compared(output: Path, most_seeds: int, spread: float) -> tuple[dict, dict, list]:
     """Run the protocol with losses whose differences from the base scatter by `spread` over seeds."""
+    args = argparse.Namespace(output=output, kinds=["base", "other"], most_seeds=most_seeds, effect=0.1)
     ran = []
 
     def run(name: str, seed: int, rate: float, mixing: float) -> dict:
@@ -85,21 +77,18 @@ def compared(args: argparse.Namespace, spread: float) -> tuple[dict, dict, list]
     return *protocol.compare_tuned(args, {}, run, {"base": MHA, "other": IHA}.__getitem__), ran
 
 
-def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path):
-    rates, runs, ran = compared(options(tmp_path / "narrow", "--most-seeds", "9"), 0.01)
+def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path, monkeypatch):
+    rates, runs, ran = compared(tmp_path / "narrow", 9, 0.01)
     assert {len(of_variant) for of_variant in runs.values()} == {6}
     tuning = [seed for _, seed, _, _ in ran if seed == protocol.TUNING_SEED]
     assert len(tuning) == 8  # three rates each, and two multiples of the mixing for one
     assert [key[:2] for key in ran[8:]] == [(name, seed) for seed in range(6) for name in ("base", "other")]
-    for count, words in ((9, ["--most-seeds", "9"]), (3, ["--fewest-seeds", "2", "--most-seeds", "3"])):
-        runs = compared(options(tmp_path / f"wide-{count}", *words), 1.0)[1]
-        assert {len(of_variant) for of_variant in runs.values()} == {count}
-
-
-def test_a_comparison_goes_on_where_it_stopped(tmp_path):
-    few = compared(options(tmp_path, "--fewest-seeds", "2", "--most-seeds", "2"), 1.0)
-    more = compared(options(tmp_path, "--fewest-seeds", "4", "--most-seeds", "4"), 1.0)
-    assert [key[1] for key in more[2]] == [2, 2, 3, 3] and more[0] == few[0]
+    with pytest.raises(UserError, match="--most-seeds 5: expected at least 6"):
+        compared(tmp_path, 5, 0.01)
+    for fewest, most in ((6, 9), (2, 3)):
+        monkeypatch.setattr(protocol, "FEWEST_SEEDS", fewest)
+        runs = compared(tmp_path / f"wide-{most}", most, 1.0)[1]
+        assert {len(of_variant) for of_variant in runs.values()} == {most}
 
 
 def test_budgets_are_read_where_the_dearer_side_has_spent_what_the_cheaper_one_has():
@@ -116,7 +105,7 @@ def test_budgets_are_read_where_the_dearer_side_has_spent_what_the_cheaper_one_h
 
 def test_training_evaluates_the_mean_of_the_weights_and_mixing_has_its_own_rate(monkeypatch):
     torch.manual_seed(0)
-    model = IHAForCausalLM(config_of(size_of(TINY, 32, TEXT), **VARIANTS["iha_2"]))
+    model = IHAForCausalLM(config_of(size_of(TINY, 32), **VARIANTS["iha_2"]))
     start = {name: value.detach().clone() for name, value in model.named_parameters()}
     seen = []
 
@@ -150,7 +139,7 @@ def test_training_evaluates_the_mean_of_the_weights_and_mixing_has_its_own_rate(
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_have_equal_parameters_and_the_schedules_about_equal_flops(variant, tokens):
     """Allow half a channel of the FFN, and count as PyTorch does."""
-    size = size_of(language_models.SMALL, tokens, torch.empty(20 * tokens))
+    size = size_of(language_models.SMALL, tokens)
     config, base = config_of(size, **VARIANTS[variant]), config_of(size)
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in IHAForCausalLM(config).parameters())
@@ -165,32 +154,9 @@ def test_variants_have_equal_parameters_and_the_schedules_about_equal_flops(vari
         assert costs[0] / costs[1] == pytest.approx(1, abs=0.03)
 
 
-@pytest.fixture
-def run_protocol(tmp_path, monkeypatch, capsys):
-    """Return a function that runs a study with two seeds and then with three, and returns the table."""
-
-    def run(module, kinds: list[str], *words: str) -> dict:
-        monkeypatch.setattr(module, "SMALL", TINY)
-        monkeypatch.setattr(language_models, "HELD_OUT_ROWS", 4)
-        monkeypatch.setattr(language_models, "EVALUATIONS", 1)
-        monkeypatch.setattr(protocol, "FIRST_RATE", 4.096)  # near the best one of so few steps: a short walk
-        (tmp_path / "text").write_bytes(TEXT.numpy().tobytes())
-        where = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path), "--text", str(tmp_path / "text")]
-        for seeds in ("2", "3"):
-            of_run = ["--kinds", *kinds, "--fewest-seeds", seeds, "--most-seeds", seeds]
-            module.main([*where, *words, *of_run, "--tokens", "32"])
-            ran = capsys.readouterr().out.count("step 4 of 4")
-            assert ran > 6 if seeds == "2" else ran == len(kinds)
-        (table,), (plot,) = (list(tmp_path.glob(f"*.{suffix}")) for suffix in ("json", "png"))
-        assert table.stem == module.__name__.split(".")[-1] + "_32" * (module is language_models)
-        assert plot.stem == table.stem and plot.read_bytes().startswith(b"\x89PNG")
-        return json.loads(table.read_text())
-
-    return run
-
-
-def test_language_models_compare_and_go_on_where_they_stopped(run_protocol):
-    table = run_protocol(language_models, ["mha", "iha_2"])
+def test_language_models_compare_and_go_on_where_they_stopped(run_protocol, tmp_path):
+    table, _ = run_protocol(language_models, {"SMALL": TINY}, ["mha", "iha_2"], "--tokens", "32")
+    assert (tmp_path / "language_models_32.json").exists()
     base, row = table["rows"]
     ends = {name: [curve[-1][1] for curve in curves] for name, curves in table["runs"].items()}
     assert base["loss"]["values"] == ends["mha"] and row["loss"]["values"] == ends["iha_2"]
@@ -220,7 +186,7 @@ def test_variants_of_a_seed_start_from_common_weights_and_read_the_same_rows(mon
     monkeypatch.setattr(language_models, "train", watch_start)
     monkeypatch.setattr(language_models, "losses_of", watch_rows)
     for variant, seed in (("mha", 0), ("iha_2", 0), ("mha", 1)):
-        one_run(size_of(TINY, 32, TEXT), TEXT, variant, seed)
+        one_run(size_of(TINY, 32), TEXT, variant, seed)
     mha, iha, of_other_seed = started
     assert mha.keys() < iha.keys()
     for name, value in mha.items():
@@ -230,19 +196,15 @@ def test_variants_of_a_seed_start_from_common_weights_and_read_the_same_rows(mon
     assert not mha["model.embed_tokens.weight"].equal(of_other_seed["model.embed_tokens.weight"])
 
 
-def test_a_text_is_part_of_the_setting_and_long_enough(tmp_path):
+def test_a_text_is_part_of_the_setting_and_rows_have_a_length_that_fits():
     args = argparse.Namespace(device="cpu")
     texts = [torch.tensor(list(text.encode())) for text in ("To be, or not to be.", "To be, or not to me.")]
     first, second = (language_models.setting_of(args, TINY, text) for text in texts)
     assert first != second and first["text_sha256"] != second["text_sha256"]
-    with pytest.raises(UserError, match="has 639 bytes: expected at least 640"):
-        size_of(TINY, 32, torch.empty(639))
     for tokens in (31, 65):
         with pytest.raises(UserError, match="expected at least 32, at most 64"):
-            size_of(TINY, tokens, TEXT)
-    (tmp_path / "empty").touch()
-    assert len(language_models.read_text(tmp_path / "empty")) == 0
-    assert len(language_models.read_text(None)) > 2_000_000
+            size_of(TINY, tokens)
+    assert len(language_models.read_text()) > 2_000_000
 
 
 def test_the_held_out_text_is_never_trained_on(monkeypatch):
@@ -257,7 +219,7 @@ def test_the_held_out_text_is_never_trained_on(monkeypatch):
         return losses_of(model, rows)
 
     monkeypatch.setattr(language_models, "losses_of", watch)
-    one_run({**size_of(TINY, 32, text), "batch": 200}, text)
+    one_run({**size_of(TINY, 32), "batch": 200}, text)
     assert seen == {True: {0}, False: {1}}
 
 
@@ -271,16 +233,15 @@ def test_evaluations_do_not_count_as_training_time(monkeypatch):
 
     monkeypatch.setattr(language_models, "losses_of", slow)
     monkeypatch.setattr(protocol, "clock", lambda device: now[0])
-    assert one_run(size_of(TINY, 32, TEXT), TEXT)["seconds"] == TINY["steps"]
+    assert one_run(size_of(TINY, 32), TEXT)["seconds"] == TINY["steps"]
 
 
 # Equal cache
 
 
-def test_interleaving_is_compared_with_a_cache_as_many_times_as_large(run_protocol, monkeypatch):
-    monkeypatch.setattr(equal_cache, "SERVED", {"fields": FIELDS, "tokens": 64})
-    monkeypatch.setattr(equal_cache, "REPEATS", 1)
-    table = run_protocol(equal_cache, ["mha_g1", "mha_g2", "iha_g1_p2"], "--prompt", "8")
+def test_interleaving_is_compared_with_a_cache_as_many_times_as_large(run_protocol):
+    sizes = {"SMALL": TINY, "SERVED": {**TINY, "tokens": 64}, "REPEATS": 1, "TOKENS": 32, "PROMPT": 8}
+    table, _ = run_protocol(equal_cache, sizes, ["mha_g1", "mha_g2", "iha_g1_p2"])
     _, larger, row = table["rows"]
     apart = row["minus_control"]["steps"]["difference"]
     assert apart["mean"] == pytest.approx(mean(row["loss"]["values"]) - mean(larger["loss"]["values"]))
@@ -319,23 +280,18 @@ def test_models_of_the_ladder_have_equal_parameters(task):
         for variant in ladder.VARIANTS
         for k in ladder.NUMBERS
     }
-    assert max(counts) - min(counts) <= 3 * ladder.FIELDS["hidden_size"]
+    assert max(counts) - min(counts) <= 3 * ladder.SIZE["fields"]["hidden_size"]
 
 
-def test_the_ladder_tunes_on_other_seeds_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder, "STEPS", 2)
-    monkeypatch.setattr(ladder, "TEST_ROWS", 4)
-    words = ["--tasks", "offsets", "--numbers", "2", "4", "--variants", "mha 2", "iha 2 x 2", "--seeds", "0", "1"]
-    where = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path)]
-    ladder.main([*words, *where])
+def test_the_ladder_tunes_on_other_seeds_and_goes_on_where_it_stopped(run_study, tmp_path):
+    variants = {name: ladder.VARIANTS[name] for name in ("mha 2", "iha 2 x 2")}
+    sizes = {"STEPS": 2, "TEST_ROWS": 4, "NUMBERS": (2, 4), "VARIANTS": variants}
+    table, made = run_study(ladder, ["--tasks", "offsets", "--seeds", "0", "1"], sizes, {"STEPS": 3})
+    assert made[0] >= 4 * 4 and made[1] == 0
     names = {path.stem.split("-", 3)[3] for path in (tmp_path / "runs").glob("*.json")}
     assert {name.rpartition("-")[2] for name in names} == {"1000_1001", "0_1"}
-    table = json.loads((tmp_path / "ladder.json").read_text())
-    assert [(row["variant"], row["k"]) for row in table["rows"]] == [
-        (variant, k) for k in (2, 4) for variant in ("mha 2", "iha 2 x 2")
-    ]
+    assert [(row["variant"], row["k"]) for row in table["rows"]] == [(name, k) for k in (2, 4) for name in variants]
     base, row = table["rows"][2:]
     assert row["minus_mha_2"]["mean"] == pytest.approx(row["right"]["mean"] - base["right"]["mean"])
-    assert all(rate > 0 and 0 <= wrong <= 1 for rate, wrong in row["tried"]) and len(row["tried"]) >= 3
-    monkeypatch.setattr(ladder, "learned", lambda *_: pytest.fail("A finished run is repeated."))
-    ladder.main([*words, *where])
+    assert row["tried"][0][0] == ladder.FIRST_RATE and row["rate"] in dict(row["tried"]) and len(row["tried"]) >= 3
+    assert all(0 <= wrong <= 1 for _, wrong in row["tried"])
