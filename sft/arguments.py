@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 # The two keys set the same rate: one on the command line wins over either in the file.
 RATES_OF_MIXING = {"mixing_lr_multiplier", "mixing_learning_rate"}
 DEFAULT_MIXING_LR_MULTIPLIER = 40.0
-# The name of a key in recipes and in TRL -> its name in newer versions of Transformers, which warn of the old one.
-NEW_NAMES = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
 MAX_TEMPLATE = 2**20  # bytes
 # Keys of TRL that nothing here reads: they would silently do nothing.
 UNUSED_KEYS = (
@@ -168,9 +163,6 @@ class RecipeParser(TrlParser):
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
         self._refuse_unknown(unknown)
-        for ours, theirs in NEW_NAMES.items():
-            if getattr(namespace, theirs, "") is None:
-                setattr(namespace, theirs, getattr(namespace, ours))
         for key, value in vars(namespace).items():
             if value == "":
                 raise UserError(f"{key} is empty: give it a value, or leave it out.")
