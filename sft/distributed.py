@@ -191,10 +191,12 @@ class DistributedTrainer(Trainer):
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.is_fsdp_enabled:
-            export(self, output_dir or self.args.output_dir)
-        else:
-            super().save_model(output_dir, _internal_call)
+        if not self.is_fsdp_enabled:
+            return super().save_model(output_dir, _internal_call)
+        model = whole_model(self)
+        if self.args.should_save:
+            model.save_pretrained(output_dir or self.args.output_dir)
+            self.processing_class.save_pretrained(output_dir or self.args.output_dir)
 
 
 def check_wrapped(accelerator: Accelerator, model: torch.nn.Module) -> None:
@@ -317,14 +319,3 @@ def whole_model(trainer: Trainer) -> PreTrainedModel | None:
     whole.load_state_dict(weights, assign=True)
     whole.tie_weights()
     return whole
-
-
-def export(trainer: Trainer, directory: str | os.PathLike) -> None:
-    """Write the trained model as a checkpoint that loads like any other: whole weights, code, tokenizer.
-
-    Every process must call this; process 0 writes.
-    """
-    model = whole_model(trainer)
-    if trainer.args.should_save:
-        model.save_pretrained(directory)
-        trainer.processing_class.save_pretrained(directory)
