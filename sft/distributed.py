@@ -45,7 +45,11 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
     _check_processes(args)
     _check_sharding(args)
     _check_precision(args)
-    parallelism = requested_parallelism(args)
+    parallelism = args.parallelism_config
+    if parallelism is None:
+        sizes = {} if _flag("ACCELERATE_USE_PARALLELISM_CONFIG") else {"tp_size": 1, "cp_size": 1, "sp_size": 1}
+        with refusing("parallelism_config", ValueError):  # sizes that exclude each other
+            parallelism = ParallelismConfig(**sizes)
     if parallelism.cp_size > 1:
         raise UserError(
             f"context parallelism (parallelism_config_cp_size: {parallelism.cp_size}) drops windows and the "
@@ -58,19 +62,6 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
         )
     if parallelism.sp_size > 1:
         _check_shared_sequence(run, args, parallelism)
-
-
-def requested_parallelism(args: TrainingArguments) -> ParallelismConfig:
-    """Return the sizes of tensor, context and sequence parallelism that the recipe or the launcher asks for.
-
-    Raise `UserError` for sizes that exclude each other.
-    """
-    if args.parallelism_config is not None:
-        return args.parallelism_config
-    if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return ParallelismConfig(tp_size=1, cp_size=1, sp_size=1)
-    with refusing("parallelism_config", ValueError):
-        return ParallelismConfig()
 
 
 def _flag(name: str) -> bool:

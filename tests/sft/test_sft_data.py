@@ -333,10 +333,6 @@ def test_of_a_mixture_only_the_assistants_tokens_are_learned(rows_file, tmp_path
     [
         ({"dataset_streaming": True, "max_steps": 3, "eval_size": 0.5}, "give a number of rows"),
         ({"dataset_train_split": "test"}, "is local and has no split 'test'"),
-        ({"truncation_mode": "keep_end"}, "truncation_mode is not used"),
-        ({"completion_only_loss": True}, "completion_only_loss is not used"),
-        ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "dataset_kwargs is not used"),
-        ({"dataset_text_field": "body"}, "dataset_text_field is not used"),
         ({"padding_free": True}, "padding_free without packing"),
         ({"eval_packing": True}, "eval_packing without packing"),
         ({"packing": True, "packing_strategy": "wrapped"}, "'wrapped' lets documents attend to one another"),
