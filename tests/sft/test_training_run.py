@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import pytest
 import torch
 from helpers import random_model
 from safetensors.torch import load_file
-from tiny_training import byte_config, interrupted_at, recipe, saved, sizes, training_rows, write_jsonl
+from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, sizes, training_rows, write_jsonl
 from torch.optim.lr_scheduler import LRScheduler
 from trl import SFTConfig, SFTTrainer
 from trl.scripts import sft as trl_sft
@@ -268,17 +268,12 @@ def test_a_checkpoint_of_another_run_is_not_resumed(moved, whole, tiny, rows_fil
 
 
 @pytest.mark.parametrize("step", [3, 6])
-def test_a_run_whose_directory_is_removed_does_not_succeed(step, tiny, rows_file, tmp_path, monkeypatch):
-    output, training_step = tmp_path / "run", MixingTrainer.training_step
-
-    def remove(self, *args, **kwargs):
-        if self.state.global_step == step - 1:
-            shutil.rmtree(output)
-        return training_step(self, *args, **kwargs)
-
-    monkeypatch.setattr(MixingTrainer, "training_step", remove)
-    saved_by = "steps" if step == 3 else "no"
-    with pytest.raises(UserError, match=r"run.*No such file"):
+def test_a_run_whose_directory_is_removed_does_not_succeed(step, tiny, rows_file, tmp_path):
+    output, saved_by = tmp_path / "run", "steps" if step == 3 else "no"
+    with (
+        pytest.raises(UserError, match=r"run.*No such file"),
+        at_step(MixingTrainer, step, lambda _: shutil.rmtree(output)),
+    ):
         train.main(command(tiny, rows_file, output, save_strategy=saved_by))
     assert not (output / "final").exists()
 
@@ -439,15 +434,14 @@ def test_a_bad_row_that_a_worker_reads_is_one_line(tiny, tmp_path):
     assert str(refused.value).startswith(f"{rows}, row 5, ") and "\n" not in str(refused.value)
 
 
-def test_a_run_that_ends_early_leaves_no_final_model(tiny, rows_file, tmp_path, monkeypatch):
-    step = MixingTrainer.training_step
+def test_a_run_that_ends_early_leaves_no_final_model(tiny, rows_file, tmp_path):
+    def stop(trainer):
+        trainer.control.should_training_stop = True
 
-    def stop(self, *args, **kwargs):
-        self.control.should_training_stop = True
-        return step(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="after 1 of 6 steps, so .* no final model"):
-        patch.setattr(MixingTrainer, "training_step", stop)
+    with (
+        pytest.raises(UserError, match="after 1 of 6 steps, so .* no final model"),
+        at_step(MixingTrainer, 1, stop),
+    ):
         train.main(command(tiny, rows_file, tmp_path / "run"))
     assert not (tmp_path / "run" / "final").exists()
 
@@ -512,12 +506,10 @@ def test_a_run_is_not_extended_before_it_has_ended(begun):
 
 def train_until_killed(when: str, arguments: list[str], log: Path):
     """Train in a process that kills itself in step 4, or in the middle of the optimiser's file of its checkpoint."""
-    save, training_step = torch.save, MixingTrainer.training_step
+    save = torch.save
 
-    def step_or_die(self, *args, **kwargs):
-        if self.state.global_step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return training_step(self, *args, **kwargs)
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def save_half(content, path):
         if not str(path).endswith("checkpoint-4/optimizer.pt"):
@@ -525,15 +517,14 @@ def train_until_killed(when: str, arguments: list[str], log: Path):
         buffer = io.BytesIO()
         save(content, buffer)
         Path(path).write_bytes(buffer.getvalue()[: buffer.tell() // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
 
-    if when == "in a step":
-        MixingTrainer.training_step = step_or_die
-    else:
+    if when == "in a save":
         torch.save = save_half
     torch.set_num_threads(1)  # as conftest.py does
     with log.open("w", buffering=1) as file, redirect_stdout(file):
-        train.main(arguments)
+        with at_step(MixingTrainer, 4, die) if when == "in a step" else nullcontext():
+            train.main(arguments)
 
 
 def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(whole, tiny, rows_file, tmp_path, capsys):
