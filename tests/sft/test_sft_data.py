@@ -303,7 +303,7 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
         ("empty.jsonl.gz", gzip.compress(b"\n", mtime=0), "holds no rows"),
         ("rows.parquet", b"PAR1", "rows.parquet"),
         ("mixed.jsonl", b'{"text": "Q"}\n{"messages": []}', "row 2, column 'text'"),
-        ("pipe.jsonl", None, "pipe.jsonl is no regular file"),
+        ("pipe.jsonl", None, "pipe.jsonl is no regular file; rows are read more than once"),
     ],
 )
 def test_a_damaged_file_is_refused(name, content, named, streaming, tmp_path):
