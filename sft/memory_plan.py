@@ -455,9 +455,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = run_config(run, args, config)
     setting = run_setting(config, run, args)
     if setting is None:
+        for kind in getattr(config, "attention_kinds", ()):
+            if companion_of(kind).cost is None:
+                raise UserError(f"No memory plan: the cost of kind {kind!r} is missing in kinds/{kind}.py.")
         raise UserError(
-            f"No memory plan for a {config.model_type!r} model with optim {args.optim.value}: expected 'iha' of kinds "
-            f"with a cost (see kinds) or 'llama', without interleave_heads, and one of {', '.join(STATES)}."
+            f"No memory plan for a {config.model_type!r} model with optim {args.optim.value}: expected 'iha' or "
+            f"'llama' without interleave_heads, and one of {', '.join(STATES)}."
         )
     setting = replace(setting, on_cpu=args.planned_on_cpu)
     print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if setting.on_cpu else 'GPU'}")
