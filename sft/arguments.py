@@ -26,19 +26,17 @@ if TYPE_CHECKING:
 # The two keys set the same rate: one on the command line wins over either in the file.
 RATES_OF_MIXING = {"mixing_lr_multiplier", "mixing_learning_rate"}
 DEFAULT_MIXING_LR_MULTIPLIER = 40.0
-# The name of a key in recipes and in TRL -> its name in newer versions of Transformers, which warn of the old one.
-NEW_NAMES = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
 MAX_TEMPLATE = 2**20  # bytes
 # Keys of TRL that nothing here reads: they would silently do nothing.
 UNUSED_KEYS = (
     *("model_revision", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     *("bnb_4bit_quant_storage", "lora_task_type", "dataset_config", "dataset_test_split", "ignore_bias_buffers"),
 )
-# What sft/train.py alone reads.
-KEYS_OF_SFT = ("dataset_streaming", "sample_prompts", "memory_gb")
+# Class of a trainer's arguments -> more such keys. Rows of sft/train.py are tokenized whole and cut on the right.
+UNUSED_WITH = {
+    "SFTConfig": ("completion_only_loss", "dataset_kwargs", "dataset_text_field", "truncation_mode"),
+    **dict.fromkeys(("DPOConfig", "GRPOConfig"), ("dataset_streaming", "sample_prompts", "memory_gb")),
+}
 # Class of a trainer's arguments -> the figures of every evaluation, by which a checkpoint can be the best.
 BEST_BY = {
     "SFTConfig": ("loss", "mean_token_accuracy"),
@@ -144,9 +142,7 @@ class RecipeParser(TrlParser):
 
     def _read(self, action, value: Any, hint: Any) -> Any:
         # By the rules of the command line, which has no words for null, and for a list or a dictionary of some keys.
-        if isinstance(value, list) and action.nargs == "+":
-            return [self._read_word(action, each) for each in value]
-        if value is None or isinstance(value, (list, dict)):
+        if value is None or isinstance(value, dict) or isinstance(value, list) and action.nargs != "+":
             try:
                 type_validator(action.dest, value, hint)
             except TypeError:
@@ -154,23 +150,14 @@ class RecipeParser(TrlParser):
             return value
         if value is True and hint == str | None:
             return value  # Transformers documents fsdp as text and takes true for it as well
-        value = self._read_word(action, value)
-        return [value] if action.nargs == "+" else value
-
-    def _read_word(self, action, value: Any) -> Any:
         try:
-            value = self._get_value(action, str(value))
-            self._check_value(action, value)
+            return self._get_values(action, [str(word) for word in (value if isinstance(value, list) else [value])])
         except ArgumentError as error:
             self.error(str(error))
-        return value
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
         self._refuse_unknown(unknown)
-        for ours, theirs in NEW_NAMES.items():
-            if getattr(namespace, theirs, "") is None:
-                setattr(namespace, theirs, getattr(namespace, ours))
         for key, value in vars(namespace).items():
             if value == "":
                 raise UserError(f"{key} is empty: give it a value, or leave it out.")
@@ -242,8 +229,9 @@ def check_values(run: RunArguments, args: "TrainingArguments") -> None:
 
     from model_cards.render import source_base_model, source_license
 
-    for key in UNUSED_KEYS if type(args).__name__ == "SFTConfig" else UNUSED_KEYS + KEYS_OF_SFT:
-        if getattr(run, key) != RunArguments.__dataclass_fields__[key].default:
+    unused = UNUSED_KEYS + UNUSED_WITH[type(args).__name__]
+    for key, declared in (RunArguments.__dataclass_fields__ | type(args).__dataclass_fields__).items():
+        if key in unused and getattr(run, key, getattr(args, key, None)) != declared.default:
             raise UserError(f"{key} is not used here: remove the key.")
     if run.mixing_lr_multiplier is not None and run.mixing_learning_rate is not None:
         raise UserError(

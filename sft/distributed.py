@@ -45,7 +45,11 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
     _check_processes(args)
     _check_sharding(args)
     _check_precision(args)
-    parallelism = requested_parallelism(args)
+    parallelism = args.parallelism_config
+    if parallelism is None:
+        sizes = {} if _flag("ACCELERATE_USE_PARALLELISM_CONFIG") else {"tp_size": 1, "cp_size": 1, "sp_size": 1}
+        with refusing("parallelism_config", ValueError):  # sizes that exclude each other
+            parallelism = ParallelismConfig(**sizes)
     if parallelism.cp_size > 1:
         raise UserError(
             f"context parallelism (parallelism_config_cp_size: {parallelism.cp_size}) drops windows and the "
@@ -58,19 +62,6 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
         )
     if parallelism.sp_size > 1:
         _check_shared_sequence(run, args, parallelism)
-
-
-def requested_parallelism(args: TrainingArguments) -> ParallelismConfig:
-    """Return the sizes of tensor, context and sequence parallelism that the recipe or the launcher asks for.
-
-    Raise `UserError` for sizes that exclude each other.
-    """
-    if args.parallelism_config is not None:
-        return args.parallelism_config
-    if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return ParallelismConfig(tp_size=1, cp_size=1, sp_size=1)
-    with refusing("parallelism_config", ValueError):
-        return ParallelismConfig()
 
 
 def _flag(name: str) -> bool:
@@ -191,10 +182,12 @@ class DistributedTrainer(Trainer):
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.is_fsdp_enabled:
-            export(self, output_dir or self.args.output_dir)
-        else:
-            super().save_model(output_dir, _internal_call)
+        if not self.is_fsdp_enabled:
+            return super().save_model(output_dir, _internal_call)
+        model = whole_model(self)
+        if self.args.should_save:
+            model.save_pretrained(output_dir or self.args.output_dir)
+            self.processing_class.save_pretrained(output_dir or self.args.output_dir)
 
 
 def check_wrapped(accelerator: Accelerator, model: torch.nn.Module) -> None:
@@ -317,14 +310,3 @@ def whole_model(trainer: Trainer) -> PreTrainedModel | None:
     whole.load_state_dict(weights, assign=True)
     whole.tie_weights()
     return whole
-
-
-def export(trainer: Trainer, directory: str | os.PathLike) -> None:
-    """Write the trained model as a checkpoint that loads like any other: whole weights, code, tokenizer.
-
-    Every process must call this; process 0 writes.
-    """
-    model = whole_model(trainer)
-    if trainer.args.should_save:
-        model.save_pretrained(directory)
-        trainer.processing_class.save_pretrained(directory)

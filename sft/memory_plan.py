@@ -444,19 +444,14 @@ class PlannedConfig(SFTConfig):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan of the command line."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    config = name = None
-    if "--preset" in argv:
-        place = argv.index("--preset")
-        name = argv[place + 1] if place + 1 < len(argv) else ""
-        if name not in PRESETS:
-            raise UserError(f"--preset {name}: expected one of {', '.join(PRESETS)}.")
-        del argv[place : place + 2]
-    run, args = RecipeParser(PlannedConfig, USAGE).parse(argv)
-    if name is not None:
+    parser = RecipeParser(PlannedConfig, USAGE)
+    parser.add_argument("--preset", choices=PRESETS, help="plan a model of this preset")
+    run, args, others = parser.parse(sys.argv[1:] if argv is None else argv)
+    config = None
+    if others.preset is not None:
         # The window of the paper's schedule follows the length.
         length = run.max_position_embeddings
-        config = IHAConfig.from_preset(name, **({"max_position_embeddings": length} if length else {}))
+        config = IHAConfig.from_preset(others.preset, **({"max_position_embeddings": length} if length else {}))
     config = run_config(run, args, config)
     setting = run_setting(config, run, args)
     if setting is None:

@@ -45,12 +45,7 @@ from sft.training_rows import split_rows
 COLUMNS = ("prompt", "chosen", "rejected")
 
 
-class Pair(TypedDict):
-    """Hold the columns of a row that `to_pair` reads."""
-
-    prompt: Messages
-    chosen: Messages
-    rejected: Messages
+Pair = TypedDict("Pair", dict.fromkeys(COLUMNS, Messages))
 
 
 class MixingDPOTrainer(RecipeTrainer, DPOTrainer):

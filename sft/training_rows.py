@@ -29,22 +29,12 @@ from sft.prepare import is_prepared, load_prepared
 from sft.trainer import MixingTrainer
 
 
-# Keys of TRL that act on rows which it tokenizes itself, and their defaults: here they would silently do nothing.
-REFUSED_COLUMNS = {
-    "completion_only_loss": None,
-    "dataset_kwargs": {},
-    "dataset_text_field": "text",
-    "truncation_mode": "keep_start",
-}
 # Besides the flash cores.
 ISOLATING_CORES = ("eager", "sdpa", "flex_attention")
 
 
 def check_rows(run: RunArguments, args: SFTConfig) -> None:
-    """Refuse, before anything is loaded, keys that exclude each other or do nothing, and an absent source."""
-    for key, default in REFUSED_COLUMNS.items():
-        if getattr(args, key) not in (default, None):
-            raise UserError(f"{key} is not used here: rows are tokenized whole and cut on the right. Remove the key.")
+    """Refuse, before anything is loaded, keys that exclude each other, and an absent source."""
     if args.eval_packing and not args.packing:
         raise UserError(
             "eval_packing without packing: TRL would join the held-out rows and not tell them apart; set both or "

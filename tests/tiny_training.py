@@ -1,11 +1,12 @@
 """Share a tokenizer of bytes, rows, and recipes at the size of a test among the tests of fine-tuning."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from helpers import small_config
@@ -58,17 +59,24 @@ def saved(model: PreTrainedModel, directory: Path) -> str:
 
 
 @contextmanager
-def interrupted_at(trainer: type, step: int) -> Iterator[None]:
-    """Have the micro-batch of this number raise a KeyboardInterrupt in the block, and expect it."""
+def at_step(trainer: type, step: int, act: Callable) -> Iterator[None]:
+    """Have `act` called with the trainer before the micro-batch of this number in the block."""
     training_step, steps = trainer.training_step, count(1)
 
-    def interrupted_step(*args, **kwargs):
+    def act_and_step(self, *args, **kwargs):
         if next(steps) == step:
-            raise KeyboardInterrupt
-        return training_step(*args, **kwargs)
+            act(self)
+        return training_step(self, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(trainer, "training_step", interrupted_step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "training_step", act_and_step)
+        yield
+
+
+@contextmanager
+def interrupted_at(trainer: type, step: int) -> Iterator[None]:
+    """Have the micro-batch of this number raise a KeyboardInterrupt in the block, and expect it."""
+    with pytest.raises(KeyboardInterrupt), at_step(trainer, step, Mock(side_effect=KeyboardInterrupt)):
         yield
 
 

@@ -12,25 +12,28 @@ from tiny_training import byte_tokenizer, recipe, sizes
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 from trl.models import enable_selective_activation_checkpointing
 from trl.trainer.utils import add_fused_lm_head
 
 from common.command_io import UserError
-from modeling_iha import IHAConfig
+from modeling_iha import IHAConfig, interleave_heads
 from sft.arguments import RecipeParser
 from sft.base_model import rope_reach, run_config
 from sft.train import USAGE
 
 
 FIELDS = {"vocab_size": 259, "sliding_window": 8, "layer_types": "sliding_attention"}
+LLAMA = {"vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SELECTIVE = {"gradient_checkpointing": "true", "gradient_checkpointing_kwargs": '{"selective": true}'}
 CONFIGS = {
     "iha": IHAConfig.from_preset("tiny", **FIELDS),
     "shared": IHAConfig.from_preset("tiny", **FIELDS, pseudo_positions="shared"),
     "mha": IHAConfig.from_preset("tiny", vocab_size=259, attention_kinds="mha"),
     "all_heads": IHAConfig.from_preset("tiny", vocab_size=259, pseudo_collapse="all_heads"),
-    "llama": LlamaConfig(vocab_size=259, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+    "llama": LlamaConfig(**LLAMA),
+    "interleaved": interleave_heads(LlamaForCausalLM(LlamaConfig(**LLAMA)), 2).config,
 }
 
 
@@ -70,11 +73,9 @@ def test_what_the_recipe_does_not_name_stays(tmp_path):
         ("mha", {"attention_form": "base"}, "would be ignored: .* has no 'iha' layer"),
         ("iha", {"attention_form": "base", "attn_implementation": "eager"}, "attn_implementation is 'eager'"),
         ("iha", {"attention_form": "base", "gradient_checkpointing": "true"}, "gradient_checkpointing recomputes"),
-        (
-            "iha",
-            {"gradient_checkpointing": "true", "gradient_checkpointing_kwargs": '{"selective": true}'},
-            "selective keeps .* 2 times",
-        ),
+        ("interleaved", {"num_pseudo_heads": 3}, "states num_pseudo_heads=3 and .* has 2: give the plain base model"),
+        ("interleaved", {"attention_form": "base"}, "would be ignored: .* has no 'iha' layer"),
+        *((kind, SELECTIVE, "selective keeps .* 2 times") for kind in ("iha", "interleaved")),
     ],
 )
 def test_a_recipe_that_does_not_fit_the_model_is_refused_before_weights_are_read(tmp_path, kind, keys, named):

@@ -17,7 +17,6 @@ from tiny_training import (
     ROOT,
     byte_config,
     byte_tokenizer,
-    interrupted_at,
     recipe,
     saved,
     sizes,
@@ -277,24 +276,10 @@ def test_adapters_learn_a_composition_from_its_exact_start():
     assert not any(torch.equal(value, before[name]) for name, value in composition.items())
 
 
-def with_adapters(model, rows, output) -> list[str]:
+def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(rows_file, in_repository_root, tmp_path):
+    tiny, output = saved(random_model(byte_config()), tmp_path / "tiny"), tmp_path / "run"
     keys = {"learning_rate": 1e-3, "use_peft": "true", "lora_r": 4}
-    return ["--config", recipe("demo"), *sizes(model, rows, output, **keys)]
-
-
-@pytest.fixture(scope="module")
-def adapted(rows_file, tmp_path_factory) -> Path:
-    """Save a tiny model, train adapters of it, and return the directory of both."""
-    directory = tmp_path_factory.mktemp("adapted")
-    saved(random_model(byte_config()), directory / "tiny")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        train.main(with_adapters(directory / "tiny", rows_file, directory / "run"))
-    return directory
-
-
-def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(adapted):
-    tiny, output = adapted / "tiny", adapted / "run"
+    train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, output, **keys)])
     assert "LoRA adapters of rank 4" in (output / "final" / "README.md").read_text()
 
     before, after = (IHAForCausalLM.from_pretrained(path).state_dict() for path in (tiny, output / "final"))
@@ -304,19 +289,6 @@ def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(adapted):
     # The final model is the one that was trained: the adapter of the last checkpoint, merged.
     trained = PeftModel.from_pretrained(IHAForCausalLM.from_pretrained(tiny), output / "checkpoint-4")
     assert_close(logits_of(IHAForCausalLM.from_pretrained(output / "final")), logits_of(trained))
-
-
-def test_an_interrupted_run_with_adapters_resumes_to_the_same_losses(
-    adapted, rows_file, in_repository_root, tmp_path, capsys
-):
-    output = tmp_path / "run"
-    arguments = with_adapters(adapted / "tiny", rows_file, output)
-    with interrupted_at(MixingTrainer, 4):
-        train.main(arguments)
-    assert not (output / "final").exists()
-    train.main(arguments)
-    assert f"Resuming from {output / 'checkpoint-2'}" in capsys.readouterr().out
-    assert (output / "loss.json").read_text() == (adapted / "run" / "loss.json").read_text()
 
 
 def test_adapters_of_a_model_without_mixing_weights():

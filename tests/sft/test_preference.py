@@ -17,17 +17,13 @@ from common.command_io import UserError
 from modeling_iha import IHAForCausalLM
 from sft import data, make_preference_pairs, make_reasoning_data, score_reasoning, train_dpo, train_grpo
 from sft.arguments import RecipeParser
-from sft.score_reasoning import is_right
+from sft.score_reasoning import is_right, read_rows
 
 
 RECIPES = Path(__file__).resolve().parents[2] / "sft" / "recipes"
 REAL_CORRECTNESS = train_grpo.correctness
 COMMANDS = {"dpo": train_dpo, "grpo": train_grpo}
 TRAINERS = {"dpo": train_dpo.MixingDPOTrainer, "grpo": train_grpo.MixingGRPOTrainer}
-
-
-def jsonl(path) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +33,8 @@ def rows_file(tmp_path_factory) -> str:
     for generator in ("chain_sum", "spell_backward"):
         easy = ["--options", "max_terms=2"] if generator == "chain_sum" else []
         make_reasoning_data.main([str(directory / generator), "--rows", "10", "--generator", generator, *easy])
-    rows = [row for pair in zip(jsonl(directory / "chain_sum"), jsonl(directory / "spell_backward")) for row in pair]
-    return write_jsonl(directory / "rows.jsonl", rows)
+    made = (read_rows(directory / name) for name in ("chain_sum", "spell_backward"))
+    return write_jsonl(directory / "rows.jsonl", [row for pair in zip(*made) for row in pair])
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +155,12 @@ def test_replies_of_continuous_batching_are_those_of_generate(tiny, rows_file, t
     assert replies["true"] == replies["false"] and replies["true"][0] != replies["true"][1]
 
 
-def test_kinds_that_continuous_batching_does_not_take_are_refused_before_training(rows_file, tmp_path):
+def test_replies_that_the_model_cannot_give_are_refused_before_training(tiny, rows_file, tmp_path):
     model = saved(IHAForCausalLM(preset_config(attention_kinds="dcmha")), tmp_path / "dcmha")
     with pytest.raises(UserError, match="use_transformers_continuous_batching: .* kind 'dcmha' cache more"):
         build("grpo", model, rows_file, tmp_path / "run", use_transformers_continuous_batching="true")
+    with pytest.raises(UserError, match="1024 positions"):
+        build("grpo", tiny, rows_file, tmp_path / "run", max_completion_length=1000)
 
 
 def test_the_reference_of_adapters_has_the_mixing_of_the_start(tiny, pairs_file, tmp_path):
@@ -238,7 +236,7 @@ def test_replies_are_drawn_and_weighed_as_if_each_were_alone(tiny, rows_file, tm
 
 
 def test_every_reply_is_scored_with_the_whole_entry_of_its_row(rows_file):
-    rows, prompts = jsonl(rows_file), train_grpo.load_prompts(rows_file)
+    rows, prompts = read_rows(rows_file), train_grpo.load_prompts(rows_file)
     assert [json.loads(text) for text in prompts["entry"]] == [row["entry"] for row in rows]
     replies = [[{"content": row["conversations"][1]["value"]}] for row in rows]
     others = {name: prompts[name] for name in ("generator", "entry")}
@@ -249,7 +247,7 @@ def test_every_reply_is_scored_with_the_whole_entry_of_its_row(rows_file):
 @pytest.mark.parametrize("generator", ["chain_sum", "gcd", "spell_backward"])
 def test_a_rows_own_answer_earns_1_and_a_broken_one_0(generator, tmp_path):
     make_reasoning_data.main([str(tmp_path / "rows.jsonl"), "--rows", "5", "--generator", generator])
-    rows = jsonl(tmp_path / "rows.jsonl")
+    rows = read_rows(tmp_path / "rows.jsonl")
     answers = [row["conversations"][1]["value"] for row in rows]
     arguments = {"generator": [generator] * 5, "entry": [json.dumps(row["entry"]) for row in rows]}
 
@@ -286,7 +284,7 @@ def test_a_verifier_that_never_ends_or_fails_makes_a_reply_wrong(tmp_path, monke
     monkeypatch.setattr(score_reasoning, "VERIFIER_SECONDS", 0.2)
     for generator, reply in (("countdown", "9**9**9"), ("prime_factorization", "two")):
         make_reasoning_data.main([str(tmp_path / generator), "--rows", "1", "--generator", generator])
-        (row,) = jsonl(tmp_path / generator)
+        (row,) = read_rows(tmp_path / generator)
         assert is_right(row["conversations"][1]["value"], generator, row["entry"])
         assert not is_right(f"<|begin_of_solution|>{reply}", generator, row["entry"])
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
@@ -296,7 +294,7 @@ def test_a_verifier_that_never_ends_or_fails_makes_a_reply_wrong(tmp_path, monke
 
 
 def test_a_slip_changes_one_sign_of_the_solution_and_makes_it_wrong(rows_file, pairs_file, tmp_path):
-    rows, pairs = jsonl(rows_file), jsonl(pairs_file)
+    rows, pairs = read_rows(rows_file), read_rows(pairs_file)
     assert len(pairs) == len(rows)
     for row, pair in zip(rows, pairs):
         assert [turn["role"] for turn in pair["prompt"]] == ["system", "user"]
@@ -307,21 +305,21 @@ def test_a_slip_changes_one_sign_of_the_solution_and_makes_it_wrong(rows_file, p
         assert answer.index("<|begin_of_solution|>\n") + 22 <= place < answer.index("\n<|end_of_solution|>")
         assert not is_right(rejected["content"], row["generator"], row["entry"])
     make_preference_pairs.main([rows_file, str(tmp_path / "again.jsonl")])
-    assert jsonl(tmp_path / "again.jsonl") == pairs
+    assert read_rows(tmp_path / "again.jsonl") == pairs
     make_preference_pairs.main([rows_file, str(tmp_path / "other.jsonl"), "--seed", "1"])
-    assert jsonl(tmp_path / "other.jsonl") != pairs
+    assert read_rows(tmp_path / "other.jsonl") != pairs
 
 
 def test_the_wrong_ones_of_a_models_replies_are_rejected(rows_file, tmp_path, capsys):
-    rows = jsonl(rows_file)
+    rows = read_rows(rows_file)
     replies = [row["entry"]["answer"] if index % 2 else "I am lost" for index, row in enumerate(rows)]
     replies[0] = ""
     figures, out = tmp_path / "figures.json", tmp_path / "pairs.jsonl"
     figures.write_text(json.dumps({"replies": replies}))
     make_preference_pairs.main([rows_file, str(out), "--replies", str(figures)])
     assert "9 pairs from 20 rows" in capsys.readouterr().out
-    assert {pair["rejected"][0]["content"] for pair in jsonl(out)} == {"I am lost"}
-    assert [pair["chosen"][0]["content"] for pair in jsonl(out)] == [
+    assert {pair["rejected"][0]["content"] for pair in read_rows(out)} == {"I am lost"}
+    assert [pair["chosen"][0]["content"] for pair in read_rows(out)] == [
         row["conversations"][1]["value"] for row in rows[2::2]
     ]
 
@@ -345,20 +343,18 @@ PAIR = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{**ASSISTANT, "con
 @pytest.mark.parametrize(
     "bad, named",
     [
-        ({"prompt": [USER], "chosen": [ASSISTANT]}, ["rejected is missing"]),
-        ({**PAIR, "rejected": [ASSISTANT, USER]}, ["'rejected'", "last turn", "user"]),
-        ({**PAIR, "chosen": [USER, ASSISTANT]}, ["column 'chosen'", "first turn", "assistant"]),
-        ({**PAIR, "prompt": [USER, ASSISTANT]}, ["column 'prompt'", "last turn", "user"]),
-        ({**PAIR, "rejected": [{**ASSISTANT, "content": " A\n"}]}, ["the same but for white space"]),
-        ({**PAIR, "tools": [{"name": "f"}]}, ["column 'tools' would be lost"]),
+        ({"prompt": [USER], "chosen": [ASSISTANT]}, "rejected is missing"),
+        ({**PAIR, "rejected": [ASSISTANT, USER]}, "'rejected', .*last turn .*, got user"),
+        ({**PAIR, "chosen": [USER, ASSISTANT]}, "column 'chosen': the first turn must be the assistant's"),
+        ({**PAIR, "prompt": [USER, ASSISTANT]}, "column 'prompt': the last turn must be the user's"),
+        ({**PAIR, "rejected": [{**ASSISTANT, "content": " A\n"}]}, "the same but for white space"),
+        ({**PAIR, "tools": [{"name": "f"}]}, "column 'tools' would be lost"),
     ],
 )
 def test_a_bad_pair_is_named_with_its_column_before_the_model_is_loaded(unread, tmp_path, bad, named):
     path = write_jsonl(tmp_path / "pairs.jsonl", [PAIR, bad])
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"pairs.jsonl, row 2.*{named}"):
         train_dpo.main(command("dpo", unread, path, tmp_path / "run"))
-    for part in ["pairs.jsonl, row 2", *named]:
-        assert part in str(refused.value)
 
 
 def test_the_system_column_of_a_pair_begins_its_prompt():
@@ -384,24 +380,28 @@ def test_pairs_come_from_the_hub_as_well(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value", "expected"),
+    ("name", "keys", "named"),
     [
-        ("dpo", "beta", 0, "above 0"),
-        ("grpo", "beta", -1, "0 or more"),
-        ("dpo", "label_smoothing", 2, "below 0.5"),
-        *((name, "dataset_train_split", "test", "no split") for name in COMMANDS),
-        *((name, "dataset_streaming", "true", "is not used here") for name in COMMANDS),
-        *((name, "sync_ref_model", "true", "which no checkpoint holds") for name in COMMANDS),
-        ("grpo", "temperature", 0, "above 0"),
+        ("dpo", {"beta": 0}, "beta is 0, .*above 0"),
+        ("dpo", {"label_smoothing": 2}, "label_smoothing is 2.0: .*below 0.5"),
+        *((name, {"dataset_train_split": "test"}, "has no split 'test'") for name in COMMANDS),
+        *((name, {"dataset_streaming": "true"}, "dataset_streaming is not used here") for name in COMMANDS),
+        *((name, {"sync_ref_model": "true"}, "sync_ref_model .* which no checkpoint holds") for name in COMMANDS),
+        ("grpo", {"beta": -1}, "beta is -1.0: .*0 or more"),
+        ("grpo", {"temperature": 0}, "temperature is 0.0: .*above 0"),
+        ("grpo", {"use_vllm": "true"}, "use_vllm is not supported: it was not tried"),
+        (
+            "grpo",
+            {"use_transformers_continuous_batching": "true", "bf16": "true"},
+            "use_transformers_continuous_batching with bf16 .* TRL would round the weights",
+        ),
+        ("grpo", {"metric_for_best_model": "rewards/margins"}, "expected one of loss, reward, "),
     ],
 )
-def test_an_impossible_value_is_refused_before_the_model_is_loaded(
-    name, key, value, expected, unread, rows_file, pairs_file, tmp_path
-):
+def test_an_impossible_run_is_refused(name, keys, named, unread, rows_file, pairs_file, tmp_path):
     rows = {"dpo": pairs_file, "grpo": rows_file}[name]
-    with pytest.raises(UserError) as refused:
-        COMMANDS[name].main(command(name, unread, rows, tmp_path / "run", **{key: value}))
-    assert key.removeprefix("dataset_train_") in str(refused.value) and expected in str(refused.value)
+    with pytest.raises(UserError, match=named):
+        COMMANDS[name].main(command(name, unread, rows, tmp_path / "run", **keys))
 
 
 @pytest.mark.parametrize(
@@ -417,22 +417,8 @@ def test_an_impossible_value_is_refused_before_the_model_is_loaded(
 def test_a_row_without_a_fair_verifier_is_refused_before_the_model_is_loaded(
     change, named, unread, rows_file, tmp_path
 ):
-    rows = jsonl(rows_file)[:2]
+    rows = read_rows(rows_file)[:2]
     change(rows[1])
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(UserError, match=named):
         train_grpo.main(command("grpo", unread, path, tmp_path / "run"))
-
-
-@pytest.mark.parametrize(
-    "overrides, named",
-    [
-        ({"use_vllm": "true"}, "use_vllm is not supported: it was not tried"),
-        ({"use_transformers_continuous_batching": "true", "bf16": "true"}, "TRL would round the weights"),
-        ({"max_completion_length": 1000}, "1024 positions"),
-        ({"metric_for_best_model": "rewards/margins"}, "expected one of loss, reward, "),
-    ],
-)
-def test_an_impossible_run_is_refused(overrides, named, tiny, rows_file, tmp_path):
-    with pytest.raises(UserError, match=named):
-        train_grpo.main(command("grpo", tiny, rows_file, tmp_path / "run", **overrides))

@@ -29,12 +29,6 @@ MECHANISMS = ["global", "global-local", "talking-heads", "diff", "iha"]
 pytestmark = pytest.mark.usefixtures("in_repository_root")
 
 
-def save_tiny(directory, **fields) -> str:
-    """Save a model of a preset (`name`) with fields of its config."""
-    torch.manual_seed(0)
-    return saved(IHAForCausalLM(preset_config(**fields)), directory)
-
-
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory) -> str:
     """Write short documents of plain text, and some that are longer than the rows of a test."""
@@ -88,7 +82,8 @@ def test_the_five_mechanisms_of_the_paper_train_on_equal_budgets(rows_file, tmp_
         fields = {**small, "num_pseudo_heads": 2} if name == "iha" else small
         if name == "global-local":
             fields = {**fields, "sliding_window": 16}
-        model = save_tiny(tmp_path / name / "model", name=f"paper-2.4b-{name}", **fields)
+        torch.manual_seed(0)
+        model = saved(IHAForCausalLM(preset_config(f"paper-2.4b-{name}", **fields)), tmp_path / name / "model")
         output = tmp_path / name / "run"
         run("paper_sft/sft.yaml", model, rows_file, output)
         state = json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())

@@ -105,15 +105,15 @@ def test_the_final_model_stops_at_the_end_of_a_turn(name, rows_file, tmp_path, c
 @pytest.mark.parametrize(
     "yaml_text, arguments, named",
     [
-        ("learning_rat: 1.0e-5", [], ["unknown key 'learning_rat'", "did you mean 'learning_rate'"]),
-        ("", ["--mixing_lr_multiplie", "4"], ["unknown key 'mixing_lr_multiplie'", "'mixing_lr_multiplier'"]),
-        ("", ["--max_steps", "many"], ["max_steps", "many"]),
-        ("seed: 1\nlearning_rate: 1\nseed: 2", [], ["the key 'seed' is given twice"]),
-        ("", ["--config"], ["--config needs a YAML file"]),
-        ("", ["--config=other.yaml"], ["--config is given twice: expected one YAML file"]),
+        ("learning_rat: 1.0e-5", [], "unknown key 'learning_rat': did you mean 'learning_rate'"),
+        ("", ["--mixing_lr_multiplie", "4"], "unknown key 'mixing_lr_multiplie': .*'mixing_lr_multiplier'"),
+        ("", ["--max_steps", "many"], "max_steps.*many"),
+        ("seed: 1\nlearning_rate: 1\nseed: 2", [], "the key 'seed' is given twice"),
+        ("", ["--config"], "--config needs a YAML file"),
+        ("", ["--config=other.yaml"], "--config is given twice: expected one YAML file"),
         # A value of the file obeys the rules of the command line.
         *(
-            (line, [], [line.split(":")[0]])
+            (line, [], line.split(":")[0])
             for line in (
                 *("learning_rate: null", "learning_rate: [1]", "max_steps: 2.5", "use_peft: 2", "dtype: float8"),
                 *("weight_decay: {a: 1}", "logging_steps: .inf", "report_to: [1]", "dataset_train_split: null"),
@@ -124,42 +124,32 @@ def test_the_final_model_stops_at_the_end_of_a_turn(name, rows_file, tmp_path, c
 def test_a_configuration_mistake_is_refused_by_name(tmp_path, yaml_text, arguments, named):
     config = tmp_path / "sft.yaml"
     config.write_text(f"model_name_or_path: m\ndataset_name: d\noutput_dir: {tmp_path}\n{yaml_text}\n")
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=named):
         RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config), "--use_cpu", "true", *arguments])
-    for part in named:
-        assert part in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    "overrides, named",
+    "overrides, named, reads_rows",
     [
-        ({"model_name_or_path": "absent/directory/model"}, "absent/directory/model"),
-        ({"eval_size": 20}, "eval_size=20"),
-        ({"eval_size": 0}, "set eval_size"),
-        ({"max_length": 10}, "max_length=10"),
-        ({"eos_token": "absent"}, "cannot be trained: .*`eos_token`"),
+        ({"model_name_or_path": "absent/directory/model"}, "absent/directory/model", False),
+        ({"model_init_kwargs": '{"dtype": "float16"}'}, "model_init_kwargs", False),
+        ({"use_peft": "true", "lora_target_modules": "absent"}, "no module named absent", False),
+        ({"use_peft": "true", "lora_target_modules": "lm_head"}, "an adapter of lm_head", False),
+        ({"eval_size": 20}, "eval_size=20", True),
+        ({"eval_size": 0}, "set eval_size", True),
+        ({"max_length": 10}, "max_length=10", True),
+        ({"eos_token": "absent"}, "cannot be trained: .*`eos_token`", True),
+        ({"dataloader_drop_last": "true", "per_device_train_batch_size": 17}, "16 rows to .* fill one batch", True),
     ],
 )
-def test_an_impossible_run_is_refused_before_it_starts(tiny, rows_file, tmp_path, overrides, named):
+def test_an_impossible_run_is_refused_before_it_starts(
+    overrides, named, reads_rows, tiny, rows_file, tmp_path, monkeypatch
+):
+    if not reads_rows:
+        monkeypatch.setattr(train, "training_rows", lambda *_: pytest.fail("the rows were read"))
     with pytest.raises(UserError, match=named):
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
     assert not (tmp_path / "run" / "final").exists()
-
-
-@pytest.mark.parametrize(
-    "overrides, named",
-    [
-        ({"model_init_kwargs": '{"dtype": "float16"}'}, "model_init_kwargs"),
-        ({"use_peft": "true", "lora_target_modules": "absent"}, "no module named absent"),
-        ({"use_peft": "true", "lora_target_modules": "lm_head"}, "an adapter of lm_head"),
-    ],
-)
-def test_what_does_not_fit_the_model_is_refused_before_rows_are_tokenized(
-    tiny, rows_file, tmp_path, monkeypatch, overrides, named
-):
-    monkeypatch.setattr(train, "training_rows", lambda *_: pytest.fail("the rows were read"))
-    with pytest.raises(UserError, match=named):
-        train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
 
 
 # Reasoning rows
@@ -169,7 +159,7 @@ def test_what_does_not_fit_the_model_is_refused_before_rows_are_tokenized(
 def test_reasoning_rows_are_worked_and_right(generator, tmp_path):
     out = tmp_path / "rows.jsonl"
     make_reasoning_data.main([str(out), "--rows", "20", "--generator", generator])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = score_reasoning.read_rows(out)
     questions = {row["conversations"][0]["value"] for row in rows}
     assert len(rows) == len(questions) == 20
     assert [message["role"] for message in load_rows(str(out))[0]["messages"]] == ["system", "user", "assistant"]
@@ -198,9 +188,7 @@ def test_seeds_reproduce_and_excluded_questions_do_not_return(tmp_path):
     make_reasoning_data.main([str(files[0]), "--rows", "150", *options])
     make_reasoning_data.main([str(files[1]), "--rows", "150", *options])
     make_reasoning_data.main([str(files[2]), "--rows", "40", "--seed", "1", "--exclude", str(files[0]), *options])
-    first, again, test = (
-        [json.loads(line)["entry"]["question"] for line in path.read_text().splitlines()] for path in files[:3]
-    )
+    first, again, test = ([row["entry"]["question"] for row in score_reasoning.read_rows(file)] for file in files[:3])
     assert first == again
     assert not set(first) & set(test)
     # There are 10 * 2 * 10 sums of two digits.
@@ -230,7 +218,7 @@ def test_the_solution_is_found_in_a_reply(reply, solution):
 def test_scoring_counts_what_the_verifier_accepts(tiny, tmp_path, monkeypatch, capsys):
     out = tmp_path / "rows.jsonl"
     make_reasoning_data.main([str(out), "--rows", "4"])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = score_reasoning.read_rows(out)
     replies = [f"It is {row['entry']['answer']}" for row in rows[:3]] + ["It is 123456"]
     monkeypatch.setattr(score_reasoning, "generate_replies", lambda *_: replies)
     figures = tmp_path / "figures.json"

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -100,29 +99,24 @@ def test_both_openthoughts_schemas_become_messages(row):
 @pytest.mark.parametrize(
     "bad, named",
     [
-        ({"prompt": "Q"}, ["column 'conversations'", "missing", "prompt"]),
-        ({"conversations": [{"from": "robot", "value": "A"}]}, ["0.from is 'robot'", "'human'"]),
-        ({"conversations": GOOD_TURNS[:1]}, ["column 'conversations'", "last turn", "user"]),
-        ({"messages": [{"role": "assistant", "content": " \n"}]}, ["turn 1", "the text is empty"]),
-        ({"messages": [{"role": "assistant", "content": "A\ud83d"}]}, ["0.content is", "valid string"]),
-        ({"messages": [{"role": "assistant", "content": "A", "tool_calls": [{"id": 1}]}]}, ["turn 1", "'tool_calls'"]),
-        ({"messages": [{"role": "assistant", "content": "A", "reasoning": "B"}]}, ["turn 1", "'reasoning' would be"]),
-        (
-            {"messages": [{"role": "assistant", "content": "A", "weight": 0}]},
-            ["turn 1", "'weight' is 0, and the turn"],
-        ),
-        ({"messages": [{"role": "assistant", "content": "A", "train": False}]}, ["turn 1", "'train' is False"]),
-        ({"system": "S", "messages": CONVERSATIONS[1]}, ["column 'system' and a turn of 'messages' both hold"]),
-        ({"messages": CONVERSATIONS[0], "tools": [{"name": "f"}]}, ["column 'tools' would be lost"]),
-        ({"messages": CONVERSATIONS[0], "conversations": GOOD_TURNS}, ["'messages' and 'conversations' both"]),
+        ({"prompt": "Q"}, "column 'conversations' .* is missing; the row has .*prompt"),
+        ({"conversations": [{"from": "robot", "value": "A"}]}, "0.from is 'robot'.*'human'"),
+        ({"conversations": GOOD_TURNS[:1]}, "column 'conversations': the last turn must be the assistant's, got user"),
+        ({"messages": [{"role": "assistant", "content": " \n"}]}, "turn 1, 'content': the text is empty"),
+        ({"messages": [{"role": "assistant", "content": "A\ud83d"}]}, "0.content is .*valid string"),
+        ({"messages": [{"role": "assistant", "content": "A", "tool_calls": [{"id": 1}]}]}, "turn 1: 'tool_calls'"),
+        ({"messages": [{"role": "assistant", "content": "A", "reasoning": "B"}]}, "turn 1: 'reasoning' would be"),
+        ({"messages": [{"role": "assistant", "content": "A", "weight": 0}]}, "turn 1: 'weight' is 0, and the turn"),
+        ({"messages": [{"role": "assistant", "content": "A", "train": False}]}, "turn 1: 'train' is False"),
+        ({"system": "S", "messages": CONVERSATIONS[1]}, "column 'system' and a turn of 'messages' both hold"),
+        ({"messages": CONVERSATIONS[0], "tools": [{"name": "f"}]}, "column 'tools' would be lost"),
+        ({"messages": CONVERSATIONS[0], "conversations": GOOD_TURNS}, "'messages' and 'conversations' both"),
     ],
 )
 def test_a_bad_row_is_named_with_its_column(tmp_path, bad, named):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": GOOD_TURNS}, bad])
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"rows.jsonl, row 2.*{named}"):
         load_rows(path)
-    for part in ["rows.jsonl, row 2", *named]:
-        assert part in str(refused.value)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -151,12 +145,6 @@ def test_what_another_version_has_cached_is_made_again(updated, rows_file, tmp_p
     (tmp_path / "data.py").write_text("# updated")
     monkeypatch.setattr(data, "__file__", str(tmp_path / "data.py"))
     assert make()["input_ids"] != old["input_ids"]
-
-
-def test_a_pipe_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match="rows.jsonl is no regular file"):
-        load_rows(str(tmp_path / "rows.jsonl"))
 
 
 # Chat templates and labels
@@ -315,10 +303,11 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
         ("empty.jsonl.gz", gzip.compress(b"\n", mtime=0), "holds no rows"),
         ("rows.parquet", b"PAR1", "rows.parquet"),
         ("mixed.jsonl", b'{"text": "Q"}\n{"messages": []}', "row 2, column 'text'"),
+        ("pipe.jsonl", None, "pipe.jsonl is no regular file; rows are read more than once"),
     ],
 )
 def test_a_damaged_file_is_refused(name, content, named, streaming, tmp_path):
-    (tmp_path / name).write_bytes(content)
+    os.mkfifo(tmp_path / name) if content is None else (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as refused:
         list(load_rows(str(tmp_path / name), streaming=streaming))
     assert named in str(refused.value) and "\n" not in str(refused.value)
@@ -344,10 +333,6 @@ def test_of_a_mixture_only_the_assistants_tokens_are_learned(rows_file, tmp_path
     [
         ({"dataset_streaming": True, "max_steps": 3, "eval_size": 0.5}, "give a number of rows"),
         ({"dataset_train_split": "test"}, "is local and has no split 'test'"),
-        ({"truncation_mode": "keep_end"}, "truncation_mode is not used"),
-        ({"completion_only_loss": True}, "completion_only_loss is not used"),
-        ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "dataset_kwargs is not used"),
-        ({"dataset_text_field": "body"}, "dataset_text_field is not used"),
         ({"padding_free": True}, "padding_free without packing"),
         ({"eval_packing": True}, "eval_packing without packing"),
         ({"packing": True, "packing_strategy": "wrapped"}, "'wrapped' lets documents attend to one another"),
@@ -465,24 +450,6 @@ def test_tokens_and_steps_are_stated(keys, line, rows_file, tmp_path):
     run, args = run_of(rows_file, tmp_path, num_train_epochs=3, per_device_train_batch_size=2, **keys)
     rows, _ = rows_of_run(run, args, tokenizer)
     assert line in epoch_summary(trainer_of(args, rows, tokenizer), rows)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_packed_and_streamed_runs_resume_to_the_same_weights(streaming, tiny, rows_file, tmp_path):
-    # A pass over the 8 packed sequences takes 2 steps: the resume is in the third pass.
-    keys = {"packing": True, "dataset_streaming": streaming, "max_steps": 5, "lr_scheduler_type": "constant"}
-    whole, stopped = (
-        ["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / name, **keys)] for name in ("whole", "stopped")
-    )
-    train.main(whole)
-    with interrupted_at(MixingTrainer, 5):
-        train.main(stopped)
-    for _ in range(2):
-        train.main(stopped)
-        ended, expected = (tmp_path / name for name in ("stopped", "whole"))
-        for name in ("loss.json", "final/model.safetensors"):
-            assert (ended / name).read_bytes() == (expected / name).read_bytes()
-        shutil.rmtree(ended / "final")  # as if killed after the last checkpoint, which lies inside a pass
 
 
 # Prepared rows

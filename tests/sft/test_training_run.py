@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import pytest
 import torch
 from helpers import random_model
 from safetensors.torch import load_file
-from tiny_training import byte_config, interrupted_at, recipe, saved, sizes, training_rows, write_jsonl
+from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, sizes, training_rows, write_jsonl
 from torch.optim.lr_scheduler import LRScheduler
 from trl import SFTConfig, SFTTrainer
 from trl.scripts import sft as trl_sft
@@ -109,6 +109,10 @@ def assert_same_run(output: Path, whole: Path):
         ("max_steps", 0, "-1 to train for num_train_epochs"),
         ("push_to_hub", "true", "set push_repo_id"),
         ("load_in_4bit", "true", "is not used here"),
+        ("truncation_mode", "keep_end", "is not used here"),
+        ("completion_only_loss", "true", "is not used here"),
+        ("dataset_kwargs", '{"skip_prepare_dataset": true}', "is not used here"),
+        ("dataset_text_field", "body", "is not used here"),
         ("push_repo_id", "a/b/c", "no repository id"),
         ("chat_template_path", "absent", "absent is not a .jinja file"),
         ("resume_from_checkpoint", "absent", "absent cannot be continued from"),
@@ -122,9 +126,8 @@ def test_an_impossible_value_is_refused_before_anything_is_loaded(tmp_path, monk
     monkeypatch.setattr(sft_run, "make_record", lambda *_: {})
     monkeypatch.setattr(sft_run, "keep_record", lambda *_: None)
     given = ["--config", recipe("demo"), *sizes("absent/model", "absent/rows", tmp_path / "run", **{key: value})]
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"{key}.*{named}"):
         train.main(given)
-    assert key in str(refused.value) and named in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -141,13 +144,6 @@ def test_what_may_be_null_or_a_list_stays_so(tmp_path):
     assert (args.lr_scheduler_kwargs, args.report_to) == ({"num_cycles": 2}, ["wandb"])
     config.write_text("model_name_or_path: m\ndataset_name: d\nuse_cpu: true\nbf16: false\n")
     assert RecipeParser(SFTConfig, train.USAGE).parse(["--config", str(config)])[1].report_to == []
-
-
-@pytest.mark.filterwarnings("error::FutureWarning")
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_keys_go_by_their_new_names(checkpoints, tmp_path):
-    _, args = parse("none", "none", tmp_path, gradient_checkpointing=str(checkpoints))
-    assert args.gradient_checkpointing is checkpoints
 
 
 def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path):
@@ -180,15 +176,21 @@ def test_rates_that_an_optimizer_keeps_as_tensors_are_logged_as_numbers(tiny, ro
 # What a run is made of
 
 
+def keep(place: Path, model="model", output="run", checkpoint: Path | None = None, **overrides) -> dict:
+    """Keep the record of a run on the model and the rows in `place`, and return it."""
+    record = make_record(*parse(place / model, place / "rows.jsonl", place / output, **overrides))
+    keep_record(record, place / output, checkpoint)
+    return record
+
+
 @pytest.fixture
 def begun(tiny, rows_file, tmp_path) -> Path:
-    """Make an output directory with a record and a checkpoint of it."""
-    model, rows, output = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "run"
-    shutil.copytree(tiny, model)
-    shutil.copy(rows_file, rows)
-    output.mkdir()
-    keep_record(make_record(*parse(model, rows, output)), output)
-    (output / "checkpoint-2").mkdir()
+    """Make a model, rows, and an output directory with a record and a checkpoint of a run."""
+    shutil.copytree(tiny, tmp_path / "model")
+    shutil.copy(rows_file, tmp_path / "rows.jsonl")
+    (tmp_path / "run").mkdir()
+    keep(tmp_path)
+    (tmp_path / "run" / "checkpoint-2").mkdir()
     return tmp_path
 
 
@@ -212,22 +214,20 @@ def test_a_run_does_not_continue_as_another(begun, changed, overrides, named):
 
 
 def test_a_record_tells_code_and_processes_apart(begun):
-    record = make_record(*parse(begun / "model", begun / "rows.jsonl", begun / "run"))
+    record = keep(begun)
     for section, key in (("code", "sha256"), ("processes", "number")):
         with pytest.raises(UserError, match=rf"{section} \({key}\) was"):
             keep_record(record | {section: record[section] | {key: "another"}}, begun / "run")
-    keep_record(record | {"code": record["code"] | {"commit": "another"}}, begun / "run")
 
 
 def test_what_changes_nothing_that_is_learned_may_differ(begun, capsys):
     overrides = {"logging_steps": 3, "save_steps": 5, "save_total_limit": 7, "eval_steps": 3, "sample_prompts": 1}
-    moved = begun / "moved"
-    (begun / "run").rename(moved)
+    (begun / "run").rename(begun / "moved")
     shutil.move(begun / "model", begun / "elsewhere")
-    keep_record(make_record(*parse(begun / "elsewhere", begun / "rows.jsonl", moved, **overrides)), moved)
-    record = json.loads((moved / RECORD).read_text())
-    (moved / RECORD).write_text(json.dumps(record | {"versions": {"torch": "0.1"}}))
-    keep_record(record, moved)
+    record = keep(begun, "elsewhere", "moved", **overrides)
+    then = record | {"versions": {"torch": "0.1"}, "code": record["code"] | {"commit": "another"}}
+    (begun / "moved" / RECORD).write_text(json.dumps(then))
+    keep_record(record, begun / "moved")
     assert f"began with torch 0.1 and continues with {record['versions']['torch']}" in capsys.readouterr().out
 
 
@@ -241,16 +241,12 @@ def test_what_holds_no_rows_does_not_change_the_identity_of_data(tmp_path):
 
 
 def test_a_stream_goes_on_with_as_many_workers(begun):
-    def keep(**overrides):
-        record = make_record(*parse(begun / "model", begun / "rows.jsonl", begun / "run", **overrides))
-        keep_record(record, begun / "run")
-
-    keep(dataloader_num_workers=2)
+    keep(begun, dataloader_num_workers=2)
     (begun / "run" / "checkpoint-2").rmdir()
-    keep(dataset_streaming="true")
+    keep(begun, dataset_streaming="true")  # a record without checkpoints is replaced
     (begun / "run" / "checkpoint-2").mkdir()
     with pytest.raises(UserError, match="dataloader_num_workers was 0 and is 2"):
-        keep(dataset_streaming="true", dataloader_num_workers=2)
+        keep(begun, dataset_streaming="true", dataloader_num_workers=2)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"base_model": 1}', None])
@@ -258,13 +254,6 @@ def test_checkpoints_without_a_usable_record_are_refused(content, begun):
     (begun / "run" / RECORD).write_text(content) if content else (begun / "run" / RECORD).unlink()
     with pytest.raises(UserError, match=r"run\.json"):
         train.main(command(begun / "model", begun / "rows.jsonl", begun / "run"))
-
-
-def test_a_record_without_checkpoints_is_replaced(begun):
-    (begun / "run" / "checkpoint-2").rmdir()
-    record = make_record(*parse(begun / "model", begun / "rows.jsonl", begun / "run", learning_rate=0.5))
-    keep_record(record, begun / "run")
-    assert json.loads((begun / "run" / RECORD).read_text())["recipe"]["learning_rate"] == 0.5
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -279,17 +268,12 @@ def test_a_checkpoint_of_another_run_is_not_resumed(moved, whole, tiny, rows_fil
 
 
 @pytest.mark.parametrize("step", [3, 6])
-def test_a_run_whose_directory_is_removed_does_not_succeed(step, tiny, rows_file, tmp_path, monkeypatch):
-    output, training_step = tmp_path / "run", MixingTrainer.training_step
-
-    def remove(self, *args, **kwargs):
-        if self.state.global_step == step - 1:
-            shutil.rmtree(output)
-        return training_step(self, *args, **kwargs)
-
-    monkeypatch.setattr(MixingTrainer, "training_step", remove)
-    saved_by = "steps" if step == 3 else "no"
-    with pytest.raises(UserError, match=r"run.*No such file"):
+def test_a_run_whose_directory_is_removed_does_not_succeed(step, tiny, rows_file, tmp_path):
+    output, saved_by = tmp_path / "run", "steps" if step == 3 else "no"
+    with (
+        pytest.raises(UserError, match=r"run.*No such file"),
+        at_step(MixingTrainer, step, lambda _: shutil.rmtree(output)),
+    ):
         train.main(command(tiny, rows_file, output, save_strategy=saved_by))
     assert not (output / "final").exists()
 
@@ -450,25 +434,38 @@ def test_a_bad_row_that_a_worker_reads_is_one_line(tiny, tmp_path):
     assert str(refused.value).startswith(f"{rows}, row 5, ") and "\n" not in str(refused.value)
 
 
-def test_rows_that_fill_no_batch_are_refused_before_training(tiny, rows_file, tmp_path):
-    with pytest.raises(UserError, match="the 16 rows to train on do not fill one batch"):
-        train.main(command(tiny, rows_file, tmp_path, dataloader_drop_last="true", per_device_train_batch_size=17))
+def test_a_run_that_ends_early_leaves_no_final_model(tiny, rows_file, tmp_path):
+    def stop(trainer):
+        trainer.control.should_training_stop = True
 
-
-def test_a_run_that_ends_early_leaves_no_final_model(tiny, rows_file, tmp_path, monkeypatch):
-    step = MixingTrainer.training_step
-
-    def stop(self, *args, **kwargs):
-        self.control.should_training_stop = True
-        return step(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="after 1 of 6 steps, so .* no final model"):
-        patch.setattr(MixingTrainer, "training_step", stop)
+    with (
+        pytest.raises(UserError, match="after 1 of 6 steps, so .* no final model"),
+        at_step(MixingTrainer, 1, stop),
+    ):
         train.main(command(tiny, rows_file, tmp_path / "run"))
     assert not (tmp_path / "run" / "final").exists()
 
 
 # Going on
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"packing": "true"}, {"packing": "true", "dataset_streaming": "true"}, {"use_peft": "true", "lora_r": 4}],
+    ids=["packed", "streamed", "adapters"],
+)
+def test_an_interrupted_run_resumes_to_the_same_weights(keys, tiny, rows_file, tmp_path, capsys):
+    # A pass over the 8 packed sequences takes 2 steps: the resume is in the third pass.
+    keys = {**keys, "max_steps": 5, "lr_scheduler_type": "constant"}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train.main(command(tiny, rows_file, whole, **keys))
+    with interrupted_at(MixingTrainer, 5):
+        train.main(command(tiny, rows_file, stopped, **keys))
+    for step in (4, 5):
+        train.main(command(tiny, rows_file, stopped, **keys))
+        assert f"Resuming from {stopped / f'checkpoint-{step}'}." in capsys.readouterr().out
+        assert_same_run(stopped, whole)
+        shutil.rmtree(stopped / "final")  # as if killed after the last checkpoint, which lies inside a pass
 
 
 def test_a_finished_run_is_extended_to_the_weights_of_a_longer_one(tiny, rows_file, tmp_path, capsys):
@@ -501,21 +498,18 @@ def test_a_finished_run_is_extended_to_the_weights_of_a_longer_one(tiny, rows_fi
 
 
 def test_a_run_is_not_extended_before_it_has_ended(begun):
-    state = {"global_step": 2, "max_steps": 6}
-    (checkpoint := begun / "run" / "checkpoint-2").joinpath("trainer_state.json").write_text(json.dumps(state))
-    record = make_record(*parse(begun / "model", begun / "rows.jsonl", begun / "run", max_steps=8))
+    checkpoint = begun / "run" / "checkpoint-2"
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 2, "max_steps": 6}')
     with pytest.raises(UserError, match="max_steps was 6 and is 8"):
-        keep_record(record, begun / "run", checkpoint)
+        keep(begun, checkpoint=checkpoint, max_steps=8)
 
 
 def train_until_killed(when: str, arguments: list[str], log: Path):
     """Train in a process that kills itself in step 4, or in the middle of the optimiser's file of its checkpoint."""
-    save, training_step = torch.save, MixingTrainer.training_step
+    save = torch.save
 
-    def step_or_die(self, *args, **kwargs):
-        if self.state.global_step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return training_step(self, *args, **kwargs)
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def save_half(content, path):
         if not str(path).endswith("checkpoint-4/optimizer.pt"):
@@ -523,15 +517,14 @@ def train_until_killed(when: str, arguments: list[str], log: Path):
         buffer = io.BytesIO()
         save(content, buffer)
         Path(path).write_bytes(buffer.getvalue()[: buffer.tell() // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
 
-    if when == "in a step":
-        MixingTrainer.training_step = step_or_die
-    else:
+    if when == "in a save":
         torch.save = save_half
     torch.set_num_threads(1)  # as conftest.py does
     with log.open("w", buffering=1) as file, redirect_stdout(file):
-        train.main(arguments)
+        with at_step(MixingTrainer, 4, die) if when == "in a step" else nullcontext():
+            train.main(arguments)
 
 
 def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(whole, tiny, rows_file, tmp_path, capsys):
