@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -113,6 +113,8 @@ def virtual_attention(
     if not hasattr(module, "q_mix"):
         return attend_tokens(view, query, key, value, _token_mask(attention_mask, num_pseudo_heads), **kwargs)
     window, num_queries, num_keys = module.config.interleaved_window, query.shape[2], key.shape[2]
+    if window is not None and isinstance(attention_mask, torch.Tensor):
+        attention_mask = attention_mask[..., -num_keys * num_pseudo_heads :]  # other layers may cache more tokens
     _check_mask(attention_mask, core, num_queries * num_pseudo_heads, num_keys * num_pseudo_heads)
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = view.sinks
@@ -210,7 +212,7 @@ class InterleavedPreTrainedModel:
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        keep_edge_of_windows(self.base_model, model_kwargs.get("past_key_values"))
+        keep_windows(self.base_model, model_kwargs.get("past_key_values"))
         return prepared
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -244,26 +246,35 @@ def attach_mixing(model: PreTrainedModel) -> None:
         module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
         module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
         module.mixing_modules = MIXING_MODULES
-    if getattr(config.get_text_config(decoder=True), "sliding_window", None):
-        decoder.make_cache = decoder.register_forward_pre_hook(_make_cache, with_kwargs=True)
+    decoder.make_cache = decoder.register_forward_pre_hook(_make_cache, with_kwargs=True)
 
 
 def _make_cache(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Make the cache that the decoder would make, and keep what its windows reach."""
+    """Keep what windows reach, in the cache that the decoder gets, or would make if the base model has windows."""
     kwargs.pop("logits_to_keep", None)  # Gemma 4 would leave out rows of a mask, which are of virtual tokens
     use_cache = kwargs.get("use_cache")
-    if kwargs.get("past_key_values") is None and (decoder.config.use_cache if use_cache is None else use_cache):
+    use_cache = decoder.config.use_cache if use_cache is None else use_cache
+    if use_cache and kwargs.get("past_key_values") is None and _window(decoder):
         kwargs["past_key_values"] = DynamicCache(config=decoder.config)
-    keep_edge_of_windows(decoder, kwargs.get("past_key_values"))
+    keep_windows(decoder, kwargs.get("past_key_values"))
     return args, kwargs
 
 
-def keep_edge_of_windows(decoder: PreTrainedModel, past_key_values: Cache | None) -> None:
-    """Make the sliding layers of a cache keep the token that a window of virtual tokens still reaches."""
-    window = getattr(decoder.config.get_text_config(decoder=True), "sliding_window", None)
-    if window is not None and past_key_values is not None:
+def _window(decoder: PreTrainedModel) -> int | None:
+    return getattr(decoder.config.get_text_config(decoder=True), "sliding_window", None)
+
+
+def keep_windows(decoder: PreTrainedModel, past_key_values: Cache | None) -> None:
+    """Make the layers of a cache keep what windows of virtual tokens reach: one token more than the windows have."""
+    config, layers = decoder.config, getattr(past_key_values, "layers", ())  # caches of encoders have none
+    if layers and (window := _window(decoder)):
         # One mask serves all sliding layers, also those that are not interleaved.
-        keep_window_edge(past_key_values, [1] * len(past_key_values.layers), window)
+        keep_window_edge(past_key_values, [1] * len(layers), window)
+    elif layers and config.interleaved_window:
+        given = {getattr(decoder.get_submodule(name), "layer_idx", None) for name in config.interleaved_layers}
+        for index, layer in enumerate(layers):
+            if index in given and type(layer) is DynamicLayer and not layer.is_initialized:
+                layers[index] = DynamicSlidingWindowLayer(config.interleaved_window + 1)
 
 
 @cache

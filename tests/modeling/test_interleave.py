@@ -494,6 +494,21 @@ def test_windows_of_the_base_need_no_dense_mask_on_sdpa(name, monkeypatch):
     assert model.generate(inputs["input_ids"], **greedy).equal(eager.generate(inputs["input_ids"], **greedy))
 
 
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+@pytest.mark.parametrize(("layers", "lengths"), [(None, [5, 5, 5]), ([0, 2], [5, 47, 5]), ([1], [47, 5, 47])])
+def test_a_given_window_shortens_the_cache(layers, lengths, core):
+    """Compare tokens from the cache, also one filled in parts, with those computed without one."""
+    model = train_mixing(interleave_heads(decoder("llama", core), 2, layers=layers, sliding_window=5))
+    for inputs in (padded(), {"input_ids": random_ids(1, 27)}):
+        greedy = {"max_new_tokens": 21, "do_sample": False, "return_dict_in_generate": True}
+        expected = model.generate(**inputs, **greedy, use_cache=False).sequences
+        for options in ({}, {"prefill_chunk_size": 4}, {"cache_implementation": "static"}):
+            generated = model.generate(**inputs, **greedy, **options, disable_compile=True)
+            assert generated.sequences.equal(expected)
+            if "cache_implementation" not in options:
+                assert [layer.keys.shape[2] for layer in generated.past_key_values.layers] == lengths
+
+
 def test_cost_of_the_mixing_is_what_the_paper_counts():
     """Compare with 4 H^2 P extra parameters for G = H and a collapse over all heads (IHA, Theorem 2)."""
     model = decoder("llama", num_key_value_heads=4)
