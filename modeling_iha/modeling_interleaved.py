@@ -213,6 +213,8 @@ class InterleavedPreTrainedModel:
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         keep_windows(self.base_model, model_kwargs.get("past_key_values"))
+        if generation_config.is_assistant:
+            model_kwargs["past_key_values"].activate_past_recording()  # the new layers too
         return prepared
 
     def init_continuous_batching(self, *args, **kwargs):

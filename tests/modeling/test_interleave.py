@@ -507,6 +507,9 @@ def test_a_given_window_shortens_the_cache(layers, lengths, core):
             assert generated.sequences.equal(expected)
             if "cache_implementation" not in options:
                 assert [layer.keys.shape[2] for layer in generated.past_key_values.layers] == lengths
+    assistant = interleave_heads(decoder("llama", core), 2, layers=layers, sliding_window=5)
+    for drafts in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):  # rejected drafts leave the cache
+        assert model.generate(**inputs, **greedy, **drafts).sequences.equal(expected)
 
 
 def test_cost_of_the_mixing_is_what_the_paper_counts():
