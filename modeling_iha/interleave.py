@@ -8,8 +8,10 @@ Every layer then computes what it computed before (the inclusion of IHA, Theorem
 that sum to zero over the pseudo-heads make them differ without changing the result, because their keys are equal.
 """
 
+import copy
 from collections.abc import Sequence
 from contextlib import suppress
+from threading import Lock
 
 import torch
 import transformers
@@ -26,6 +28,7 @@ FIELDS = ("num_pseudo_heads", "pseudo_collapse", "interleaved_window", "interlea
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 # Rounding error of the sum over the pseudo-heads of offsets that are not exact in binary.
 OFFSET_TOLERANCE = 1e-6
+REGISTRY_LOCK = Lock()  # Models of several threads share the registry.
 
 
 class LocalInterleavedConfig(InterleavedConfig):
@@ -127,7 +130,7 @@ def interleave_heads(
         raise ValueError(
             f"{config.model_type} does not compute the same with interleaved heads ({problem}), and is left as it was."
         )
-    for each in (config, *(module.config for module in chosen)):
+    for each in (model.config, *(module.config for module in chosen)):
         each.interleaved_window = sliding_window
     return model
 
@@ -208,25 +211,32 @@ def _class_name(model: PreTrainedModel) -> str | None:
 def _record_attention(model: PreTrainedModel) -> dict[torch.nn.Module, tuple[torch.Tensor, tuple[int, int, int]]]:
     """Return queries and numbers of heads by the attention modules that call the registry in a forward."""
     core, modules = model.config.get_text_config(decoder=True)._attn_implementation, {}
-    stock, model_type, problem = ALL_ATTENTION_FUNCTIONS.get(core), model.config.model_type, None
+    model_type, problem, own = model.config.model_type, None, set(model.modules())
 
     def record(module, query, key, value, *args, **kwargs):
         nonlocal problem
+        attend = stock or core_function(core, module)
+        if module not in own:  # another thread's
+            return attend(module, query, key, value, *args, **kwargs)
         name = f"{model_type} cannot be interleaved: {type(module).__name__}"
         if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             problem = f"{name} is not marked as causal self-attention."
         elif getattr(module, "indexer", None) is not None or getattr(module, "compressor", None) is not None:
             problem = f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own."
         modules[module] = query, (query.shape[1], key.shape[1], value.shape[1])
-        return (stock or core_function(core, module))(module, query, key, value, *args, **kwargs)
+        return attend(module, query, key, value, *args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS[core] = record
-    try:
-        _probe(model)
-    except Exception as error:  # whatever the base model's code does with a mask or a cache
-        problem = problem or f"{model_type} does not run with a padding mask and a cache: {_one_line(error)}"
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[core]
+    with REGISTRY_LOCK:
+        stock = ALL_ATTENTION_FUNCTIONS.get(core)
+        ALL_ATTENTION_FUNCTIONS[core] = record
+        try:
+            _probe(model)
+        except Exception as error:  # whatever the base model's code does with a mask or a cache
+            problem = problem or f"{model_type} does not run with a padding mask and a cache: {_one_line(error)}"
+        finally:
+            del ALL_ATTENTION_FUNCTIONS[core]
+            if stock is not ALL_ATTENTION_FUNCTIONS.get(core):
+                ALL_ATTENTION_FUNCTIONS[core] = stock  # another library's, set in this way and not registered
     if not modules:
         problem = (
             f"{model_type} does not call attention through the registry of Transformers, so its heads cannot be "
@@ -292,6 +302,7 @@ def _difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> flo
 
 def _attach(model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collapse: str, seed: int | None) -> None:
     """Turn the model into one of an interleaved class, with an exact start."""
+    _copy_config(model)
     config, core = model.config, model.config._attn_implementation
     names = {module: name for name, module in model.base_model.named_modules() if module in chosen}
     base_model_type, class_name = config.model_type, _class_name(model)
@@ -306,6 +317,16 @@ def _attach(model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collaps
     for module, (query, heads) in chosen.items():
         for name, start in exact_start(heads, num_pseudo_heads, collapse, generator).items():
             module.get_parameter(name).data = start.to(query.device, query.dtype)
+
+
+def _copy_config(model: PreTrainedModel) -> None:
+    """Give the model a configuration of its own. Models that were built from one object share it."""
+    copies: dict = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                setattr(module, name, copies[id(value)])
 
 
 def _detach(model: PreTrainedModel) -> None:
