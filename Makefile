@@ -14,7 +14,7 @@ help:
 	@echo "make vllm   set up .venv-vllm, where vLLM serves converted models on a CPU (vllm_iha/README.md)"
 	@echo "make test-vllm   the tests of the vLLM plugin, in .venv-vllm"
 	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
-	@echo "make gpu    on a machine with a GPU, in its own Python: tests, measurements and studies (SLICE=paper_decode for one)"
+	@echo "make gpu    on a machine with a GPU, in its own Python: tests and measurements"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make experiments  run the studies that need no checkpoint (hours on one core); an interrupted run goes on"
 	@echo "make lint   ruff and mypy"
@@ -93,7 +93,8 @@ bench: .venv/installed
 
 # The environment of a GPU is taken as it is.
 gpu:
-	$(PYTHON) -m benchmarks.gpu $(SLICE)
+	$(PYTHON) -m pytest tests/gpu/test_gpu.py
+	$(PYTHON) -m benchmarks.gpu
 
 checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m checkpoints.make_checkpoints

@@ -35,8 +35,7 @@ setup(
         "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [
             *("brotli", "coverage", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff"),
-            *("bitsandbytes", "torchao", "triton; platform_system == 'Linux'"),
-            *("fastapi", "openai", "playwright", "rich", "uvicorn"),
+            *("bitsandbytes", "fastapi", "openai", "playwright", "rich", "torchao", "uvicorn"),
         ],
     },
 )

@@ -25,7 +25,7 @@ LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
 ROOMS = (
     *("iha_commands", "modeling_iha", "configuration_iha", "common", "kinds", "model_cards", "hub"),
-    *("conversion_scripts", "gpu_kernels", "sft", "evaluation", "benchmarks", "experiments", "checkpoints"),
+    *("conversion_scripts", "sft", "evaluation", "benchmarks", "experiments", "checkpoints"),
     "vllm_iha",
 )
 BY_PATH = ("sft/train.py", "sft/train_dpo.py", "sft/train_grpo.py", "evaluation/run.py")
