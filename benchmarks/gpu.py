@@ -296,7 +296,7 @@ FORMS: dict[str, Callable[[dict], Forms]] = {
 
 
 def cases(part: str, dry: bool) -> list[dict]:
-    """Return the cases of a part, the cheapest first; in a dry run a tiny one."""
+    """Return the cases of a part, the cheapest first; in a dry run tiny ones."""
     paper, tiny = {"heads": 20, "head_dim": 128}, {"tokens": 64, "heads": 4, "head_dim": 8, "layers": 5}
     backward = [{"backward": False}, {"backward": True}]
     full = {
@@ -317,7 +317,8 @@ def cases(part: str, dry: bool) -> list[dict]:
     }[part]
     if dry:
         virtual = {"pseudo_heads": [2] if part in ("layer", "schedule") else 2}
-        return [{**each, **tiny, **virtual} for each in (*full[:1], full[-1])]
+        first, last = ({**each, **tiny, **virtual} for each in (full[0], full[-1]))
+        return [first, last] if first != last else [first]
     return [{**paper, **each} for each in full]
 
 

@@ -33,7 +33,7 @@ def test_every_form_of_every_case_is_measured_once(visit, cli):
     for row in rows:
         forms = gpu.FORMS[row["part"]](row)
         assert row["seconds"].keys() == row["ratios"].keys() == row["peak_bytes"].keys() == forms.keys()
-        assert row["ratios"][next(iter(forms))] == 1 and len(forms) >= 3 and not row["failed"]
+        assert row["ratios"][next(iter(forms))] == 1 and len(forms) >= 2 and not row["failed"]
     assert cli(gpu, "--dry", "--out", visit)[0] == 0
     assert table(visit)["rows"] == rows
 

@@ -41,9 +41,16 @@ GEOMETRIES = {
         "pseudo_collapse": "all_heads",
     },
 }
+
+
+def slow(*case):
+    """Leave a case to `make test-full`: another one traces the same code on its way."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 # The kinds that change the score matrix compute alike on both, and all others call the core as these three do.
 on_sdpa_and_eager = pytest.mark.parametrize(
-    ("geometry", "core"), [*product(GEOMETRIES, ["sdpa"]), ("windows", "eager")]
+    ("geometry", "core"), [*product(GEOMETRIES, ["sdpa"]), slow("windows", "eager")]
 )
 
 # A cache entry of an operator on symbolic sizes takes longer to make than it saves.
@@ -86,7 +93,12 @@ def test_forward(geometry, core):
 
 
 @pytest.mark.parametrize(
-    ("geometry", "inputs"), [*product(GEOMETRIES, ["plain", "packed"]), ("windows", "padded"), ("shared", "padded")]
+    ("geometry", "inputs"),
+    [
+        *(("full", "plain"), ("windows", "packed"), ("shared", "padded")),
+        *(slow("full", "packed"), slow("windows", "plain"), slow("windows", "padded")),
+        *(slow("shared", "plain"), slow("shared", "packed")),
+    ],
 )
 def test_backward(geometry, inputs):
     """Compile the gradients; in float64, because the compiler rounds in another order and many layers magnify it."""
@@ -116,7 +128,7 @@ def test_the_size_of_a_dense_mask_is_checked(monkeypatch):
         torch.compile(model, backend="eager")(random_ids(1, 30), use_cache=False)
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("geometry", ["windows", "shared", slow("full")])
 def test_generate_compiles_the_decoding(geometry):
     """Compile as `generate` does on a GPU for a static cache: one graph for all steps, and none in a second call.
 
@@ -159,7 +171,9 @@ class Logits(torch.nn.Module):
         return self.model(input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
-@on_sdpa_and_eager
+@pytest.mark.parametrize(
+    ("geometry", "core"), [("windows", "sdpa"), ("shared", "sdpa"), slow("full", "sdpa"), slow("windows", "eager")]
+)
 @for_any_length
 def test_export(geometry, core):
     model = geometry_model(geometry)

@@ -337,47 +337,47 @@ LOAD = """
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 tokens = torch.tensor(request["tokens"])
-logits, missing = {}, []
+result = {}
 for place in request["places"]:
     model, info = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, output_loading_info=True)
-    missing += [*info["missing_keys"], *info["unexpected_keys"]]
-    logits[place] = model(input_ids=tokens, use_cache=False).logits.tolist()
+    missing = [*info["missing_keys"], *info["unexpected_keys"]]
+    logits = [model(input_ids=tokens, use_cache=False).logits.tolist()]
     model.generate(tokens, max_new_tokens=2, do_sample=False)
-    model.save_pretrained(request["again"])
-    again = AutoModelForCausalLM.from_pretrained(request["again"], trust_remote_code=True, attn_implementation="eager")
-    logits[place + " again"] = again(input_ids=tokens, use_cache=False).logits.tolist()
-for task in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
-    if type(model.config).__base__ not in task._model_mapping:
-        continue  # Transformers has no such head
-    head, info = task.from_pretrained(place, trust_remote_code=True, output_loading_info=True)
-    missing += [name for name in info["missing_keys"] if not name.startswith("score.")]
-    head.save_pretrained(request["head"])
-    task.from_pretrained(request["head"], trust_remote_code=True)
-try:
-    AutoModelForCausalLM.from_pretrained(place, trust_remote_code=False)
-    trusted = "loaded"
-except ValueError as error:
-    trusted = str(error)
-result = {"logits": logits, "missing": missing, "trusted": trusted}
+    model.save_pretrained(place + "-again")
+    again = AutoModelForCausalLM.from_pretrained(place + "-again", trust_remote_code=True, attn_implementation="eager")
+    logits += [again(input_ids=tokens, use_cache=False).logits.tolist()]
+    for task in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+        if type(model.config).__base__ not in task._model_mapping:
+            continue  # Transformers has no such head
+        head, info = task.from_pretrained(place, trust_remote_code=True, output_loading_info=True)
+        missing += [name for name in info["missing_keys"] if not name.startswith("score.")]
+        head.save_pretrained(place + "-head")
+        task.from_pretrained(place + "-head", trust_remote_code=True)
+    try:
+        AutoModelForCausalLM.from_pretrained(place, trust_remote_code=False)
+        trusted = "loaded"
+    except ValueError as error:
+        trusted = str(error)
+    result[place] = {"logits": logits, "missing": missing, "trusted": trusted}
 """
 
 
-@EVERY
-def test_checkpoint_loads_where_the_package_is_not_installed(name, tmp_path):
-    model = train_mixing(interleave_heads(decoder(name), 2, layers=[0, 1]))
-    tokens = random_ids(2, 11)
-    expected = logits(model, input_ids=tokens)
-    model.save_pretrained(tmp_path / "model")
-    assert {path.name for path in (tmp_path / "model").glob("*.py")} == {
-        *("configuration_interleaved.py", "modeling_interleaved.py", "interleaving.py")
-    }
-    request = {"tokens": tokens.tolist(), "again": str(tmp_path / "again"), "head": str(tmp_path / "head")}
-    answer = run_in_clean_process(LOAD, request | {"places": [str(tmp_path / "model")]})
-    assert answer["missing"] == []
-    assert len(answer["logits"]) == 2
-    for found in answer["logits"].values():
-        assert_close(torch.tensor(found), expected)
-    assert "trust_remote_code=True" in answer["trusted"]
+def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
+    tokens, expected = random_ids(2, 11), {}
+    for name in DECODERS:
+        model = train_mixing(interleave_heads(decoder(name), 2, layers=[0, 1]))
+        expected[str(tmp_path / name)] = logits(model, input_ids=tokens)
+        model.save_pretrained(tmp_path / name)
+        assert {path.name for path in (tmp_path / name).glob("*.py")} == {
+            *("configuration_interleaved.py", "modeling_interleaved.py", "interleaving.py")
+        }
+    answers = run_in_clean_process(LOAD, {"tokens": tokens.tolist(), "places": list(expected)})
+    for place, answer in answers.items():
+        assert answer["missing"] == []
+        for found in answer["logits"]:
+            assert_close(torch.tensor(found), expected[place])
+        assert "trust_remote_code=True" in answer["trusted"]
+    assert answers.keys() == expected.keys()
 
 
 def test_config_of_a_checkpoint_names_no_plain_model(tmp_path):

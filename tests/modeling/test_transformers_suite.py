@@ -5,7 +5,6 @@ overridden in `CommonTests`, with the reason. One that is skipped for a reason n
 """
 
 import unittest
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -138,89 +137,41 @@ class CommonTests:
                     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
 
 
-def leave_to_test_full(*names: str) -> Callable[[type], type]:
-    """Mark inherited tests of a suite as slow: they take long, and other tests cover their ground."""
-
-    def mark(suite: type) -> type:
-        for name in names:
-
-            def test(self, inherited=getattr(suite, name)):
-                inherited(self)
-
-            setattr(suite, name, pytest.mark.slow(test))
-        return suite
-
-    return mark
-
-
-# The suite of "iha" has them; test_mechanisms.py compares every kind on eager and SDPA, and trains it.
-ONCE = (
-    "test_bc_torch_dtype",
-    "test_training_overfit",
-    # Of the name alone, without the number of a case, `parameterized` leaves None.
-    *(name for name in dir(ModelTesterMixin) if name.startswith("test_eager_matches_sdpa_inference_")),
-)
-# Attention to pairs takes long for the long inputs of these.
-LONG_INPUTS = (
-    "test_model_rope_scaling_from_config_0_linear",
-    "test_model_rope_scaling_from_config_1_dynamic",
-    "test_model_rope_scaling_from_config_2_yarn",
-)
-
-
-@leave_to_test_full("test_tp_forward_1", "test_tp_generation", "test_tp_generation_quantized")
-class IHASuite(
-    CommonTests,
-    ModelTesterMixin,
-    GenerationTesterMixin,
-    TrainingTesterMixin,
-    TensorParallelTesterMixin,
-    unittest.TestCase,
-):
+class IHASuite(CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase):
     attention_kinds = ["iha", "mha"]
 
 
 @pytest.mark.slow
-class ShardedSuite(CommonTests, FSDPTesterMixin, unittest.TestCase):
+class ShardedSuite(CommonTests, FSDPTesterMixin, TensorParallelTesterMixin, unittest.TestCase):
     """Run two processes for each test; `make test` has its own in test_distributed.py."""
 
     attention_kinds = ["iha", "mha"]
 
 
-@leave_to_test_full(*ONCE)
-class TalkingHeadsAndDiffSuite(
-    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
-):
-    """Leave out the distributed tests, whose plans name no module of an attention kind."""
+@pytest.mark.slow
+class TalkingHeadsAndDiffSuite(IHASuite):
+    """Run for other kinds what `make test` runs for "iha"; test_mechanisms.py has its own tests of every kind."""
 
     attention_kinds = ["talking_heads", "diff"]
 
 
-@leave_to_test_full(*ONCE)
-class DifferentialV2AndGatedSuite(
-    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
-):
+@pytest.mark.slow
+class DifferentialV2AndGatedSuite(IHASuite):
     attention_kinds = ["diff_v2", "gated"]
 
 
-@leave_to_test_full(*ONCE)
-class DynamicallyComposableAndHyperFeatureSuite(
-    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
-):
+@pytest.mark.slow
+class DynamicallyComposableAndHyperFeatureSuite(IHASuite):
     attention_kinds = ["dcmha", "hyper_feature"]
 
 
 @pytest.mark.slow
-class MultiTokenAndKnockingHeadsSuite(
-    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
-):
+class MultiTokenAndKnockingHeadsSuite(IHASuite):
     attention_kinds = ["multi_token", "knocking_heads"]
 
 
-@leave_to_test_full(*ONCE, *LONG_INPUTS)
-class SimplicialAndHyperSuite(
-    CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase
-):
+@pytest.mark.slow
+class SimplicialAndHyperSuite(IHASuite):
     attention_kinds = ["simplicial", "hyper"]
 
     def test_retain_grad_hidden_states_attentions(self):
