@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import LLAMA, assert_close, random_ids, random_model, small_config, uncached_logits
+from helpers import EVERY_KIND, LLAMA, assert_close, random_ids, random_model, small_config, uncached_logits
 from mechanism_checks import all_mechanisms
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -19,6 +19,7 @@ from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_talking_heads import TalkingHeadsAttention
+from modeling_iha.optimizer import mixing_parameters
 from modeling_iha.package import shipped_code
 
 
@@ -65,6 +66,9 @@ def test_what_is_derived():
     assert attention_kinds() == sorted(ATTENTION_CLASSES)
     of_scores = {"score_mix", "weight_mix", "score_conv", "weight_conv", "pre_base", "post_base"}
     assert kinds.MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
+    model = IHAForCausalLM(small_config(**EVERY_KIND))
+    by_name = {id(weight) for name, weight in model.named_parameters() if kinds.is_mixing(name)}
+    assert {id(weight) for weight in mixing_parameters(model)} == by_name
 
 
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)

@@ -38,7 +38,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.checkpoint_io import run_in_clean_process
-from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, remove_interleaving
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, parameter_groups, remove_interleaving
 from modeling_iha.configuration_interleaved import TASKS
 from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core
 
@@ -424,6 +424,25 @@ def test_adapter_with_the_mixing_is_saved_loaded_and_merged(name, tmp_path):
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
     assert_close(logits(again, input_ids=tokens), expected)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: get_peft_model(model, LoraConfig(**LORA))])
+@EVERY
+def test_mixing_learns_at_a_rate_of_its_own(name, wrap):
+    """Take a step of AdamW, whose size is the rate: every weight that trains moves at the rate of its group."""
+    model = wrap(interleave_heads(decoder(name), 2)).train()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    optimizer = torch.optim.AdamW(parameter_groups(model, 1e-4), eps=0, weight_decay=0.5)
+    assert all(weight.requires_grad for group in optimizer.param_groups for weight in group["params"])
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight) if weight.requires_grad else None
+    optimizer.step()
+    for name, weight in model.named_parameters():
+        mixes = any(f".{each}." in name for each in MIXING_MODULES)
+        rate = 4e-3 if mixes else 1e-4 * (1 + 0.5 * before[name])
+        assert_close(before[name] - weight, rate * weight.requires_grad * torch.ones_like(weight), 1e-3)
+    with pytest.raises(ValueError, match="No mixing trains in this model"):
+        parameter_groups(decoder("llama"), 1e-4)
 
 
 @EVERY
