@@ -35,7 +35,7 @@ class HeadMixing(nn.Module):
         """Start every pseudo-head near its own head, so that the layer starts close to MHA.
 
         The paper gives no initialisation. The noise makes the pseudo-heads differ."""
-        noise = torch.randn_like(self.weight) * config.initializer_range
+        noise = torch.randn_like(self.weight) * getattr(config, "initializer_range", 0.02)  # OPT's has another name
         identity = torch.eye(self.weight.shape[0], device=noise.device, dtype=noise.dtype)
         init.copy_(self.weight, identity.unsqueeze(-1) + noise)
 

@@ -196,11 +196,14 @@ class InterleavedPreTrainedModel:
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         attach_mixing(self)
+        self.init_weights()  # of the mixing alone: the base model's are done
 
-    def _init_weights(self, module: nn.Module):
-        super()._init_weights(module)
-        if init_mechanism := getattr(module, "init_mechanism", None):
-            init_mechanism(self.config)
+    def initialize_weights(self):
+        for module in self.modules():  # first, because a base decoder within leaves these as they are
+            if isinstance(module, (HeadMixing, HeadCollapse)) and not getattr(module, "_is_hf_initialized", False):
+                module.init_mechanism(self.config)
+                module._is_hf_initialized = True
+        super().initialize_weights()
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
         """Return the name under which the requested core attends over virtual tokens."""

@@ -1,4 +1,4 @@
-"""Run Transformers' common tests of models, training, FSDP2 and tensor parallelism on mixed attention kinds.
+"""Run Transformers' common tests of models, training, FSDP2 and tensor parallelism on all ways to interleaved heads.
 
 They come from the source distribution of the installed version. A test that the model is expected to fail is
 overridden in `CommonTests`, with the reason. One that is skipped for a reason not in `EXPECTED_SKIPS` fails.
@@ -17,6 +17,8 @@ from modeling_iha import (
     IHAForTokenClassification,
     IHAModel,
 )
+from modeling_iha.configuration_interleaved import TASKS, config_class
+from modeling_iha.modeling_interleaved import interleaved_class
 
 
 pytest.importorskip("transformers_tests", reason="`python tests/fetch_transformers_tests.py` fetches them")
@@ -33,14 +35,15 @@ from transformers_tests.test_training_mixin import TrainingTesterMixin  # noqa: 
 test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
 # The tests know by these names which labels a class takes.
-for mapping, name in {
-    "MODEL_MAPPING_NAMES": "IHAModel",
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "IHAForCausalLM",
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "IHAForSequenceClassification",
-    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "IHAForTokenClassification",
-    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "IHAForQuestionAnswering",
+for mapping, task in {
+    "MODEL_MAPPING_NAMES": "Model",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "ForCausalLM",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "ForSequenceClassification",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "ForTokenClassification",
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "ForQuestionAnswering",
 }.items():
-    setattr(test_modeling_common, mapping, {**getattr(test_modeling_common, mapping), "iha": name})
+    names = {"iha": f"IHA{task}", "interleaved": f"Interleaved{task}"}
+    setattr(test_modeling_common, mapping, {**getattr(test_modeling_common, mapping), **names})
 # What the tests say when they skip (the start is enough), and why that is right for this model or this machine.
 EXPECTED_SKIPS = {
     "test requires": "an accelerator, several of them, MPS, DeepSpeed, or kernels that are not installed",
@@ -67,6 +70,7 @@ EXPECTED_SKIPS = {
     "does not support sliding window mask": "asks for Qwen2's use_sliding_window; layer_types says it here",
     "does not support output_attentions": "asked of SDPA, which returns no weights",
     "Not a prioritized model": "a list inside Transformers",
+    "asks for the name 'sdpa'": "the core over virtual tokens is called 'iha_sdpa'",
 }
 
 
@@ -104,6 +108,21 @@ class IHAModelTester:
     prepare_config_and_inputs = prepare_config_and_inputs_for_common
 
 
+class InterleavedModelTester(IHAModelTester):
+    base_model_class = interleaved_class("InterleavedModel", config_class("llama"))
+    causal_lm_class = interleaved_class("InterleavedForCausalLM", config_class("llama"))
+
+    def get_config(self):
+        fields = super().get_config().to_dict()
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        names += ("num_key_value_heads", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+        layers = {f"layers.{index}.self_attn": [4, 2, 2] for index in range(self.num_hidden_layers)}
+        mixing = {"num_pseudo_heads": 2, "pseudo_collapse": "per_head", "interleaved_window": None}
+        return config_class("llama").from_dict(
+            {**{name: fields[name] for name in names}, **mixing, "interleaved_layers": layers}
+        )
+
+
 class CommonTests:
     all_model_classes = (
         IHAModel,
@@ -112,10 +131,10 @@ class CommonTests:
         IHAForTokenClassification,
         IHAForQuestionAnswering,
     )
-    model_tester = None
+    model_tester, make_tester = None, IHAModelTester
 
     def setUp(self):
-        self.model_tester = IHAModelTester(self)
+        self.model_tester = self.make_tester(self)
         # Messages for comparisons that hold print the tensors too.
         torch.set_printoptions(threshold=0, edgeitems=1)
         self.addCleanup(torch.set_printoptions, profile="default")
@@ -129,12 +148,32 @@ class CommonTests:
         config._attn_implementation = "eager"
         for model_class in self.all_model_classes:
             attentions = model_class(config).eval()(**inputs, output_attentions=True).attentions
-            for kind, weights in zip(config.attention_kinds, attentions, strict=True):
+            for kind, weights in zip(self.attention_kinds, attentions, strict=True):
                 length = self.model_tester.seq_length * (config.num_pseudo_heads if kind == "iha" else 1)
                 heads = config.num_attention_heads * (2 if kind == "diff_v2" else 1)
                 self.assertEqual(weights.shape, (2, heads, length, length))
                 if kind != "dcmha":
                     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+
+
+class InterleavedSuite(CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase):
+    """Test a Llama whose heads are interleaved."""
+
+    make_tester = InterleavedModelTester
+    all_model_classes = tuple(
+        interleaved_class(f"Interleaved{task}", config_class("llama")) for task in ("Model", *TASKS)
+    )
+    attention_kinds = ["iha", "iha"]
+
+    def test_can_set_attention_dynamically(self):
+        """Expect the name of the core over virtual tokens."""
+        model = self.model_tester.causal_lm_class(self.model_tester.get_config())
+        for core in ("eager", "sdpa", "iha_eager"):
+            model.set_attn_implementation(core)
+            self.assertEqual(model.model.config._attn_implementation, f"iha_{core.removeprefix('iha_')}")
+
+    def test_sdpa_can_dispatch_non_composite_models(self):
+        self.skipTest("asks for the name 'sdpa'")
 
 
 class IHASuite(CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase):
