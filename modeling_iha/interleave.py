@@ -210,7 +210,8 @@ def _class_name(model: PreTrainedModel) -> str | None:
 
 def _record_attention(model: PreTrainedModel) -> dict[torch.nn.Module, tuple[torch.Tensor, tuple[int, int, int]]]:
     """Return queries and numbers of heads by the attention modules that call the registry in a forward."""
-    core, modules = model.config.get_text_config(decoder=True)._attn_implementation, {}
+    core = model.config.get_text_config(decoder=True)._attn_implementation
+    modules: dict[torch.nn.Module, tuple[torch.Tensor, tuple[int, int, int]]] = {}
     model_type, problem, own = model.config.model_type, None, set(model.modules())
 
     def record(module, query, key, value, *args, **kwargs):

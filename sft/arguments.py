@@ -5,9 +5,9 @@
 
 import math
 import sys
-from argparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentError, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from difflib import get_close_matches
 from inspect import formatannotation
 from pathlib import Path
@@ -25,23 +25,17 @@ if TYPE_CHECKING:
 
 # The two keys set the same rate: one on the command line wins over either in the file.
 RATES_OF_MIXING = {"mixing_lr_multiplier", "mixing_learning_rate"}
-DEFAULT_MIXING_LR_MULTIPLIER = 40.0
 MAX_TEMPLATE = 2**20  # bytes
 # Keys of TRL that nothing here reads: they would silently do nothing.
 UNUSED_KEYS = (
     *("model_revision", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     *("bnb_4bit_quant_storage", "lora_task_type", "dataset_config", "dataset_test_split", "ignore_bias_buffers"),
+    "model_init_kwargs",
 )
 # Class of a trainer's arguments -> more such keys. Rows of sft/train.py are tokenized whole and cut on the right.
 UNUSED_WITH = {
     "SFTConfig": ("completion_only_loss", "dataset_kwargs", "dataset_text_field", "truncation_mode"),
     **dict.fromkeys(("DPOConfig", "GRPOConfig"), ("dataset_streaming", "sample_prompts", "memory_gb")),
-}
-# Class of a trainer's arguments -> the figures of every evaluation, by which a checkpoint can be the best.
-BEST_BY = {
-    "SFTConfig": ("loss", "mean_token_accuracy"),
-    "DPOConfig": ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
-    "GRPOConfig": ("loss", "reward", "rewards/correctness/mean", "rewards/solution_format/mean"),
 }
 
 
@@ -54,9 +48,9 @@ def option(help: str, default: Any = None, choices: tuple[str, ...] | None = Non
 class RunArguments(ScriptArguments, ModelConfig):
     """Hold TRL's arguments of scripts and models, and what a run needs beside them."""
 
-    model_name_or_path: str = option("Checkpoint directory or id on the Hub to start from.", MISSING)
+    model_name_or_path: str = option("Required: checkpoint directory or id on the Hub to start from.", MISSING)
     dataset_name: str = option(
-        "Rows: a directory of sft/prepare.py, a .jsonl, .parquet or .txt file, a .yaml mixture, an id on the Hub.",
+        "Required: directory of sft/prepare.py, .jsonl, .parquet or .txt file, .yaml mixture, or id on the Hub.",
         MISSING,
     )
     dataset_train_split: str = option("Split to read of a dataset on the Hub.", "train")
@@ -84,26 +78,24 @@ class RunArguments(ScriptArguments, ModelConfig):
 
     def mixing_rate(self, learning_rate: float) -> float:
         """Return the peak learning rate of the mixing and collapse weights beside the backbone's."""
+        from modeling_iha.optimizer import MIXING_LR_MULTIPLIER  # with PyTorch
+
         if self.mixing_learning_rate is not None:
             return self.mixing_learning_rate
         multiplier = self.mixing_lr_multiplier
-        return learning_rate * (DEFAULT_MIXING_LR_MULTIPLIER if multiplier is None else multiplier)
+        return learning_rate * (MIXING_LR_MULTIPLIER if multiplier is None else multiplier)
 
 
 def answer_help(usage: str) -> None:
     """Print `usage` and the keys of `RunArguments`, and exit, where the command line asks for help."""
-    if not {"-h", "--help"} & set(sys.argv[1:]):
-        return
-    parser = ArgumentParser(usage=usage, allow_abbrev=False, argument_default=SUPPRESS)
-    parser.add_argument("--help-all", action="store_true", help="show the keys of the trainer as well")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with keys and values")
-    for key in fields(RunArguments):
-        if key.name not in UNUSED_KEYS:
-            default = "required" if key.default is MISSING else f"default: {key.default}"
-            text = f"{key.metadata['help']} ({default})".replace("%", "%%")
-            parser.add_argument(f"--{key.name}", metavar="VALUE", help=text)
-    parser.print_help()
-    sys.exit()
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        parser = TrlParser(RunArguments, usage=usage)
+        parser.add_argument("--help-all", action="help", help="show the keys of the trainer as well")
+        parser.add_argument("--config", metavar="FILE", help="YAML file with keys and values")
+        for action in parser._actions:
+            action.help = SUPPRESS if action.dest in UNUSED_KEYS else action.help
+        parser.print_help()
+        sys.exit()
 
 
 class RecipeParser(TrlParser):
@@ -121,10 +113,8 @@ class RecipeParser(TrlParser):
         self._given = argv
         # TRL knows the form with a space only.
         argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-        if argv[-1:] == ["--config"]:
-            self.error("--config needs a YAML file")
-        if argv.count("--config") > 1:
-            self.error("--config is given twice: expected one YAML file")
+        if argv[-1:] == ["--config"] or argv.count("--config") > 1:
+            self.error("--config: expected one YAML file")
         if "--config" in argv:
             read_yaml(argv[argv.index("--config") + 1], dict[str, Any])  # TRL would take the last of two equal keys
         with refusing("invalid configuration", ValueError, TypeError, ImportError):  # of keys that do not go together
@@ -164,7 +154,7 @@ class RecipeParser(TrlParser):
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{key} is {value}: expected a finite number.")
             for allows, expected, keys in LIMITS:
-                if key in keys and value is not None and not allows(value):
+                if key in keys.split() and value is not None and not allows(value):
                     raise UserError(f"{key} is {value}: expected {expected}.")
         return namespace, []
 
@@ -180,51 +170,40 @@ class RecipeParser(TrlParser):
 
 
 # What a key may hold: a test, its name, and the keys. A key without a value passes.
-LIMITS: list[tuple[Callable[[float], bool], str, tuple[str, ...]]] = [
+LIMITS: list[tuple[Callable[[float], bool], str, str]] = [
     (
         lambda value: value >= 1,
         "at least 1",
-        (
-            *("max_length", "per_device_train_batch_size", "per_device_eval_batch_size"),
-            *("gradient_accumulation_steps", "lora_r", "lora_alpha", "dataset_num_proc"),
-            *("num_pseudo_heads", "max_position_embeddings", "sliding_window", "save_total_limit"),
-            *("max_completion_length", "num_iterations", "steps_per_generation"),
-        ),
+        "max_length per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps lora_r "
+        "lora_alpha dataset_num_proc num_pseudo_heads max_position_embeddings sliding_window save_total_limit "
+        "max_completion_length num_iterations steps_per_generation",
     ),
     (
         lambda value: value >= 0,
         "0 or more",
-        (
-            *("learning_rate", "mixing_lr_multiplier", "mixing_learning_rate", "weight_decay", "max_grad_norm"),
-            *("warmup_steps", "eval_size", "eval_delay", "sample_prompts", "dataloader_num_workers", "beta"),
-            "neftune_noise_alpha",
-        ),
+        "learning_rate mixing_lr_multiplier mixing_learning_rate weight_decay max_grad_norm warmup_steps eval_size "
+        "eval_delay sample_prompts dataloader_num_workers beta neftune_noise_alpha",
     ),
     (
         lambda value: value > 0,
         "above 0",
-        (
-            *("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon", "rope_theta"),
-            *("memory_gb", "temperature", "repetition_penalty"),
-        ),
+        "num_train_epochs logging_steps eval_steps save_steps adam_epsilon rope_theta memory_gb temperature "
+        "repetition_penalty",
     ),
-    (lambda value: value < 1 or value % 1 == 0, "a share below 1, or a whole number of rows", ("eval_size",)),
-    (lambda value: 0 <= value < 0.5, "at least 0 and below 0.5", ("label_smoothing",)),
+    (lambda value: value < 1 or value % 1 == 0, "a share below 1, or a whole number of rows", "eval_size"),
+    (lambda value: 0 <= value < 0.5, "at least 0 and below 0.5", "label_smoothing"),
     (
         lambda value: 0 <= value < 1,
         "at least 0 and below 1",
-        ("lora_dropout", "adam_beta1", "adam_beta2", "label_smoothing_factor"),
+        "lora_dropout adam_beta1 adam_beta2 label_smoothing_factor",
     ),
-    (lambda value: 0 <= value < 2**32, f"from 0 to {2**32 - 1}", ("seed", "data_seed")),
-    (lambda value: value == -1 or value >= 1, "at least 1, or -1 to train for num_train_epochs", ("max_steps",)),
+    (lambda value: 0 <= value < 2**32, f"from 0 to {2**32 - 1}", "seed data_seed"),
+    (lambda value: value == -1 or value >= 1, "at least 1, or -1 to train for num_train_epochs", "max_steps"),
 ]
 
 
 def check_values(run: RunArguments, args: "TrainingArguments") -> None:
-    """Refuse what no run can have, before anything is loaded.
-
-    Raise `UserError` for keys that exclude each other or that nothing reads, and a chat template that cannot be read.
-    """
+    """Raise `UserError` for keys that exclude each other or that nothing reads, before anything is loaded."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     from model_cards.render import source_base_model, source_license
@@ -249,19 +228,12 @@ def check_values(run: RunArguments, args: "TrainingArguments") -> None:
             )
     if args.push_to_hub:
         raise UserError("push_to_hub would publish pickles and checkpoints: set push_repo_id to publish final/ alone.")
-    # Of SFT and DPO only.
-    if getattr(args, "activation_offloading", False) and args.device.type == "cpu":
-        raise UserError("activation_offloading would move activations to the CPU, on a CPU: remove the key.")
     # Of DPO and GRPO only.
     if getattr(args, "sync_ref_model", False) and args.save_strategy != "no":
         raise UserError(
             "sync_ref_model moves the reference model, which no checkpoint holds: a resumed run would go on with that "
             "of its start. Remove the key, or set save_strategy to no."
         )
-    # Looked at after the first evaluation.
-    if (metric := args.metric_for_best_model) and metric.removeprefix("eval_") not in BEST_BY[type(args).__name__]:
-        known = ", ".join(BEST_BY[type(args).__name__])
-        raise UserError(f"metric_for_best_model is {metric!r}: expected one of {known}.")
     chat_template(args)
 
 

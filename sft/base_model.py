@@ -25,10 +25,8 @@ CONFIG_KEYS = ("rope_theta", "max_position_embeddings", "sliding_window")
 def run_config(run: RunArguments, args: TrainingArguments, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
     """Return the configuration of the run's base model, or the one given in its place, without reading weights.
 
-    It has the recipe's `rope_theta`, `max_position_embeddings` and `sliding_window`, and the trained checkpoint keeps
-    it. Raise `UserError` for a sequence longer than the model's positions, positions beyond the reach of its RoPE, a
-    window larger than the context, another number of pseudo-heads than the recipe states, an `attention_form` that
-    would be ignored, and checkpoints of activations that keep P outputs for each token.
+    It has the recipe's `CONFIG_KEYS`, and the trained checkpoint keeps it. Raise `UserError` for a recipe that does
+    not fit the model.
     """
     config = config or load_config(run.model_name_or_path)
     changes = {name: getattr(run, name) for name in ("max_position_embeddings", "sliding_window")}
@@ -127,19 +125,17 @@ def _check_reach(config: IHAConfig, length: int) -> None:
 
 
 def _check_attention_form(config: PreTrainedConfig, run: RunArguments, args: TrainingArguments) -> None:
-    if run.attention_form is None:
+    form, core = run.attention_form, run.attn_implementation
+    if form is None:
         return
-    obstacle = None
-    if not _has_iha_layers(config):
-        obstacle = f"{run.model_name_or_path} has no 'iha' layer"
-    elif run.attn_implementation not in (None, "sdpa"):
-        obstacle = f"attn_implementation is {run.attn_implementation!r}"
-    elif run.attention_form == "base" and not recomputes("base", config.num_pseudo_heads):
-        obstacle = "num_pseudo_heads is 1"
-    elif run.attention_form == "base" and args.gradient_checkpointing:
-        obstacle = "gradient_checkpointing recomputes whole layers"
-    if obstacle:
-        raise UserError(f"attention_form={run.attention_form!r} would be ignored: {obstacle}. Remove the key.")
+    acts = _has_iha_layers(config) and core in (None, "sdpa")
+    if form == "base":
+        acts = acts and recomputes(form, config.num_pseudo_heads) and not args.gradient_checkpointing
+    if not acts:
+        raise UserError(
+            f"attention_form={form!r} would be ignored. It is for 'iha' layers on SDPA, and 'base' for more than one "
+            "pseudo-head without gradient_checkpointing: remove the key."
+        )
 
 
 def _check_selective(config: PreTrainedConfig, run: RunArguments, args: TrainingArguments) -> None:
@@ -172,12 +168,7 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
 def prepare_model(
     run: RunArguments, args: TrainingArguments, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model of `load_base_model`, and its tokenizer with the recipe's chat template.
-
-    Raise `UserError`.
-    """
-    if args.model_init_kwargs:
-        raise UserError("model_init_kwargs is not used here: set dtype and attn_implementation themselves.")
+    """Load the model of `load_base_model`, and its tokenizer with the recipe's chat template. Raise `UserError`."""
     template = chat_template(args)
     model = load_base_model(run, config)
     if args.device.type == "cpu":

@@ -2,14 +2,12 @@
 
 import os
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
-from accelerate import Accelerator, ParallelismConfig, init_empty_weights
+from accelerate import ParallelismConfig, init_empty_weights
 from accelerate.utils import DistributedType
 from peft import PeftModel, get_peft_model
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,13 +22,6 @@ from sft.arguments import RunArguments
 # Kinds whose core sees all heads of the whole sequence at once, as Ulysses gives them.
 SHARED_SEQUENCE_KINDS = {"iha", "mha"}
 CONFIGS = "sft/accelerate_configs"
-# Where a Trainer checkpoint keeps the optimiser -> how the run was launched that wrote it.
-OPTIMIZER_STATES = {
-    "optimizer.pt": "one process or DDP",
-    "optimizer.bin": "FSDP with FULL_STATE_DICT",
-    "optimizer_0": "FSDP with SHARDED_STATE_DICT",
-    "latest": "DeepSpeed",
-}
 
 
 # Before a model is loaded --------------------------------------------------------------------------------------------
@@ -44,7 +35,11 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
     """
     _check_processes(args)
     _check_sharding(args)
-    _check_precision(args)
+    if args.mixed_precision != "no" and not (args.bf16 or args.fp16):
+        raise UserError(
+            f"the accelerate config asks for mixed_precision: {args.mixed_precision}, and the recipe has neither bf16 "
+            "nor fp16: give --mixed_precision no to accelerate launch, or set bf16 or fp16 in the recipe."
+        )
     parallelism = args.parallelism_config
     if parallelism is None:
         sizes = {} if _flag("ACCELERATE_USE_PARALLELISM_CONFIG") else {"tp_size": 1, "cp_size": 1, "sp_size": 1}
@@ -73,6 +68,17 @@ def asks_for_fsdp(args: TrainingArguments) -> bool:
     return bool(args.fsdp) or _flag("ACCELERATE_USE_FSDP")
 
 
+def _asks_for_deepspeed(args: TrainingArguments) -> bool:
+    return bool(args.deepspeed) or _flag("ACCELERATE_USE_DEEPSPEED")
+
+
+def sharding(args: TrainingArguments) -> str | None:
+    """Return what shards the run, which decides on the files of its optimiser, or None."""
+    if asks_for_fsdp(args):
+        return f"FSDP {os.environ.get('FSDP_STATE_DICT_TYPE', '')}".strip()
+    return "DeepSpeed" if _asks_for_deepspeed(args) else None
+
+
 def _check_processes(args: TrainingArguments) -> None:
     if args.n_gpu > 1:
         raise UserError(
@@ -97,7 +103,7 @@ def _check_processes(args: TrainingArguments) -> None:
 def _check_sharding(args: TrainingArguments) -> None:
     resolved = args.distributed_state.distributed_type
     on_cpu = resolved in (DistributedType.NO, DistributedType.MULTI_CPU)
-    if on_cpu and (args.deepspeed or _flag("ACCELERATE_USE_DEEPSPEED")):
+    if on_cpu and _asks_for_deepspeed(args):
         raise UserError(f"DeepSpeed would silently train unsharded on the CPU ({resolved}): use {CONFIGS}/ddp.yaml.")
     if asks_for_fsdp(args):
         if on_cpu:
@@ -110,18 +116,10 @@ def _check_sharding(args: TrainingArguments) -> None:
             raise UserError(f"FSDP version {version}: expected 'fsdp_version: 2', as in {CONFIGS}/fsdp2.yaml.")
 
 
-def _check_precision(args: TrainingArguments) -> None:
-    if args.mixed_precision != "no" and not (args.bf16 or args.fp16):
-        raise UserError(
-            f"the accelerate config asks for mixed_precision: {args.mixed_precision}, and the recipe has neither bf16 "
-            "nor fp16: give --mixed_precision no to accelerate launch, or set bf16 or fp16 in the recipe."
-        )
-
-
 def _check_shared_sequence(run: RunArguments, args: TrainingArguments, parallelism: ParallelismConfig) -> None:
     size = parallelism.sp_size
     what = f"sequence parallelism (parallelism_config_sp_size: {size})"
-    if not (asks_for_fsdp(args) or args.deepspeed or _flag("ACCELERATE_USE_DEEPSPEED")):
+    if sharding(args) is None:
         raise UserError(f"{what} needs FSDP2 or DeepSpeed: see {CONFIGS}/fsdp2_ulysses.yaml.")
     if find_spec("deepspeed") is None:
         raise UserError(f"{what} needs the package deepspeed: pip install deepspeed")
@@ -146,10 +144,6 @@ def _check_shared_sequence(run: RunArguments, args: TrainingArguments, paralleli
         raise UserError(f"{what} is not tested with a decoder of interleaved heads: use fsdp2.yaml.")
     if others := set(getattr(config, "attention_kinds", ())) - SHARED_SEQUENCE_KINDS:
         raise UserError(f"{what} is not tested with attention of kind {', '.join(sorted(others))}: use fsdp2.yaml.")
-    if config.num_attention_heads % size:
-        raise UserError(f"{what} does not divide the model's {config.num_attention_heads} attention heads.")
-    if (args.pad_to_multiple_of or size) % size:
-        raise UserError(f"{what} does not divide pad_to_multiple_of={args.pad_to_multiple_of}.")
 
 
 # In the trainer ------------------------------------------------------------------------------------------------------
@@ -178,7 +172,9 @@ class DistributedTrainer(Trainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         if self.sequence_pieces > 1:
             keep_heads_apart(self.accelerator.parallelism_config.sp_handler.sp_attn_implementation)
-        check_wrapped(self.accelerator, self.model_wrapped)
+        wrapped = isinstance(self.model_wrapped, FSDPModule if self.is_fsdp_enabled else DistributedDataParallel)
+        if self.accelerator.num_processes > 1 and not (wrapped or self.is_deepspeed_enabled):
+            raise UserError(f"each process would train by itself: the model is a plain {type(self.model).__name__}.")
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -188,36 +184,6 @@ class DistributedTrainer(Trainer):
         if self.args.should_save:
             model.save_pretrained(output_dir or self.args.output_dir)
             self.processing_class.save_pretrained(output_dir or self.args.output_dir)
-
-
-def check_wrapped(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Raise `UserError` when `model` is not wrapped as `accelerator` says: it would train unsharded, or apart."""
-    kind = accelerator.distributed_type
-    if kind == DistributedType.FSDP:
-        wrapped = isinstance(model, FSDPModule) and all(isinstance(value, DTensor) for value in model.parameters())
-    elif kind == DistributedType.DEEPSPEED:
-        wrapped = type(model).__name__ == "DeepSpeedEngine"
-    else:
-        wrapped = accelerator.num_processes == 1 or isinstance(model, DistributedDataParallel)
-    if not wrapped:
-        raise UserError(
-            f"the launch asks for {kind.value}, and the model is a plain {type(model).__name__}: not trained."
-        )
-
-
-def check_resumable(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Raise `UserError` when `checkpoint` was written by a run that was sharded in another way."""
-    expected = {DistributedType.FSDP: "optimizer.bin", DistributedType.DEEPSPEED: "latest"}.get(
-        accelerator.distributed_type, "optimizer.pt"
-    )
-    if expected == "optimizer.bin" and accelerator.state.fsdp_plugin.state_dict_type.name == "SHARDED_STATE_DICT":
-        expected = "optimizer_0"
-    if not (checkpoint / expected).exists():
-        found = next(name for name in OPTIMIZER_STATES if (checkpoint / name).exists())
-        raise UserError(
-            f"{checkpoint} was written under {OPTIMIZER_STATES[found]}, and this run is under "
-            f"{OPTIMIZER_STATES[expected]}: launch it with the accelerate config that it began with."
-        )
 
 
 class SharedSequenceCollator:

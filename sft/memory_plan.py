@@ -48,23 +48,15 @@ GB = 1e9
 VOCABULARY_CHUNK = 32768
 # Bytes for each entry of a tile that TRL's loss holds where it has no Triton kernel: seven float32 and a mask.
 TILE_BYTES = 29
-# What a process on a CPU takes at most beyond its tensors, by peaks of sft/train.py (docs/LOG.md): the allocator's
-# share of the plan, and what libraries load after the plan.
-ALLOCATOR, LOADED_LATER = 1.25, 0.15 * GB
+# What the allocator of a CPU takes at most beyond the plan, by peaks of sft/train.py (docs/LOG.md).
+ALLOCATOR = 1.25
 # The Trainer's name of an optimiser -> its states of a trained weight, and the bytes of each, or None for the weight's
 # own type. bitsandbytes keeps float32, or 8 bits and a float32 scale for each 256 entries.
-EIGHT_BITS = 1 + 4 / 256
 STATES: dict[str, tuple[int, float | None]] = {
     "adafactor": (0, None),  # a row and a column of each matrix
-    "sgd": (0, None),
-    **dict.fromkeys(("adagrad", "rmsprop"), (1, None)),
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), (2, None)),
-    **dict.fromkeys(("lion_32bit", "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"), (1, 4)),
-    **dict.fromkeys(("lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), (1, EIGHT_BITS)),
     "paged_adamw_32bit": (2, 4),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), (2, EIGHT_BITS)),
-    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), (3, 4)),
-    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), (3, EIGHT_BITS)),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), (2, 1 + 4 / 256)),
 }
 
 
@@ -114,7 +106,6 @@ class Setting:
     weight_bytes: int  # of a weight of the base model
     optimizer: str  # the Trainer's name of it
     on_cpu: bool
-    optim_args: str = ""  # as the Trainer's
 
     @property
     def compute_bytes(self) -> int:
@@ -253,8 +244,6 @@ def loss_bytes(setting: Setting) -> float:
 def state_bytes(setting: Setting, trained: float) -> float:
     """Return the bytes of the optimiser's states for trained weights of `trained` bytes."""
     parameters, (states, size) = setting.parameters, STATES[setting.optimizer]
-    if setting.optimizer in ("sgd", "rmsprop"):
-        states += sum(option in setting.optim_args for option in ("momentum", "centered"))
     if size is None:
         return states * trained
     # The Trainer keeps those of an embedding in float32.
@@ -338,7 +327,16 @@ def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) ->
         weight_bytes=getattr(torch, run.dtype).itemsize,
         optimizer=optimizer,
         on_cpu=args.device.type == "cpu",
-        optim_args=args.optim_args or "",
+    )
+
+
+def no_plan(config: PreTrainedConfig, args: SFTConfig) -> str:
+    """Say for what `run_setting` knows no memory."""
+    costless = [kind for kind in getattr(config, "attention_kinds", ()) if companion_of(kind).cost is None]
+    missing = f" The cost of kind {costless[0]!r} is missing in kinds/{costless[0]}.py." if costless else ""
+    return (
+        f"No memory plan for a {config.model_type!r} model with optim {args.optim.value}: expected 'iha' or 'llama' "
+        f"without interleave_heads, and one of {', '.join(STATES)}.{missing}"
     )
 
 
@@ -357,15 +355,12 @@ def alternatives(setting: Setting, config: PreTrainedConfig, run: RunArguments) 
     known = setting.config
     title = "no gradient_checkpointing" if setting.checkpointing else "gradient_checkpointing"
     changes[title] = {"checkpointing": not setting.checkpointing}
-    takes_forms = (
-        "iha" in known.attention_kinds and known.num_pseudo_heads > 1 and known._attn_implementation == "sdpa"
-    )
-    if takes_forms and not setting.checkpointing:
+    interleaved = "iha" in known.attention_kinds and known.num_pseudo_heads > 1
+    if interleaved and known._attn_implementation == "sdpa" and not setting.checkpointing:
         form = "virtual" if setting.attention_form == "base" else "base"
         changes[f"attention_form {form}"] = {"attention_form": form}
     if not run.use_peft:
-        adapted = count_parameters(config, replace(run, use_peft=True))
-        changes["use_peft (LoRA)"] = {"parameters": adapted}
+        changes["use_peft (LoRA)"] = {"parameters": count_parameters(config, replace(run, use_peft=True))}
     for layout in (Layout(8), Layout(8, True), Layout(64, True), Layout(8, True, 8), Layout(64, True, 8)):
         if layout != setting.layout:
             changes[str(layout)] = {"layout": layout}
@@ -385,16 +380,6 @@ def table(settings: dict[str, Setting]) -> str:
     return "\n".join(lines)
 
 
-def process_line(memory: Memory) -> str:
-    """Return what this process takes in all on a CPU, where the model is not loaded yet."""
-    libraries = psutil.Process().memory_info().rss + LOADED_LATER
-    total = memory.total * ALLOCATOR + libraries
-    return (
-        f"The process takes up to {total / GB:.2f} GB: {libraries / GB:.2f} GB for the libraries, the plan, and "
-        f"{ALLOCATOR - 1:.0%} of it for the allocator."
-    )
-
-
 def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> None:
     """Print what the run will take on each device and what there is, and refuse a run that needs more.
 
@@ -403,8 +388,7 @@ def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -
     say = args.distributed_state.print
     setting = run_setting(config, run, args)
     if setting is None:
-        what = f"a {config.model_type!r} model, interleaved heads, a mechanism without a cost"
-        say(f"No memory plan: {what}, or optim {args.optim.value}.")
+        say(no_plan(config, args))
         return
     memory, limit = estimate(setting), available_memory(args) if run.memory_gb is None else run.memory_gb * GB
     # On a CPU, what is free now is beside what this process holds already.
@@ -412,8 +396,6 @@ def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -
     needed = memory.total * reserve
     say(table({f"this run: {setting.layout}": setting}))
     say(f"Limit: {limit / GB:.2f} GB on each device (memory_gb states another).")
-    if setting.on_cpu:
-        say(process_line(memory))
     if needed <= limit:
         return
     # accelerate shards on accelerators only.
@@ -423,11 +405,8 @@ def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -
         if not (other.on_cpu and other.layout.sharded)
     }
     say(table(others))
-    fitting = (title for title, other in others.items() if estimate(other).total * reserve <= limit)
-    if change := next(fitting, None):
-        advice = f"it would fit with {change}"
-    else:
-        advice = "no change that is known here makes it fit by itself: combine several, or take a smaller model"
+    fitting = (f"it would fit with {title}" for title, it in others.items() if estimate(it).total * reserve <= limit)
+    advice = next(fitting, "no change that is known here makes it fit by itself: combine several, or a smaller model")
     raise UserError(
         f"The run needs {needed / GB:.1f} GB on each device and there are {limit / GB:.1f} GB: {advice}. "
         "(memory_gb states another limit.)"
@@ -455,18 +434,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = run_config(run, args, config)
     setting = run_setting(config, run, args)
     if setting is None:
-        for kind in getattr(config, "attention_kinds", ()):
-            if companion_of(kind).cost is None:
-                raise UserError(f"No memory plan: the cost of kind {kind!r} is missing in kinds/{kind}.py.")
-        raise UserError(
-            f"No memory plan for a {config.model_type!r} model with optim {args.optim.value}: expected 'iha' or "
-            f"'llama' without interleave_heads, and one of {', '.join(STATES)}."
-        )
+        raise UserError(no_plan(config, args))
     setting = replace(setting, on_cpu=args.planned_on_cpu)
     print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if setting.on_cpu else 'GPU'}")
     print(table(alternatives(setting, config, run)))
-    if setting.on_cpu:
-        print(process_line(estimate(setting)))
 
 
 if __name__ == "__main__":

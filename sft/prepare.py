@@ -206,12 +206,17 @@ def _keep(rows: Dataset, why_dropped: Callable[[dict], str | None], columns: lis
     """Return the rows for which `why_dropped` gives no reason, and count the others in `dropped`."""
     kept = []
     for index, row in enumerate(rows.select_columns(columns)):
-        reason = why_dropped(row)
-        if reason is None:
-            kept.append(index)
-        else:
+        if reason := why_dropped(row):
             dropped[reason] += 1
+        else:
+            kept.append(index)
+    if not kept:
+        raise UserError(f"no row is left; dropped were {_listed(dropped)}.")
     return rows.select(kept)
+
+
+def _listed(counts: Counter) -> str:
+    return ", ".join(f"{count:,} ({reason})" for reason, count in sorted(counts.items())) or "none"
 
 
 def prepare(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Counter]:
@@ -238,7 +243,6 @@ def prepare(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tup
         seen.add(row["digest"])
 
     rows = _keep(rows, why_dropped, columns, dropped).remove_columns(columns)
-    _refuse_empty(rows, dropped)
     rows = tokenize(rows, tokenizer, kind_of(rows) == "messages" and not args.learn_all, args.num_proc)
 
     def why_dropped_by_tokens(row: dict) -> str | None:
@@ -249,18 +253,7 @@ def prepare(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tup
         if row["first_label"] < 0 or (args.max_length is not None and row["first_label"] >= args.max_length):
             return "no token to learn within max_length"
 
-    rows = _keep(rows, why_dropped_by_tokens, ["num_tokens", "first_label"], dropped)
-    _refuse_empty(rows, dropped)
-    return rows, dropped
-
-
-def _refuse_empty(rows: Dataset, dropped: Counter) -> None:
-    if not len(rows):
-        raise UserError(f"no row is left; dropped were {_listed(dropped)}.")
-
-
-def _listed(counts: Counter) -> str:
-    return ", ".join(f"{count:,} ({reason})" for reason, count in sorted(counts.items())) or "none"
+    return _keep(rows, why_dropped_by_tokens, ["num_tokens", "first_label"], dropped), dropped
 
 
 def make_manifest(

@@ -38,7 +38,7 @@ from kinds import is_ours
 from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
 from sft.arguments import UNUSED_KEYS, RecipeParser, RunArguments, chat_template, check_values
 from sft.data import local_files, sources
-from sft.distributed import check_launch, check_resumable, whole_model
+from sft.distributed import check_launch, sharding, whole_model
 from sft.prepare import is_prepared, prepared_files
 from sft.trainer import (
     CHECKSUMS,
@@ -104,12 +104,8 @@ PANELS = {
 }
 # Keys of a recipe that a model card names in any case; others when they are not the default.
 CARD_KEYS = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "max_length",
-    "seed",
+    *("learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("max_length", "seed"),
 )
 
 
@@ -151,7 +147,6 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
     with refusing("the recipe cannot be trained", ImportError, ValueError):
         trainer = build(run, args)
     if checkpoint is not None:
-        check_resumable(trainer.accelerator, checkpoint)
         trainer.accelerator.print(f"Resuming from {checkpoint}.")
         args.eval_on_start = False  # the history of the checkpoint begins with that evaluation
     try:
@@ -169,13 +164,13 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
 
     if (steps := trainer.state.global_step) < trainer.state.max_steps:
         raise UserError(
-            f"Training ended after {steps} of {trainer.state.max_steps} steps, so there is no final model. Give the "
-            "same command again to continue from the newest checkpoint."
+            f"Training ended after {steps} of {trainer.state.max_steps} steps, so there is no final model. "
+            + ("Give the same command again to continue." if steps else "The rows do not fill one batch: lower it.")
         )
     model = whole_model(trainer)
     if is_main:
         check_record(record, Path(args.output_dir))  # another run may be in a directory that was removed
-        write_losses(trainer.state.log_history, args.output_dir)
+        write_losses(trainer.state.log_history, Path(args.output_dir))
         final = Path(args.output_dir) / FINAL
         save_final(trainer, model, run, record, final)
         print(f"Final model: {final}\nCurves:      loss.json, loss.png, curves.json and curves.png beside it")
@@ -210,7 +205,11 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
         "data": {"name": run.dataset_name, **_identify_data(run.dataset_name)},
         "base_model": {"name": run.model_name_or_path, **_identify_model(run.model_name_or_path)},
         "recipe": recipe,
-        "processes": {"number": args.world_size, "kind": args.distributed_state.distributed_type},
+        "processes": {
+            "number": args.world_size,
+            "kind": args.distributed_state.distributed_type,
+            "sharding": sharding(args),
+        },
         "code": _identify_code(),
         "versions": {name: version(name) for name in LIBRARIES},
     }
@@ -327,26 +326,29 @@ def hash_files(files: Iterable[Path]) -> str:
 # Results
 
 
-def write_losses(history: list[dict], output_dir: str | Path) -> None:
+def write_losses(history: list[dict], output_dir: Path) -> None:
     """Write the losses of `history` as loss.json and loss.png, and the figures of `PANELS` as curves.json and .png.
 
     A curve is [[step, value], ...]; losses are nats per token of SFT.
     """
-    output_dir = Path(output_dir)
     names = [name for panel in PANELS.values() for name in panel]
     curves = {name: [[entry["step"], entry[name]] for entry in history if name in entry] for name in names}
     losses = {"train": curves["loss"], "eval": curves["eval_loss"]}
     write_json(output_dir / "loss.json", losses)
     write_json(output_dir / "curves.json", curves)
+    draw(losses, curves, output_dir)
 
-    ends = ", ".join(f"{name} {points[-1][1]:.3f}" for name, points in losses.items() if points)
-    figure, (axes,) = plots.panels(f"Loss at the end: {ends or 'none was logged'}")
-    _plot(axes, "loss (SFT: nats per token)\nlower is better", losses)
-    plots.save_plot(figure, output_dir / "loss.png")
-    figure, all_axes = plots.panels(f"Curves of the run; loss at the end: {ends or 'none was logged'}", len(PANELS), 2)
+
+def draw(losses: dict[str, list], curves: dict[str, list], output_dir: Path) -> None:
+    """Draw loss.png and curves.png of `write_losses`."""
+    ends = ", ".join(f"{name} {points[-1][1]:.3f}" for name, points in losses.items() if points) or "none was logged"
+    figure, all_axes = plots.panels(f"Curves of the run; loss at the end: {ends}", len(PANELS), 2)
     for axes, (title, panel) in zip(all_axes, PANELS.items()):
         _plot(axes, title, {name: curves[name] for name in panel})
     plots.save_plot(figure, output_dir / "curves.png")
+    figure, (axes,) = plots.panels(f"Loss at the end: {ends}")
+    _plot(axes, "loss (SFT: nats per token)\nlower is better", losses)
+    plots.save_plot(figure, output_dir / "loss.png")
 
 
 def _plot(axes, title: str, curves: dict[str, list]) -> None:

@@ -21,23 +21,25 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 from typing_extensions import TypedDict
 
 from common.checkpoint_io import check_finite, load_model
 from common.command_io import UserError, file_sha256, one_line, read_json, write_json
-from kinds import is_mixing
+from modeling_iha.optimizer import mixing_parameters
 from sft.arguments import RunArguments
 from sft.base_model import lora_config
 from sft.data import IGNORED_LABEL
-from sft.distributed import OPTIMIZER_STATES, DistributedTrainer
+from sft.distributed import DistributedTrainer
 
 
 # The file that says what a run is made of, in its directory and in each of its checkpoints.
 RECORD = "run.json"
 # The file of a Trainer checkpoint that holds the SHA-256 of all others.
 CHECKSUMS = "checksums.json"
+# The optimiser in a Trainer checkpoint of one process or DDP, of FSDP, whole or in shards, and of DeepSpeed.
+OPTIMIZERS = {"optimizer.pt", "optimizer.bin", "optimizer_0", "latest"}
 SAMPLE_TOKENS = 64
 
 
@@ -83,7 +85,7 @@ def checkpoint_fault(checkpoint: Path) -> str | None:
         return fault
     written = {name.partition("/")[0] for name in read_json(checkpoint / CHECKSUMS)}
     # Without its state Transformers would silently begin with a new optimiser.
-    if not written & OPTIMIZER_STATES.keys():
+    if not written & OPTIMIZERS:
         return "optimizer.pt is missing"
     try:
         step = read_json(checkpoint / TRAINER_STATE_NAME, State)["global_step"]
@@ -149,7 +151,7 @@ class RecipeTrainer(DistributedTrainer):
         self.add_callback(self.clock)
         self._logged_tokens = self._logged_seconds = 0
         self._losses: torch.Tensor | int = 0  # of a step's micro-batches, summed
-        self._start = [weight.detach().clone() for weight in self._mixing_weights()]
+        self._start = [weight.detach().clone() for weight in mixing_parameters(self.model)]
 
     @classmethod
     def of_recipe(cls, run: RunArguments, args: TrainingArguments, model, tokenizer, rows, **others) -> Self:
@@ -165,10 +167,6 @@ class RecipeTrainer(DistributedTrainer):
             **others,
         )
 
-    def _mixing_weights(self, model: torch.nn.Module | None = None) -> list[torch.nn.Parameter]:
-        parameters = (self.model if model is None else model).named_parameters()
-        return [value for name, value in parameters if value.requires_grad and is_mixing(name)]
-
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers goes by names, and would decay vectors such as those of differential attention's lambda.
         # ZeRO-3 leaves an empty vector of each parameter, beside its shape.
@@ -180,22 +178,13 @@ class RecipeTrainer(DistributedTrainer):
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
-        if mixing := self._mixing_weights(model):
+        if mixing := mixing_parameters(self.model if model is None else model):
             moved = {id(value) for value in mixing}
             for group in optimizer.param_groups:
                 group["params"] = [value for value in group["params"] if id(value) not in moved]
             group = {"params": mixing, "lr": self.mixing_learning_rate, "weight_decay": 0.0, "is_mixing": True}
             optimizer.add_param_group(group)
         return optimizer
-
-    def get_train_dataloader(self) -> DataLoader:
-        loader = super().get_train_dataloader()
-        if has_length(loader) and len(loader) == 0:
-            raise UserError(
-                f"the {len(self.train_dataset)} rows to train on do not fill one batch, and the rest of a batch is "
-                "dropped (by dataloader_drop_last, and always by GRPO): lower the batch, or give more rows."
-            )
-        return loader
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *others):
         begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *others)
@@ -333,7 +322,7 @@ class RecipeTrainer(DistributedTrainer):
     @torch.no_grad()
     def _mixing_distance(self) -> float:
         moved = size = 0.0
-        for start, weight in zip(self._start, self._mixing_weights(), strict=True):
+        for start, weight in zip(self._start, mixing_parameters(self.model), strict=True):
             now = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if not self.is_world_process_zero():
                 continue  # under FSDP only the main process may have loaded the weights of the start

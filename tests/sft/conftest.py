@@ -1,9 +1,9 @@
 import pytest
-from tiny_training import leave_figures_empty
+from tiny_training import hasten_runs
 
 
 @pytest.fixture(scope="session", autouse=True)
-def empty_figures():
+def hastened_runs():
     with pytest.MonkeyPatch.context() as patch:
-        leave_figures_empty(patch)
+        hasten_runs(patch)
         yield

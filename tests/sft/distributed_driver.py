@@ -1,4 +1,4 @@
-"""Run what one launch of test_distributed.py has in each of its processes.
+"""Run what the launch of test_distributed.py has in each of its processes.
 
 python tests/sft/distributed_driver.py PLANS, a JSON list of the plans of `train_run` and `tensor_parallel_step`.
 FSDP runs on the CPU here, where accelerate alone would train under DDP in silence.
@@ -6,8 +6,9 @@ FSDP runs on the CPU here, where accelerate alone would train under DDP in silen
 
 import gc
 import json
+import os
 import sys
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 
@@ -20,7 +21,7 @@ import torch  # noqa: E402
 from accelerate import Accelerator, PartialState  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
-from tiny_training import leave_figures_empty  # noqa: E402
+from tiny_training import hasten_runs  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
@@ -79,7 +80,8 @@ class Recorder(TrainerCallback):
 def train_run(plan: dict) -> None:
     """Call sft/train.py with {"arguments": [...], "record": file}, and "flash_attention_2" as in fake_flash.py.
 
-    The plan may also hold "environment", "interrupted_at" (a step), and "packages", a directory with DeepSpeed.
+    The plan may also hold "environment", "interrupted_at" (a step), and "packages", a directory with DeepSpeed; "last"
+    is for a run that ends the process group, as the command does. What a process prints is beside the record.
     """
     make = MixingTrainer.__init__
 
@@ -93,13 +95,15 @@ def train_run(plan: dict) -> None:
         if "packages" in plan:
             patch.syspath_prepend(plan["packages"])
             compile_nothing()
-        leave_figures_empty(patch)
+        hasten_runs(patch)
         fake_flash.install(patch)
         patch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", ALL_ATTENTION_FUNCTIONS["flash_attention_2"])
         patch.setattr(MixingTrainer, "__init__", make_with_recorder)
-        patch.setattr(Accelerator, "end_training", lambda self: None)  # the next plan needs the process group
-        with suppress(KeyboardInterrupt):
-            train.main(plan["arguments"])
+        if "last" not in plan:  # the next plan needs the process group
+            patch.setattr(Accelerator, "end_training", lambda self: None)
+        with suppress(KeyboardInterrupt), open(f"{plan['record']}.{os.environ.get('RANK', 0)}", "w") as printed:
+            with redirect_stdout(printed):
+                train.main(plan["arguments"])
     AcceleratorState._reset_state()
     GradientState._reset_state()
     if "deepspeed" in sys.modules:
@@ -121,12 +125,12 @@ def tensor_parallel_step(plan: dict) -> None:
 
 
 def shard_on_cpu() -> None:
-    """Have accelerate take the gloo processes of a CPU for those of an accelerator, which it can shard over."""
+    """Have accelerate take gloo processes under FSDP for those of an accelerator, which it can shard over."""
     start = PartialState.__init__
 
     def start_as_accelerator(self, *args, **kwargs):
         start(self, *args, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU:
+        if self.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
             self.distributed_type = DistributedType.MULTI_GPU
 
     PartialState.__init__ = start_as_accelerator
@@ -145,4 +149,4 @@ if __name__ == "__main__":
     shard_on_cpu()
     for plan in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         (train_run if "arguments" in plan else tensor_parallel_step)(plan)
-    torch.distributed.destroy_process_group()
+    assert not torch.distributed.is_initialized()

@@ -103,7 +103,7 @@ def rows_of(length, count, value):
 
 
 def test_a_mixture_has_its_shares_of_the_tokens_whatever_the_lengths_of_rows():
-    parts = [rows_of(64, 500, 1), rows_of(8, 2000, 2), rows_of(2, 10000, 3)]
+    parts = [rows_of(64, 200, 1), rows_of(8, 800, 2), rows_of(2, 4000, 3)]
     shares = [0.3, 0.3, 0.4]
     for max_length in (None, 16):
         rows = mix(parts, shares, max_length, seed=0)

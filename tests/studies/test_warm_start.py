@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from helpers import greedy, random_ids, random_model, relative_error, small_config, uncached_logits
 from tiny_sources import tiny_source
-from tiny_training import byte_tokenizer, leave_figures_empty
+from tiny_training import byte_tokenizer, hasten_runs
 from transformers import LlamaForCausalLM
 
 from common.checkpoint_io import load_model
@@ -249,7 +249,7 @@ def test_the_recipe_trains_only_the_mixing_where_the_backbone_is_frozen(source, 
         sft_train.main(list(map(str, arguments)))
 
     monkeypatch.setattr(warm_start, "run_module", run)
-    leave_figures_empty(monkeypatch)
+    hasten_runs(monkeypatch)
     kept = {}
     measure = study.measure
 
