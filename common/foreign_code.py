@@ -23,11 +23,9 @@ def refuse_foreign_code(directory: Path, trust_code: bool) -> None:
 
     The load is one with `trust_remote_code=True`. Raise `UserError` unless `trust_code`.
     """
-    if not trust_code and (found := foreign_code(directory)):
-        raise UserError(
-            f"{', '.join(found)} of {directory} differs from this package's code, and the check of a "
-            "load runs it: save the model again with this package, or read the code and give --trust-code."
-        )
+    if not trust_code and (found := ", ".join(foreign_code(directory))):
+        advice = "save the model again with this package, or read the code and give --trust-code"
+        raise UserError(f"{found} of {directory} differs from this package's code, which a load runs: {advice}.")
 
 
 def note_foreign_code(source: str | Path) -> None:
@@ -36,11 +34,8 @@ def note_foreign_code(source: str | Path) -> None:
     This is for commands that load weights only into the classes of Transformers and of this package. Raise
     `UserError`.
     """
-    if Path(source).is_dir() and (found := foreign_code(Path(source))):
-        print(
-            f"Not run, because it is not this package's: {', '.join(map(printable, found))} of {source}",
-            file=sys.stderr,
-        )
+    if Path(source).is_dir() and (found := ", ".join(foreign_code(Path(source)))):
+        print(f"Not run, because it is not this package's: {printable(found)} of {source}", file=sys.stderr)
 
 
 def foreign_code(directory: Path) -> list[str]:
@@ -79,10 +74,8 @@ def code_elsewhere(entries: dict) -> list[str]:
     Transformers fetches a kernel from the Hub and runs it, whatever `trust_remote_code` says, and it reads
     `configuration_files` in the config's place.
     """
-    kernels = [
-        f"{key} {value!r}" for key, value in _entries(entries) if "attn_implementation" in key and "/" in str(value)
-    ]
-    return kernels + [key for key in entries if key == "configuration_files"]
+    kernels = [(key, value) for key, value in _entries(entries) if "attn_implementation" in key and "/" in str(value)]
+    return [f"{key} {value!r}" for key, value in kernels] + [key for key in entries if key == "configuration_files"]
 
 
 def _references(entries: dict) -> Iterator[str]:

@@ -45,15 +45,8 @@ class Architecture:
 
     def settings(self, config: PreTrainedConfig) -> dict[str, bool]:
         """Return the fields of the converted model's config in which architectures differ."""
-
-        def decide(value: bool | str) -> bool:
-            return getattr(config, value) if isinstance(value, str) else value
-
-        return {
-            "attention_bias": decide(self.attention_bias),
-            "mlp_bias": decide(self.mlp_bias),
-            "use_qk_norm": self.use_qk_norm,
-        }
+        fields = {name: getattr(self, name) for name in ("attention_bias", "mlp_bias", "use_qk_norm")}
+        return {name: getattr(config, value) if isinstance(value, str) else value for name, value in fields.items()}
 
 
 _LLAMA_BIASES: dict[str, Any] = {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
@@ -78,9 +71,7 @@ def check_source(config: PreTrainedConfig) -> Architecture:
     Raise a `UserError` that names a field which could change what the model computes and is not carried over.
     """
     if is_interleaved(config):
-        raise UserError(
-            "The heads of the source are interleaved already: convert its base model, which remove_interleaving gives."
-        )
+        raise UserError("The heads of the source are interleaved already: convert its base (remove_interleaving).")
     if config.model_type not in ARCHITECTURES:
         raise UserError(
             f"The architecture {config.model_type!r} cannot be converted: its weights are not those of Llama, as "
@@ -100,9 +91,7 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     windows = {"full_attention": None, "sliding_attention": window}
     for layer_type in config.layer_types:
         if layer_type not in windows:
-            raise UserError(
-                f"layer_types holds {layer_type!r}; this conversion knows {', '.join(map(repr, windows))}."
-            )
+            raise UserError(f"layer_types holds {layer_type!r}; expected {' or '.join(map(repr, windows))}.")
     return [windows[layer_type] for layer_type in config.layer_types]
 
 

@@ -7,11 +7,8 @@ from common.command_io import UserError, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Find the code of a model directory, or of a package that will ship in one, that would break as "
-        "remote code.",
-        epilog="example: python -m conversion_scripts.check_remote_code modeling_iha",
-    )
+    example = "example: python -m conversion_scripts.check_remote_code modeling_iha"
+    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
     parser.add_argument("dir", type=Path, help="directory of Python files, with or without a config.json")
     return parser.parse_args()
 

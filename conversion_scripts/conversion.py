@@ -39,8 +39,7 @@ HARMLESS_FIELDS = {
     *("unk_token_id", "unsloth_fixed", "unsloth_version"),
 }
 # Attention cores count tokens in 32 bits.
-LARGEST_SIZE = 2**31 - 1
-Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Config = TypeVar("Config", bound=PreTrainedConfig)
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -61,10 +60,8 @@ def check_known(entries: dict, known: set[str]) -> None:
     for field, value in entries.items():
         # An extension that is switched off changes nothing, but is_causal=False takes the causal mask away.
         if field not in known and not field.startswith("_") and (value or (field, value) == ("is_causal", False)):
-            raise UserError(
-                f"The source config sets {field}={value!r}, which this conversion does not know. If it does not "
-                "change the model's output, remove it from config.json."
-            )
+            advice = "If it does not change the model's output, remove it from config.json"
+            raise UserError(f"The source config sets {field}={value!r}, which no conversion here knows. {advice}.")
 
 
 def check_iha(source: str, config: PreTrainedConfig) -> None:
@@ -124,10 +121,7 @@ def read_source(
 
 
 def read_tokenizer(src: str, vocab_size: int) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a source, or `None`, with a warning, if it is a directory without the files of one.
-
-    Raise `UserError`.
-    """
+    """Return the tokenizer of a source, or `None`, with a warning, for a directory without one. Raise `UserError`."""
     if lacks_tokenizer(src):
         print(f"{src} holds no tokenizer, so the converted checkpoint has none: add one to use it.", file=sys.stderr)
         return None
@@ -136,12 +130,10 @@ def read_tokenizer(src: str, vocab_size: int) -> PreTrainedTokenizerBase | None:
 
 def describe(src: str, model_type: str, how: str = "", exact_length: int | None = None) -> str:
     """Return the section of a card that says what was converted and up to which length, in tokens, it is exact."""
-    lengths = f"sequences of at most {exact_length} tokens; longer ones differ"
-    if exact_length is None:
-        lengths = "sequences of any length"
+    lengths = f"at most {exact_length} tokens; longer ones differ" if exact_length else "any length"
     return (
         f"## Conversion\n\nConverted from {markdown(source_name(src))} ({model_type}){how}. Before any further "
-        f"training the model computes what its source does, up to rounding, for {lengths}."
+        f"training the model computes what its source does, up to rounding, for sequences of {lengths}."
     )
 
 
@@ -162,9 +154,8 @@ def write_checkpoint(
                 tokenizer.save_pretrained(directory)
             if section is not None:
                 base_model, license = None if Path(src).expanduser().exists() else src, source_license(src)
-                card = render_card(
-                    model.config, Path(dst).name, base_model=base_model, license=license, details=section
-                )
+                about: dict[str, Any] = {"base_model": base_model, "license": license, "details": section}
+                card = render_card(model.config, Path(dst).name, **about)
                 (directory / "README.md").write_text(card, encoding="utf-8")
     print(f"Wrote {dst}, {model.num_parameters():,} parameters.")
     if section is not None:

@@ -15,7 +15,7 @@ from conversion_scripts.options import converter_parser
 
 def parse_arguments() -> argparse.Namespace:
     return converter_parser(
-        "Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.",
+        __doc__,
         "Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
         "source checkpoint: a directory or a Hub id",
         "the converted checkpoint",
@@ -46,18 +46,11 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.configuration_iha import MAX_LAYERS
 
 
-# Field of a DCFormer's config -> IHA's.
+# Field of a DCFormer's config -> IHA's, where the names differ, and those of the same name.
 FIELDS = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "norm_eps": "rms_norm_eps",
-    "block_size": "max_position_embeddings",
-    "use_qk_norm": "use_qk_norm",
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
+    **{"dim": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
+    **{"norm_eps": "rms_norm_eps", "block_size": "max_position_embeddings"},
+    **{name: name for name in ("vocab_size", "intermediate_size", "use_qk_norm", "bos_token_id", "eos_token_id")},
 }
 
 # The official code's defaults for fields that an older config lacks.
@@ -66,10 +59,8 @@ DEFAULTS = {"window_type": None, "mgate": False, "mgate_dim": 44, "query_wise": 
 # The official patterns of local and global layers, by window_type. A named pattern has a fixed window.
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 WINDOW_TYPES = {
-    None: [LOCAL, GLOBAL],
-    "LG": [LOCAL, GLOBAL],
-    "LGLL": [LOCAL, GLOBAL, LOCAL, LOCAL],
-    "LGL6": [LOCAL, GLOBAL, *[LOCAL] * 6],
+    **{name: [LOCAL, GLOBAL] for name in (None, "LG")},
+    **{"LGLL": [LOCAL, GLOBAL, LOCAL, LOCAL], "LGL6": [LOCAL, GLOBAL, *[LOCAL] * 6]},
 }
 NAMED_WINDOW = 256
 
@@ -99,8 +90,7 @@ class Entries(TypedDict):
     eos_token_id: Token
 
 
-# Fields that change no logit: those of Transformers' base class, and how the official code trains, caches and
-# prefills.
+# Fields that change no logit: of Transformers' base class, and how the official code trains, caches and prefills.
 HARMLESS_FIELDS = {
     *PreTrainedConfig().to_dict(),
     *("use_gradient_checkpointing", "is_training", "q_chunk_size", "prefill_pad", "head_dim", "pad_token_id"),
@@ -137,17 +127,28 @@ def iha_config(source: dict) -> IHAConfig:
 
     Raise `UserError` if no IHA model computes the same.
     """
-    model_type = source.get("model_type")
-    if model_type == "dcpythia":
-        raise UserError(
-            "DCPythia cannot be converted: its attention and FFN run in parallel, with LayerNorm and a rotary "
-            "embedding of a quarter of each head, none of which the IHA model has. DCFormer checkpoints (model_type "
-            "'dcformer') can."
-        )
-    if model_type != "dcformer":
+    if (model_type := source.get("model_type")) != "dcformer":
         raise UserError(f"The source config has model_type={model_type!r}; expected 'dcformer'.")
     source = typed({**DEFAULTS, **source}, Entries, "The source config")
-    _check_fields(source)
+    check_known(source, {*FIELDS, *DEFAULTS, *HARMLESS_FIELDS, "rope_base", "window_size", "n_local_heads"})
+    # What the official code does not compute as the fields say, or the IHA model not at all.
+    for names, is_refused, expected in (
+        (("n_local_heads", "n_head"), source.get("n_local_heads", -1) not in (-1, source["n_head"]), "equal numbers"),
+        (("query_wise", "use_dcmha"), source["query_wise"] or not source["use_dcmha"], "False and True"),
+        (
+            ("window_type", "window_size"),
+            source["window_type"] is not None and source["window_size"] != NAMED_WINDOW,
+            f"a window of {NAMED_WINDOW}, which the official code gives to a named type",
+        ),
+        (
+            ("use_qk_norm", "norm_eps"),
+            source["use_qk_norm"] and source["norm_eps"] != 1e-6,
+            "1e-06, which the official code's QK-norm has, because the IHA model has one epsilon for all norms",
+        ),
+    ):
+        if is_refused:
+            fields = " and ".join(f"{name}={source[name]}" for name in names)
+            raise UserError(f"The source config has {fields}; expected {expected}.")
 
     windowed = source["window_size"] is not None
     pattern = WINDOW_TYPES[source["window_type"]] if windowed else [GLOBAL]
@@ -161,38 +162,6 @@ def iha_config(source: dict) -> IHAConfig:
         rope_parameters={"rope_type": "default", "rope_theta": float(source["rope_base"])},
         tie_word_embeddings=False,
     )
-
-
-def _check_fields(source: dict) -> None:
-    """Raise a `UserError` that names a field which could change what the model computes and is not carried over."""
-    if source["dim"] % source["n_head"] != 0:
-        raise UserError(
-            f"The source config has dim={source['dim']} and n_head={source['n_head']}; the heads must share dim out "
-            "evenly."
-        )
-    check_known(source, {*FIELDS, *DEFAULTS, *HARMLESS_FIELDS, "rope_base", "window_size", "n_local_heads"})
-    if source.get("n_local_heads", -1) not in (-1, source["n_head"]):
-        raise UserError(
-            f"The source config has n_local_heads={source['n_local_heads']} and n_head={source['n_head']}; the "
-            "official code computes no grouped-query attention."
-        )
-    if source["query_wise"] or not source["use_dcmha"]:
-        raise UserError(
-            f"The source config has query_wise={source['query_wise']} and use_dcmha={source['use_dcmha']}; the "
-            "official code follows neither throughout, so only query_wise=False with use_dcmha=True says what the "
-            "model computes."
-        )
-    if source["window_type"] is not None and source["window_size"] != NAMED_WINDOW:
-        raise UserError(
-            f"The source config has window_type={source['window_type']!r} with window_size={source['window_size']}; "
-            f"the official code gives its layers a window of {NAMED_WINDOW} and needs window_size={NAMED_WINDOW} to "
-            "agree."
-        )
-    if source["use_qk_norm"] and source["norm_eps"] != 1e-6:
-        raise UserError(
-            f"The source config has norm_eps={source['norm_eps']} with use_qk_norm=True; the official code's QK-norm "
-            "has an epsilon of 1e-06, and the IHA model one epsilon for all norms."
-        )
 
 
 def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict[str, torch.Tensor]:
@@ -214,8 +183,7 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
             raise UserError(f"{name} has the dtype {tensor.dtype}; expected floating-point weights.")
     check_finite(weights.items(), "the source weights")
 
-    width, heads = config.hidden_size, config.num_attention_heads
-    rank = config.options_of("dcmha").rank
+    width, heads, rank = config.hidden_size, config.num_attention_heads, config.options_of("dcmha").rank
     inner = 2 * rank * heads
 
     def pop(name: str, *shape: int) -> torch.Tensor:
@@ -237,15 +205,15 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
             projections = pop(f"{prefix}attention.wqkv.weight", 3 * width, width).chunk(3)
             for name, projection in zip(("q_proj", "k_proj", "v_proj"), projections):
                 state[f"{layer}self_attn.{name}.weight"] = projection
-
             dynamic = f"{prefix}attention.dyn_w_proj."
             w1 = pop(f"{dynamic}dw1", width, 1, 4, inner).squeeze(1).unbind(1)  # each [D, I]
             w2 = pop(f"{dynamic}qkw", 1, 4, inner, 2 * rank, heads).squeeze(0).unbind(0)  # each [I, 2 R, H]
             gate = pop(f"{dynamic}dd", width, 1, 4 * heads).squeeze(1).chunk(4, dim=1)  # each [D, H]
             for c, composition in enumerate(COMPOSITIONS):
-                state[f"{layer}self_attn.{composition}.w1.weight"] = w1[c].T.contiguous()
-                state[f"{layer}self_attn.{composition}.w2"] = w2[c].permute(1, 2, 0).unsqueeze(0).contiguous()
-                state[f"{layer}self_attn.{composition}.gate.weight"] = gate[c].T.contiguous()
+                name = f"{layer}self_attn.{composition}"
+                state[f"{name}.w1.weight"] = w1[c].T.contiguous()
+                state[f"{name}.w2"] = w2[c].permute(1, 2, 0).unsqueeze(0).contiguous()
+                state[f"{name}.gate.weight"] = gate[c].T.contiguous()
     except KeyError as error:
         raise UserError(f"The source weights lack {error.args[0]}.") from None
     if weights:

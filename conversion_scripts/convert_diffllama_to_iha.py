@@ -13,7 +13,7 @@ from conversion_scripts.options import add_dtype, converter_parser
 
 def parse_arguments() -> argparse.Namespace:
     parser = converter_parser(
-        'Convert a DiffLlama checkpoint to an IHA checkpoint of "diff" layers without changing what it computes.',
+        __doc__,
         "kajuma/DiffLlama-0.3B-handcut diff-iha",
         "DiffLlama checkpoint: a directory or a Hub id",
         "the converted checkpoint",
@@ -42,10 +42,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 def iha_config(source: PreTrainedConfig) -> IHAConfig:
     """Return the configuration of the converted model, or raise `UserError` when the source does not allow one."""
     if source.model_type != "diffllama":
-        raise UserError(
-            f"The architecture {source.model_type!r} is not 'diffllama'. Use convert_llama_to_iha.py for Llama and "
-            "similar architectures."
-        )
+        raise UserError(f"The source is a {source.model_type!r}; expected 'diffllama'. See convert_llama_to_iha.py.")
     check_fields(source, ("attention_bias", "lambda_std_dev"))
     return new_config(
         IHAConfig,

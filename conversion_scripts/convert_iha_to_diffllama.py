@@ -8,7 +8,7 @@ from conversion_scripts.options import add_dtype, converter_parser
 
 def parse_arguments() -> argparse.Namespace:
     parser = converter_parser(
-        'Convert an IHA checkpoint of "diff" layers to a DiffLlama checkpoint without changing what it computes.',
+        __doc__,
         "diff-iha diffllama-again",
         "IHA checkpoint: a directory or a Hub id",
         "the DiffLlama checkpoint",
@@ -27,10 +27,6 @@ from conversion_scripts.convert_iha_to_llama import write_stock_checkpoint
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
-# The values that these fields have in every DiffLlama.
-FIXED = {"gated_mlp": True, "mlp_bias": False, "use_qk_norm": False}
-
-
 def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
     """Return the configuration of the DiffLlama.
 
@@ -38,10 +34,8 @@ def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
     """
     for i, (kind, layer_type) in enumerate(zip(config.attention_kinds, config.layer_types)):
         if (kind, layer_type) != ("diff", "full_attention"):
-            raise UserError(
-                f"Layer {i} is of kind {kind!r}, {layer_type}; a DiffLlama has 'diff', full_attention only."
-            )
-    for field, value in FIXED.items():
+            raise UserError(f"Layer {i} is of kind {kind!r}, {layer_type}; expected 'diff', full_attention.")
+    for field, value in {"gated_mlp": True, "mlp_bias": False, "use_qk_norm": False}.items():
         if getattr(config, field) != value:
             raise UserError(f"The model has {field}={getattr(config, field)}; a DiffLlama has {field}={value} only.")
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "attention_bias", "head_dim")}

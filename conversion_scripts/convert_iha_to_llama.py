@@ -15,7 +15,7 @@ from conversion_scripts.options import add_dtype, converter_parser
 
 def parse_arguments() -> argparse.Namespace:
     parser = converter_parser(
-        "Convert an IHA checkpoint whose layers still compute a multi-head attention to a stock architecture.",
+        __doc__,
         "smollm2-iha smollm2-again",
         "IHA checkpoint: a directory or a Hub id",
         "the stock checkpoint",
@@ -33,7 +33,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
 from conversion_scripts.conversion import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
 from kinds import companion_of
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAForCausalLM
 
 
 @torch.no_grad()
@@ -47,16 +47,13 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
         if (deviations := companion_of(kind).deviations) is None:
             raise UserError(f"Layer {i} is of kind {kind!r}, which none of these architectures computes.")
         if kind == "iha" and config.pseudo_positions != "shared" and config.num_pseudo_heads > 1:
-            raise UserError(
-                f"Layer {i} has pseudo_positions={config.pseudo_positions!r}; only shared positions can equal an MHA."
-            )
+            positions = f"pseudo_positions={config.pseudo_positions!r}"
+            raise UserError(f"Layer {i} has {positions}; only shared positions can equal an MHA.")
         for parameter, deviation in deviations(model.model.layers[i].self_attn, config).items():
             name, largest = f"model.layers.{i}.self_attn.{parameter}", deviation.abs().max().item()
             if largest != 0:  # true for NaN too
-                raise UserError(
-                    f"{name} has moved by up to {largest:.2g} from the warm start: the layer "
-                    "is no multi-head attention any more, and no stock architecture computes it."
-                )
+                moved = f"{name} has moved by up to {largest:.2g} from the warm start"
+                raise UserError(f"{moved}: no stock architecture computes the layer any more.")
             added.add(name)
     return added
 
@@ -67,38 +64,29 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
     Raise `UserError` if there is none.
     """
     config = model.config
-    if config.gated_mlp and config.mlp_gate_groups is None:
-        for model_type, architecture in ARCHITECTURES.items():
-            try:
-                target = _target_config(config, model_type)
-            except UserError:
-                if config.hidden_size % config.num_attention_heads == 0:
-                    raise
-                continue  # Llama's config refuses such heads, and others allow them
-            if (
-                all(getattr(config, name) == value for name, value in architecture.settings(config).items())
-                and layer_windows(target) == layer_windows(config)
-                and rope_layers(target) == rope_layers(config)
-                and not any(
-                    tensor.any() for name, tensor in model.state_dict().items() if name.endswith(architecture.lacks)
-                )
-            ):
-                return architecture, target
-    names = (
-        *("gated_mlp", "mlp_gate_groups", "use_qk_norm", "attention_bias", "mlp_bias"),
-        *("hidden_size", "num_attention_heads", "layer_types", "no_rope_layers"),
-    )
+    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "head_dim")}
+    for model_type, architecture in ARCHITECTURES.items() if config.gated_mlp and not config.mlp_gate_groups else ():
+        own = {name: getattr(config, name) for name in architecture.known_fields if hasattr(config, name)}
+        if "use_sliding_window" in architecture.known_fields:
+            own["use_sliding_window"] = config.sliding_window is not None
+        try:
+            target = new_config(CONFIG_MAPPING[model_type], **fields, **own)
+        except UserError:
+            if config.hidden_size % config.num_attention_heads == 0:
+                raise
+            continue  # Llama's config refuses such heads, and others allow them
+        lacking = [tensor for name, tensor in model.state_dict().items() if name.endswith(architecture.lacks)]
+        if (
+            all(getattr(config, name) == value for name, value in architecture.settings(config).items())
+            and layer_windows(target) == layer_windows(config)
+            and rope_layers(target) == rope_layers(config)
+            and not any(tensor.any() for tensor in lacking)
+        ):
+            return architecture, target
+    names = ["gated_mlp", "mlp_gate_groups", "use_qk_norm", "attention_bias", "mlp_bias"]
+    names += ["hidden_size", "num_attention_heads", "layer_types", "no_rope_layers"]
     has = ", ".join(f"{name}={getattr(config, name)}" for name in names)
     raise UserError(f"None of {', '.join(ARCHITECTURES)} has this combination: {has}.")
-
-
-def _target_config(config: IHAConfig, model_type: str) -> PreTrainedConfig:
-    known = ARCHITECTURES[model_type].known_fields
-    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "head_dim")}
-    own = {name: getattr(config, name) for name in known if hasattr(config, name)}
-    if "use_sliding_window" in known:
-        own["use_sliding_window"] = config.sliding_window is not None
-    return new_config(CONFIG_MAPPING[model_type], **fields, **own)
 
 
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
@@ -120,11 +108,8 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
             folded = state[f"model.layers.{i}.self_attn.{name}"] = value.to(model.dtype)
             rounded += model.dtype.itemsize < 4 and not torch.equal(folded.to(value.dtype), value)
     if rounded:
-        print(
-            f"{rounded} folded tensors are rounded in {model.dtype}: convert with --dtype float32 for a "
-            "conversion that is exact.",
-            file=sys.stderr,
-        )
+        advice = "convert with --dtype float32 for a conversion that is exact"
+        print(f"{rounded} folded tensors are rounded in {model.dtype}: {advice}.", file=sys.stderr)
     return build(architecture.model_class, config, state, model.dtype, model.generation_config)
 
 

@@ -1,6 +1,7 @@
 """Convert a pretrained Llama-like checkpoint to "iha" or another attention kind without changing what it computes.
 
-The file of a kind in kinds/ gives the values at which its parameters start.
+The source is a qwen2, llama, mistral, ministral, qwen3 or smollm3. The file of a kind in kinds/ gives the values at
+which its parameters start.
 """
 
 import argparse
@@ -8,12 +9,10 @@ import copy
 import json
 import re
 
-from common.command_io import ROOT, UserError, refusing, run_cli
+from common.command_io import ROOT, UserError, refusing, run_cli, typed
 from conversion_scripts.options import add_dtype, converter_parser
 
 
-SCHEDULES = ("global", "hybrid")
-VALUE_OFFSETS = ("balanced", "none")
 # The kinds whose file in kinds/ has an exact start; they are read without PyTorch, for which --help must not wait.
 KINDS = sorted(
     path.stem for path in ROOT.glob("kinds/*.py") if re.search(r"^    start=", path.read_text(), re.MULTILINE)
@@ -22,51 +21,39 @@ KINDS = sorted(
 
 def parse_arguments() -> argparse.Namespace:
     parser = converter_parser(
-        "Convert a qwen2, llama, mistral, ministral, qwen3 or smollm3 checkpoint to another attention without "
-        "changing what it computes.",
+        __doc__,
         "HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
         "source checkpoint: a directory, a Hub id or a GGUF file",
         "the converted checkpoint",
     )
-    parser.add_argument(
-        "--kind", choices=KINDS, default="iha", help="attention kind of the converted layers (default: iha)"
-    )
-    parser.add_argument(
-        "--options",
-        metavar="JSON",
-        help="""options of the kind, such as '{"per_head": true}' for gated (default: none)""",
-    )
-    parser.add_argument(
-        "--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--kind", choices=KINDS, default="iha", help="attention kind of the converted layers (default: iha)")
+    add("--options", metavar="JSON", help="""options of the kind, such as '{"per_head": true}' for gated""")
+    add("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha")
+    add(
         "--schedule",
-        choices=SCHEDULES,
+        choices=("global", "hybrid"),
         default="global",
         help="global: every layer keeps its window, and the conversion is exact; hybrid: 4 sliding IHA layers, then a "
         "plain global layer, exact for sequences of at most WINDOW tokens (default: global)",
     )
-    parser.add_argument(
-        "--window",
-        type=int,
-        help="window of the hybrid schedule, in tokens (default: the paper's, context length / (2 P^2))",
-    )
-    parser.add_argument(
+    add("--window", type=int, help="window of hybrid, in tokens (default: the paper's, context length / (2 P^2))")
+    add(
         "--value-offsets",
-        choices=VALUE_OFFSETS,
+        choices=("balanced", "none"),
         default="balanced",
         help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the "
         "pseudo-heads start equal (default: balanced)",
     )
     add_dtype(parser)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random values (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the random values (default: 0)")
     args = parser.parse_args()
     if args.options is not None:
         with refusing(f"--options {args.options}: expected JSON", ValueError, RecursionError):
             args.options = json.loads(args.options)
     check_arguments(args.num_pseudo_heads, args.schedule, args.window, args.kind)
     if not 0 <= args.seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
-        raise UserError(f"--seed {args.seed} must be a whole number from 0 to {2**64 - 1}.")
+        raise UserError(f"--seed {args.seed}: expected a whole number from 0 to {2**64 - 1}.")
     return args
 
 
@@ -75,10 +62,8 @@ def check_arguments(num_pseudo_heads: int | None, schedule: str, window: int | N
     if kind not in KINDS:
         raise UserError(f"kind={kind!r} has no exact start from Llama; expected one of {', '.join(KINDS)}.")
     if (kind == "iha") != (num_pseudo_heads is not None):
-        raise UserError(
-            f"kind {kind!r} with num_pseudo_heads={num_pseudo_heads}: 'iha' needs a number of pseudo-heads, such as "
-            "--num-pseudo-heads 2, and no other kind has any."
-        )
+        needed = "'iha' needs a number of pseudo-heads, such as --num-pseudo-heads 2, and no other kind has any"
+        raise UserError(f"kind {kind!r} with num_pseudo_heads={num_pseudo_heads}: {needed}.")
     if num_pseudo_heads is not None and num_pseudo_heads < 1:
         raise UserError(f"num_pseudo_heads={num_pseudo_heads}: expected at least 1.")
     if kind != "iha" and schedule != "global":
@@ -95,8 +80,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from conversion_scripts.architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
 from conversion_scripts.conversion import (
-    LARGEST_SIZE,
     SHARED_FIELDS,
+    Size,
     build,
     describe,
     new_config,
@@ -123,19 +108,15 @@ def iha_config(
     check_arguments(num_pseudo_heads, schedule, window, kind)
     architecture = check_source(source)
     context = source.max_position_embeddings
-    if num_pseudo_heads is not None and num_pseudo_heads * context > LARGEST_SIZE:
-        raise UserError(
-            f"num_pseudo_heads={num_pseudo_heads} with max_position_embeddings={context}: their product, the virtual "
-            f"tokens of a full context, must be at most {LARGEST_SIZE}."
-        )
+    if num_pseudo_heads is not None:
+        typed(num_pseudo_heads * context, Size, "The virtual tokens of a full context")
     kinds, windows = [kind], layer_windows(source)
     if num_pseudo_heads is not None and schedule == "hybrid":
         # The paper's schedule: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and Appendix C).
         kinds = ["iha", "iha", "iha", "iha", "mha"]
-        if window is None:
-            window = max(1, context // (2 * num_pseudo_heads**2))
+        window = window or max(1, context // (2 * num_pseudo_heads**2))
         if window > context:
-            raise UserError(f"window={window}: the source's context is {context} tokens, expected at most as many.")
+            raise UserError(f"window={window}: expected at most the source's context, {context} tokens.")
         windows = [None if i % 5 == 4 else window for i in range(source.num_hidden_layers)]
     fields = {name: copy.deepcopy(getattr(source, name)) for name in SHARED_FIELDS if hasattr(source, name)}
     config = new_config(
@@ -171,10 +152,8 @@ def exact_start(
         )
     started = start(config, generator, value_offsets)
     if lacking := sorted(own.keys() - plain.keys() - started.keys()):
-        raise UserError(
-            f"The options {config.attention_options[kind]} of kind {kind!r} leave no exact start: no value of "
-            f"{lacking[0]} gives multi-head attention. Convert without them."
-        )
+        why = f"no value of {lacking[0]} gives multi-head attention. Convert without them"
+        raise UserError(f"The options {config.attention_options[kind]} of kind {kind!r} leave no exact start: {why}.")
     return {name: value for name, value in started.items() if name in own}
 
 
@@ -208,13 +187,12 @@ def convert(
 
 def main() -> None:
     args = parse_arguments()
-    arguments = (args.num_pseudo_heads, args.schedule, args.window)
+    names = ("num_pseudo_heads", "schedule", "window", "kind", "options")
+    arguments = {name: getattr(args, name) for name in names}
 
     def make():
-        source, tokenizer = read_source(
-            args.src, lambda config: iha_config(config, *arguments, args.kind, args.options), args.dtype
-        )
-        model = convert(source, *arguments, args.value_offsets, args.seed, args.kind, args.options)
+        source, tokenizer = read_source(args.src, lambda config: iha_config(config, **arguments), args.dtype)
+        model = convert(source, **arguments, value_offsets=args.value_offsets, seed=args.seed)
         how = f" to attention of kind {args.kind!r}"
         if args.options:
             how += f" with {json.dumps(args.options)}"

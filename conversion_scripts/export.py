@@ -28,11 +28,8 @@ FORMATS = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Export a checkpoint in float32, and compare it with the model by greedy decoding. An export that "
-        "differs is not kept.",
-        epilog='example: %(prog)s smollm2-iha smollm2-onnx --format onnx --try "The capital of France is"',
-    )
+    example = 'example: %(prog)s smollm2-iha smollm2-onnx --format onnx --try "The capital of France is"'
+    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
     parser.add_argument("model", type=checkpoint, help="IHA checkpoint: a directory or a Hub id")
     parser.add_argument("out", type=new_path, help="new directory for the export")
     parser.add_argument("--format", choices=FORMATS, required=True, help="what to export to; dynamo is torch.export")
@@ -42,18 +39,13 @@ def parse_arguments() -> argparse.Namespace:
         default="The capital of France is",
         help="text that both continue; the second row of the batch is its first half (default: %(default)r)",
     )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=16, help="number of tokens to decode greedily (default: 16)"
-    )
+    parser.add_argument("--max-new-tokens", type=int, default=16, help="tokens to decode greedily (default: 16)")
     args = parser.parse_args()
     if args.max_new_tokens < 2:  # the first token takes no step of decoding
         parser.error(f"--max-new-tokens {args.max_new_tokens}: expected at least 2")
-    missing = [name for name in FORMATS[args.format].packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f'--format {args.format} needs {", ".join(missing)}: pip install "modeling-iha[export]"; in a checkout, '
-            "pip install -c constraints.txt -e '.[export]'."
-        )
+    if missing := [name for name in FORMATS[args.format].packages if importlib.util.find_spec(name) is None]:
+        how = 'pip install "modeling-iha[export]", or -e ".[export]" in a checkout'
+        raise UserError(f"--format {args.format} needs {', '.join(missing)}: {how}.")
     return args
 
 
@@ -74,7 +66,7 @@ from common.foreign_code import note_foreign_code
 from conversion_scripts import run_exported
 from conversion_scripts.conversion import check_iha
 from conversion_scripts.verify_conversion import Comparison, Run, compare
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAForCausalLM
 
 
 README = """# {name}
@@ -140,32 +132,14 @@ def verify(
 ) -> Comparison:
     """Decode prompts of token ids with `exported`, and compare with one forward of `model` without a cache."""
     tokens, logits = run_exported.greedy(exported, prompts, max_new_tokens, stop=set())
-    input_ids, attention_mask = run_exported.pad_left(prompts)
+    input_ids, mask = run_exported.pad_left(prompts)
     input_ids = torch.cat((input_ids, tokens), dim=1)[:, :-1]
-    attention_mask = torch.cat((attention_mask, torch.ones_like(tokens)), dim=1)[:, :-1]
-    positions = run_exported.token_positions(attention_mask)
-    expected = model(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
-    ).logits[:, -max_new_tokens:]
-    return compare(
-        Run(expected.flatten(0, 1), expected.argmax(-1).flatten()), Run(logits.flatten(0, 1), tokens.flatten())
-    )
-
-
-def write_readme(directory: Path, args: argparse.Namespace, config: IHAConfig, result: Comparison) -> None:
-    """Write what the export is, how to run it, and how it compared with the model."""
-    packages = ("transformers", "torch", *FORMATS[args.format].packages)
-    text = README.format(
-        name=Path(args.out).absolute().name,
-        layers=", ".join(f'"{kind}"' for kind in dict.fromkeys(config.attention_kinds)),
-        model=Path(args.model).absolute().name if Path(args.model).exists() else args.model,
-        format=args.format,
-        packages=" ".join(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in packages),
-        prompt=shlex.quote(args.prompt),
-        tokens=result.greedy_tokens,
-        difference=result.max_logit_difference,
-    )
-    (directory / "README.md").write_text(text, encoding="utf-8")
+    mask = torch.cat((mask, torch.ones_like(tokens)), dim=1)[:, :-1]
+    positions = run_exported.token_positions(mask)
+    output = model(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    expected = output.logits[:, -max_new_tokens:]
+    reference = Run(expected.flatten(0, 1), expected.argmax(-1).flatten())
+    return compare(reference, Run(logits.flatten(0, 1), tokens.flatten()))
 
 
 def main() -> None:
@@ -187,16 +161,23 @@ def main() -> None:
         print(f"Decoding {args.max_new_tokens} tokens after {args.prompt!r} and its first half", flush=True)
         half = prompt[: (len(prompt) + 1) // 2]
         result = verify(model, run_exported.load(directory), [prompt, half], args.max_new_tokens)
-        figures = (
-            f"{result.greedy_agreement} of {result.greedy_tokens} greedy tokens are the model's, max |dlogit| "
-            f"{result.max_logit_difference:.1e}"
-        )
+        figures = f"{result.greedy_agreement} of {result.greedy_tokens} greedy tokens are the model's"
+        figures += f", max |dlogit| {result.max_logit_difference:.1e}"
         if not result.passed:
-            raise UserError(
-                f"The export does not compute what {args.model} does, and is not kept: {figures}; expected all, and "
-                f"less than {result.allowed_difference:g}."
-            )
-        write_readme(directory, args, config, result)
+            expected = f"expected all, and less than {result.allowed_difference:g}"
+            raise UserError(f"The export does not compute what {args.model} does: {figures}; {expected}.")
+        packages = ("transformers", "torch", *FORMATS[args.format].packages)
+        readme = README.format(
+            name=Path(args.out).absolute().name,
+            layers=", ".join(f'"{kind}"' for kind in dict.fromkeys(config.attention_kinds)),
+            model=Path(args.model).absolute().name if Path(args.model).exists() else args.model,
+            format=args.format,
+            packages=" ".join(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in packages),
+            prompt=shlex.quote(args.prompt),
+            tokens=result.greedy_tokens,
+            difference=result.max_logit_difference,
+        )
+        (directory / "README.md").write_text(readme, encoding="utf-8")
     print(f"Wrote {args.out}: {figures}.")
     print(f"Run it: {shlex.join(['python', str(Path(args.out) / 'run_exported.py'), str(args.out), args.prompt])}")
 

@@ -20,11 +20,7 @@ from common.command_io import (
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Show the checkpoints in a local directory, or of a user or organisation on the Hugging Face Hub, "
-        "as a table.",
-        epilog="example: %(prog)s outputs",
-    )
+    parser = argparse.ArgumentParser(description=__doc__, epilog="example: %(prog)s outputs")
     parser.add_argument("source", help="a directory that holds checkpoints, or a name on the Hub")
     return parser.parse_args()
 
@@ -112,9 +108,8 @@ def row(directory: Path, name: str, parameters: int | None, revision: str) -> li
 
 def _results(directory: Path, card: ModelCard | None) -> list[str]:
     """Return evaluations as "task metric value": the Hub's entries, then those of the card's model-index."""
-    paths = sorted((directory / EVAL_RESULTS).glob("*.yaml"))
-    entries = [entry for path in paths for entry in parse_eval_result_entries(read_yaml(path))]
-    results = [f"{entry.task_id} {entry.value}" for entry in entries]
+    files = map(read_yaml, sorted((directory / EVAL_RESULTS).glob("*.yaml")))
+    results = [f"{entry.task_id} {entry.value}" for file in files for entry in parse_eval_result_entries(file)]
     for result in (card and card.data.get("eval_results")) or []:
         value = f"{result.metric_value:.4g}" if isinstance(result.metric_value, float) else result.metric_value
         results.append(f"{result.dataset_name} {result.metric_type} {value}")

@@ -6,7 +6,7 @@ from common.command_io import checkpoint, new_path
 
 
 def converter_parser(description: str, example: str, src: str, dst: str) -> argparse.ArgumentParser:
-    """Return a parser of the positional arguments SRC and DST."""
+    """Return a parser of the positional arguments SRC and DST; the description is the docstring of the command."""
     parser = argparse.ArgumentParser(description=description, epilog=f"example: %(prog)s {example}")
     parser.add_argument("src", type=checkpoint, help=src)
     parser.add_argument("dst", type=new_path, help=f"new directory for {dst}")

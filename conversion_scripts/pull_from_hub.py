@@ -1,4 +1,7 @@
-"""Fetch a checkpoint from the Hugging Face Hub into a new directory, and check it as if it were to be published."""
+"""Fetch a checkpoint from the Hugging Face Hub into a new directory, and check it as if it were to be published.
+
+Every file is compared with the Hub's checksum, and the model is loaded in a process without this package.
+"""
 
 import argparse
 import shutil
@@ -8,11 +11,8 @@ from common.command_io import UserError, new_directory, new_path, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Fetch a checkpoint from the Hugging Face Hub into a new directory: every file compared with the "
-        "Hub's checksum, the weights checked, and the model loaded in a process without this package.",
-        epilog="example: %(prog)s me/smollm2-iha smollm2-iha --revision v1",
-    )
+    example = "example: %(prog)s me/smollm2-iha smollm2-iha --revision v1"
+    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
     parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
     parser.add_argument("directory", metavar="dir", type=new_path, help="new directory")
     parser.add_argument("--revision", default="main", help="commit, tag or branch, main by default")
@@ -56,9 +56,8 @@ def pull(repo_id: str, directory: Path, revision: str = "main", trust_code: bool
             loaded = load_in_clean_process(temporary)
         except UserError as error:  # the directory goes with it
             raise UserError(str(error).replace(str(temporary), repo_id)) from error
-    print(
-        f"{directory}: {loaded['model_class']}, {loaded['parameters']:,} parameters; every file is as the Hub has it"
-    )
+    what = f"{loaded['model_class']}, {loaded['parameters']:,} parameters"
+    print(f"{directory}: {what}; every file is as the Hub has it")
     print(f"Revision: {commit}\n\n{snippet(repo_id, commit)}")
     return commit
 

@@ -1,4 +1,8 @@
-"""Publish a saved model directory on the Hugging Face Hub: the files of the checkpoint and no others, in a commit."""
+"""Publish a saved model directory on the Hugging Face Hub: the files of the checkpoint and no others, in a commit.
+
+Weights, code and card are checked before, and the model is loaded in a process without this package. Log in first: hf
+auth login.
+"""
 
 import argparse
 import re
@@ -6,27 +10,21 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.command_io import UserError, refusing, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Publish a saved model directory on the Hugging Face Hub, after checks of its weights, code and "
-        "card and a load in a process without this package. Log in first: hf auth login.",
-        epilog="example: %(prog)s smollm2-iha me/smollm2-iha --private --dry-run",
-    )
+    example = "example: %(prog)s smollm2-iha me/smollm2-iha --private --dry-run"
+    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
     parser.add_argument("directory", metavar="dir", type=Path, help="saved model directory")
     parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
     parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--tag", help="name the uploaded revision, such as v1")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
-    parser.add_argument(
-        "--collection", help="add the model to this collection, such as me/iha-0123456789abcdef01234567"
-    )
+    parser.add_argument("--collection", help="add it to this collection, such as me/iha-0123456789abcdef01234567")
     parser.add_argument("--license", help="of the weights, if the model card does not state it, such as apache-2.0")
     parser.add_argument(
         "--base-model", help="Hub id of the model it was made from, if the card does not state it; none: from scratch"
@@ -49,7 +47,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 from common.checkpoint_io import load_config, load_in_clean_process
 from common.foreign_code import CUSTOM_GENERATE, refuse_foreign_code
 from hub.checks import EVAL_RESULTS, LOADED_NAMES, check_checkpoint, check_links, check_secrets, checkpoint_files
-from hub.client import check_repo_id, commit_of, download, hub_api, hub_errors, snippet, status_of
+from hub.client import check_repo_id, commit_of, download, hub_api, hub_errors, snippet
 from kinds import is_ours
 from model_cards.render import render_card, with_name
 from modeling_iha.package import PACKAGE
@@ -61,17 +59,6 @@ WEIGHTS = re.compile(r"(pytorch_)?model([.-][\w.-]+)?\.(safetensors|bin)(\.index
 ADAPTER = re.compile(r"adapter_(config\.json|model[\w.-]*\.(safetensors|bin))")
 # What git refuses in the name of a tag (git check-ref-format).
 NO_TAG = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|^[-./]|[./]$|^@?$")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Hold what has to change at a commit of a repository so that it holds the checkpoint.
-
-    These are files to upload, with the checksum that the Hub has for them, if any, and files that are superseded.
-    """
-
-    changed: dict[str, str | None]
-    superseded: list[str]
 
 
 def publish(
@@ -93,7 +80,13 @@ def publish(
     possible. Whatever stops it, the repository holds the old checkpoint or the new one, and the same call goes on from
     there.
     """
-    _check_options(repo_id, tag, create_pr)
+    check_repo_id(repo_id)
+    if "/" not in repo_id:  # the Hub would make it in the user's account, where no later request finds it
+        raise UserError(f"{repo_id!r} names no account: expected the account too, such as me/{repo_id}.")
+    if tag is not None and NO_TAG.search(tag):
+        raise UserError(f"{tag!r} is no name that git allows for a tag: choose another, such as v1.")
+    if tag is not None and create_pr:
+        raise UserError("A tag names a revision of the repository: give --tag once the pull request is merged.")
     names, others = checkpoint_files(directory)
     check_links(directory, names)
     card = completed_card(directory, repo_id, license, base_model)
@@ -111,17 +104,36 @@ def publish(
         if dry_run:
             return None
         with hub_errors(f"Publishing {repo_id}"):
-            return _push(stage, repo_id, private, tag, create_pr, collection, trust_code)
-
-
-def _check_options(repo_id: str, tag: str | None, create_pr: bool) -> None:
-    check_repo_id(repo_id)
-    if "/" not in repo_id:  # the Hub would make it in the user's account, where no later request finds it
-        raise UserError(f"{repo_id!r} names no account: expected the account too, such as me/{repo_id}.")
-    if tag is not None and NO_TAG.search(tag):
-        raise UserError(f"{tag!r} is no name that git allows for a tag: choose another, such as v1.")
-    if tag is not None and create_pr:
-        raise UserError("A tag names a revision of the repository: give --tag once the pull request is merged.")
+            api = hub_api()
+            if collection is not None:
+                api.get_collection(collection)
+            # With None the Hub applies the account's default, which may be private.
+            api.create_repo(repo_id, private=private or None, exist_ok=True)
+            if private and not api.repo_info(repo_id).private:
+                raise UserError(
+                    f"{repo_id} exists and is public: choose another, or make it private on the Hub first."
+                )
+            head = commit_of(api, repo_id)
+            changed, superseded = _difference(api, stage, repo_id, head)
+            is_there = not changed and not superseded
+            tagged = tag is not None and _has_tag(api, repo_id, tag, head if is_there else None)
+            if is_there:
+                print(f"{repo_id} holds these files already", flush=True)
+                url, revision = f"{api.endpoint}/{repo_id}/commit/{head}", head
+            else:
+                url, revision = _commit(api, stage, repo_id, head, changed, superseded, create_pr)
+            if left := ", ".join(_difference(api, stage, repo_id, revision)[0]):
+                raise UserError(f"{repo_id} at {revision} holds other content than was sent for {left}: push again.")
+            # The cache may hold more of this revision than what was just downloaded.
+            refuse_foreign_code(download(api, repo_id, revision, names), trust_code)
+            print(f"Loading {repo_id} at {revision} in a clean process", flush=True)
+            load_in_clean_process(repo_id, revision=revision, hub_cache=constants.HF_HUB_CACHE)
+            if tag is not None and not tagged:
+                api.create_tag(repo_id, tag=tag, revision=revision)
+            if collection is not None:
+                api.add_collection_item(collection, repo_id, "model", exists_ok=True)
+        print(f"Published: {url}\nRevision: {revision}\n\n{snippet(repo_id, revision)}")
+        return url
 
 
 def completed_card(directory: Path, repo_id: str, license: str | None, base_model: str | None) -> str:
@@ -133,10 +145,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
     path = directory / "README.md"
     config = load_config(directory)
     if not is_ours(config) and not path.is_file():
-        raise UserError(
-            f"{directory} holds a {config.model_type!r} checkpoint without a model card: write one, README.md, with "
-            "license and base_model."
-        )
+        raise UserError(f"{directory} holds no model card: write one, README.md, with license and base_model.")
     with refusing(f"{path} has metadata that cannot be read", TypeError, ValueError, yaml.YAMLError):
         text = path.read_text(encoding="utf-8-sig") if path.is_file() else render_card(config, repo_id)
         card = ModelCard(text, ignore_metadata_errors=False)
@@ -145,9 +154,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
         stated = card.data.get(name) or None
         if stated is None and value is None:
             none = " (none: trained from scratch)" if name == "base_model" else ""
-            raise UserError(
-                f"The model card of {directory} does not state its {name}: add it, or give {option}{none}."
-            )
+            raise UserError(f"The card of {directory} does not state its {name}: add it, or give {option}{none}.")
         if stated is not None and value is not None and stated != value:
             raise UserError(f"{path} states {name} {stated!r}, and {option} says {value!r}: correct one of them.")
         if stated is None and (name, value) != ("base_model", "none"):
@@ -174,48 +181,10 @@ def _staged(directory: Path, names: list[str], card: str) -> Iterator[Path]:
             raise UserError(str(error).replace(temporary, str(directory))) from error
 
 
-def _push(
-    stage: Path,
-    repo_id: str,
-    private: bool,
-    tag: str | None,
-    create_pr: bool,
-    collection: str | None,
-    trust_code: bool,
-) -> str:
-    api = hub_api()
-    if collection is not None:
-        api.get_collection(collection)
-    # With None the Hub applies the account's default, which may be private.
-    api.create_repo(repo_id, private=private or None, exist_ok=True)
-    if private and not api.repo_info(repo_id).private:
-        raise UserError(f"{repo_id} exists and is public: choose another, or make it private on the Hub first.")
-    head = commit_of(api, repo_id)
-    difference = _difference(api, stage, repo_id, head)
-    tagged = tag is not None and _has_tag(api, repo_id, tag, head if difference == Difference({}, []) else None)
-    url, revision = _commit(api, stage, repo_id, head, difference, create_pr)
-    if left := _difference(api, stage, repo_id, revision).changed:
-        raise UserError(
-            f"{repo_id} at {revision} holds other content than was sent for {', '.join(left)}: push again."
-        )
-    names = [path.relative_to(stage).as_posix() for path in stage.rglob("*")]
-    # The cache may hold more of this revision than what was just downloaded.
-    refuse_foreign_code(download(api, repo_id, revision, names), trust_code)
-    print(f"Loading {repo_id} at {revision} in a clean process", flush=True)
-    load_in_clean_process(repo_id, revision=revision, hub_cache=constants.HF_HUB_CACHE)
-    if tag is not None and not tagged:
-        api.create_tag(repo_id, tag=tag, revision=revision)
-    if collection is not None:
-        api.add_collection_item(collection, repo_id, "model", exists_ok=True)
-    print(f"Published: {url}\nRevision: {revision}\n\n{snippet(repo_id, revision)}")
-    return url
-
-
-def _difference(api: HfApi, stage: Path, repo_id: str, revision: str) -> Difference:
+def _difference(api: HfApi, stage: Path, repo_id: str, revision: str) -> tuple[list[str], list[str]]:
     """Return what a commit of the repository lacks of the directory `stage`, by checksums, and what is superseded."""
     found = api.verify_repo_checksums(repo_id, revision=revision, local_dir=stage)
-    changed: dict[str, str | None] = {mismatch["path"]: mismatch["expected"] for mismatch in found.mismatches}
-    changed |= dict.fromkeys(found.extra_paths)
+    changed = [mismatch["path"] for mismatch in found.mismatches] + found.extra_paths
     new_weights = any(WEIGHTS.fullmatch(path) for path in changed)
     code = {path.name for path in PACKAGE.glob("*.py")}
     superseded = [
@@ -227,39 +196,22 @@ def _difference(api: HfApi, stage: Path, repo_id: str, revision: str) -> Differe
         or path.startswith((f"{CHAT_TEMPLATE_DIR}/", f"{Path(CUSTOM_GENERATE).parent}/"))
         or (new_weights and path.startswith(f"{EVAL_RESULTS}/"))  # of the weights that were there before
     ]
-    return Difference(changed, superseded)
+    return changed, superseded
 
 
 def _commit(
-    api: HfApi, stage: Path, repo_id: str, head: str, difference: Difference, create_pr: bool
+    api: HfApi, stage: Path, repo_id: str, head: str, changed: list[str], superseded: list[str], create_pr: bool
 ) -> tuple[str, str]:
-    """Commit the difference to `head`, all of it or nothing, and return the commit's web address and id.
-
-    If somebody has committed since, try once more, unless that changed the same files. Raise `UserError`.
-    """
-    if difference == Difference({}, []):
-        print(f"{repo_id} holds these files already", flush=True)
-        return f"{api.endpoint}/{repo_id}/commit/{head}", head
-    for path in difference.superseded:
+    """Commit the difference to `head`, all of it or nothing, and return the commit's web address and id."""
+    for path in superseded:
         print(f"Removing what is superseded: {path}", flush=True)
-    operations = [
-        *(CommitOperationAdd(path, str(stage / path)) for path in difference.changed),
-        *(CommitOperationDelete(path, is_folder=False) for path in difference.superseded),
+    operations: list[Any] = [
+        *(CommitOperationAdd(path, str(stage / path)) for path in changed),
+        *(CommitOperationDelete(path, is_folder=False) for path in superseded),
     ]
     message = "Upload Interleaved Head Attention model"
-    create_commit = partial(api.create_commit, repo_id, operations, commit_message=message, create_pr=create_pr)
-    try:
-        commit = create_commit(parent_commit=head)
-    except Exception as error:
-        if status_of(error) != 412:
-            raise
-        print("Somebody has committed meanwhile: trying once more", flush=True)
-        head = commit_of(api, repo_id)
-        if _difference(api, stage, repo_id, head) != difference:
-            raise UserError(
-                f"Somebody has changed the same files of {repo_id} meanwhile: see what is there now, then push again."
-            ) from error
-        commit = create_commit(parent_commit=head)
+    # A commit of somebody else meanwhile is an error of status 412, for which `hub_errors` has its advice.
+    commit = api.create_commit(repo_id, operations, commit_message=message, create_pr=create_pr, parent_commit=head)
     return commit.pr_url or commit.commit_url, commit.oid
 
 

@@ -7,15 +7,11 @@ import argparse
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Continue prompts greedily with an exported model.",
-        epilog='example: python run_exported.py . "The capital of France is"',
-    )
+    example = 'example: python run_exported.py . "The capital of France is"'
+    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
     parser.add_argument("directory", help="the exported model")
     parser.add_argument("prompts", nargs="+", help="texts to continue, in one batch")
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=64, help="number of tokens to add to each prompt at most (default: 64)"
-    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to add at most (default: 64)")
     args = parser.parse_args()
     if args.max_new_tokens < 1:
         parser.error(f"--max-new-tokens {args.max_new_tokens}: expected at least 1")
@@ -70,9 +66,9 @@ def pad_left(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and attention mask, both int [batch, N], of prompts that are padded on the left."""
     length = max(MIN_LENGTH, *map(len, prompts))
     # The mask hides the padding, so any id serves.
-    input_ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
-    attention_mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return input_ids, attention_mask
+    rows = [[0] * (length - len(prompt)) for prompt in prompts]
+    input_ids = torch.tensor([row + prompt for row, prompt in zip(rows, prompts)])
+    return input_ids, torch.tensor([row + [1] * (length - len(row)) for row in rows])
 
 
 def greedy(exported, prompts: list[list[int]], max_new_tokens: int, stop: set[int]) -> tuple[torch.Tensor, ...]:
@@ -85,9 +81,8 @@ def greedy(exported, prompts: list[list[int]], max_new_tokens: int, stop: set[in
     run, cache, tokens, logits = exported.runners["prefill"], DynamicCache(), [], []
     done = torch.zeros(len(prompts), dtype=torch.bool)
     while True:
-        output = run(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache
-        )
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        output = run(**inputs, past_key_values=cache)
         logits.append(output.logits[:, -1])
         input_ids = logits[-1].argmax(-1, keepdim=True)
         tokens.append(input_ids)

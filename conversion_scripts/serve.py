@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from common.command_io import UserError, one_line, run_cli
+from common.command_io import UserError, refusing, run_cli
 
 
 def answer_help() -> None:
@@ -61,10 +61,8 @@ def check_address(host: str, port: int) -> None:
     """
     for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if not ipaddress.ip_address(str(address[0])).is_loopback:
-            raise UserError(
-                f"--host {host}: other machines could use this server without a key. Leave --host at localhost, "
-                "and serve others with vLLM and --api-key (vllm_iha/README.md), or behind a proxy of your own."
-            )
+            advice = "Leave it at localhost, and serve others with vLLM and --api-key (vllm_iha/README.md)"
+            raise UserError(f"--host {host}: other machines could use this server without a key. {advice}.")
         try:
             socket.create_server(address, family=family).close()
         except OSError as error:
@@ -121,26 +119,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_address(options["host"], options["port"])
         if options["enable_cors"]:
             raise UserError("--enable-cors: any web page could use this server without a key. Leave it out.")
-        if "@" in (options["force_model"] or "") and os.path.isdir(options["force_model"]):
-            raise UserError(
-                f"{options['force_model']}: the server takes what follows @ for a revision of another model. Rename "
-                "the directory."
-            )
-        try:
-            if not options["trust_remote_code"] and os.path.isdir(options["force_model"] or ""):
-                config = load_config_dict(options["force_model"])
-                note_foreign_code(options["force_model"])
+        model = options["force_model"] or ""
+        if "@" in model and os.path.isdir(model):
+            why = "the server takes what follows @ for a revision of another model"
+            raise UserError(f"{model}: {why}. Rename the directory.")
+        # The model is loaded before the server starts; the type of the error depends on the library that reads it.
+        with refusing(f"The server cannot start with {model or 'these options'}", Exception):
+            if not options["trust_remote_code"] and os.path.isdir(model):
+                config = load_config_dict(model)
+                note_foreign_code(model)
                 if options["continuous_batching"] and config.get("model_type") in ("iha", "interleaved"):
-                    check_continuous_batching(options["force_model"], options["cb_use_cuda_graph"])
-            if options["force_model"]:
+                    check_continuous_batching(model, options["cb_use_cuda_graph"])
+            if model:
                 # The server refuses all other names, and would list those in the Hub's cache, or fail without one.
-                served = {"id": options["force_model"], "object": "model", "created": 0, "owned_by": ""}
+                served = {"id": model, "object": "model", "created": 0, "owned_by": ""}
                 setattr(ModelManager, "get_gen_models", staticmethod(lambda cache_dir=None: [served]))
             start(**options)
-        # The model is loaded before the server starts; the type of the error depends on the library that reads it.
-        except Exception as error:
-            what = options["force_model"] or "these options"
-            raise UserError(f"The server cannot start with {what}: {one_line(error)}") from error
 
     command.callback = serve
     command.main(argv, prog_name=sys.argv[0])

@@ -3,6 +3,7 @@
 Both models run in float32 on the same tokens, within the length for which the conversion is exact. The source is
 first compared with itself, with and without a cache, because what it does not agree with no conversion can. As a
 control, the command breaks one parameter of the converted model in memory; the same thresholds must reject that model.
+The exit code is 1 if the models differ, or if the control does not.
 """
 
 import argparse
@@ -25,22 +26,15 @@ DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Compare a converted IHA checkpoint with its source on real text, up to the length for which the "
-        "conversion is exact. The exit code is 1 if they differ, or if a deliberately broken control does not.",
-        epilog="example: %(prog)s HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha",
-    )
+    example = "example: %(prog)s HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha"
+    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
     parser.add_argument("src", type=checkpoint, help="source checkpoint: a directory, a Hub id or a GGUF file")
     parser.add_argument("dst", type=checkpoint, help="converted checkpoint: a directory or a Hub id")
     parser.add_argument(
         "--text", type=Path, default=DEFAULT_TEXT, help="text file (default: a speech that ships with the command)"
     )
-    parser.add_argument(
-        "--tokens", type=int, default=500, help="number of tokens of the text to compare (default: 500)"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=64, help="number of tokens to decode greedily (default: 64)"
-    )
+    parser.add_argument("--tokens", type=int, default=500, help="tokens of the text to compare (default: 500)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to decode greedily (default: 64)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     if not 0 < args.max_new_tokens < args.tokens:
@@ -60,7 +54,7 @@ from common.checkpoint_io import load_config, load_model, load_tokenizer
 from common.foreign_code import note_foreign_code
 from conversion_scripts.architectures import exact_length
 from conversion_scripts.conversion import check_iha
-from kinds import all_companions, is_interleaved
+from kinds import companion_of, is_interleaved
 
 
 # Rounding makes logits of up to 100 differ by less than the first number, and larger ones by less than this part.
@@ -151,8 +145,7 @@ def run_source(name: str, source: PreTrainedModel, tokens: torch.Tensor, prompt:
     if not itself.passed:
         raise UserError(
             f"{name} disagrees with itself: from its cache it decodes logits that differ by up to "
-            f"{itself.max_logit_difference:.2g} from a forward without one. The fault is the source's, or that of its "
-            "class in Transformers, and not the conversion's."
+            f"{itself.max_logit_difference:.2g}. The fault is the source's or Transformers', not the conversion's."
         )
     return Run(logits, decoded.continuation)
 
@@ -160,30 +153,22 @@ def run_source(name: str, source: PreTrainedModel, tokens: torch.Tensor, prompt:
 @torch.no_grad()
 def break_one_parameter(model: PreTrainedModel) -> None:
     """Reverse the sign of a parameter, in place, in the first layer whose mechanism has a `control`."""
-    controls = {kind: mechanism.control for kind, mechanism in all_companions().items() if mechanism.control}
-    names = getattr(model.config, "interleaved_layers", None)  # of a decoder of Transformers
-    kinds = (
-        dict.fromkeys(names, "iha")
-        if names
-        else {f"layers.{i}.self_attn": kind for i, kind in enumerate(model.config.attention_kinds)}
-    )
+    if is_interleaved(model.config):
+        kinds = dict.fromkeys(model.config.interleaved_layers, "iha")
+    else:
+        kinds = {f"layers.{i}.self_attn": kind for i, kind in enumerate(model.config.attention_kinds)}
     for name, kind in kinds.items():
-        if kind in controls:
-            model.base_model.get_parameter(f"{name}.{controls[kind]}").neg_()
+        if control := companion_of(kind).control:
+            model.base_model.get_parameter(f"{name}.{control}").neg_()
             return
-    raise UserError(
-        f"The converted model has no layer of kind {', '.join(map(repr, controls))}, so there is nothing to break as "
-        "a control."
-    )
+    raise UserError(f"No kind of layer in {', '.join(set(kinds.values()))} has a parameter to break as a control.")
 
 
 def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
     """Return the first `count` tokens of the text in `path`, [count], or raise `UserError` if there are fewer."""
     tokens = tokenizer(read_text(path, MAX_TEXT), return_tensors="pt").input_ids[0]
     if len(tokens) < count:
-        raise UserError(
-            f"{path} has {len(tokens)} tokens; {count} are asked for. Give a longer --text or fewer --tokens."
-        )
+        raise UserError(f"{path} has {len(tokens)} tokens: give a longer --text, or fewer --tokens than {count}.")
     return tokens[:count]
 
 
@@ -198,10 +183,8 @@ def main() -> None:
     if not is_interleaved(converted_config):
         check_iha(args.dst, converted_config)
     if converted_config.vocab_size != config.vocab_size:
-        raise UserError(
-            f"{args.dst} has a vocabulary of {converted_config.vocab_size} and {args.src} one of {config.vocab_size}: "
-            "it is not a conversion of it."
-        )
+        sizes = f"{converted_config.vocab_size} and {config.vocab_size}"
+        raise UserError(f"{args.dst} is no conversion of {args.src}: their vocabularies have the sizes {sizes}.")
     converted_tokens = read_tokens(load_tokenizer(args.dst, config.vocab_size), args.text, args.tokens)
     if not torch.equal(tokens, converted_tokens):
         raise UserError(f"The tokenizer in {args.dst} cuts the text into other tokens than the one in {args.src}.")
@@ -211,19 +194,17 @@ def main() -> None:
         if length == 1:
             raise UserError(f"{args.dst} has windows of 1 token: it is exact for no sequence that can be decoded.")
         new_tokens = min(new_tokens, length // 2)
-        print(
-            f"The windows of {args.dst} make it exact for sequences of at most {length} tokens: it is verified on "
-            f"{length}, of which it decodes {new_tokens}, and compared beyond them."
-        )
+        how = f"it is verified on {length}, of which it decodes {new_tokens}, and compared beyond them"
+        print(f"The windows of {args.dst} make it exact for sequences of at most {length} tokens: {how}.")
     prompt = tokens[: length - new_tokens]
 
     with progress(f"1 of 4: reading {args.src}"):
-        source = load_model(args.src, torch.float32)
+        source = load_model(args.src, torch.float32, config)
     with progress(f"2 of 4: running it on {args.tokens} tokens, and decoding {new_tokens}"):
         reference = run_source(args.src, source, tokens, prompt, new_tokens)
     del source  # before the weights of the conversion are read
     with progress(f"3 of 4: reading {args.dst}"):
-        converted = load_model(args.dst, torch.float32)
+        converted = load_model(args.dst, torch.float32, converted_config)
     with progress("4 of 4: running it, and a control with a broken parameter"):
         within = Run(reference.logits[:length], reference.continuation)
         logits = forward(converted, tokens)
@@ -248,10 +229,8 @@ def main() -> None:
     if results["control"].passed:
         raise UserError("The control with a broken parameter passed as well: this text cannot tell the models apart.")
     if not results["converted"].passed:
-        raise UserError(
-            f"{args.dst} does not compute what {args.src} does: expected max |dlogit| < "
-            f"{results['converted'].allowed_difference:g} and the same greedy continuation."
-        )
+        expected = f"max |dlogit| < {results['converted'].allowed_difference:g} and the same greedy continuation"
+        raise UserError(f"{args.dst} does not compute what {args.src} does: expected {expected}.")
     print(f"The conversion is exact up to rounding{f', for {length} tokens' if length < args.tokens else ''}.")
 
 

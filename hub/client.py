@@ -21,7 +21,7 @@ ADVICE = {
     403: "use a token that may do this; a gated model asks for access on its page, and an account may be full",
     404: "check the name and the revision; a private repository needs a token that may read it",
     409: "somebody made the same thing meanwhile: run the command again",
-    412: "somebody committed meanwhile: run the command again",
+    412: "somebody committed meanwhile: see what is there now, then run the command again",
     429: f"too many requests: wait some minutes, then {AGAIN}",
 }
 

@@ -6,6 +6,7 @@ No weight is at its neutral value, so no part can drop out unnoticed.
 import json
 import sys
 from copy import deepcopy
+from functools import partial
 
 import torch
 from references import reference_attention
@@ -65,16 +66,11 @@ HYBRID = {
 # One layer of each attention kind.
 EVERY_KIND = {"attention_kinds": list(ATTENTION_CLASSES), "num_hidden_layers": len(ATTENTION_CLASSES)}
 
-LLAMA = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "attention_bias": True,
-    "mlp_bias": True,
+SIZES = {
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
 }
+LLAMA = {**SIZES, "attention_bias": True, "mlp_bias": True}
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -119,20 +115,9 @@ IHA_CODE = {
 
 def small_config(**overrides) -> IHAConfig:
     """Return a config of two "iha" layers, 4 heads of 8 in 2 groups and P = 2, with `overrides`."""
-    fields = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_pseudo_heads": 2,
-        "max_position_embeddings": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-        "pad_token_id": 0,
-        "eos_token_id": None,
-    }
-    return IHAConfig(**{**fields, **overrides})
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    fields = {**SIZES, "num_pseudo_heads": 2, "max_position_embeddings": 256, "rope_parameters": rope}
+    return IHAConfig(**{**fields, "pad_token_id": 0, "eos_token_id": None, **overrides})
 
 
 def random_model(config, model_class=IHAForCausalLM, dtype=torch.float32, seed=0):
@@ -256,14 +241,9 @@ def packing(lengths, rows=1):
 
 def cumulative_lengths(lengths):
     """Return what a padding-free collator gives beside position_ids for documents of these lengths in one row."""
-    boundaries = torch.tensor([0, *lengths]).cumsum(0).int()
-    longest = max(lengths)
-    return {
-        "cu_seq_lens_q": boundaries,
-        "cu_seq_lens_k": boundaries,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    boundaries, longest = torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths)
+    lengths = {f"cu_seq_lens_{side}": boundaries for side in "qk"}
+    return lengths | {f"max_length_{side}": longest for side in "qk"}
 
 
 def on_cores(geometries, cores=CORES):
@@ -370,9 +350,8 @@ def gradients(output, leaves):
     They are zeros where the output does not depend on a leaf.
     """
     probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return dict(
-        zip(leaves, torch.autograd.grad(output, list(leaves.values()), probe.to(output.dtype), materialize_grads=True))
-    )
+    found = torch.autograd.grad(output, list(leaves.values()), probe.to(output.dtype), materialize_grads=True)
+    return dict(zip(leaves, found))
 
 
 # Comparisons
@@ -438,17 +417,10 @@ def assert_attention_matches(
     model = random_model(config, dtype=dtype, seed=seed)
     if core is not None:
         set_core(model, core)
-    reference, (of_model, of_reference) = reference_attention(config, 0), inputs
-    assert_layer_matches(
-        model,
-        lambda hidden_states, weights: reference(hidden_states, weights, **of_reference),
-        tolerance,
-        gradient_tolerance,
-        of_reference.get("padding_mask"),
-        input_ids=random_ids(rows, length),
-        use_cache=False,
-        **of_model,
-    )
+    (of_model, of_reference), attention = inputs, reference_attention(config, 0)
+    real, of_model = of_reference.get("padding_mask"), {"input_ids": random_ids(rows, length), **of_model}
+    reference = partial(attention, **of_reference)
+    assert_layer_matches(model, reference, tolerance, gradient_tolerance, real, use_cache=False, **of_model)
 
 
 def reference_logits(model, input_ids, **inputs):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,8 +22,8 @@ from common.command_io import UserError, check_output_file, read_json, read_json
 # What is left of an exception
 
 
-def failing():
-    raise KeyError("value\n\x1b[2J")
+def failing(error=KeyError("value\n\x1b[2J")):
+    raise error
 
 
 @pytest.fixture
@@ -40,28 +41,16 @@ def fails(monkeypatch, capsys, tmp_path):
     return fails
 
 
-def test_a_defect_is_one_line_that_names_its_traceback(fails, tmp_path):
+def test_a_defect_is_one_line_that_names_its_traceback(fails, monkeypatch, tmp_path):
     line = fails(failing, "results\x1b.json")
     assert re.match(r"Error: command.py results\\x1b.json failed in test_borders.py, line \d+: KeyError: ", line)
     assert "\x1b" not in line and "\n" not in line
     (file,) = tmp_path.iterdir()
     assert line.endswith(f"--traceback shows more, as does {file}.")
     assert file.read_text().startswith("Traceback") and "in failing" in file.read_text()
-
-
-def test_a_defect_is_one_line_where_no_file_can_be_written(fails, monkeypatch):
     monkeypatch.setattr(command_io.tempfile, "tempdir", "/proc/nowhere")
-    assert fails(failing).endswith("--traceback shows more.")
-
-
-def test_a_panic_of_a_library_in_rust_is_one_line(fails):
-    class PanicException(BaseException):
-        pass
-
-    def panic():
-        raise PanicException("called `Option::unwrap()` on a `None` value")
-
-    assert "PanicException: called `Option::unwrap()`" in fails(panic)
+    panic = type("PanicException", (BaseException,), {})  # of a library in Rust
+    assert re.search("PanicException: `None`; --traceback shows more.$", fails(partial(failing, panic("`None`"))))
 
 
 @pytest.mark.parametrize("error", [KeyError("value"), UserError("no such task")])
@@ -75,7 +64,7 @@ def test_the_option_traceback_shows_it(error, monkeypatch):
         run_cli(main)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_any_terminal_shows_any_name(encoding, monkeypatch):
     streams = [io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2)]
     monkeypatch.setattr(sys, "stdout", streams[0])
@@ -112,25 +101,23 @@ def test_only_a_regular_file_is_read(read, fifo):
 
 
 YAML_BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
-BOMB = gzip.compress(b'{"a": 1}\n' * 10**6, mtime=0)
+BOMB = gzip.compress(b'{"a": 1}\n' * 10**5, mtime=0)
 
 
 @pytest.mark.parametrize(
     ("read", "content", "words"),
     [
         (read_json, b'{"a": ' * 10**5, "cannot be read as JSON"),
-        (read_json, b'{"a": ' + b"1" * 5000 + b"}", "cannot be read as JSON"),
         (read_json, b'{"a": 1, "a": 2}', "cannot be read as JSON: the key 'a' is given twice"),
         (read_json, b'{"a": "\xff"}', "cannot be read: 'utf-8' codec"),
         (read_json, b" " * 2000, "has more than 1,000 bytes"),
-        (read_json, b"[]", "holds a list: expected a JSON object"),
+        (read_json, b"[]", r"it is \[\]: expected a valid dictionary"),
         (read_yaml, b"[" * 10**4, "has more than 1,000 bytes"),
         (read_yaml, b"[" * 999, "cannot be read as YAML"),
         (read_yaml, YAML_BOMB.encode(), "cannot be read as YAML: an alias"),
         (read_yaml, b"a: 1\na: 2\n", "the key 'a' is given twice"),
-        (read_yaml, b"\xff", "cannot be read: 'utf-8' codec"),
         (read_jsonl, b'{"a": 1}\n' + b'{"a": ' * 100, "row 2: not valid JSON"),
-        (read_jsonl, b'{"a": 1}\n\n[1]\n', "row 2: expected a JSON object"),
+        (read_jsonl, b'{"a": 1}\n\n[1]\n', r"row 2: it is \[1\]: expected a valid dictionary"),
         (read_jsonl, b'{"a": "\xff"}\n', "row 1: not UTF-8 text"),
         (read_jsonl, b" " * 2000 + b"{}\n", "has more than 1,000 bytes in a line"),
         (read_jsonl, BOMB, "or grows 100-fold"),
@@ -142,7 +129,7 @@ def test_what_is_read_is_bounded(read, content, words, tmp_path, monkeypatch):
     monkeypatch.setattr(command_io, "MAX_YAML", 1000)
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=f"^{re.escape(str(path))}.* {words}"):
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}.*{words}"):
         list(read(path))
 
 
@@ -159,25 +146,17 @@ class Record(TypedDict):
 GOOD = {"suite": "smoke", "figures": {"acc": {"value": 1, "stderr": None, "more": 2}}, "more": 3}
 
 
+NAN = {"acc": {"value": float("nan"), "stderr": 0}}
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ([], r"it is \[\]: expected a valid dictionary"),
         ({}, "suite is missing"),
         (GOOD | {"suite": "all"}, "suite is 'all': expected 'smoke' or 'paper'"),
         (GOOD | {"figures": {"acc": {"value": True, "stderr": 0}}}, "figures.acc.value is True: expected a valid num"),
-        (
-            GOOD | {"figures": {"acc": {"value": float("nan"), "stderr": 0}}},
-            "figures.acc.value is nan: expected a finite number",
-        ),
-        (
-            GOOD | {"figures": {"acc": {"value": 1, "stderr": 1e999}}},
-            "figures.acc.stderr is inf: expected a finite number",
-        ),
-        (
-            GOOD | {"figures": {"acc": {"value": "1" * 999, "stderr": 0}}},
-            "figures.acc.value is '1+[.]{3}1+': expected a",
-        ),
+        (GOOD | {"figures": NAN}, "figures.acc.value is nan: expected a finite number"),
+        (GOOD | {"suite": "1" * 999}, "suite is '1+[.]{3}1+': expected"),
     ],
 )
 def test_what_is_read_has_the_types_that_are_asked_for(content, words, tmp_path):
@@ -192,12 +171,24 @@ def test_what_is_read_has_the_types_that_are_asked_for(content, words, tmp_path)
 # What is written
 
 
-def test_two_writers_of_one_file_do_not_meet(tmp_path):
-    path = tmp_path / "file"
-    with whole_file(path) as first, whole_file(path) as second:
-        first.write_text("first")
-        second.write_text("second")
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("file", "first")]
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    """Keep its permissions, a link that leads to it, and what another writer writes meanwhile."""
+    (tmp_path / "new").mkdir()
+    path, link = tmp_path / "new" / "file", tmp_path / "link"
+    link.symlink_to(path)
+    for mode in (0o600, 0o644):
+        with whole_file(link) as first, whole_file(link) as second:
+            first.write_text("first")
+            second.write_text("second")
+        assert path.read_text() == "first" and link.is_symlink()
+        path.chmod(mode)
+        with whole_file(link) as temporary:
+            temporary.write_text("figures")
+        assert path.stat().st_mode & 0o777 == mode
+    with pytest.raises(ZeroDivisionError), whole_file(link) as temporary:
+        temporary.write_text("half")
+        1 / 0
+    assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("file", "figures")]
 
 
 def test_no_link_in_the_place_of_a_temporary_file_is_followed(tmp_path, monkeypatch):
@@ -209,14 +200,3 @@ def test_no_link_in_the_place_of_a_temporary_file_is_followed(tmp_path, monkeypa
     with pytest.raises(UserError, match="cannot be written: File exists"):
         check_output_file(tmp_path / "file")
     assert (tmp_path / "mine").read_text() == "mine"
-
-
-def test_a_file_that_is_written_again_keeps_its_permissions(tmp_path):
-    path = tmp_path / "file"
-    for mode in (0o600, 0o644):
-        with whole_file(path) as temporary:
-            temporary.write_text("figures")
-        path.chmod(mode)
-        with whole_file(path) as temporary:
-            temporary.write_text("figures")
-        assert path.stat().st_mode & 0o777 == mode

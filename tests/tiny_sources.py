@@ -5,7 +5,7 @@ from collections import Counter
 from functools import cache
 
 import torch
-from helpers import random_ids, random_model
+from helpers import SIZES, random_ids, random_model
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -30,18 +30,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<s>{% endif %}"
 )
 
-_SHARED = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SHARED = {**SIZES, **_TOKENS, "num_hidden_layers": 6, "max_position_embeddings": 256}
 _QWEN_SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}
 
 # What `convert_llama_to_iha.py` takes: name -> (model class, fields).
@@ -63,7 +53,7 @@ SOURCES = {
         SmolLM3ForCausalLM,
         {
             **{"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [1, 0] * 3},
-            **{"attention_bias": True, "tie_word_embeddings": False},
+            **{"attention_bias": True, "tie_word_embeddings": False, "head_dim": 12},
         },
     ),
 }
@@ -77,32 +67,12 @@ OTHER_SOURCES = {
 }
 # What `convert_dcformer_to_iha.py` takes: a config of the released code.
 DCFORMER = {
-    "model_type": "dcformer",
-    "architectures": ["DCFormer"],
+    **{"model_type": "dcformer", "architectures": ["DCFormer"], "torch_dtype": "float32"},
     "auto_map": {"AutoConfig": "configuration_dcformer.DCFormerConfig"},
-    "vocab_size": 61,
-    "dim": 32,
-    "intermediate_size": 24,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_local_heads": 4,
-    "head_dim": 8,
-    "rope_base": 100.0,
-    "norm_eps": 1e-6,
-    "block_size": 64,
-    "window_size": 3,
-    "window_type": None,
-    "use_qk_norm": True,
-    "mgate": True,
-    "mgate_dim": 6,
-    "query_wise": False,
-    "use_dcmha": True,
-    "is_training": False,
-    "q_chunk_size": 128,
-    "prefill_pad": True,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"vocab_size": 61, "dim": 32, "intermediate_size": 24, "n_layer": 4, "n_head": 4, "n_local_heads": 4},
+    **{"head_dim": 8, "rope_base": 100.0, "norm_eps": 1e-6, "block_size": 64, "window_size": 3, "window_type": None},
+    **{"use_qk_norm": True, "mgate": True, "mgate_dim": 6, "query_wise": False, "use_dcmha": True},
+    **{"is_training": False, "q_chunk_size": 128, "prefill_pad": True, "bos_token_id": 1, "eos_token_id": 2},
 }
 # Twice the windows of the sliding sources, and odd.
 LENGTH = 17
@@ -210,7 +180,7 @@ def padded_logits(model):
 
 
 @torch.no_grad()
-def continuation(model, steps=8):
+def continuation(model, steps=5):
     prompt = random_ids(1, 9)
     config = GenerationConfig(max_new_tokens=steps, do_sample=False, pad_token_id=0)
     return model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)[0].tolist()

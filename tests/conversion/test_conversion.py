@@ -39,7 +39,7 @@ from transformers import (
 
 from common import checkpoint_io
 from common.checkpoint_io import load_in_clean_process, run_in_clean_process, smollm2_gguf
-from common.command_io import UserError, new_directory
+from common.command_io import UserError
 from conversion_scripts import (
     convert_diffllama_to_iha,
     convert_iha_to_diffllama,
@@ -59,12 +59,12 @@ from modeling_iha.interleave import last_pseudo_head
 
 P3, TALKING_HEADS = {"num_pseudo_heads": 3}, {"kind": "talking_heads"}
 OTHER_KINDS = [{"kind": kind} for kind in KINDS if kind != "iha"]
-# What a kind meets in a layer, whatever the architecture: a head_dim of its own, QK-norm, windows, biases, no RoPE.
-LAYERS = ("llama-tied-head-dim", "qwen3-sliding-bias", "smollm3-sliding")
+# "smollm3-sliding" has what a kind meets in a layer, whatever the architecture: a head_dim of its own, windows, biases
+# and layers without RoPE. `test_companions.py` adds QK-norm.
 CONVERSIONS = [
     *((name, P3) for name in SOURCES),
-    *(("qwen2-sliding", {"num_pseudo_heads": p}) for p in (1, 2, 4)),
-    *((name, kind) for name in LAYERS for kind in OTHER_KINDS),
+    *(("qwen2-sliding", {"num_pseudo_heads": p}) for p in (1, 4)),
+    *(("smollm3-sliding", kind) for kind in OTHER_KINDS),
     *(
         ("qwen3", {"kind": kind, "options": options})
         for kind, options in (
@@ -96,6 +96,24 @@ def test_converted_model_computes_what_its_source_does(name, arguments):
     assert_equal_logits(logits(model.float()), logits(source.float()))
 
 
+@pytest.mark.parametrize(("name", "arguments"), [*((name, P3) for name in SOURCES), ("llama", TALKING_HEADS)], ids=str)
+def test_round_trip_returns_the_same_model(name, arguments):
+    source = tiny_source(name, torch.bfloat16)
+    restored = convert_back(convert(source, **arguments))
+    # A Mistral without a window is a Llama.
+    expected_class = SOURCES["llama" if name == "mistral" else name][0]
+    assert type(restored) is expected_class and not restored.training
+    expected, actual = source.state_dict(), restored.state_dict()
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
+    assert torch.equal(logits(restored), logits(source))
+    assert restored.generation_config.to_dict() == source.generation_config.to_dict()
+    if name != "mistral":
+        ours, theirs = restored.config.to_dict(), source.config.to_dict()
+        # IHA has one field for how layers slide, and writes out what a config class leaves to its default.
+        for field in theirs.keys() - {"max_window_layers", "use_sliding_window", "architectures"}:
+            assert ours[field] == theirs[field], field
+
+
 @pytest.mark.parametrize("kind", [arguments["kind"] for arguments in OTHER_KINDS])
 def test_nothing_is_dead_after_a_conversion(kind):
     """Expect gradients of the first projections of "dcmha" after a step, and of all else at once."""
@@ -108,7 +126,7 @@ def test_nothing_is_dead_after_a_conversion(kind):
         torch.optim.SGD(model.parameters(), lr=1e-3).step()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "qwen2-sliding", "qwen3"])
+@pytest.mark.parametrize("name", ["mistral-sliding", "qwen3"])
 def test_hybrid_schedule_is_exact_up_to_its_window(name):
     source = tiny_source(name)
     model = convert(source, 2, "hybrid", window=5)
@@ -120,34 +138,28 @@ def test_hybrid_schedule_is_exact_up_to_its_window(name):
     # One token more reaches out of the window, and only its logits can tell.
     assert_equal_logits(logits(model, 6)[:, :5], logits(source, 6)[:, :5])
     assert (logits(model, 6)[:, 5] - logits(source, 6)[:, 5]).abs().max() > 1e-3
-
-
-def test_hybrid_schedule_over_a_sliding_source_keeps_the_smaller_window():
-    source = tiny_source("mistral-sliding")
-    assert exact_length(source.config, iha_config(source.config, 2, "hybrid", 5)) == 5
-    assert exact_length(source.config, iha_config(source.config, 2, "hybrid", 9)) == 7
-
-
-def test_the_default_window_is_that_of_the_paper():
-    assert iha_config(tiny_source().config, 2, "hybrid").sliding_window == 256 // (2 * 2**2)
+    if name == "qwen3":
+        restored = convert_back(model)
+        assert restored.config.layer_types == config.layer_types
+        assert_equal_logits(logits(restored), logits(model))
+    else:  # the smaller window counts
+        assert exact_length(source.config, iha_config(source.config, 2, "hybrid", 9)) == 7
+    # By default the window is the paper's.
+    assert iha_config(source.config, 2, "hybrid").sliding_window == 256 // (2 * 2**2)
 
 
 ORIGINAL = {"original_max_position_embeddings": 8}
+ROPES = {
+    **{"linear": {}, "dynamic": {}, "yarn": ORIGINAL},
+    "longrope": {**ORIGINAL, "short_factor": [1.0, 1.5, 2, 3], "long_factor": [1.0, 2, 4, 8]},
+    "llama3": {**ORIGINAL, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "linear"},
-        {"rope_type": "dynamic"},
-        {"rope_type": "yarn", **ORIGINAL},
-        {"rope_type": "longrope", **ORIGINAL, "short_factor": [1.0, 1.5, 2, 3], "long_factor": [1.0, 2, 4, 8]},
-        {"rope_type": "llama3", **ORIGINAL, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_every_rope_type_is_carried_over(rope):
-    source = tiny_source(rope_parameters={"rope_theta": 100.0, "factor": 4.0, **rope}, max_position_embeddings=12)
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_every_rope_type_is_carried_over(rope_type):
+    rope = {"rope_type": rope_type, "rope_theta": 100.0, "factor": 4.0, **ROPES[rope_type]}
+    source = tiny_source(rope_parameters=rope, max_position_embeddings=12)
     plain = tiny_source(rope_parameters={"rope_theta": 100.0, "rope_type": "default"}, max_position_embeddings=12)
     expected = logits(source)
     assert (expected - logits(plain)).abs().max() > 1e-2, "the RoPE type makes no difference here"
@@ -204,62 +216,24 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((0,), "num_pseudo_heads=0"),
-        ((2, "global", 8), "only hybrid has a window"),
-        ((2, "hybrid", 0), "window=0"),
-        ((2, "hybrid", 257), "window=257: the source's context is 256 tokens"),
-        ((None,), "'iha' needs a number of pseudo-heads"),
-        ((2, "global", None, "none", 0, "talking_heads"), "'talking_heads' with num_pseudo_heads=2"),
-        ((None, "hybrid", 8, "none", 0, "talking_heads"), "only 'iha' has that schedule"),
-        ((None, "global", None, "none", 0, "diff"), "kind='diff' has no exact start"),
-        ((None, "global", None, "none", 0, "gated", {"every": 4}), "has the option 'every'"),
-        *(
-            ((None, "global", None, "none", 0, "multi_token", {name: True}), f"leave no exact start: .*{name}")
-            for name in ("head_norm", "head_gate")
-        ),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused(arguments, message):
-    with pytest.raises(UserError, match=message):
-        convert(tiny_source(), *arguments)
-
-
-# And back
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "arguments"),
-    [
-        *((name, torch.bfloat16, P3) for name in SOURCES),
-        *(("llama", torch.float32, arguments) for arguments in (P3, TALKING_HEADS)),
+        ({"num_pseudo_heads": 0}, "num_pseudo_heads=0"),
+        ({"num_pseudo_heads": 2, "window": 8}, "only hybrid has a window"),
+        ({"num_pseudo_heads": 2, "schedule": "hybrid", "window": 257}, "window=257: expected at most .* 256 tokens"),
+        ({}, "'iha' needs a number of pseudo-heads"),
+        ({"num_pseudo_heads": 2, **TALKING_HEADS}, "'talking_heads' with num_pseudo_heads=2"),
+        ({"schedule": "hybrid", **TALKING_HEADS}, "only 'iha' has that schedule"),
+        ({"kind": "diff"}, "kind='diff' has no exact start"),
+        ({"kind": "gated", "options": {"every": 4}}, "has the option 'every'"),
+        ({"kind": "multi_token", "options": {"head_gate": True}}, "leave no exact start: .*head_gate"),
     ],
     ids=str,
 )
-def test_round_trip_returns_the_same_model(name, dtype, arguments):
-    source = tiny_source(name, dtype)
-    restored = convert_back(convert(source, **arguments))
-    # A Mistral without a window is a Llama.
-    expected_class = SOURCES["llama" if name == "mistral" else name][0]
-    assert type(restored) is expected_class and not restored.training
-    expected, actual = source.state_dict(), restored.state_dict()
-    assert actual.keys() == expected.keys()
-    for key in expected:
-        assert torch.equal(actual[key], expected[key]), key
-    assert torch.equal(logits(restored), logits(source))
-    assert restored.generation_config.to_dict() == source.generation_config.to_dict()
-    if name != "mistral":
-        ours, theirs = restored.config.to_dict(), source.config.to_dict()
-        # IHA has one field for how layers slide, and writes out what a config class leaves to its default.
-        for field in theirs.keys() - {"max_window_layers", "use_sliding_window", "architectures"}:
-            assert ours[field] == theirs[field], field
+def test_arguments_that_cannot_work_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        convert(tiny_source(), **arguments)
 
 
-def test_hybrid_round_trip_keeps_the_schedule():
-    source = tiny_source("qwen3")
-    model = convert(source, 2, "hybrid", window=5)
-    restored = convert_back(model)
-    assert restored.config.layer_types == model.config.layer_types
-    assert_equal_logits(logits(restored), logits(model))
+# And back
 
 
 def test_collapse_over_all_heads_goes_back():
@@ -276,8 +250,7 @@ def test_collapse_over_all_heads_goes_back():
     assert torch.equal(logits(convert_back(wide)), logits(convert_back(model)))
 
 
-@pytest.mark.parametrize("positions", ["interleaved", "shared"])
-@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
+@pytest.mark.parametrize(("collapse", "positions"), [("per_head", "interleaved"), ("all_heads", "shared")])
 def test_head_mixing_without_virtual_tokens_is_a_llama(collapse, positions):
     """Fold a random mixing of heads, P = 1, into the projections."""
     fields = {"pseudo_collapse": collapse, "pseudo_positions": positions, "head_dim": 12, "attention_bias": True}
@@ -303,8 +276,13 @@ def test_a_qk_norm_keeps_the_mixing_of_queries_and_keys_from_being_folded():
     assert_equal_logits(logits(qwen), logits(model))
 
 
-@pytest.mark.parametrize("step, moved", [(2**-6, "0.016"), (float("nan"), "nan")])
-@pytest.mark.parametrize("name", ["q_mix", "k_mix", "v_mix", "collapse", "score_mix"])
+@pytest.mark.parametrize(
+    "name, step, moved",
+    [
+        *((name, 2**-6, "0.016") for name in ("q_mix", "k_mix", "v_mix", "collapse", "score_mix")),
+        ("v_mix", float("nan"), "nan"),
+    ],
+)
 def test_a_parameter_that_moved_is_named(name, step, moved):
     model = convert(tiny_source(), **(TALKING_HEADS if name == "score_mix" else P3))
     with torch.no_grad():
@@ -338,8 +316,7 @@ def test_trained_output_bias_is_not_dropped():
     assert_equal_logits(logits(restored), logits(model))
 
 
-@pytest.mark.parametrize("values", ["linear", "mlp"])
-@pytest.mark.parametrize("name", ["llama", "qwen3-sliding-bias"])
+@pytest.mark.parametrize(("name", "values"), [("llama", "linear"), ("qwen3-sliding-bias", "mlp")])
 def test_maps_of_knocking_heads_fold_into_the_projections(name, values):
     """Export random maps, and an MLP while its gate is zero, as the stock model that computes the same."""
     source, options = tiny_source(name), {"queries": True, "keys": True, "values": values}
@@ -394,6 +371,8 @@ def travel(tmp_path_factory):
         folder = tmp_path_factory.mktemp(road.source)
         save_tiny_source(folder / "source", road.source, torch.bfloat16, max_shard_size="10KB")
         (folder / "source" / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
+        code = {"AutoTokenizer": ["tokenization_x.X", None]}
+        edit_config(folder / "source", "tokenizer_config.json", auto_map=code)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["convert", str(folder / "source"), str(folder / "iha"), *road.options])
             road.there.main()
@@ -419,8 +398,8 @@ def test_converted_directory_is_complete(converted):
     assert config["dtype"] == "bfloat16" and config["model_type"] == "iha"
     tokenizer = AutoTokenizer.from_pretrained(converted / "iha")
     assert tokenizer.chat_template == CHAT_TEMPLATE
-    text = verify_conversion.DEFAULT_TEXT.read_text()
-    assert tokenizer(text).input_ids == AutoTokenizer.from_pretrained(converted / "source")(text).input_ids
+    # It is saved as what it was read as, because the code that its source names is not copied.
+    assert "auto_map" not in json.loads((converted / "iha" / "tokenizer_config.json").read_text())
     ours = GenerationConfig.from_pretrained(converted / "iha")
     assert (ours.eos_token_id, ours.max_length) == ([2, 3], 77)
     card = (converted / "iha" / "README.md").read_text()
@@ -449,17 +428,15 @@ def test_clean_process_refuses_what_does_not_load(converted, tmp_path, monkeypat
 
     with pytest.raises(UserError, match="no config.json"):
         load_in_clean_process(tmp_path)
-    with pytest.raises(UserError, match="^why$"):
-        run_in_clean_process("raise SystemExit('where\\nwhy')", {})
-    with pytest.raises(UserError, match="^why$"):
-        run_in_clean_process(
-            "print('why\\nnanobind: leaked 4 types!\\n - a', file=sys.stderr); raise SystemExit(1)", {}
-        )
+    leaks = "print('why\\nnanobind: leaked 4 types!\\n - a', file=sys.stderr); raise SystemExit(1)"
+    for program in ("raise SystemExit('where\\nwhy')", leaks):
+        with pytest.raises(UserError, match="^why$"):
+            run_in_clean_process(program, {})
     monkeypatch.setattr(checkpoint_io, "run_in_clean_process", run_here)
     broken = shutil.copytree(converted / "iha", tmp_path / "broken")
     edit_weights(broken, lambda w: w.pop("model.layers.4.self_attn.collapse.weight"))
     with pytest.raises(
-        UserError, match=r"does not load in a clean process: missing_keys: .*layers\.4\.self_attn\.collapse"
+        UserError, match=r"not load in a clean process: missing_keys: .*layers\.4\.self_attn\.collapse"
     ):
         load_in_clean_process(broken)
 
@@ -468,9 +445,14 @@ VERIFY = ("--tokens", 40, "--max-new-tokens", 20)
 
 
 @pytest.mark.parametrize("road, control", [(LLAMA, 0.1), (DIFFLLAMA, 0.01)], ids=["llama", "diffllama"])
-def test_verify_accepts_the_conversion(road, control, travel, tmp_path, cli):
-    folder, figures = travel(road), tmp_path / "figures.json"
-    code, out, err = cli(verify_conversion, folder / "source", folder / "iha", *VERIFY, "--json", figures)
+def test_verify_accepts_the_conversion_and_refuses_a_changed_one(road, control, travel, tmp_path, cli):
+    """Decode greedily, whatever the checkpoints ask for."""
+    folder, figures = shutil.copytree(travel(road), tmp_path / "both"), tmp_path / "figures.json"
+    for model in ("source", "iha"):
+        settings = {"stop_strings": ["x"], "return_dict_in_generate": True, "max_time": 1e-6, "num_beams": 2}
+        edit_config(folder / model, "generation_config.json", **settings)
+    verify = (verify_conversion, folder / "source", folder / "iha", *VERIFY)
+    code, out, err = cli(*verify, "--json", figures)
     assert code == 0 and "exact up to rounding" in out, err
     figures = json.loads(figures.read_text())
     assert figures["converted"]["passed"] and figures["converted"]["max_logit_difference"] < 2e-5
@@ -479,19 +461,13 @@ def test_verify_accepts_the_conversion(road, control, travel, tmp_path, cli):
     assert not figures["control"]["passed"] and figures["control"]["max_logit_difference"] > control
     assert figures["control"]["mean_kl"] > control / 100
 
-
-def test_verify_decodes_greedily_whatever_the_source_asks_for(converted, tmp_path, cli):
-    folder = shutil.copytree(converted, tmp_path / "both")
-    for model in ("source", "iha"):
-        settings = {"stop_strings": ["x"], "return_dict_in_generate": True, "max_time": 1e-6, "num_beams": 2}
-        edit_config(folder / model, "generation_config.json", **settings)
-    code, out, err = cli(verify_conversion, folder / "source", folder / "iha", *VERIFY)
-    assert code == 0 and "exact up to rounding" in out, err
+    edit_weights(folder / "iha", lambda w: w[f"model.layers.5.self_attn.{road.parameter}"].view(-1)[3].add_(0.5))
+    code, out, err = cli(*verify)
+    assert code == 1 and "converted" in out and "does not compute what" in last_line(err)
 
 
 @pytest.mark.parametrize(
-    "stored, loaded, pickled",
-    [(torch.float32, "float16", False), (torch.float16, "bfloat16", False), (torch.bfloat16, "float16", True)],
+    "stored, loaded, pickled", [(torch.float16, "bfloat16", False), (torch.bfloat16, "float16", True)]
 )
 def test_weights_that_the_dtype_of_the_config_rounds_are_named(stored, loaded, pickled, tmp_path, cli):
     """Convert files whose config names another dtype, in which a load rounds them without a word; then keep them."""
@@ -504,23 +480,6 @@ def test_weights_that_the_dtype_of_the_config_rounds_are_named(stored, loaded, p
         out = tmp_path / f"iha{len(options)}"
         code, _, err = cli(convert_llama_to_iha, tmp_path / "source", out, "--num-pseudo-heads", 2, *options)
         assert code == 0 and (f"torch.{loaded}, in which its config has them loaded, rounds 99" in err) == said, err
-
-
-def test_a_tokenizer_with_code_of_its_own_is_saved_without_it(tmp_path, cli):
-    """Save the tokenizer as what it was read as, because the code that its source names is not copied."""
-    save_tiny_source(tmp_path / "source")
-    edit_config(tmp_path / "source", "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_x.X", None]})
-    code, _, err = cli(convert_llama_to_iha, tmp_path / "source", tmp_path / "iha", "--num-pseudo-heads", 2)
-    assert code == 0, err
-    assert "auto_map" not in json.loads((tmp_path / "iha" / "tokenizer_config.json").read_text())
-
-
-@pytest.mark.parametrize("road", [LLAMA, DIFFLLAMA], ids=["llama", "diffllama"])
-def test_verify_refuses_a_changed_conversion(road, travel, tmp_path, cli):
-    changed = shutil.copytree(travel(road) / "iha", tmp_path / "changed")
-    edit_weights(changed, lambda w: w[f"model.layers.5.self_attn.{road.parameter}"].view(-1)[3].add_(0.5))
-    code, out, err = cli(verify_conversion, travel(road) / "source", changed, *VERIFY)
-    assert code == 1 and "converted" in out and "does not compute what" in last_line(err)
 
 
 def test_verify_refuses_a_control_that_passes(converted, monkeypatch, cli):
@@ -537,15 +496,11 @@ def test_verify_a_hybrid_within_its_window(tmp_path, cli):
     assert "at most 24 tokens" in (tmp_path / "iha" / "README.md").read_text()
     source.bfloat16().save_pretrained(tmp_path / "source")
     check = (verify_conversion, tmp_path / "source", tmp_path / "iha", "--json", tmp_path / "figures.json")
-    for options, decoded in (((), 12), (("--tokens", 60, "--max-new-tokens", 8), 8)):
-        code, out, err = cli(*check, *options)
-        assert code == 0 and f"verified on 24, of which it decodes {decoded}" in out, err
-        assert "exact up to rounding, for 24 tokens" in out
-        [beyond] = re.findall(r"^after 24 +(\S+).*another function", out, re.MULTILINE)
-        assert float(beyond) > 0.01 and json.loads((tmp_path / "figures.json").read_text())["tokens"] == 24
-    edit_weights(tmp_path / "iha", lambda w: w["model.layers.3.self_attn.k_mix.weight"].view(-1)[3].add_(0.5))
-    code, out, err = cli(*check)
-    assert code == 1 and "does not compute what" in last_line(err)
+    code, out, err = cli(*check, "--tokens", 60, "--max-new-tokens", 20)
+    assert code == 0 and "verified on 24, of which it decodes 12" in out, err
+    assert "exact up to rounding, for 24 tokens" in out
+    [beyond] = re.findall(r"^after 24 +(\S+).*another function", out, re.MULTILINE)
+    assert float(beyond) > 0.01 and json.loads((tmp_path / "figures.json").read_text())["tokens"] == 24
 
 
 @pytest.mark.parametrize(
@@ -615,10 +570,9 @@ def test_a_gguf_file_of_which_transformers_reads_a_part(architecture, what, add,
     assert code == 1 and said in last_line(err), err
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
-def test_a_source_without_a_tokenizer_converts_there_and_back(name, tmp_path, cli):
-    """Convert a source from whose config alone Transformers builds no tokenizer, and one from which it builds one."""
-    source = tiny_source(name)
+def test_a_source_without_a_tokenizer_converts_there_and_back(tmp_path, cli):
+    """Convert a source from whose config alone Transformers builds a tokenizer, which knows no word."""
+    source = tiny_source("qwen2-tied")
     source.save_pretrained(tmp_path / "source")
     for module, *arguments in (
         (convert_llama_to_iha, tmp_path / "source", tmp_path / "iha", "--num-pseudo-heads", 2),
@@ -627,17 +581,7 @@ def test_a_source_without_a_tokenizer_converts_there_and_back(name, tmp_path, cl
         code, _, err = cli(module, *arguments)
         assert code == 0 and "holds no tokenizer" in err, err
         assert not list(arguments[1].glob("tokenizer*"))
-    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    assert_equal_logits(logits(back), logits(source))
-
-
-def test_new_directory_takes_an_empty_one_and_makes_parents(tmp_path):
-    (tmp_path / "empty").mkdir()
-    for target in (tmp_path / "empty", tmp_path / "a" / "b"):
-        with new_directory(target) as directory:
-            assert directory.parent == target.parent
-            (directory / "file").write_text("whole")
-        assert [path.name for path in target.iterdir()] == ["file"]
+    assert_equal_logits(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "back")), logits(source))
 
 
 # Real weights
@@ -662,8 +606,8 @@ def test_real_weights(num_pseudo_heads, tmp_path, monkeypatch, cli):
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
     )
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    lengths = ("--tokens", 200, "--max-new-tokens", 16)
+    lengths = ("--tokens", 64, "--max-new-tokens", 6)
     code, _, err = cli(verify_conversion, source, tmp_path / "iha", *lengths, "--json", tmp_path / "figures")
     assert code == 0, err
     figures = json.loads((tmp_path / "figures").read_text())
-    assert figures["tokens"] == 200 and figures["converted"]["greedy_tokens"] == 16
+    assert figures["tokens"] == 64 and figures["converted"]["greedy_tokens"] == 6

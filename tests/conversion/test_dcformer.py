@@ -83,8 +83,7 @@ def test_official_code(window, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("window_type", "pattern"),
-    [(None, "LGLGLGLGL"), ("LG", "LGLGLGLGL"), ("LGLL", "LGLLLGLLL"), ("LGL6", "LGLLLLLLL")],
+    ("window_type", "pattern"), [(None, "LGLGLGLGL"), ("LGLL", "LGLLLGLLL"), ("LGL6", "LGLLLLLLL")]
 )
 def test_schedules(window_type, pattern):
     source = DCFORMER | {"window_type": window_type, "window_size": 256, "n_layer": 9}
@@ -97,14 +96,13 @@ def test_schedules(window_type, pattern):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "dcpythia"}, "DCPythia cannot be converted: its attention and FFN run in parallel"),
-        ({"model_type": "llama"}, "model_type='llama'; expected 'dcformer'"),
+        ({"model_type": "dcpythia"}, "model_type='dcpythia'; expected 'dcformer'"),
         ({"n_local_heads": 2}, "n_local_heads=2 and n_head=4"),
         ({"query_wise": True}, "query_wise=True"),
         ({"use_dcmha": False}, "use_dcmha=False"),
         ({"window_type": "LLG"}, "window_type is 'LLG': expected None, 'LG'"),
-        ({"window_type": "LG"}, "window_type='LG' with window_size=3"),
-        ({"norm_eps": 1e-5}, "norm_eps=1e-05 with use_qk_norm=True"),
+        ({"window_type": "LG"}, "window_type=LG and window_size=3"),
+        ({"norm_eps": 1e-5}, "use_qk_norm=True and norm_eps=1e-05"),
         ({"rotary_pct": 0.25}, "rotary_pct=0.25"),
         ({"mgate_dim": 5}, "mlp_gate_groups=5"),
     ],
@@ -137,7 +135,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(change, message):
 # The command
 
 
-@pytest.mark.parametrize("form", ["bin", "safetensors", "shards"])
+@pytest.mark.parametrize("form", ["bin", "shards"])
 def test_command(form, tmp_path, cli):
     weights = save_released(tmp_path / "source", form=form)
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "max_length": 33}))

@@ -1,5 +1,6 @@
 """Give the commands a checkpoint of a decoder whose heads `interleave_heads` interleaved."""
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -24,7 +25,6 @@ from conversion_scripts import (
     serve,
     verify_conversion,
 )
-from conversion_scripts.push_to_hub import publish
 from experiments import explore_attention
 from model_cards.render import render_card
 from modeling_iha import interleave_heads
@@ -74,27 +74,24 @@ def test_commands_take_it(name, place, tmp_path, monkeypatch, capsys):
     assert "--lora_modules_to_save collapse k_mix q_mix v_mix" in card
 
 
-def test_it_is_published_with_the_code_of_this_package_alone(place, capsys):
-    options = {"license": "apache-2.0", "base_model": "none", "dry_run": True}
-    publish(place / "gemma3-iha", "me/model", **options)
-    printed = capsys.readouterr().out
-    assert {line.split()[0] for line in printed.splitlines() if ".py " in line} == set(INTERLEAVED_FILES)
-    code = place / "gemma3-iha" / "interleaving.py"
+def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
+    """Publish the code of this package alone, and serve what was pulled."""
+    push = (place / "gemma3-iha", "me/model", "--license", "apache-2.0", "--base-model", "none")
+    code = push[0] / "interleaving.py"
     before = code.read_bytes()
     code.write_bytes(before + b"# changed\n")
-    with pytest.raises(UserError, match=r"interleaving\.py of .* differs from this package's code"):
-        publish(place / "gemma3-iha", "me/model", **options)
+    status, _, err = cli(push_to_hub, *push, "--dry-run")
+    assert status == 1 and re.search(r"interleaving\.py of .* differs from this package's code", err)
     code.write_bytes(before)
-
-
-def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
     with LoopbackHub() as hub:
         hub.use(monkeypatch, tmp_path / "home")
-        push = (place / "gemma3-iha", "me/model", "--license", "apache-2.0", "--base-model", "none")
-        code, _, err = cli(push_to_hub, *push)
-        assert code == 0, err
-        code, out, err = cli(pull_from_hub, "me/model", tmp_path / "pulled")
-        assert code == 0 and "InterleavedForCausalLM" in out, err
+        with monkeypatch.context() as patch:
+            patch.setattr(push_to_hub, "load_in_clean_process", lambda *source, **options: None)  # the pull loads it
+            status, out, err = cli(push_to_hub, *push)
+        assert status == 0, err
+        assert {line.split()[0] for line in out.splitlines() if ".py " in line} == set(INTERLEAVED_FILES)
+        status, out, err = cli(pull_from_hub, "me/model", tmp_path / "pulled")
+        assert status == 0 and "InterleavedForCausalLM" in out, err
     apps = []
     monkeypatch.setattr("uvicorn.Server", lambda config: SimpleNamespace(run=lambda: apps.append(config.app)))
     monkeypatch.setattr("uvicorn.Config", uvicorn.Config)  # main changes it

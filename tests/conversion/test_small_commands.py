@@ -32,14 +32,12 @@ def files(tmp_path_factory):
 MISTAKES = [
     (cost, ["--preset", "", "--tokens", "8"], "argument 2 is empty: expected a value"),
     (cost, ["--config", "IN/llama", "--tokens", "8"], "IN/llama is a 'llama' model; expected 'iha'"),
-    (cost, ["--preset", "tiny", "--tokens", "0"], "--tokens 0: expected at least 1"),
     (make_reasoning_data, ["IN/rows.jsonl", "--rows", "1"], "IN/rows.jsonl exists: "),
     (score_reasoning, ["IN", "IN/wrong.jsonl"], "row 1: the verifier of 'chain_sum' does not accept"),
     (serve, ["IN/absent", "--port", "0"], "server cannot start with IN/absent: "),
     (serve, ["IN/kernel", "--port", "0"], "attn_implementation 'org/k' would load what is not in the checkpoint"),
     (serve, ["IN/absent", "--host", "127.0.0.1", "--port", "TAKEN"], "Address already in use"),
     (serve, ["IN/absent", "--host", "0.0.0.0"], "without a key.* vLLM and --api-key"),
-    (serve, ["IN/absent", "--host", "::"], "without a key"),
     (serve, ["IN/absent", "--port", "0", "--enable-cors"], "--enable-cors: any web page could use this server"),
 ]
 
@@ -68,11 +66,11 @@ def test_a_model_is_asked_for_an_answer(monkeypatch, files):
 
 
 def test_a_step_that_is_done_is_not_repeated_and_one_that_fails_names_what_is_missing(tmp_path, capfd):
-    rows = tmp_path / "rows.jsonl"
-    run_module(rows, "sft.make_reasoning_data", rows, "--rows", "1")
-    made = rows.read_bytes()
-    run_module(rows, "sft.make_reasoning_data", rows, "--rows", "2")
-    assert rows.read_bytes() == made
-    with pytest.raises(UserError, match="absent.json was not made, see above"):
-        run_module(tmp_path / "absent.json", "sft.make_reasoning_data", rows, "--rows", "1")
-    assert "Error:" in capfd.readouterr().err
+    (tmp_path / "given").write_text("1")
+    for _ in range(2):
+        run_module(tmp_path / "made", "json.tool", tmp_path / "given", tmp_path / "made")
+        (tmp_path / "given").write_text("2")
+    assert (tmp_path / "made").read_text() == "1\n"
+    with pytest.raises(UserError, match="absent was not made, see above"):
+        run_module(tmp_path / "absent", "json.tool", tmp_path / "nothing")
+    assert "No such file" in capfd.readouterr().err

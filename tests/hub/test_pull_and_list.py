@@ -113,7 +113,7 @@ def damage(hub):
 
 def resize(hub):
     config = json.loads(hub.head("me/iha")["config.json"].content)
-    hub.head("me/iha")["config.json"] = File(json.dumps(config | {"vocab_size": 10**9}).encode(), False)
+    hub.head("me/iha")["config.json"] = File(json.dumps(config | {"vocab_size": 64}).encode(), False)
 
 
 def fault(*arguments):
@@ -136,7 +136,7 @@ REFUSED = {
     "git's own": (put("a/.GIT/config", b""), "me/iha holds a/.GIT/config: expected names"),
     "one name in two cases": (put("Config.json", b"{}"), "me/iha holds Config.json: expected names"),
     "other code": (put("modeling_iha.py", b"class IHAForCausalLM: pass\n"), "expects the class"),
-    "other sizes": (resize, "me/iha does not hold the weights its config asks for: model.embed_tokens.weight has"),
+    "other sizes": (resize, "me/iha does not hold the weights its config asks for: mismatched keys "),
     "other content": (damage, "cannot be fetched whole"),
 }
 
@@ -326,7 +326,7 @@ def test_from_a_llama_to_a_fetched_model(hub, tmp_path, monkeypatch, cli):
     hub.faults.clear()
 
     hub.use(monkeypatch, tmp_path / "home")
-    hub.faults += [Fault("PUT", "/lfs/", "drop", times=1), Fault("POST", "/commit/", 412, times=1)]
+    hub.faults.append(Fault("PUT", "/lfs/", "drop", times=1))
     code, out, err = cli(push_to_hub, *push)
     assert code == 0, err
     repository = hub.repositories["me/new"]
