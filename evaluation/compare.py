@@ -29,19 +29,18 @@ if __name__ == "__main__":
 from scipy.stats import sem
 from typing_extensions import TypedDict
 
-from evaluation.report import draw_figures
+from common.plots import dot_panels, save_plot
 from model_cards.render import Results, Task, figure_text, markdown_table
 
 
-# What two evaluations must have in common in a task.
-SETTINGS = ("task_hash", "samples_each", "shots", "generation", "chat")
+# What two evaluations must have in common in a task; its shots are a part of the hash.
+SETTINGS = ("task_hash", "samples_each", "generation", "chat")
 
 
 class ComparedTask(Task):
     """Name what decides whether two evaluations of a task can be compared."""
 
     task_hash: str
-    shots: int
     generation: dict | None
     chat: NotRequired[bool]  # older results do not say whether the task was put as a chat
 
@@ -65,27 +64,17 @@ def read_run(directory: Path) -> dict:
     return results | {"samples": samples}
 
 
-def check_comparable(runs: dict[str, dict]) -> list[str]:
-    """Return the tasks that all `runs` have.
-
-    Raise `UserError` without one, and for a task whose examples or settings differ between the runs.
-    """
-    (first_name, first), *others = runs.items()
-    tasks = [task for task in first["tasks"] if all(task in run["tasks"] for run in runs.values())]
-    if not tasks:
-        raise UserError(f"{', '.join(runs)} have no task in common.")
-    for task in tasks:
-        for name, other in others:
-            mine, theirs = first["tasks"][task], other["tasks"][task]
-            for what in SETTINGS:
-                if mine.get(what, theirs.get(what)) != theirs.get(what, mine.get(what)):
-                    raise UserError(f"{task} has another {what} in {name} than in {first_name}: evaluate both alike.")
-            if first["samples"][task].keys() != other["samples"][task].keys():
-                raise UserError(
-                    f"{task} has other examples in {name} than in {first_name}: give both one --limit and one --data. "
-                    f"RULER's examples depend on --seed and on the tokenizer, too."
-                )
-    return tasks
+def check_alike(task: str, runs: dict[str, dict], first: str, name: str) -> None:
+    """Raise `UserError` when examples or settings of a task differ between two of the `runs`."""
+    mine, theirs = (runs[each]["tasks"][task] for each in (first, name))
+    for what in SETTINGS:
+        if mine.get(what, theirs.get(what)) != theirs.get(what, mine.get(what)):
+            raise UserError(f"{task} has another {what} in {name} than in {first}: evaluate both alike.")
+    if runs[first]["samples"][task].keys() != runs[name]["samples"][task].keys():
+        raise UserError(
+            f"{task} has other examples in {name} than in {first}: give both one --limit and one --data. "
+            f"RULER's examples depend on --seed and on the tokenizer, too."
+        )
 
 
 def paired_difference(before: dict[tuple, dict], after: dict[tuple, dict], metric: str) -> dict | None:
@@ -100,43 +89,55 @@ def paired_difference(before: dict[tuple, dict], after: dict[tuple, dict], metri
     return {"value": mean(differences), "stderr": float(sem(differences)) if len(differences) > 1 else None}
 
 
-def compare(runs: dict[str, dict], tasks: list[str]) -> list[dict]:
-    """Return one row per task and metric: {"task", "metric", "examples", "figures", "differences", "other_replies"}.
+def compare(runs: dict[str, dict]) -> list[dict]:
+    """Return one row for each task and metric that all runs have.
 
-    The metrics are those that all runs have. "figures" are by run. "differences" and "other_replies", the number of
-    examples with another reply than in the first run (`None` for a task without replies), are by run but the first.
+    It holds {"task", "metric", "examples", "figures", "differences", "other_replies"}: "figures" by run, "differences"
+    and "other_replies", the number of examples with another reply than in the first run (`None` for a task without
+    replies), by run but the first. Raise `UserError` without a common task, and for runs that are not alike.
     """
-    first, *others = runs
+    (first, reference), *others = runs.items()
     rows = []
-    for task in tasks:
-        samples = {name: run["samples"][task] for name, run in runs.items()}
-        reference = samples[first]
-        other_replies = {
-            name: sum(samples[name][key].get("replies") != row["replies"] for key, row in reference.items())
-            if all("replies" in row for row in reference.values())
-            else None
-            for name in others
-        }
-        metrics = {name: run["tasks"][task]["metrics"] for name, run in runs.items()}
-        for metric in metrics[first]:
-            if not all(metric in each for each in metrics.values()):
-                continue
-            figures = {name: each[metric] for name, each in metrics.items()}
-            differences = {name: paired_difference(reference, samples[name], metric) for name in others}
-            row = {"task": task, "metric": metric, "examples": len(reference), "figures": figures}
-            rows.append({**row, "differences": differences, "other_replies": other_replies})
+    for task in reference["tasks"]:
+        if not all(task in run["tasks"] for run in runs.values()):
+            continue
+        samples, other_replies = reference["samples"][task], {}
+        for name, other in others:
+            check_alike(task, runs, first, name)
+            has_replies = all("replies" in row for row in samples.values())
+            differ = sum(
+                row.get("replies") != samples[key].get("replies") for key, row in other["samples"][task].items()
+            )
+            other_replies[name] = differ if has_replies else None
+        for metric in reference["tasks"][task]["metrics"]:
+            figures = {name: run["tasks"][task]["metrics"].get(metric) for name, run in runs.items()}
+            if all(figures.values()):
+                differences = {n: paired_difference(samples, run["samples"][task], metric) for n, run in others}
+                row = {"task": task, "metric": metric, "examples": len(samples), "figures": figures}
+                rows.append({**row, "differences": differences, "other_replies": other_replies})
+    if not rows:
+        raise UserError(f"{', '.join(runs)} have no task in common.")
     return rows
 
 
-def headline(rows: list[dict]) -> str:
-    """Return how many figures of each run are above those of the first run, and how many below."""
+def draw(rows: list[dict], runs: dict[str, dict], path: Path) -> None:
+    """Draw the figures in per cent, under how many of each run are above those of the first run."""
+    first, *others = runs
     parts = []
-    for name in rows[0]["differences"] if rows else ():
-        first, *_ = rows[0]["figures"]
+    for name in others:
         signs = [row["figures"][name]["value"] - row["figures"][first]["value"] for row in rows]
         above, below = sum(sign > 0 for sign in signs), sum(sign < 0 for sign in signs)
         parts.append(f"{name} is above {first} in {above} of {len(rows)} figures and below in {below}")
-    return "; ".join(parts)
+    points = {
+        name: [
+            (100 * figure["value"], *[100 * (figure["stderr"] or 0)] * 2)
+            for figure in (row["figures"][name] for row in rows)
+        ]
+        for name in runs
+    }
+    names = [f"{row['task']}, {row['metric']}" for row in rows]
+    figure, _ = dot_panels("; ".join(parts), names, {"per cent ± standard error (higher is better)": points})
+    save_plot(figure, path)
 
 
 def markdown(runs: dict[str, dict], rows: list[dict], plot: str) -> str:
@@ -171,11 +172,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--output {args.output}: expected the name of a .md file.")
     check_output_file(args.output, replace=True)
     runs = {name: read_run(directory) for name, directory in zip(names, args.runs, strict=True)}
-    rows = compare(runs, check_comparable(runs))
+    rows = compare(runs)
     plot = args.output.with_suffix(".png")
-    drawn = [row for row in rows if "loss" not in row["metric"]]  # losses are left to the table
-    series = {name: [row["figures"][name] for row in drawn] for name in runs}
-    draw_figures(plot, headline(drawn), [f"{row['task']}, {row['metric']}" for row in drawn], series)
+    draw([row for row in rows if "loss" not in row["metric"]], runs, plot)  # losses are left to the table
     text = markdown(runs, rows, plot.name)
     with whole_file(args.output) as path:
         path.write_text(text, encoding="utf-8")

@@ -3,17 +3,17 @@
 import hashlib
 import json
 from collections import Counter, defaultdict
-from datetime import datetime, timedelta
+from datetime import datetime
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate import Accelerator
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
@@ -77,8 +77,9 @@ class RecordedModel(HFLM):
         ends = ends if isinstance(ends, list) else [ends]
         self.end_ids = sorted({*ends, self.tokenizer.eos_token_id} - {None})
         self.model.generation_config = GenerationConfig()
-        # By task: samples, truncated prompts, unfinished replies.
+        # By task: truncated prompts, unfinished replies.
         self.counts: dict[str, Counter] = defaultdict(Counter)
+        self.lengths: dict[str, list[int]] = defaultdict(list)  # of prompts, in tokens
         self.commits: set[str] = set()  # that the samples were made at
 
     def join(self, accelerator: Accelerator) -> None:
@@ -109,36 +110,29 @@ class RecordedModel(HFLM):
         """
         return tensor.expand(self.world_size)
 
-    def check_prompts(self, requests: list[Instance]) -> dict[str, list[int]]:
-        """Return the number of tokens of each prompt, by task.
+    def check_prompts(self, task: str, requests: list[Instance]) -> None:
+        """Add the numbers of tokens of a task's prompts to `lengths`.
 
-        Raise `UserError`, which names the tasks, when prompts and replies do not fit into the context.
+        Raise `UserError` when prompts and replies do not fit into the context.
         """
-        lengths, too_long, longest = defaultdict(list), Counter(), 0
+        needed, limit = [], 0
         for request in requests:
-            prompt, needed = len(self.tok_encode(request.args[0])), 0
-            lengths[request.task_name].append(prompt)
+            tokens = len(self.tok_encode(request.args[0]))
+            self.lengths[task].append(tokens)
             if request.request_type == "generate_until":
-                if (limit := request.args[1]["max_gen_toks"]) >= self.max_length:
-                    raise UserError(
-                        f"{request.task_name}: replies of {limit} tokens leave a prompt no room in a context of "
-                        f"{self.max_length}: lower --max-new-tokens."
-                    )
-                needed = prompt + limit
+                limit = request.args[1]["max_gen_toks"]
+                needed.append(tokens + limit)
             else:  # the last token is not read
                 pair = request.request_type == "loglikelihood"
-                needed = (sum(map(len, self._encode_pair(*request.args))) if pair else prompt) - 1
-                self.counts[request.task_name]["truncated_prompts"] += needed > self.max_length
-            longest = max(longest, needed)
-            too_long[request.task_name] += needed > self.max_length
-        if too_long.total() and not self.truncate:
-            names = ", ".join(f"{task} ({count})" for task, count in too_long.items() if count)
+                needed.append((sum(map(len, self._encode_pair(*request.args))) if pair else tokens) - 1)
+        too_long = sum(each > self.max_length for each in needed)
+        if too_long and not (self.truncate and limit < self.max_length):
             raise UserError(
-                f"{too_long.total()} prompts do not fit: prompt and reply need up to {longest} tokens and the context "
-                f"has {self.max_length}: {names}. Lower --lengths or --max-new-tokens, or cut prompts with "
-                f"--truncate-prompts."
+                f"{task}: {too_long} prompts do not fit: prompt and reply need up to {max(needed)} tokens, {limit} of "
+                f"them the reply's, and the context has {self.max_length}. Lower --lengths or --max-new-tokens, or "
+                f"cut prompts with --truncate-prompts."
             )
-        return lengths
+        self.counts[task]["truncated_prompts"] += too_long
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return one reply per request, in order. lm-eval asks for k samples with k references to one request."""
@@ -148,66 +142,33 @@ class RecordedModel(HFLM):
             index, seen[id(request)] = seen[id(request)], seen[id(request)] + 1
             document = json.dumps(request.doc, sort_keys=True, default=str)
             keys.append(sample_key(request.task_name, document, prompt, settings, index))
-            if self.records.get(keys[-1]) is None:
+            if keys[-1] not in self.records:
                 waiting[keys[-1]] = prompt, settings
 
         # Longest first: what does not fit into memory shows at once. Only equal settings share a batch.
         jobs = sorted(waiting.items(), key=lambda job: (str(job[1][1]), -len(job[1][0]), job[0]))
-        bar = tqdm(total=len(jobs), desc="Generating", unit="sample", disable=disable_tqdm or self.rank != 0)
-        while jobs:
-            batch = [job for job in jobs[: self.batch_size] if job[1][1] == jobs[0][1][1]]
-            try:
-                replies = self._replies(batch)
-            except RuntimeError as error:
-                self._halve(len(batch), error)
-                continue
-            for (key, _), reply in zip(batch, replies, strict=True):
-                self.records.add(key, **reply)
-            del jobs[: len(batch)]
-            bar.update(len(batch))
-        bar.close()
-        samples = {key: self.records.get(key) for key in keys}
-        self.commits.update(sample.get("commit", "unknown") for sample in samples.values())
-        for sample in samples.values():
-            self.counts[sample["task"]].update(samples=1, unfinished_replies=int(sample["unfinished"]))
-        for (task, _), cut in {key[:2]: sample["truncated"] for key, sample in samples.items()}.items():
-            self.counts[task].update(truncated_prompts=int(cut))
-        texts = [self.records.get(key)["text"] for key in keys]
-        return [opened_thought(request.args[0]) + text for request, text in zip(requests, texts, strict=True)]
-
-    def _halve(self, size: int, error: RuntimeError) -> None:
-        """Halve the batch size after a batch of `size` that did not fit into memory.
-
-        Raise any other error again, and `UserError` when there is nothing to halve.
-        """
-        if not should_reduce_batch_size(error):
-            raise error
-        if size == 1:
-            raise UserError("There is not enough memory for a batch of one prompt.") from error
-        self.batch_size_per_gpu = size // 2
-        clear_device_cache(garbage_collection=True)
-        print(f"Out of memory: the batch size is {self.batch_size_per_gpu} from here on.", flush=True)
-
-    def _loglikelihood_tokens(self, requests: list, **options) -> list[tuple[float, bool]]:
-        """Do what lm-eval does, from the beginning with half the batch when memory runs out."""
-        while True:
-            try:
-                return super()._loglikelihood_tokens(requests, **options)
-            except RuntimeError as error:
-                self._halve(self.batch_size, error)
+        with tqdm(total=len(jobs), desc="Generating", unit="sample", disable=disable_tqdm or self.rank != 0) as bar:
+            while jobs:
+                batch = [job for job in jobs[: self.batch_size] if job[1][1] == jobs[0][1][1]]
+                for (key, _), reply in zip(batch, self._replies(batch), strict=True):
+                    self.records.add(key, **reply)
+                del jobs[: len(batch)]
+                bar.update(len(batch))
+        samples = {key: self.records[key] for key in keys}
+        for (task, *_), sample in samples.items():
+            self.commits.add(sample.get("commit", "unknown"))
+            self.counts[task]["unfinished_replies"] += sample["unfinished"]
+        return [opened_thought(request.args[0]) + samples[key]["text"] for request, key in zip(requests, keys)]
 
     def _replies(self, batch: list) -> list[dict]:
-        """Generate a batch of equal settings: {"text", "seed", "tokens", "truncated", "unfinished"} of each.
+        """Generate a batch of equal settings: {"text", "seed", "tokens", "unfinished"} of each.
 
-        "truncated" means that the prompt was cut, "unfinished" that only `max_gen_toks` stopped the reply.
+        "unfinished" means that only `max_gen_toks` stopped the reply.
         """
         settings = batch[0][1][1]
         limit, stops = settings["max_gen_toks"], [stop for stop in settings.get("until", []) if stop]
         room = self.max_length - limit
         prompts = [self.tok_encode(prompt) for _, (prompt, _) in batch]
-        truncated = [len(prompt) > room for prompt in prompts]
-        if any(truncated) and not self.truncate:
-            raise UserError(f"A prompt of {max(map(len, prompts))} tokens does not fit: the context leaves it {room}.")
         inputs = self.tokenizer.pad(
             {"input_ids": [prompt[-room:] for prompt in prompts]}, padding_side="left", return_tensors="pt"
         ).to(self.device)
@@ -227,8 +188,8 @@ class RecordedModel(HFLM):
             )
         rows = output[:, length:].tolist()
         return [
-            self._reply(prompt[-room:], row, stops, limit) | {"seed": seed, "truncated": cut}
-            for prompt, row, seed, cut in zip(prompts, rows, seeds, truncated, strict=True)
+            self._reply(prompt[-room:], row, stops, limit) | {"seed": seed}
+            for prompt, row, seed in zip(prompts, rows, seeds, strict=True)
         ]
 
     def _reply(self, prompt: list[int], tokens: list[int], stops: list[str], limit: int) -> dict:
@@ -250,17 +211,11 @@ class RecordedModel(HFLM):
         result = []
         for request in tqdm(requests, desc="Reading", unit="text", disable=disable_tqdm or self.rank != 0):
             ids = torch.tensor([self.tok_encode(request.args[0])[: self.max_length + 1]], device=self.device)
-            try:
-                with torch.no_grad():
-                    logits = self.model(ids[:, :-1]).logits[0]
-            except RuntimeError as error:
-                self._halve(1, error)
-            chosen = ids[0, 1:]
-            parts = [
-                part.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-                for part, targets in zip(logits.split(1024), chosen.split(1024))
-            ]
-            result.append(torch.cat(parts).tolist())
+            with torch.no_grad():
+                logits = self.model(ids[:, :-1]).logits[0]
+            parts = zip(logits.split(1024), ids[0, 1:].split(1024))  # a long text has gigabytes of logits in float32
+            losses = [cross_entropy(part.float(), targets, reduction="none") for part, targets in parts]
+            result.append((-torch.cat(losses)).tolist())
         return result
 
 
@@ -273,8 +228,3 @@ def sample_seed(seed: int, key: tuple[str, str, int]) -> int:
     """Return the seed of one sample of a run."""
     # Python's own hash differs between processes.
     return int.from_bytes(hashlib.sha256(json.dumps([seed, *key]).encode()).digest()[:8], "big")
-
-
-def accelerator() -> Accelerator:
-    """Return the `Accelerator` of this process, without a timeout, because some finish hours before others."""
-    return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(weeks=52))])

@@ -6,10 +6,9 @@ import os
 from pathlib import Path
 from typing import NotRequired
 
-from filelock import FileLock, Timeout
 from typing_extensions import TypedDict
 
-from common.command_io import UserError, open_regular, parse_row
+from common.command_io import open_regular, parse_row
 
 
 def sample_key(task: str, document: str, prompt: str, settings: dict, index: int) -> tuple[str, str, int]:
@@ -26,54 +25,35 @@ class Sample(TypedDict):
     sample: int
     text: str
     unfinished: bool
-    truncated: bool
     commit: NotRequired[str]
 
 
-class Records:
-    """Keep one JSON line per sample, appended and flushed as soon as it is generated, in one file per process.
+class Records(dict):
+    """Keep samples by key, and one JSON line of each, flushed as soon as it is generated, in one file per process.
 
     Every file of `directory` is read, so processes and runs share their samples. The half-written last line of a
-    killed process is dropped. A new line holds `commit`, that of the code that makes the sample. Raise `UserError`
-    when another process is writing the same file, and for a damaged line.
+    killed process is dropped. A new line holds `commit`, that of the code that makes the sample. The caller sees to it
+    that no other run writes here. Raise `UserError` for a damaged line.
     """
 
     def __init__(self, directory: str | os.PathLike, rank: int = 0, commit: str = "unknown"):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"rank{rank}.jsonl"
-        self._lock = FileLock(path.with_suffix(".lock"), blocking=False, fallback_to_soft=False)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise UserError(f"Another run is writing {path}: wait for it, or choose another --output.") from None
         self._commit = commit
-        self._file = open(path, "a+b")
+        self._file = open(directory / f"rank{rank}.jsonl", "a+b")
         self._file.seek(0)
         self._file.truncate(self._file.read().rfind(b"\n") + 1)
-        self._samples: dict[tuple[str, str, int], dict] = {}
-        for other in sorted(directory.glob("rank*.jsonl")):
-            self._read(other)
-
-    def _read(self, path: Path) -> None:
-        with open_regular(path) as file:
-            lines = file.read().split(b"\n")[:-1]  # the last one is empty or half a line
-        for number, line in enumerate(lines, 1):
-            row = parse_row(line, f"{path}, line {number}, which to go on remove", Sample)
-            self._samples[row["task"], row["hash"], row["sample"]] = row
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def get(self, key: tuple[str, str, int]) -> dict | None:
-        return self._samples.get(key)
+        for path in sorted(directory.glob("rank*.jsonl")):
+            with open_regular(path) as file:
+                lines = file.read().split(b"\n")[:-1]  # the last one is empty or half a line
+            for number, line in enumerate(lines, 1):
+                row = parse_row(line, f"{path}, line {number}, which to go on remove", Sample)
+                self[row["task"], row["hash"], row["sample"]] = row
 
     def add(self, key: tuple[str, str, int], **fields) -> None:
-        row = dict(zip(("task", "hash", "sample"), key)) | {"commit": self._commit} | fields
-        self._file.write(json.dumps(row).encode() + b"\n")
+        self[key] = dict(zip(("task", "hash", "sample"), key)) | {"commit": self._commit} | fields
+        self._file.write(json.dumps(self[key]).encode() + b"\n")
         self._file.flush()
-        self._samples[key] = row
 
     def close(self) -> None:
         self._file.close()
-        self._lock.release()

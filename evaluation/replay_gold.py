@@ -11,7 +11,6 @@ import json
 import platform
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +33,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
+from tqdm import tqdm
 
 from evaluation import data, scores
 
@@ -71,30 +71,21 @@ REPLAYS: dict[str, tuple[str, Callable, Callable]] = {
 
 
 def replay(name: str, directory: Path | None, limit: int | None = None) -> dict:
-    """Count right replies: {"rows", "gold_right", "broken_right", "gold_wrong_rows", "broken_right_rows", ...}.
-
-    The other keys count the gold replies that lm-eval's own figures take for right.
-    """
+    """Count right replies: {"rows", "gold_right", "broken_right", "gold_wrong_rows", "broken_right_rows"}."""
     file, scorer, replies = REPLAYS[name]
     rows = data.rows(file, directory)[:limit]
-    wrong, right, stock = [], [], Counter()
-    for index, row in enumerate(rows):
-        gold, broken = (scorer(row, [[reply]]) for reply in replies(row))
-        ours = next(metric for metric in gold if not metric.startswith("lm_eval"))
-        if gold.pop(ours) != 1:
-            wrong.append(index)
-        if broken[ours] != 0:
-            right.append(index)
-        stock.update(gold)
-        if (index + 1) % 100 == 0:
-            print(f"{name}: {index + 1} of {len(rows)}", flush=True)
+    right: tuple[list[int], list[int]] = [], []
+    for index, row in enumerate(tqdm(rows, desc=name)):
+        for reply, found in zip(replies(row), right):
+            (figure,) = scorer(row, [[reply]]).values()
+            found.extend([index] * (figure == 1))
+    gold, broken = right
     return {
         "rows": len(rows),
-        "gold_right": len(rows) - len(wrong),
-        "broken_right": len(right),
-        "gold_wrong_rows": wrong,
-        "broken_right_rows": right,
-        **{f"gold_right_{metric}": int(total) for metric, total in sorted(stock.items())},
+        "gold_right": len(gold),
+        "broken_right": len(broken),
+        "gold_wrong_rows": sorted(set(range(len(rows))) - set(gold)),
+        "broken_right_rows": broken,
     }
 
 

@@ -1,25 +1,28 @@
 """Write the report of an evaluation: a Markdown file with ours beside the paper's figures, and plots."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
 from pathlib import Path
 
 from common.command_io import read_json, whole_file
-from common.plots import dot_panels, line_style, panels, save_plot, ticks
+from common.plots import line_style, panels, save_plot, ticks
 from evaluation import ruler
 from model_cards.render import figure_text, markdown_table
 
 
 PAPER = read_json(Path(__file__).with_name("paper.json"))
-_TABLES = [PAPER[name] for name in ("table_1", "table_2", "ruler")]
-_RULER_METRICS = ("string_match", "answer_first", "lm_eval")
+_RULER_METRICS = ("string_match", "answer_first")
 
 
-def _mean(figures: list[dict]) -> dict:
-    """Return the mean of independent figures {"value", "stderr"}."""
-    errors = [figure["stderr"] for figure in figures]
-    stderr = None if None in errors else math.sqrt(sum(error**2 for error in errors)) / len(figures)
-    return {"value": sum(figure["value"] for figure in figures) / len(figures), "stderr": stderr}
+def _means(tasks: list[dict]) -> dict:
+    """Return the mean of each metric over tasks, {"value", "stderr"}, as of independent figures."""
+    means = {}
+    for metric in _RULER_METRICS:
+        figures = [task["metrics"][metric] for task in tasks]
+        errors = [figure["stderr"] for figure in figures]
+        stderr = None if None in errors else math.hypot(*errors) / len(figures)
+        means[metric] = {"value": sum(figure["value"] for figure in figures) / len(figures), "stderr": stderr}
+    return means
 
 
 def ruler_means(tasks: dict[str, dict]) -> dict:
@@ -28,16 +31,17 @@ def ruler_means(tasks: dict[str, dict]) -> dict:
     They are {"by_length": {length: figures}, "all": figures, "tasks": names}. (lm-eval's group counts length 4096 and
     no other.)
     """
-    names = [name for name in tasks if name.partition("@")[0] in ruler.TASKS]
-    if not names:
+    by_length: dict[int, dict] = defaultdict(dict)
+    for name, task in tasks.items():
+        if (kind := name.partition("@")[0]) in ruler.TASKS:
+            by_length[int(name.partition("@")[2])][kind] = task
+    if not by_length:
         return {}
-
-    def figures(chosen: list[str]) -> dict:
-        return {metric: _mean([tasks[name]["metrics"][metric] for name in chosen]) for metric in _RULER_METRICS}
-
-    lengths = sorted({int(name.partition("@")[2]) for name in names})
-    by_length = {str(length): figures([n for n in names if n.endswith(f"@{length}")]) for length in lengths}
-    return {"by_length": by_length, "all": figures(names), "tasks": sorted({n.partition("@")[0] for n in names})}
+    return {
+        "by_length": {str(length): _means([*by_length[length].values()]) for length in sorted(by_length)},
+        "all": _means([task for of_length in by_length.values() for task in of_length.values()]),
+        "tasks": sorted({kind for of_length in by_length.values() for kind in of_length}),
+    }
 
 
 def _tasks_table(tasks: dict[str, dict]) -> str:
@@ -73,67 +77,39 @@ def _paper_table(results: dict, table: dict) -> str:
     return markdown_table(["per cent", *(column["name"] for column in columns)], rows)
 
 
-def draw_figures(path: Path, message: str, names: Sequence[str], series: dict[str, Sequence[dict | None]]) -> None:
-    """Draw a line for each of the names, with a figure {"value", "stderr"} of each of the series."""
-    points = {
-        label: [figure and (100 * figure["value"], *[100 * (figure["stderr"] or 0)] * 2) for figure in figures]
-        for label, figures in series.items()
-    }
-    figure, _ = dot_panels(message, names, {"per cent ± standard error (higher is better)": points})
-    save_plot(figure, path)
-
-
-def _draw_lines(path: Path, message: str, series: dict[str, list[tuple[int, float]]], **settings) -> None:
-    figure, (axes,) = panels(message)
-    for index, (label, points) in enumerate(series.items()):
-        axes.plot(*zip(*sorted(points)), line_style(index), marker="o", label=label)
-    axes.set(**settings)
-    ticks(axes, "x", [length for points in series.values() for length, _ in points])
-    save_plot(figure, path)
-
-
 def _draw(results: dict, directory: Path) -> list[str]:
-    """Draw what was measured, and return the names of the plots."""
-    drawn = []
-    columns = [column for table in _TABLES for column in table["columns"] if _ours(results, column)]
-    if columns:
-        series = {"ours": [_ours(results, column) for column in columns]}
-        for index, model in enumerate(PAPER["models"]):
-            values = [column["paper"][index] for column in columns]
-            series[model] = [None if value is None else {"value": value / 100, "stderr": None} for value in values]
-        drawn.append("paper.png")
-        message = f"{results['model']} beside the paper's models"
-        draw_figures(directory / drawn[-1], message, [column["name"] for column in columns], series)
-    by_length, losses = {}, {}
+    """Draw what was measured by length and by position, and return the names of the plots."""
+    model, by_length, losses = results["model"], defaultdict(list), {}
     for name, entry in results["tasks"].items():
         task, _, length = name.partition("@")
         if task in ruler.TASKS:
             point = int(length), 100 * entry["metrics"]["string_match"]["value"]
-            by_length.setdefault(task.removeprefix("ruler_"), []).append(point)
+            by_length[task.removeprefix("ruler_")].append(point)
         elif task == "perplexity_by_position":
-            losses[name] = [
-                (int(metric.partition("@")[2]), each["value"]) for metric, each in entry["metrics"].items()
-            ]
-    if by_length:
-        drawn.append("ruler.png")
-        means = (
-            f"{100 * figures['string_match']['value']:.0f}% at {int(length):,}"
-            for length, figures in results["ruler"]["by_length"].items()
-        )
-        message = f"RULER: {results['model']} finds {', '.join(means)} tokens"
-        labels = {"xlabel": "nominal length, tokens", "ylabel": "string match, per cent\n(higher is better)"}
-        _draw_lines(directory / drawn[-1], message, by_length, **labels, xscale="log", ylim=(-3, 103))
-    if losses:
-        drawn.append("loss_by_position.png")
-        message = f"{results['model']}: the loss within a text, by position"
-        labels = {"xlabel": "first position, tokens", "ylabel": "loss, nats per token\n(lower is better)"}
-        _draw_lines(directory / drawn[-1], message, losses, **labels, xscale="log")
+            losses[name] = [(int(key.partition("@")[2]), each["value"]) for key, each in entry["metrics"].items()]
+    means = results["ruler"].get("by_length", {}).items()
+    found = (f"{100 * figures['string_match']['value']:.0f}% at {int(length):,}" for length, figures in means)
+    match = {"xlabel": "nominal length, tokens", "ylabel": "string match, per cent\n(higher is better)"}
+    loss = {"xlabel": "first position, tokens", "ylabel": "loss, nats per token\n(lower is better)"}
+    drawn = []
+    for plot, message, series, settings in (
+        ("ruler.png", f"RULER: {model} finds {', '.join(found)} tokens", by_length, match | {"ylim": (-3, 103)}),
+        ("loss_by_position.png", f"{model}: the loss within a text, by position", losses, loss),
+    ):
+        if series:
+            figure, (axes,) = panels(message)
+            for index, (label, points) in enumerate(series.items()):
+                axes.plot(*zip(*sorted(points)), line_style(index), marker="o", label=label)
+            axes.set(xscale="log", **settings)
+            ticks(axes, "x", [length for points in series.values() for length, _ in points])
+            save_plot(figure, directory / plot)
+            drawn.append(plot)
     return drawn
 
 
 def markdown(results: dict, plots: list[str]) -> str:
     """Return the report, with a line for all that was cut, left out or is not comparable."""
-    tasks = results["tasks"]
+    tasks, means = results["tasks"], results["ruler"]
     lines = [
         f"# {results['model']}: {results['suite']}\n",
         f"{results['parameters']:,} parameters, {results['model_dtype']}, seed {results['seed']}, "
@@ -142,40 +118,39 @@ def markdown(results: dict, plots: list[str]) -> str:
         + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
         + ". What each figure means: evaluation/README.md.\n",
     ]
-    warnings = [f"{name}: {task['note']}." for name, task in tasks.items() if "note" in task]
     if {*results["sample_commits"]} - {results["commit"]}:
         commits = ", ".join(results["sample_commits"])
-        warnings.append(f"The replies were made at commit {commits} and scored at {results['commit']}.")
+        lines.append(f"- The replies were made at commit {commits} and scored at {results['commit']}.")
     for name, task in tasks.items():
-        if task["truncated_prompts"]:
-            warnings.append(f"{name}: {task['truncated_prompts']} prompts were cut to fit; their zeros say nothing.")
-        if task["unfinished_replies"]:
-            of = task["examples"] * task["samples_each"]
-            warnings.append(f"{name}: {task['unfinished_replies']} of {of} replies were still going at the limit.")
-    lines += [f"- {warning}" for warning in warnings]
+        of = task["examples"] * task["samples_each"]
+        lines += [f"- {name}: {task['note']}."] if "note" in task else []
+        if cut := task["truncated_prompts"]:
+            lines.append(f"- {name}: {cut} prompts were cut to fit; their zeros say nothing.")
+        if unfinished := task["unfinished_replies"]:
+            lines.append(f"- {name}: {unfinished} of {of} replies were still going at the limit.")
     lines += ["", _tasks_table(tasks)]
-    if results["ruler"]:
+    if means:
         rows = [
             [length, *(figure_text(figures[metric], True) for metric in _RULER_METRICS)]
-            for length, figures in [*results["ruler"]["by_length"].items(), ("all", results["ruler"]["all"])]
+            for length, figures in [*means["by_length"].items(), ("all", means["all"])]
         ]
-        missing = [task for task in ruler.TASKS if task not in results["ruler"]["tasks"]]
         lines += ["## RULER: mean of the tasks that were run\n", markdown_table(["length", *_RULER_METRICS], rows)]
-        if "ruler_cwe" in results["ruler"]["tasks"]:
+        if "ruler_cwe" in means["tasks"]:
             lines.append("ruler_cwe begins with its worked example, as RULER's prompt does and lm-eval's does not.\n")
-        lines += [f"Not run, and not in the means: {', '.join(missing)}.\n"] if missing else []
+        if missing := [task for task in ruler.TASKS if task not in means["tasks"]]:
+            lines.append(f"Not run, and not in the means: {', '.join(missing)}.\n")
     beside = [
         f"### {table['title']}\n\n{_paper_table(results, table)}"
-        for table in _TABLES
+        for table in (PAPER[name] for name in ("table_1", "table_2", "ruler"))
         if any(_ours(results, column) for column in table["columns"])
     ]
     lines += [f"## Beside the paper\n\n{PAPER['source']}.\n", *beside] if beside else []
-    lines += [f"![{plot}]({plot})" for plot in plots]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(f"![{plot}]({plot})" for plot in plots)]) + "\n"
 
 
-def write(results: dict, directory: Path) -> None:
-    """Write report.md and its plots, each whole or not at all."""
+def write(results: dict, directory: Path) -> str:
+    """Write report.md and its plots, each whole or not at all, and return the text."""
     text = markdown(results, _draw(results, directory))
     with whole_file(directory / "report.md") as path:
         path.write_text(text, encoding="utf-8")
+    return text

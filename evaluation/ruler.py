@@ -52,13 +52,12 @@ def stock_config(task: str) -> dict:
     return {key: value for key, value in config.items() if key not in ("tag", "custom_dataset", "process_results")}
 
 
-def documents(task: str, length: int, count: int, seed=0, data_directory=None, tokenizer=None, **_) -> dict:
+def documents(**metadata) -> dict:
     """Return `samples` as lm-eval's `custom_dataset`."""
-    rows = samples(task, length, count, seed, data_directory, tokenizer)
-    return {"test": datasets.Dataset.from_list(rows)}
+    return {"test": datasets.Dataset.from_list(samples(**metadata))}
 
 
-def samples(task: str, length: int, count: int, seed: int = 0, data_directory=None, tokenizer=None) -> list[dict]:
+def samples(task: str, length: int, count: int, seed=0, data_directory=None, tokenizer=None, **_) -> list[dict]:
     """Return `count` documents of a RULER task: {"input", "outputs", "gen_prefix", "max_length", "length", ...}.
 
     Args:
@@ -248,11 +247,10 @@ def score_all(document: dict, results: list[list[str]]) -> dict[str, float]:
     """Score the share of the references that the reply contains (RULER's string_match_all)."""
     ((reply,),) = results
     share = string_match_all(postprocess_pred([reply]), [document["outputs"]])
-    return {"string_match": share, "answer_first": answer_first(reply, document["outputs"]), "lm_eval": share}
+    return {"string_match": share, "answer_first": answer_first(reply, document["outputs"])}
 
 
 def score_any(document: dict, results: list[list[str]]) -> dict[str, float]:
     """Score whether one reference is there (RULER's string_match_part); lm-eval takes the mean over them."""
     each = [score_all({"outputs": [reference]}, results) for reference in document["outputs"]]
-    best = {metric: max(scores[metric] for scores in each) for metric in ("string_match", "answer_first")}
-    return best | {"lm_eval": score_all(document, results)["lm_eval"]}
+    return {metric: max(scores[metric] for scores in each) for metric in each[0]}

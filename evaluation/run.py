@@ -17,9 +17,9 @@ import hashlib
 import platform
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,16 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from common.command_io import UserError, current_commit, read_json, run_cli, sole_writer, write_json, write_jsonl
+from common.command_io import (
+    UserError,
+    current_commit,
+    read_json,
+    refusing,
+    run_cli,
+    sole_writer,
+    write_json,
+    write_jsonl,
+)
 from evaluation import run_code
 
 
@@ -44,7 +53,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (16)")
     parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
     parser.add_argument("--output", type=Path, help="default: outputs/evaluation/MODEL")
-    parser.add_argument("--batch-size", type=int, default=8, help="halved when memory runs out (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=8, help="default: 8")
     parser.add_argument("--tokenizer", help="directory or id on the Hub (default: the model's)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--seed", type=int, default=0)
@@ -62,14 +71,15 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import lm_eval
-from accelerate import Accelerator
-from lm_eval.api.task import ConfigurableTask
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from lm_eval.result_schema import EvalResults
 from transformers import PreTrainedTokenizerBase
 
 from common.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer, note_slow_dtype
 from common.foreign_code import note_foreign_code
 from evaluation import data, report, ruler, suites
-from evaluation.recorded_model import RecordedModel, accelerator
+from evaluation.recorded_model import RecordedModel
 from evaluation.records import Records
 from model_cards.render import source_name
 
@@ -104,104 +114,65 @@ def task_hash() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in settings + modules)).hexdigest()[:16]
 
 
-def check_ends(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` when the tokenizer ends every text, and so every prompt before the reply."""
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, tasks: dict[str, suites.Task]) -> None:
+    """Raise `UserError` when the tokenizer ends every prompt before the reply, or cannot write a chat that it must."""
     if tokenizer.eos_token_id is not None and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         raise UserError(
             f"The tokenizer puts its end token {tokenizer.eos_token} behind every text, so that a reply would begin "
             f"after the end: give another --tokenizer, one without add_eos_token."
         )
+    if names := [name for name, task in tasks.items() if task.config.metadata["chat"]]:
+        advice = "add a template (see sft/chat_templates), give another --tokenizer, or put plain text with --no-chat"
+        with refusing(f"The tokenizer writes no chat, as {', '.join(names)} need: {advice}", ValueError):
+            tokenizer.get_chat_template()
 
 
-def check_chat_template(tasks: dict[str, ConfigurableTask], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` when a task is put to a chat model and the tokenizer cannot write a chat."""
-    names = [name for name, task in tasks.items() if task.config.metadata["chat"]]
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    if names and not template:
-        raise UserError(
-            f"The tokenizer has no chat template, which {', '.join(names)} need: add one (see sft/chat_templates), "
-            f"give another --tokenizer, or put the questions as plain text with --no-chat."
-        )
-
-
-def evaluate(model: RecordedModel, tasks: dict[str, ConfigurableTask], limit: int | None) -> tuple[dict, dict]:
-    """Return lm-eval's results, empty on every process but the first, and prompt lengths by task."""
-    by_chat: dict[bool, dict] = defaultdict(dict)
-    for name, task in tasks.items():
-        chat = task.config.metadata["chat"]
-        by_chat[chat][name] = task
-        if (count := min(len(task.eval_docs), limit or sys.maxsize)) < model.world_size:
-            raise UserError(f"{name} has {count} examples for {model.world_size} processes: start fewer of them.")
-        task.set_fewshot_seed(0)
-        task.build_all_requests(
-            limit=limit,
-            rank=model.rank,
-            world_size=model.world_size,
-            apply_chat_template=chat,
-            fewshot_as_multiturn=True,
-            chat_template=model.apply_chat_template if chat else None,
-        )
-    lengths = model.check_prompts([request for task in tasks.values() for request in task.instances])
-    merged: dict = {"results": {}, "samples": {}}
-    for chat, chosen in by_chat.items():
-        answer = lm_eval.evaluate(
-            model,
-            {"tasks": chosen},
-            limit=limit,
-            apply_chat_template=chat,
-            fewshot_as_multiturn=True,
-            bootstrap_iters=1,
-            confirm_run_unsafe_code=True,  # `measure` has asked
-        )
-        if answer:
-            merged["results"] |= answer["results"]
-            merged["samples"] |= answer["samples"]
-    gathered = model.gather_object((lengths, model.counts, model.commits)) or []
-    for other, counts, commits in gathered[1:]:
+def evaluate(model: RecordedModel, tasks: dict[str, suites.Task], limit: int | None) -> EvalResults | None:
+    """Return lm-eval's results, `None` on every process but the first, which gets what the model counted on all."""
+    for task in tasks.values():
+        task.model = model
+    answer = lm_eval.evaluate(
+        model,
+        {"tasks": tasks},
+        limit=limit,
+        apply_chat_template=True,  # each task decides
+        fewshot_as_multiturn=True,
+        bootstrap_iters=1,
+        confirm_run_unsafe_code=True,  # `measure` has asked
+    )
+    gathered = model.gather_object((model.lengths, model.counts, model.commits)) or []
+    for lengths, counts, commits in gathered[1:]:
         model.commits |= commits
-        for name in other:
-            lengths[name] += other[name]
+        for name in lengths:
+            model.lengths[name] += lengths[name]
             model.counts[name].update(counts[name])
-    return merged, lengths
+    return answer
 
 
-def summarise(
-    answer: dict,
-    lengths: dict[str, list[int]],
-    model: RecordedModel,
-    tasks: dict[str, ConfigurableTask],
-    directory: Path | None,
-) -> dict:
-    """Return one entry a task: its metrics with standard errors, and what they were measured on."""
-    summary = {}
-    for name in tasks:
-        figures, metrics = answer["results"][name], {}
-        for key, value in figures.items():
-            metric, _, pipeline = key.partition(",")
-            if pipeline and not metric.endswith("_stderr"):
-                error = figures[f"{metric}_stderr,{pipeline}"]
-                metrics[metric] = {"value": value, "stderr": error if isinstance(error, float) else None}
-        tokens = lengths[name]
-        entry = {
-            "metrics": metrics,
-            "examples": figures["sample_len"],
-            "samples_each": tasks[name].config.repeats,
-            "shots": tasks[name].config.num_fewshot or 0,
-            "generation": tasks[name].config.generation_kwargs,
-            "chat": tasks[name].config.metadata["chat"],
-            "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)},
-            "truncated_prompts": model.counts[name]["truncated_prompts"],
-            "unfinished_replies": model.counts[name]["unfinished_replies"],
-            "task_hash": task_hash(),
-        }
-        if name.partition("@")[0] in ruler.ESSAY_TASKS:
-            entry["haystack"] = ruler.haystack_file(directory)
-            if entry["haystack"] != ruler.ESSAYS:
-                entry["note"] = ruler.NOT_COMPARABLE
-        summary[name] = entry
-    return summary
+def summarise(name: str, figures: dict, task: suites.Task, model: RecordedModel, directory: Path | None) -> dict:
+    """Return the metrics of a task with standard errors, and what they were measured on."""
+    tokens, counts, metrics = model.lengths[name], model.counts[name], {}
+    for key, value in figures.items():
+        metric, _, pipeline = key.partition(",")
+        if pipeline and not metric.endswith("_stderr"):
+            error = figures[f"{metric}_stderr,{pipeline}"]
+            metrics[metric] = {"value": value, "stderr": error if isinstance(error, float) else None}
+    entry = {
+        "metrics": metrics,
+        "examples": figures["sample_len"],
+        "samples_each": task.config.repeats,
+        "shots": task.config.num_fewshot or 0,
+        "generation": task.config.generation_kwargs,
+        "chat": task.config.metadata["chat"],
+        "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)},
+        **{what: counts[what] for what in ("truncated_prompts", "unfinished_replies")},
+        "task_hash": task_hash(),
+    }
+    if name.partition("@")[0] in ruler.ESSAY_TASKS:
+        entry["haystack"] = ruler.haystack_file(directory)
+        if entry["haystack"] != ruler.ESSAYS:
+            entry["note"] = ruler.NOT_COMPARABLE
+    return entry
 
 
 def kept_samples(rows: list[dict]) -> list[dict]:
@@ -216,21 +187,21 @@ def kept_samples(rows: list[dict]) -> list[dict]:
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
     """Return the command line with the suite's tasks and defaults filled in. Raise `UserError`."""
-    suite = suites.SUITES[args.suite]
     for name in ("limit", "samples", "max_new_tokens", "batch_size"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
-    if any(length < 64 for length in args.lengths or ()):
-        raise UserError(f"--lengths {min(args.lengths)}: expected at least 64.")
-    args.output = args.output or Path("outputs/evaluation") / Path(args.model).name
-    names = suites.choose_tasks(args.suite, args.tasks)
-    for option, tasks in (("lengths", suites.BY_LENGTH), ("samples", suites.TABLE_1)):
-        if getattr(args, option) is not None and not set(names) & set(tasks):
-            raise UserError(f"--{option} changes none of {', '.join(names)}: leave it out.")
-    for name in ("lengths", "limit", "samples", "max_new_tokens", "data"):
+    for name, value in (suites.SMOKE_DEFAULTS if args.suite == "smoke" else suites.DEFAULTS).items():
         if getattr(args, name) is None:
-            setattr(args, name, getattr(suite, name))
-    args.tasks, args.lengths = names, sorted(set(args.lengths))
+            setattr(args, name, value)
+    args.lengths = sorted(set(args.lengths))
+    if args.lengths[0] < 64:
+        raise UserError(f"--lengths {args.lengths[0]}: expected at least 64.")
+    known = suites.SUITES[args.suite]
+    for name in args.tasks or ():
+        if name not in known:
+            raise UserError(f"--tasks {name}: not a task of the suite {args.suite}: it has {', '.join(known)}.")
+    args.tasks = [task for task in known if not args.tasks or task in args.tasks]
+    args.output = args.output or Path("outputs/evaluation") / Path(args.model).name
     return args
 
 
@@ -240,7 +211,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     The result is `None` on every process but the first. Raise `UserError`.
     """
     args = complete(parse_arguments(argv))
-    process = accelerator()
+    # Without a timeout, because some processes finish hours before others.
+    process = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(weeks=52))])
     # The other processes of a run write beside the main one.
     with sole_writer(args.output) if process.is_main_process else nullcontext():
         return measure(args, process)
@@ -251,11 +223,10 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     config = load_config(args.model)
     note_foreign_code(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
-    check_ends(tokenizer)
     tasks = suites.build_tasks(args, tokenizer)
     if any(task.config.unsafe_code for task in tasks.values()):
         run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)
-    check_chat_template(tasks, tokenizer)
+    check_tokenizer(tokenizer, tasks)
     identity = {
         "checkpoint": fingerprint(args.model),
         "tokenizer": fingerprint(args.tokenizer or args.model),
@@ -275,9 +246,10 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     model = RecordedModel(network, tokenizer, records, args.seed, args.batch_size, args.truncate_prompts)
     model.join(process)
     print(f"{len(tasks)} tasks; {len(records)} samples are recorded in {args.output / 'samples'}", flush=True)
-    answer, lengths = evaluate(model, tasks, args.limit)
+    with refusing("Give a smaller --batch-size and go on, what was generated is kept", torch.OutOfMemoryError):
+        answer = evaluate(model, tasks, args.limit)
     records.close()
-    if process.process_index != 0:
+    if answer is None:
         return None
 
     results = {
@@ -300,14 +272,15 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
             if args.data is not None and (args.data / name).is_file()
         },
         "seconds": round(time.monotonic() - started),
-        "tasks": summarise(answer, lengths, model, tasks, args.data),
+        "tasks": {
+            name: summarise(name, answer["results"][name], task, model, args.data) for name, task in tasks.items()
+        },
     }
     results["ruler"] = report.ruler_means(results["tasks"])
     for name, rows in answer["samples"].items():
         write_jsonl(args.output / f"samples_{name}.jsonl", kept_samples(rows))
-    report.write(results, args.output)
+    print(report.write(results, args.output))
     write_json(args.output / "results.json", results)
-    print((args.output / "report.md").read_text(encoding="utf-8"))
     return results
 
 

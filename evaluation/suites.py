@@ -2,8 +2,8 @@
 
 import argparse
 import logging
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -19,45 +19,35 @@ TABLE_1 = ("gsm8k", "math500", "mbpp", "humaneval")
 TABLE_2 = ("gsm8k_5shot", "gsm8k_5shot_maj5", "math500_4shot", "mbpp_5shot", "humaneval_completion")
 # Tasks that are made anew for each of `--lengths`.
 BY_LENGTH = (*ruler.TASKS, "perplexity_by_position")
-
-
-@dataclass(frozen=True)
-class Suite:
-    """Hold tasks and the defaults of the command line's options; `None` leaves an option to the task."""
-
-    tasks: tuple[str, ...]
-    lengths: tuple[int, ...] = ()
-    limit: int | None = None
-    samples: int | None = None
-    max_new_tokens: int | None = None
-    data: Path | None = None
-
-
 SUITES = {
-    "smoke": Suite(
-        (*TABLE_1, *TABLE_2, "dcformer_synthetic", "niah_multikey_1", "niah_single_1", "perplexity_by_position"),
-        lengths=(512,),
-        limit=2,
-        samples=2,
-        max_new_tokens=8,
-        data=data.SMOKE,
-    ),
-    "ruler": Suite(BY_LENGTH, lengths=(4096, 8192, 16384)),
-    "reasoning": Suite(TABLE_1),
-    "paper": Suite((*TABLE_1, *TABLE_2, "dcformer_synthetic", *BY_LENGTH), lengths=(4096, 8192, 16384)),
+    "smoke": (*TABLE_1, *TABLE_2, "dcformer_synthetic", "niah_multikey_1", "niah_single_1", "perplexity_by_position"),
+    "ruler": BY_LENGTH,
+    "reasoning": TABLE_1,
+    "paper": (*TABLE_1, *TABLE_2, "dcformer_synthetic", *BY_LENGTH),
 }
+# Of the command line's options; `None` leaves one to the task.
+DEFAULTS: dict[str, Any] = {"lengths": [4096, 8192, 16384]}
+SMOKE_DEFAULTS = {"lengths": [512], "limit": 2, "samples": 2, "max_new_tokens": 8, "data": data.SMOKE}
 
 
-def choose_tasks(suite: str, names: list[str] | None) -> list[str]:
-    """Return the tasks of a suite, or those of them that are named. Raise `UserError` for any other task."""
-    tasks = SUITES[suite].tasks
-    for name in names or ():
-        if name not in tasks:
-            raise UserError(f"--tasks {name}: not a task of the suite {suite}, whose tasks are {', '.join(tasks)}.")
-    return [task for task in tasks if not names or task in names]
+class Task(ConfigurableTask):
+    """Put the questions to a model as the task's metadata says: as a chat or as text."""
+
+    model: Any = None  # the `RecordedModel`, which sees every prompt before it generates
+
+    def build_all_requests(self, **options) -> None:
+        if (count := min(len(self.eval_docs), options["limit"] or len(self.eval_docs))) < options["world_size"]:
+            raise UserError(
+                f"{self.config.task} has {count} examples for {options['world_size']} processes: start fewer of them."
+            )
+        if not self.config.metadata["chat"]:
+            options |= {"apply_chat_template": False, "chat_template": None}
+        self.set_fewshot_seed(0)
+        super().build_all_requests(**options)
+        self.model.check_prompts(self.config.task, self.instances)
 
 
-def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, ConfigurableTask]:
+def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Task]:
     """Return lm-eval's tasks with their rows, named NAME, or NAME@LENGTH for each length. Raise `UserError`.
 
     Args:
@@ -73,7 +63,7 @@ def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
             metadata = config.pop("metadata")
             metadata["chat"] = metadata.get("chat", False) and not args.no_chat
             title = name if length is None else f"{name}@{length}"
-            task = ConfigurableTask(config={**config, "task": title, "metadata": metadata | run})
+            task = Task(config={**config, "task": title, "metadata": metadata | run})
             task.config.metadata = metadata
             if (settings := task.config.generation_kwargs) is not None and args.max_new_tokens:
                 settings["max_gen_toks"] = args.max_new_tokens

@@ -12,6 +12,7 @@ The client reads its endpoint when `huggingface_hub` is imported: clients run in
 import base64
 import hashlib
 import json
+import sys
 import socket
 import ssl
 import time
@@ -129,7 +130,7 @@ class LoopbackHub:
         self.collections: dict[str, list[str]] = {}
         self.before_commit = None
         self.lock = RLock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self) -> "LoopbackHub":
@@ -288,6 +289,12 @@ class LoopbackHub:
             if not name.startswith("refs/pr/"):
                 answer[kind].append({"name": name, "ref": f"refs/{folder}/{name}", "targetCommit": sha})
         return answer
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # the client was killed
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

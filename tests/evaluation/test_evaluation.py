@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +26,7 @@ pytest.importorskip("math_verify", reason='the extra "evaluation" is not install
 
 from math_verify import parse, verify
 
-from common.command_io import UserError, read_json, read_jsonl, run_cli, write_json, write_jsonl
+from common.command_io import UserError, read_json, read_jsonl, run_cli, sole_writer, write_json, write_jsonl
 from evaluation import compare, data, replay_gold, replies, report, ruler, run, run_code, scores, suites
 from evaluation.recorded_model import RecordedModel, SeededSampling, sample_seed
 from evaluation.records import Records, sample_key
@@ -51,7 +50,7 @@ def confirmed(monkeypatch):
 
 
 @pytest.mark.parametrize("name", replay_gold.REPLAYS)
-@pytest.mark.parametrize(("directory", "rows"), [(data.SMOKE, None), pytest.param(DATA, 12, marks=needs_data)])
+@pytest.mark.parametrize(("directory", "rows"), [(data.SMOKE, None), pytest.param(DATA, 5, marks=needs_data)])
 def test_gold_scores_1_and_broken_0(name, directory, rows):
     result = replay_gold.replay(name, directory, limit=rows)
     assert result["gold_right"] == result["rows"] == (rows or result["rows"]) > 1 and result["broken_right"] == 0
@@ -69,7 +68,7 @@ def test_majority_counts_equal_answers_together_and_none_never():
     gold = {"answer": "#### 18"}
     assert [scores.gsm8k(gold, [order])["maj@4"] for order in (shares, shares[::-1])] == [1, 1]
     row = scores.gsm8k({"answer": "#### 1000"}, [["#### 1,000", "#### 7", "#### 7", "#### 1000", "#### 1000.0"]])
-    assert row["pass@1"] == 3 / 5 and row["maj@5"] == 1 and row["lm_eval_maj@5"] == 0 and row["lm_eval_strict"] == 1
+    assert row["pass@1"] == 3 / 5 and row["maj@5"] == 1
 
 
 @pytest.mark.parametrize(
@@ -81,18 +80,15 @@ def test_pass_at_k_is_the_mean_over_all_choices(samples, passed, k):
     assert scores.pass_at_k(samples, passed, k) == pytest.approx(sum(map(max, choices)) / len(choices))
 
 
-def test_code_of_several_samples():
+def test_code_of_several_samples(monkeypatch):
     row = data.rows("mbpp/test.jsonl", data.SMOKE)[0]
-    right, wrong = f"Thus:\n```python\n{row['code']}\n```", "```python\ndef add(a, b): return 0\n```"
-    metrics = scores.mbpp(row, [[wrong] * 9 + [right]])
-    assert metrics == pytest.approx({"pass@1": 0.1, "pass@10": 1.0, "lm_eval_pass@1": 0.0})
-    assert "pass@10" not in scores.mbpp(row, [[right] * 9])
-
-
-def test_mbpp_may_ask_for_a_function_with_the_name_of_pythons_own():
-    tests = {"test_setup_code": "", "test_list": ["assert sum(10,15) == 6"]}
-    reply = fenced("def sum(a, b): return 6", "print(sum(10, 15))")
-    assert scores.mbpp(tests, [[reply]])["pass@1"] == 1
+    right, wrong = fenced(row["code"]), fenced("def add(a, b): return 0")
+    # A task may ask for a function with the name of one of Python's own.
+    own = {"test_setup_code": "", "test_list": ["assert sum(10,15) == 6"]}
+    assert scores.mbpp(own, [[fenced("def sum(a, b): return 6", "print(sum(10, 15))")]]) == {"pass@1": 1}
+    monkeypatch.setattr(scores, "passes_each", lambda programs: ["return 0" not in program for program in programs])
+    assert scores.mbpp(row, [[wrong] * 9 + [right]]) == pytest.approx({"pass@1": 0.1, "pass@10": 1.0})
+    assert scores.mbpp(row, [[right] * 9]) == {"pass@1": 1.0}
 
 
 def fenced(*blocks):
@@ -102,7 +98,6 @@ def fenced(*blocks):
 @pytest.mark.parametrize(
     ("reply", "code"),
     [
-        (fenced("def f(): a"), "def f(): a\n"),
         (fenced("def f(): a", "def f(): b"), "def f(): b\n"),
         (fenced("def f(): a", "def f(): (b"), "def f(): (b\n"),
         (fenced("def f(): a", "from answer import f\nprint(f())"), "def f(): a\n"),
@@ -116,13 +111,10 @@ def fenced(*blocks):
         ("```\nf() == 1\n```\n~~~py\ndef f(): a\n~~~\n```\n1\n```", "def f(): a\n"),
         ("Here is the code: ```python\ndef f(): a\n```\nIt adds.", "def f(): a\n"),
         ("- f:\n\n      ```{.Python3}\n      def f():\n        a\n      ```", "def f():\n  a\n"),
-        ("<answer>\n```python\ndef f(): a\n```\n</answer>", "def f(): a\n"),
         ("```python\nunclosed", "unclosed"),
         (fenced("    return a", "f()", ""), "    return a\n"),
         ("```pycon\n>>> f()\n```", "```pycon\n>>> f()\n```"),
-        ("no block", "no block"),
         ("<think>\n```python\ndef f(): a\n```\n", ""),
-        ("<|begin_of_thought|>\n```python\ndef f(): a\n```\n", ""),
     ],
 )
 def test_the_program_in_a_reply(reply, code):
@@ -136,18 +128,12 @@ REPLIES = list(read_jsonl(Path(__file__).with_name("replies.jsonl")))
 def test_scorers_agree_with_a_reader(group):
     """Score {"task", "part", "document", "right": [reply], "missed", "wrong"}, as evaluation/README.md describes.
 
-    The reader takes the "missed" ones for right, the scorer does not.
+    The reader takes the "missed" ones for right, the scorer does not: four of 470.
     """
     for verdict in ("right", "missed", "wrong"):
         for reply in group[verdict]:
-            score = getattr(scores, group["task"])(group["document"], [[reply]])
-            figure = next(value for name, value in score.items() if not name.startswith("lm_eval"))
+            (figure,) = getattr(scores, group["task"])(group["document"], [[reply]]).values()
             assert figure == (verdict == "right"), reply
-
-
-def test_scorers_agree_with_a_reader_on_98_of_100_replies():
-    verdicts = {verdict: sum(len(group[verdict]) for group in REPLIES) for verdict in ("right", "missed", "wrong")}
-    assert sum(verdicts.values()) >= 200 and verdicts["missed"] <= 0.02 * sum(verdicts.values())
 
 
 def is_right(reply, gold):
@@ -193,15 +179,12 @@ def test_loss_by_position():
 @pytest.mark.parametrize(
     ("reply", "references", "first"),
     [
-        (" 123.", ["123"], 1),
         ("**123**", ["123"], 1),
         ("1234", ["123"], 0),
-        ("It is 123", ["123"], 0),
         ("1. tree 2. Car", ["car", "tree"], 1),
         ("4, 5, and 6.", ["6", "5", "4", "7"], 3 / 4),
         ("4 and then 5", ["4", "5"], 1 / 2),
         ("ABC, ABCD", ["ABC", "ABCD"], 1),
-        ("12, 3.", ["3", "12"], 1),
         ("• “123”", ["123"], 1),
         ("_A_ & _B_", ["a", "b"], 1),
         ("-123", ["123"], 0),
@@ -210,7 +193,6 @@ def test_loss_by_position():
         ("1.5", ["5"], 0),
         ("7. 123", ["123"], 0),
         ("1) 12 2) 34", ["34", "12"], 1),
-        ("", ["1"], 0),
     ],
 )
 def test_answer_first(reply, references, first):
@@ -219,10 +201,10 @@ def test_answer_first(reply, references, first):
 
 def test_scores_of_ruler():
     document = {"outputs": ["Rome", "the city of Rome"]}
-    assert ruler.score_any(document, [["rome"]]) == {"string_match": 1.0, "answer_first": 1.0, "lm_eval": 0.5}
+    assert ruler.score_any(document, [["rome"]]) == {"string_match": 1.0, "answer_first": 1.0}
     document = {"outputs": ["12", "34"]}
     every = " ".join(map(str, range(100)))
-    assert ruler.score_all(document, [[every]]) == {"string_match": 1.0, "answer_first": 0.0, "lm_eval": 1.0}
+    assert ruler.score_all(document, [[every]]) == {"string_match": 1.0, "answer_first": 0.0}
     assert ruler.score_all(document, [["34"]])["string_match"] == 0.5
 
 
@@ -240,31 +222,29 @@ def test_ruler_is_the_same_every_time(task, length):
     *_, cwe, _, _ = ruler._generators()  # imports draw from the random state, too
     random.seed(1)
     state = random.getstate()
-    three = make(3)
+    two = make(2)
     assert random.getstate() == state
     random.seed(2), np.random.seed(2), cwe.RNG.seed(2)
     make(1, seed=5)
-    assert make(2) == three[:2] and make(2, seed=1) != three[:2]
-    for document in three:
+    assert make(1) == two[:1] != make(1, seed=1)
+    for document in two:
         prompt = f"{document['input']} {document['gen_prefix']}"
         room = ruler.stock_config(task)["generation_kwargs"]["max_gen_toks"]
         assert len(tiny_tokenizer()(prompt)["input_ids"]) + room <= length == document["max_length"]
         assert all(answer in prompt for answer in document["outputs"])
 
 
-@pytest.mark.parametrize("length", [1024, 4096])
-def test_common_words_are_asked_for_after_a_worked_example(length):
-    (document,) = ruler.samples("ruler_cwe", length, 1, 0, data.SMOKE, tiny_tokenizer())
+def test_common_words_are_asked_for_after_a_worked_example():
+    (document,) = ruler.samples("ruler_cwe", 1024, 1, 0, data.SMOKE, tiny_tokenizer())
     example, prompt = document["input"].split("\nBelow is")
     question = "What are the 10 most common words in the above list?"
     assert f"{question} {document['gen_prefix']}1. " in example and prompt.endswith(question)
-    assert 0.95 * length < document["length"] <= length
+    assert 0.95 * 1024 < document["length"] <= 1024
     assert suites._config("ruler_cwe")["target_delimiter"] == " "
 
 
-@pytest.fixture
-def questions(tmp_path):
-    """Write the two files of questions in the layout of their benchmarks."""
+def test_ruler_questions_from_a_local_file(tmp_path):
+    """Read the two files of questions in the layout of their benchmarks."""
 
     def squad(i):
         answers = [{"text": f"river {i}"}, {"text": f"on river {i}"}]
@@ -280,19 +260,12 @@ def questions(tmp_path):
         path = tmp_path / ruler.QA_FILES[f"ruler_qa_{task}"]
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(content))
-    return tmp_path
-
-
-def test_ruler_questions_from_a_local_file(questions):
-    documents = ruler.samples("ruler_qa_squad", 256, 3, 0, questions, tiny_tokenizer())
+    documents = ruler.samples("ruler_qa_squad", 256, 3, 0, tmp_path, tiny_tokenizer())
     assert [document["outputs"] for document in documents] == [[f"river {i}", f"on river {i}"] for i in range(3)]
     assert all(f"Town {i} lies" in document["input"] for i, document in enumerate(documents))
     with pytest.raises(UserError, match="qa_squad at --lengths 100: "):  # but for "Answer:" they would fit
-        ruler.samples("ruler_qa_squad", 100, 3, 0, questions, tiny_tokenizer())
-
-
-def test_ruler_questions_that_need_several_documents(questions):
-    documents = ruler.samples("ruler_qa_hotpot", 512, 2, 0, questions, tiny_tokenizer())
+        ruler.samples("ruler_qa_squad", 100, 3, 0, tmp_path, tiny_tokenizer())
+    documents = ruler.samples("ruler_qa_hotpot", 512, 2, 0, tmp_path, tiny_tokenizer())
     assert [document["outputs"] for document in documents] == [["name 0"], ["name 1"]]
     assert all(f"Title 1.{j}\nText 1.{j}. More." in documents[1]["input"] for j in range(10))
 
@@ -349,7 +322,7 @@ def test_files_are_checked_against_the_manifest(tmp_path):
 # Records
 
 
-WHOLE = {"unfinished": False, "truncated": False}
+WHOLE = {"unfinished": False}
 
 
 def test_records_survive_a_kill_and_are_shared(tmp_path):
@@ -357,17 +330,15 @@ def test_records_survive_a_kill_and_are_shared(tmp_path):
     records = Records(tmp_path)
     records.add(first, text="é\n", **WHOLE)
     assert (tmp_path / "rank0.jsonl").read_bytes().endswith(b"\n")  # before the process ends in whatever way
-    with pytest.raises(UserError, match="Another run is writing"):
-        Records(tmp_path)
     records.close()
     with open(tmp_path / "rank0.jsonl", "ab") as file:
         file.write(b'{"task": "t", "hash": "')
     records = Records(tmp_path)
-    assert len(records) == 1 and records.get(first)["text"] == "é\n"
+    assert len(records) == 1 and records[first]["text"] == "é\n"
     records.add(second, text="b", **WHOLE)
     records.close()
     other = Records(tmp_path, rank=1)
-    assert len(other) == 2 and other.get(second)["text"] == "b"
+    assert len(other) == 2 and other[second]["text"] == "b"
     with open(tmp_path / "rank0.jsonl", "ab") as file:
         file.write(b"{}\n")
     with pytest.raises(UserError, match="rank0.jsonl, line 3, which to go on remove: task is missing"):
@@ -409,9 +380,6 @@ def requests(count=3, repeats=2, settings=SETTINGS, words=8):
         for i, prompt in enumerate(prompts)
     ]
     return [instance for instance in instances for _ in range(repeats)]
-
-
-OUT_OF_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
 
 def fails(error):
@@ -470,7 +438,6 @@ def test_a_killed_run_continues(tmp_path, monkeypatch):
     rest.clear()
     more = model.generate_until(requests(repeats=3), disable_tqdm=True)  # one more sample of each
     assert len(rest) == 3 and [more[i] for i in (0, 1, 3, 4, 6, 7)] == replies
-    assert model.counts["task"]["samples"] == 6 + 9
 
 
 def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside(tmp_path):
@@ -510,93 +477,38 @@ def test_a_reply_keeps_the_blanks_that_it_begins_with(tmp_path):
     assert model._reply([0, 1], [4, 5], [], 9)["text"] == "    return"
 
 
-def test_memory_that_runs_out_halves_the_batch(tmp_path, monkeypatch, capsys):
-    model = recorded(tmp_path / "a", batch_size=6)
-    generate, sizes = model._replies, []
-
-    def small(batch):
-        sizes.append(len(batch))
-        if len(batch) > 2:
-            raise OUT_OF_MEMORY
-        return generate(batch)
-
-    monkeypatch.setattr(model, "_replies", small)
-    assert model.generate_until(requests(), disable_tqdm=True) == generated(tmp_path / "b", requests())
-    assert sizes == [6, 3, 1, 1, 1, 1, 1, 1] and "Out of memory: the batch size is 3" in capsys.readouterr().out
-
-    monkeypatch.setattr(model, "_replies", fails(RuntimeError("DefaultCPUAllocator: can't allocate memory")))
-    with pytest.raises(UserError, match="not enough memory for a batch of one"):
-        model.generate_until(requests(5), disable_tqdm=True)
-
-    monkeypatch.setattr(model, "_replies", fails(RuntimeError("a defect")))
-    with pytest.raises(RuntimeError, match="a defect"):
-        model.generate_until(requests(5), disable_tqdm=True)
-
-
-def test_memory_that_runs_out_in_likelihoods(tmp_path, monkeypatch, capsys):
-    model = recorded(tmp_path, batch_size=4)
-    call, sizes = model._model_call, []
-
-    def small(inputs, **options):
-        sizes.append(len(inputs))
-        if len(inputs) > 1:
-            raise OUT_OF_MEMORY
-        return call(inputs, **options)
-
-    asked = [Instance("loglikelihood", {}, (" ".join(WORDS[:n]), f" {WORDS[n]}"), 0) for n in (3, 4, 5)]
-    expected = recorded(tmp_path / "whole").loglikelihood(asked, disable_tqdm=True)
-    monkeypatch.setattr(model, "_model_call", small)
-    found = model.loglikelihood(asked, disable_tqdm=True)
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-5)
-    assert sizes == [3, 2, 1, 1, 1] and "Out of memory: the batch size is 1" in capsys.readouterr().out
-    text = Instance("loglikelihood_rolling", {}, (" ".join(WORDS[:9]),), 0)
-    monkeypatch.setattr(model.model, "forward", fails(OUT_OF_MEMORY))
-    with pytest.raises(UserError, match="not enough memory"):
-        model.loglikelihood_rolling([text], disable_tqdm=True)
-
-
 def test_prompts_that_do_not_fit_are_refused_or_counted(tmp_path):
     model = tiny_source(max_position_embeddings=16)
-    long, message = requests(3, 1, words=9), "2 prompts do not fit: .* up to 17 tokens and the context has 16: task"
-    refusing = recorded(tmp_path / "a", model)
-    with pytest.raises(UserError, match=message.replace("2", "1")):
-        refusing.check_prompts(long)
-    with pytest.raises(UserError, match="A prompt of 11 tokens does not fit: the context leaves it 10"):
-        refusing.generate_until(long, disable_tqdm=True)
-    assert refusing.check_prompts(requests(2, 1, words=8)) == {"task": [8, 9]}
-    cutting = recorded(tmp_path / "b", model, truncate=True)
+    strict, cutting = recorded(tmp_path / "a", model), recorded(tmp_path / "b", model, truncate=True)
+    strict.check_prompts("task", requests(2, 1, words=8))
+    assert strict.lengths == {"task": [8, 9]}
     long = requests(3, 2, {"do_sample": False, "max_gen_toks": 6}, words=9)
-    cutting.check_prompts(long)
+    with pytest.raises(UserError, match="task: 1 prompts do not fit: .* up to 17 tokens, 6 of .* context has 16"):
+        strict.check_prompts("task", long[::2])
+    cutting.check_prompts("task", long[::2])
+    assert cutting.counts["task"]["truncated_prompts"] == 1
     reply = cutting.generate_until(long, disable_tqdm=True)[4]
-    assert cutting.counts["task"]["truncated_prompts"] == 1  # of two samples
     ids = tiny_tokenizer()(long[4].args[0], return_tensors="pt")["input_ids"][:, -10:]  # the question is at the end
     expected = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=[2, 3])[0, 10:]
     assert reply == " " + tiny_tokenizer().decode(expected, skip_special_tokens=True)
-    # One sample alone is counted as a number, too.
-    single = recorded(tmp_path / "c", model, truncate=True)
-    single.generate_until(requests(1, 1, {"do_sample": False, "max_gen_toks": 6}), disable_tqdm=True)
-    assert not any(isinstance(count, bool) for count in single.counts["task"].values())
-    # A cut prompt makes no room for a reply as long as the context.
-    for limit in (16, 20):
-        with pytest.raises(UserError, match=f"task: replies of {limit} tokens leave .* lower --max-new-tokens"):
-            cutting.check_prompts(requests(1, 1, {"do_sample": False, "max_gen_toks": limit}))
+    for limit in (16, 20):  # a cut prompt makes no room for a reply as long as the context
+        with pytest.raises(UserError, match=f"1 prompts do not fit: .* {limit} of them the reply's"):
+            cutting.check_prompts("task", requests(1, 1, {"do_sample": False, "max_gen_toks": limit}))
 
 
-def test_contexts_of_likelihoods_that_do_not_fit_are_refused_or_counted(tmp_path):
+def test_likelihoods_that_do_not_fit_are_refused_or_counted(tmp_path):
     """Take 16 tokens and the one that they predict, of which lm-eval would cut the first ones without a word."""
-    model, texts = tiny_source(max_position_embeddings=16), (" ".join(WORDS[:16]), " ".join(WORDS[:17]))
-    fitting, long = (Instance("loglikelihood", {}, (text, f" {WORDS[0]}"), 0, ("t", 0, 1)) for text in texts)
-    assert recorded(tmp_path / "a", model).check_prompts([fitting]) == {"t": [16]}
-    with pytest.raises(UserError, match="1 prompts do not fit: .* up to 17 tokens and the context has 16: t "):
-        recorded(tmp_path / "b", model).check_prompts([fitting, long])
-    cutting = recorded(tmp_path / "c", model, truncate=True)
-    cutting.check_prompts([fitting, long])
-    assert cutting.counts["t"]["truncated_prompts"] == 1
-    whole, beyond = (Instance("loglikelihood_rolling", {}, (" ".join(WORDS[:n]),), 0, ("r", 0, 1)) for n in (17, 18))
-    assert recorded(tmp_path / "d", model).check_prompts([whole]) == {"r": [17]}
-    with pytest.raises(UserError, match="1 prompts do not fit: .* up to 17 tokens and the context has 16: r "):
-        recorded(tmp_path / "e", model).check_prompts([whole, beyond])
-    losses = cutting.loglikelihood_rolling([whole, beyond], disable_tqdm=True)
+    model, texts = tiny_source(max_position_embeddings=16), [" ".join(WORDS[:n]) for n in (16, 17, 18)]
+    strict, cutting = recorded(tmp_path / "a", model), recorded(tmp_path / "b", model, truncate=True)
+    words = [Instance("loglikelihood", {}, (text, f" {WORDS[0]}"), 0, ("t", 0, 1)) for text in texts[:2]]
+    whole = [Instance("loglikelihood_rolling", {}, (text,), 0, ("t", 0, 1)) for text in texts[1:]]
+    for fitting, long in (words, whole):
+        strict.check_prompts("t", [fitting])
+        with pytest.raises(UserError, match="t: 1 prompts do not fit: .* up to 17 tokens, .* the context has 16"):
+            strict.check_prompts("t", [fitting, long])
+        cutting.check_prompts("t", [fitting, long])
+    assert cutting.counts["t"]["truncated_prompts"] == 2
+    losses = cutting.loglikelihood_rolling(whole, disable_tqdm=True)
     assert losses[0] == losses[1] and len(losses[0]) == 16
 
 
@@ -628,59 +540,66 @@ def offline(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def test_the_smoke_suite_offline_and_again(tiny, tmp_path, offline, monkeypatch, capsys):
-    output = tmp_path / "out"
-    results = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
+@pytest.fixture(scope="module")
+def smoke(tiny, tmp_path_factory):
+    """Run the smoke suite offline, and return its results and its output directory."""
+    output = tmp_path_factory.mktemp("smoke") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_code, "_confirmed", True)
+        for owner, name in ((socket.socket, "connect"), (socket, "getaddrinfo")):
+            patch.setattr(owner, name, fails(AssertionError("something wants a network")))
+        return run.main([str(tiny), "--suite", "smoke", "--output", str(output)]), output
+
+
+def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, offline, monkeypatch):
+    results, output = smoke[0], shutil.copytree(smoke[1], tmp_path / "out")
     assert set(results["tasks"]) == {
-        *(name for name in suites.SUITES["smoke"].tasks if name not in suites.BY_LENGTH),
+        *(name for name in suites.SUITES["smoke"] if name not in suites.BY_LENGTH),
         *("niah_multikey_1@512", "niah_single_1@512", "perplexity_by_position@512"),
     }
     for name, task in results["tasks"].items():
         assert task["examples"] == 2 and task["metrics"], name
         assert all(figure["stderr"] is not None for figure in task["metrics"].values())
         assert task["truncated_prompts"] == 0
-    assert set(results["tasks"]["gsm8k"]["metrics"]) >= {"pass@1", "maj@2", "lm_eval_strict", "lm_eval_maj@2"}
+    assert results["tasks"]["gsm8k"]["metrics"].keys() == {"pass@1", "maj@2"}
     assert "maj@5" in results["tasks"]["gsm8k_5shot_maj5"]["metrics"]
     assert results["tasks"]["niah_multikey_1@512"]["note"] == ruler.NOT_COMPARABLE
     assert "note" not in results["tasks"]["niah_single_1@512"]
-    assert results["tasks"]["gsm8k"]["unfinished_replies"] > 0
     assert read_json(output / "results.json") == results
     text = (output / "report.md").read_text()
     assert "gsm8k: 4 of 4 replies were still going" in text and "not comparable" in text
     assert "Beside the paper" not in text and "| **ours** |" not in text  # the examples are hand-made
+    assert "The replies were made at" not in text
     assert {path.name for path in output.glob("*.png")} == {"ruler.png", "loss_by_position.png"}
     rows = list(read_jsonl(output / "samples_gsm8k.jsonl"))
     assert [len(row["replies"]) for row in rows] == [2, 2] and rows[0]["target"].endswith("#### 7")
 
     monkeypatch.setattr(RecordedModel, "_replies", fails(AssertionError("a recorded sample is generated again")))
-    again = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
-    assert again["tasks"] == results["tasks"] and "The replies were made at" not in text
     record = output / "samples" / "rank0.jsonl"
-    first, *others = read_jsonl(record)
-    assert first["commit"] == results["commit"] and results["sample_commits"] == [results["commit"]]
-    write_jsonl(record, [first | {"commit": "0" * 40}, *others])
-    again = run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
+    assert results["sample_commits"] == [results["commit"]]
+    older = {"gsm8k": {"commit": "0" * 40}}
+    write_jsonl(record, [sample | older.get(sample["task"], {}) for sample in read_jsonl(record)])
+    tasks = ["gsm8k", "niah_single_1", "dcformer_synthetic"]
+    again = run.main([str(tiny), "--suite", "smoke", "--tasks", *tasks, "--output", str(output)])
+    assert len(again["tasks"]) == 3 and all(entry == results["tasks"][name] for name, entry in again["tasks"].items())
     assert again["sample_commits"] == sorted(["0" * 40, results["commit"]])
     assert f"The replies were made at commit {'0' * 40}" in (output / "report.md").read_text()
+    with sole_writer(output), pytest.raises(UserError, match="Another run is writing"):
+        run.main([str(tiny), "--suite", "smoke", "--output", str(output)])
     with pytest.raises(UserError, match="holds samples of another seed"):
         run.main([str(tiny), "--suite", "smoke", "--output", str(output), "--seed", "1"])
 
 
-COMPARED = ("niah_single_1", "gsm8k", "dcformer_synthetic")
-
-
 @pytest.fixture
-def two_runs(tiny, tmp_path) -> list[Path]:
-    """Evaluate one model, and copy the result with one of two answers made right by hand."""
-    runs = [tmp_path / "base", tmp_path / "tuned"]
-    run.main([str(tiny), "--suite", "smoke", "--output", str(runs[0]), "--tasks", *COMPARED])
-    shutil.copytree(*runs)
+def two_runs(smoke, tmp_path) -> list[Path]:
+    """Copy an evaluation, and make one of two answers right by hand."""
+    runs = [shutil.copytree(smoke[1], tmp_path / name) for name in ("base", "tuned")]
     first, second = read_jsonl(runs[1] / "samples_niah_single_1@512.jsonl")
     second |= {"replies": ["7"], "string_match": 1.0}
     write_jsonl(runs[1] / "samples_niah_single_1@512.jsonl", [first, second])
     results = read_json(runs[1] / "results.json")
     results["tasks"]["niah_single_1@512"]["metrics"]["string_match"] = {"value": 0.5, "stderr": 0.5}
-    results["tasks"]["gsm8k"]["metrics"]["other"] = results["tasks"]["gsm8k"]["metrics"].pop("lm_eval_strict")
+    results["tasks"]["gsm8k"]["metrics"]["other"] = results["tasks"]["gsm8k"]["metrics"].pop("maj@2")
     write_json(runs[1] / "results.json", results)
     return runs
 
@@ -691,11 +610,11 @@ def test_two_evaluations_are_compared_example_by_example(two_runs, tmp_path):
     assert "| niah_single_1@512 | string_match | 2 | 0.0 ± 0.0 | 50.0 ± 50.0 | 50.0 ± 50.0 | 1 |" in text
     assert "| gsm8k | pass@1 | 2 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0 |" in text
     assert re.search(r"\| dcformer_synthetic \| acc \| 2 \|.*\| – \|$", text, re.MULTILINE)  # it has no replies
-    assert "lm_eval_flexible" in text and "lm_eval_strict" not in text and "| other |" not in text
+    assert "| gsm8k | maj@2 |" not in text and "| other |" not in text
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, capsys):
+def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
     def refused(*runs) -> str:
         with pytest.raises(UserError) as error:
             compare.main([*map(str, runs), "--output", str(tmp_path / "comparison.md")])
@@ -715,8 +634,6 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path, cap
         assert f"gsm8k has another {what} in tuned than in base" in refused(base, tuned)
     write_json(file, results | {"tasks": {}})
     assert "no task in common" in refused(base, tuned)
-    write_json(file, results | {"tasks": {"gsm8k": gsm8k | {"shots": None}}})
-    assert "results.json: tasks.gsm8k.shots is None: expected a valid integer" in refused(base, tuned)
 
 
 def test_cut_prompts_are_reported(tmp_path, offline, monkeypatch, capsys):
@@ -780,11 +697,10 @@ def test_two_processes_give_the_samples_of_one(tiny, tmp_path):
 
 def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, offline, monkeypatch):
     prompts = {}
-    reply = RecordedModel._replies
 
     def watch(self, batch):
         prompts.update({key[0]: prompt for key, (prompt, _) in batch})
-        return reply(self, batch)
+        return [{"text": "", "unfinished": False}] * len(batch)
 
     monkeypatch.setattr(RecordedModel, "_replies", watch)
     arguments = [str(tiny), "--suite", "smoke", "--tasks", "gsm8k", "gsm8k_5shot", "mbpp_5shot", "--limit", "1"]
@@ -808,25 +724,17 @@ def test_a_chat_template_says_the_same_day_and_ends(tmp_path, monkeypatch):
         model.apply_chat_template(chat)
 
 
-@pytest.mark.parametrize(("templates", "refused"), [({"tool_use": "x"}, True), ({"default": "x", "rag": "y"}, False)])
-def test_of_named_chat_templates_the_default_one_writes_a_chat(templates, refused):
-    task = SimpleNamespace(config=SimpleNamespace(metadata={"chat": True}))
-    with pytest.raises(UserError, match="no chat template, which gsm8k need") if refused else nullcontext():
-        run.check_chat_template({"gsm8k": task}, SimpleNamespace(chat_template=templates))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("TINY smoke --tasks chess", "--tasks chess: not a task of the suite smoke"),
         ("TINY smoke --limit 0", "--limit 0: expected at least 1"),
         ("TINY ruler --lengths 8", "--lengths 8: expected at least 64"),
-        ("TINY reasoning --lengths 4096", "--lengths changes none of gsm8k, .*: leave it out"),
         ("TINY ruler --tasks niah_single_2", "text/state_union.txt is not on the Hub .* --data"),
         ("MUTE smoke", "mute holds no tokenizer: save one beside the weights"),
-        ("PLAIN smoke", "no chat template, which gsm8k, math500, mbpp, humaneval need"),
+        ("PLAIN smoke", "writes no chat, as gsm8k, math500, mbpp, humaneval need: add a template"),
         ("ENDED smoke", "puts its end token </s> behind every text"),
-        ("SHORT smoke", "prompts do not fit: .* the context has 128: .*niah_single_1@512"),
+        ("SHORT smoke", "gsm8k_5shot: 2 prompts do not fit: .* the context has 128"),
         ("TINY smoke --output FILES", "is no output of this command: choose another --output"),
     ],
 )
@@ -866,8 +774,7 @@ def test_code_that_cannot_be_isolated_is_not_run_unasked(tiny, tmp_path, offline
         with pytest.raises(UserError, match="leave their tasks out, or give --confirm-run-unsafe-code"):
             run.main([*smoke, task])
     assert not (tmp_path / "out").exists()
-    run.main([*smoke, "gsm8k"])
-    results = run.main([*smoke, "gsm8k", "humaneval_completion", "--confirm-run-unsafe-code"])
+    results = run.main([*smoke, "humaneval_completion", "--confirm-run-unsafe-code"])
     assert "humaneval_completion" in results["tasks"] and not results["isolated_code"]
 
 
@@ -875,7 +782,7 @@ def test_code_that_cannot_be_isolated_is_not_run_unasked(tiny, tmp_path, offline
 
 
 def ruler_entry(value):
-    return {"metrics": {name: {"value": value, "stderr": 0.1} for name in ("string_match", "answer_first", "lm_eval")}}
+    return {"metrics": {name: {"value": value, "stderr": 0.1} for name in ("string_match", "answer_first")}}
 
 
 def test_means_of_ruler_are_over_the_lengths_that_were_run():
@@ -896,25 +803,20 @@ def test_means_of_ruler_are_over_the_lengths_that_were_run():
         (0, {}, "smoke", False),
     ],
 )
-def test_only_a_mean_of_rulers_own_tasks_stands_beside_the_papers(tmp_path, left_out, note, suite, beside):
+def test_only_a_mean_of_rulers_own_tasks_stands_beside_the_papers(left_out, note, suite, beside):
     counts = {"examples": 50, "samples_each": 1, "truncated_prompts": 0, "unfinished_replies": 0}
-    tasks = {
-        f"{name}@512": {**ruler_entry(0.5), **counts, "prompt_tokens": {"min": 1, "max": 2}} for name in ruler.TASKS
-    }
-    tasks = dict(list(tasks.items())[left_out:])
+    entry = {**ruler_entry(0.5), **counts, "prompt_tokens": {"min": 1, "max": 2}}
+    tasks = {f"{name}@512": dict(entry) for name in ruler.TASKS[left_out:]}
     tasks["niah_single_2@512"] |= note
     about = {"model": "m", "suite": suite, "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
     about |= {"commit": "0", "sample_commits": ["0"], "checkpoint": "0", "processes": 1, "device": "cpu"}
-    about["versions"] = {}
-    report.write({**about, "tasks": tasks, "ruler": report.ruler_means(tasks)}, tmp_path)
-    text = (tmp_path / "report.md").read_text()
+    text = report.markdown({**about, "versions": {}, "tasks": tasks, "ruler": report.ruler_means(tasks)}, [])
     assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside
-    assert (tmp_path / "paper.png").exists() == beside
     assert "ruler_cwe begins with its worked example" in text
 
 
 def test_every_figure_of_the_paper_belongs_to_a_task_and_metric():
     for table in ("table_1", "table_2"):
         for column in report.PAPER[table]["columns"]:
-            assert column["task"] in suites.SUITES["paper"].tasks and len(column["paper"]) == 5
-    assert len(suites.SUITES["ruler"].tasks) == 13 + 1 and suites.SUITES["ruler"].tasks[0] == "niah_multikey_1"
+            assert column["task"] in suites.SUITES["paper"] and len(column["paper"]) == 5
+    assert len(suites.SUITES["ruler"]) == 13 + 1 and suites.SUITES["ruler"][0] == "niah_multikey_1"

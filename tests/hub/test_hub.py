@@ -4,6 +4,7 @@ The real client and the commands of this repository speak to a stand-in for the 
 """
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.checkpoint_io import run_in_clean_process
+from common.checkpoint_io import load_in_clean_process, run_in_clean_process
 from common.command_io import ROOT
 from conversion_scripts import convert_llama_to_iha, push_to_hub
 from modeling_iha import IHAForCausalLM
@@ -28,6 +29,8 @@ PROMPT = "1+1?"
 # What somebody does who has Transformers and a repository's name, in an empty cache: the config and the tokenizer by
 # themselves first, so that neither rests on what a model load has brought.
 FROM_THE_HUB = """
+import os, tempfile
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 import torch
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForQuestionAnswering, AutoModelForSequenceClassification,
@@ -70,6 +73,15 @@ for auto_class in (
 
 generate = pipeline("text-generation", repo_id, **pinned)
 result["pipeline"] = generate(prompt, max_new_tokens=4, do_sample=False, return_full_text=False)[0]["generated_text"]
+
+# The example of the card as it stands, in its directory and by id, with all that it writes to stderr.
+log = tempfile.TemporaryFile()
+os.dup2(log.fileno(), 2)
+os.chdir(request["directory"])
+for example in request["examples"]:
+    exec(example, {})
+log.seek(0)
+result["stderr_of_the_examples"] = log.read().decode()
 """
 
 
@@ -126,9 +138,15 @@ def second(trained, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(hub, trained, second):
-    """Push the fine-tuned model, and the changed one over it; return the first commit, which is tagged v1."""
-    for directory, tag in ((trained / "final", "v1"), (second, None)):
-        push_to_hub.publish(directory, "me/iha", tag=tag, base_model="me/llama", trust_code=True)
+    """Push the fine-tuned model, and the changed one over it; return the first commit, which is tagged v1.
+
+    The first push loads in earnest what it has put onto the Hub.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        load = lambda source, **pinned: pinned and load_in_clean_process(source, **pinned)  # noqa: E731
+        patch.setattr(push_to_hub, "load_in_clean_process", load)
+        push_to_hub.publish(trained / "final", "me/iha", tag="v1", base_model="me/llama")
+    push_to_hub.publish(second, "me/iha", base_model="me/llama", trust_code=True)
     return hub.repositories["me/iha"].references["v1"]
 
 
@@ -138,27 +156,19 @@ def test_a_conversion_from_the_hub_says_where_it_is_from(trained):
     assert json.loads((trained.parent / "iha" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
-def test_what_a_second_push_uploads(hub, first, trained):
-    """Store weights as LFS objects, and upload only changed files, each once."""
-    repository = hub.repositories["me/iha"]
-    files, newer = repository.commits[first], hub.head("me/iha")
-    assert {name for name in files if name.endswith(".py")} == IHA_CODE
-    assert {name for name, file in files.items() if file.lfs} == {"model.safetensors"}
-    assert b"base_model: me/llama" in files["README.md"].content
-    changed = {name for name in files.keys() | newer.keys() if files.get(name) != newer.get(name)}
-    assert changed == {"model.safetensors", "modeling_iha.py"}
-    puts = [path for method, path in hub.calls if method == "PUT"]
-    assert len(puts) == len(set(puts)) and ("POST", "/api/validate-yaml") in hub.calls
-
-
 def test_load_by_id_at_a_revision(hub, first, trained, second, tmp_path, monkeypatch):
-    """Load by commit, tag and branch, and with every head, in a process without this package; save again."""
+    """Load by commit, tag and branch, with every head, and as the card says, without this package; save again."""
     for name, value in hub.environment(tmp_path / "home").items():
         monkeypatch.setenv(name, value)
     again = tmp_path / "again"
     request = {"repo_id": "me/iha", "first": first, "prompt": PROMPT, "again": str(again)}
+    request["directory"] = str(trained.parent)
+    cards = (trained / "final" / "README.md").read_text(), hub.head("me/iha")["README.md"].content.decode()
+    request["examples"] = [re.search(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)[1] for card in cards]
+    assert 'name = "./run/final"\n' in request["examples"][0] and 'name = "me/iha"\n' in request["examples"][1]
     result = run_in_clean_process(FROM_THE_HUB, request, offline=False)
 
+    assert result["stderr_of_the_examples"] == ""
     tokenizer = byte_tokenizer()
     inputs = tokenizer(PROMPT, return_tensors="pt")
     for name, directory, revision in (("first", trained / "final", 1), ("newest", second, 2)):
@@ -184,12 +194,8 @@ def test_load_by_id_at_a_revision(hub, first, trained, second, tmp_path, monkeyp
         assert {path.name for path in directory.glob("*.py")} == IHA_CODE
         for name in IHA_CODE:
             assert (directory / name).read_bytes() == (trained / "final" / name).read_bytes()
-    weights = "model.safetensors"
-    assert (again / weights).read_bytes() == (trained / "final" / weights).read_bytes()
-
-
-def test_trainer_checkpoints_carry_the_code(trained):
-    """Compare the last checkpoint with the final model, which the test above loads in a process of its own."""
-    names = IHA_CODE | {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    for name in names:
-        assert (trained / "checkpoint-2" / name).read_bytes() == (trained / "final" / name).read_bytes(), name
+    final = {path.name: path.read_bytes() for path in (trained / "final").iterdir()}
+    assert (again / "model.safetensors").read_bytes() == final["model.safetensors"]
+    # The Trainer's last checkpoint is as whole as the final model.
+    for name in IHA_CODE | {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}:
+        assert (trained / "checkpoint-2" / name).read_bytes() == final[name], name

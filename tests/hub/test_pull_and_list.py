@@ -1,36 +1,27 @@
-"""Fetch checkpoints from the stand-in for the Hub, whole or not at all, and list checkpoints as they are.
-
-The last test goes a stranger's whole path, from a Llama to a fetched model that generates.
-"""
+"""Fetch checkpoints from the stand-in for the Hub, whole or not at all, and list checkpoints as they are."""
 
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from helpers import IHA_CODE, last_line, plant, random_model, small_config
+from helpers import last_line, plant, random_model, small_config
 from huggingface_hub import constants
 from loopback_hub import Fault, File, HubError, LoopbackHub
-from tiny_sources import tiny_source, tiny_tokenizer
+from tiny_sources import tiny_tokenizer
 
 from common import foreign_code
 from common.checkpoint_io import load_config, load_in_clean_process
 from common.command_io import UserError
 from conversion_scripts import (
     check_remote_code,
-    convert_llama_to_iha,
     list_checkpoints,
     pull_from_hub,
-    push_to_hub,
     verify_conversion,
 )
 from evaluation import run as evaluate
-from model_cards import render
 
 
 CARD = """---
@@ -290,53 +281,3 @@ def test_list_shows_an_account(hub, saved, cli):
     hub.faults[:] = [Fault("GET", "/me/gated/", HubError(429, "Slow down"))]
     code, _, err = cli(list_checkpoints, "me")
     assert code == 1 and "wait some minutes" in last_line(err)
-
-
-# A stranger's path
-
-
-def test_from_a_llama_to_a_fetched_model(hub, tmp_path, monkeypatch, cli):
-    """Convert, evaluate, publish twice, fetch in an empty home and compare, with nothing but the commands.
-
-    The first process that publishes is killed in the middle of its upload.
-    """
-    monkeypatch.undo()  # Nothing is taken for granted here.
-    torch.manual_seed(0)
-    llama, iha, pulled = (tmp_path / name for name in ("llama", "iha", "pulled"))
-    tiny_source("llama").save_pretrained(llama)
-    tiny_tokenizer().save_pretrained(llama)
-    assert cli(convert_llama_to_iha, llama, iha, "--num-pseudo-heads", 2)[0] == 0
-    smoke = ("--suite", "smoke", "--tasks", "gsm8k", "--samples", 1, "--max-new-tokens", 4)
-    code, _, err = cli(evaluate, iha, *smoke, "--output", tmp_path / "results")
-    assert code == 0, err
-    code, _, err = cli(render, iha, "--results", tmp_path / "results")
-    assert code == 0 and "| gsm8k |" in (iha / "README.md").read_text(), err
-
-    push = [iha, "me/new", "--tag", "v1", "--license", "apache-2.0", "--base-model", "me/llama"]
-    with monkeypatch.context() as patch:
-        # The process is killed before the load that it takes for granted would matter.
-        patch.setattr(push_to_hub, "load_in_clean_process", lambda source, **arguments: None)
-        hub.use(patch, tmp_path / "home")
-        process = multiprocessing.get_context("fork").Process(target=cli, args=(push_to_hub, *push))
-        hub.faults.append(Fault("PUT", "/lfs/", process.kill))
-        process.start()
-        process.join(300)
-    assert process.exitcode == -signal.SIGKILL
-    assert set(hub.head("me/new")) == {".gitattributes"} and hub.repositories["me/new"].references.keys() == {"main"}
-    hub.faults.clear()
-
-    hub.use(monkeypatch, tmp_path / "home")
-    hub.faults.append(Fault("PUT", "/lfs/", "drop", times=1))
-    code, out, err = cli(push_to_hub, *push)
-    assert code == 0, err
-    repository = hub.repositories["me/new"]
-    assert repository.references["v1"] == repository.references["main"] and len(repository.commits) == 2
-    assert f"Loading me/new at {repository.references['v1']} in a clean process" in out
-
-    hub.use(monkeypatch, tmp_path / "empty home")
-    hub.faults.append(Fault("GET", "/resolve/", "drop", times=2))
-    code, _, err = cli(pull_from_hub, "me/new", pulled, "--revision", "v1")
-    assert code == 0 and IHA_CODE < {path.name for path in pulled.iterdir()}, err
-    assert "| gsm8k |" in (pulled / "README.md").read_text()
-    code, out, err = cli(verify_conversion, llama, pulled, "--tokens", 40, "--max-new-tokens", 8)
-    assert code == 0 and "8/8" in out, err

@@ -4,7 +4,9 @@ The real client speaks, in this process, to a stand-in for the Hub.
 """
 
 import json
+import multiprocessing
 import shutil
+import signal
 from copy import deepcopy
 from threading import Event
 
@@ -19,8 +21,9 @@ from tiny_sources import tiny_source, tiny_tokenizer
 from common.checkpoint_io import run_in_clean_process
 from common.command_io import UserError
 from conversion_scripts import push_to_hub
+from hub import checks
 from hub import client as hub_client
-from hub.checks import checkpoint_files
+from hub.checks import check_secrets, checkpoint_files
 from model_cards.render import render_card
 
 
@@ -70,6 +73,13 @@ def push(directory, hub, cli):
         return out if code == 0 else last_line(err)
 
     return push
+
+
+@pytest.fixture
+def passed(monkeypatch):
+    """Take the checks of a checkpoint for granted too, which take half of a push."""
+    monkeypatch.setattr(push_to_hub, "check_checkpoint", lambda directory, trust_code: None)
+    monkeypatch.setattr(checks, "check_remote_code", lambda directory: [])
 
 
 def shard(directory):
@@ -157,18 +167,10 @@ FAULTS = {
     "code that would break": (append("masks.py", "import triton\n"), "triton may not be installed"),
     "a link": (link_out, "NOTICE is a link to"),
     "a token": (append("README.md", SECRET), "README.md, line 6, holds what looks like a Hugging Face token"),
-    "a private key": (
-        append("chat_template.jinja", "\n-----BEGIN RSA PRIVATE KEY-----\n"),
-        "chat_template.jinja, line 2, holds what looks like a private key",
-    ),
     "a token in the weights' metadata": (
         change_weights(metadata={"format": "pt", "key": SECRET}),
         "model.safetensors, line 1, holds what looks like a Hugging Face token",
     ),
-    "a token of an organisation": (append("README.md", "api_org_" + "a1B2" * 9), "line 6, holds what looks like"),
-    "a token of OAuth": (append("README.md", "hf_oauth_eyJ." + "a1B2" * 9), "line 6, holds what looks like"),
-    "a private key of PGP": (append("README.md", "-----BEGIN PGP PRIVATE KEY BLOCK-----"), "like a private key"),
-    "the token in use": (append("README.md", TOKEN), "the Hugging Face token in use"),
     "no licence": (
         write("README.md", "---\nbase_model: me/base\n---\n"),
         "does not state its license: add it, or give --license",
@@ -181,28 +183,39 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_is_no_whole_checkpoint_is_refused(name, directory, hub, push, monkeypatch):
+def test_what_is_no_whole_checkpoint_is_refused(name, directory, hub, push):
     change, message = FAULTS[name]
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     change(directory)
     error = push()
     assert message in error and SECRET not in error and "push-" not in error and hub.calls == []
 
 
-@pytest.mark.parametrize(("repo_id", "message"), [("iha", "names no account"), ("me/iha/x", "is no repository id")])
-def test_bad_repository_id_is_refused(saved, repo_id, message, hub):
-    with pytest.raises(UserError, match=message):
-        push_to_hub.publish(saved, repo_id)
-    assert hub.calls == []
+SECRETS = {
+    "a Hugging Face token": [SECRET, "api_org_" + "a1B2" * 9, "hf_oauth_eyJ." + "a1B2" * 9],
+    "a private key": ["-----BEGIN RSA PRIVATE KEY-----", "-----BEGIN PGP PRIVATE KEY BLOCK-----"],
+    "the Hugging Face token in use": [TOKEN],
+}
 
 
-def test_a_tag_that_git_does_not_allow_is_refused_before_all(saved, hub):
+def test_secrets_are_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    for what, secrets in SECRETS.items():
+        for secret in secrets:
+            (tmp_path / "README.md").write_text(f"A model.\n{secret}\n")
+            with pytest.raises(UserError, match=f"README.md, line 2, holds what looks like {what}: "):
+                check_secrets(tmp_path, ["README.md"])
+
+
+def test_names_that_the_hub_or_git_does_not_allow_are_refused_before_all(saved, hub):
+    for repo_id, message in (("iha", "names no account"), ("me/iha/x", "is no repository id")):
+        with pytest.raises(UserError, match=message):
+            push_to_hub.publish(saved, repo_id)
     tags = ("", "v 1", "v1\n", "v..1", ".v1", "-v1", "v1.lock", "v1/", "a//b", "v~1", "v^", "v:1", "v?", "v[1]", "@")
     for tag in (*tags, "v1.", "a/.b", "a\\b", "v@{1}", "/v", "a.lock/b", "\x7f"):
         with pytest.raises(UserError, match="no name that git allows"):
             push_to_hub.publish(saved, "me/iha", tag=tag)
     for tag in ("v1", "v1.0-rc_2", "release/v1", "é", "a@b", "HEAD.1"):
-        push_to_hub.publish(saved, "me/iha", tag=tag, dry_run=True)
+        assert not push_to_hub.NO_TAG.search(tag)
     with pytest.raises(UserError, match="once the pull request is merged"):
         push_to_hub.publish(saved, "me/iha", tag="v1", create_pr=True)
     assert hub.calls == []
@@ -263,7 +276,7 @@ def test_what_was_checked_is_published(directory, hub, push, monkeypatch):
     assert {name: file.content for name, file in hub.head("me/iha").items() if name in CHECKPOINT} == checked
 
 
-def test_what_is_superseded_goes_in_the_same_commit(directory, hub, push):
+def test_what_is_superseded_goes_in_the_same_commit(directory, hub, push, passed):
     """Remove the old file, which would be served, and what a load would take in its place or run.
 
     Keep the new shards, and what somebody added.
@@ -300,7 +313,7 @@ def test_links_into_the_cache_of_the_hub_are_files(directory, hub, push, tmp_pat
     assert hub.head("me/iha")["model.safetensors"].content == blob.read_bytes()
 
 
-def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, hub, push):
+def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, hub, push, passed):
     (directory / "README.md").unlink()
     assert "does not state its license" in push() and hub.calls == []
     push("--license", "mit", "--base-model", "none")
@@ -332,7 +345,7 @@ def test_a_llama_needs_a_card_of_its_own(hub, cli, tmp_path):
     assert code == 0 and "README.md" in out, error
 
 
-def test_a_pull_request_leaves_the_branch_alone(directory, hub, push):
+def test_a_pull_request_leaves_the_branch_alone(directory, hub, push, passed):
     push()
     repository = hub.repositories["me/iha"]
     main = repository.references["main"]
@@ -341,18 +354,13 @@ def test_a_pull_request_leaves_the_branch_alone(directory, hub, push):
     assert f"Published: {hub.endpoint}/me/iha/discussions/1" in out and repository.references["main"] == main
     proposed = repository.commits[repository.references["refs/pr/1"]]
     assert proposed["README.md"].content.endswith(b"More.\n")
-
-
-def test_a_public_repository_does_not_take_what_is_to_be_private(hub, push):
-    push()
-    before = hub.head("me/iha")
-    assert "exists and is public" in push("--private") and hub.head("me/iha") == before
+    assert "exists and is public" in push("--private") and repository.references["main"] == main
 
 
 # What goes wrong
 
 
-def test_somebody_else_at_work(directory, hub, push):
+def test_somebody_else_at_work(directory, hub, push, passed):
     """Overwrite nobody's work, and go on when the command is run again."""
     push()
     append("README.md", "More.\n")(directory)
@@ -372,22 +380,19 @@ def test_somebody_else_at_work(directory, hub, push):
 CARD_REFUSED = HubError(400, "Invalid", errors=[{"message": "license: no such licence"}])
 FULL = HubError(403, "Private repository storage limit reached")
 DROPPED = {
-    "read-only token": (Fault("POST", "", 403), "a token that may do this"),
     "no such collection": (Fault("GET", "/collections", 404), "check the name"),
     "card refused": (Fault("POST", "/validate-yaml", CARD_REFUSED), "license: no such licence"),
-    "too many requests": (Fault("POST", "/preupload", 429), "wait some minutes"),
     "full quota": (Fault("POST", "/objects/batch", FULL), "storage limit reached"),
     "upload dropped": (Fault("PUT", "/lfs/", "drop"), "run the command again"),
     "commit dropped": (Fault("POST", "/commit/", "drop"), "run the command again"),
     "tag failed": (Fault("POST", "/tag/", 409), "run the command again"),
-    "listing failed": (Fault("GET", "/tree/", 503), "run the command again"),
     "download dropped": (Fault("GET", "/resolve/", "drop"), "run the command again"),
     "collection failed": (Fault("POST", "/collections/", 500), "run the command again"),
 }
 
 
 @pytest.mark.parametrize("name", DROPPED)
-def test_what_stops_a_push_is_one_line_and_the_next_finishes(name, directory, hub, push):
+def test_what_stops_a_push_is_one_line_and_the_next_finishes(name, directory, hub, push, passed):
     """Leave the old checkpoint or the new one, and transfer nothing twice."""
     push()
     hub.collections["me/iha-0123"] = []
@@ -416,6 +421,19 @@ def test_what_stops_a_push_is_one_line_and_the_next_finishes(name, directory, hu
     assert sum(call[0] == "PUT" for call in hub.calls) == len(set(hub.lfs) - stored) <= 1
 
 
+def test_a_killed_push_leaves_nothing_and_the_next_finishes(directory, hub, push, passed):
+    """Kill the process in the middle of its upload; then have the network and somebody else interfere."""
+    process = multiprocessing.get_context("fork").Process(target=push)
+    hub.faults.append(Fault("PUT", "/lfs/", process.kill))
+    process.start()
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL
+    assert set(hub.head("me/iha")) == {".gitattributes"} and hub.repositories["me/iha"].references.keys() == {"main"}
+    hub.faults[:] = [Fault("PUT", "/lfs/", "drop", times=1), Fault("POST", "/commit/", 412, times=1)]
+    assert "somebody committed meanwhile" in push()
+    assert "Published: " in push() and set(hub.head("me/iha")) == CHECKPOINT | {".gitattributes"}
+
+
 def test_a_server_that_does_not_answer_is_not_waited_for(hub, push, monkeypatch):
     monkeypatch.setattr(hub_client, "TIMEOUT", 0.2)
     answer = Event()
@@ -425,7 +443,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(hub, push, monkeypatch)
     assert "timed out: run the command again" in error
 
 
-def test_what_the_hub_holds_is_compared_after_the_upload(directory, hub, push):
+def test_what_the_hub_holds_is_compared_after_the_upload(directory, hub, push, passed):
     def swap():
         hub.lfs = dict.fromkeys(hub.lfs, b"something else")
 

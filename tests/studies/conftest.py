@@ -3,9 +3,18 @@
 import json
 
 import pytest
+from matplotlib.figure import Figure
 
 from common.command_io import UserError, sole_writer
 from experiments import language_models, protocol
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unpainted():
+    """Leave figures unpainted, which takes longer than what they show: test_figures.py has all of them made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, path, **options: path.write_bytes(b"\x89PNG"))
+        yield
 
 
 @pytest.fixture

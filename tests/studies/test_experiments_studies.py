@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers import random_model, small_config
 
-from common.command_io import UserError
 from evaluation import data
 from experiments import (
     dcmha_ablation,
@@ -30,7 +29,7 @@ from modeling_iha import IHAForCausalLM
 # The full data files are no part of the repository.
 DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[3] / "shared" / "data"))
 TINY_TEXT = language_models.sized(width=16, ffn=48, layers=1, heads=2, tokens=32, batch=2, steps=4)
-TINY_TASKS = {**TINY_TEXT, "tokens": 4, "test": 2}
+TINY_TASKS = {**TINY_TEXT, "tokens": 4, "test": 1}
 TINY_TASK = {"binary": (2, 2, 3, 0.5)}
 TINY_RELATIONS = {"tasks": TINY_TASK, "heads": 2, "head_dim": 4, "train": 70, "test": 10, "epochs": 2, "rates": [1e-2]}
 
@@ -186,17 +185,6 @@ def test_equal_heads_are_less_diverse(tmp_path):
     diverse, equal = json.loads((tmp_path / "head_diversity.json").read_text())["rows"]
     assert (diverse["model"], equal["model"]) == ("diverse", "equal")
     assert equal["QK"]["mean"] > diverse["QK"]["mean"] and equal["OV"] == diverse["OV"]
-    curve = {"QK": torch.tensor([0.5, 0.89, 0.91, 1.0])}
-    assert head_diversity.summary("org/name", curve) == {
-        "model": "org/name",
-        "QK": {"mean": pytest.approx(0.825), "for_90_percent": 0.75, "curve": curve["QK"].tolist()},
-    }
-
-
-def test_models_without_circuits_are_refused(tmp_path):
-    random_model(small_config(attention_kinds="simplicial")).save_pretrained(tmp_path / "simplicial")
-    with pytest.raises(UserError, match="layer 0 has several keys for each token"):
-        head_diversity.main([str(tmp_path / "simplicial"), "--results", str(tmp_path)])
 
 
 # The ablation
@@ -215,11 +203,6 @@ def test_the_ablation_compares_on_equal_seeds_and_goes_on_where_it_stopped(run_p
     assert claim["paper_by"] == pytest.approx(0.04338, abs=1e-5)  # ln(11.54 / 11.05)
     captured = {name: mean(run["QK"] for run in runs[name]) for name in ("mha", "post")}
     assert post["QK_minus_mha"]["mean"] == pytest.approx(captured["post"] - captured["mha"])
-
-
-def test_the_rate_rises_and_falls():
-    shares = [study.rise_and_fall(step, 40) for step in range(41)]
-    assert shares[0] == 0.5 and shares[1] == max(shares) == 0.975 and shares[20] == 0.5 and shares[40] == 0
 
 
 # The tasks
@@ -265,11 +248,10 @@ def test_the_tasks_are_the_released_ones_in_their_order():
 
 
 @pytest.mark.parametrize("new", [False, True], ids=["seen", "new"])
-@pytest.mark.parametrize("index", range(len(TASKS)))
-def test_an_example_has_one_right_answer(index, new):
-    task, generator = TASKS[index], random.Random(index)
-    answers = ANSWERS[task.transformation]
-    for _ in range(20):
+def test_an_example_has_one_right_answer(new):
+    generator = random.Random(0)
+    for index, task in [*enumerate(TASKS)] * 5:
+        answers = ANSWERS[task.transformation]
         lines, given = dcmha_tasks.draw(index, new, generator)
         assert {*" ".join(lines).split(), given} <= set(TOKENS)
         *facts, question = lines
@@ -324,11 +306,9 @@ def test_kinds_learn_the_same_examples_and_no_new_ones(monkeypatch):
         dcmha_tasks.train(TINY_TASKS, "cpu", kind, 0, 1e-2, 1.0)
         by_kind[kind] = list(drawn)
     assert by_kind["mha"] == by_kind["talking_heads"]
-    tested, trained = drawn[: 2 * 74 * 2], drawn[2 * 74 * 2 :]
+    tested, trained = drawn[: 2 * 74], drawn[2 * 74 :]
     assert len(trained) == 4 * 2 and not any(new for _, new, *_ in trained)
-    assert [(index, new) for index, new, *_ in tested] == [
-        (index, new) for new in (False, True) for index in range(74) for _ in range(2)
-    ]
+    assert [(index, new) for index, new, *_ in tested] == [(i, new) for new in (False, True) for i in range(74)]
 
 
 def test_the_tasks_compare_on_equal_seeds_and_go_on_where_they_stopped(run_protocol, monkeypatch):

@@ -49,16 +49,6 @@ def test_the_mixing_is_tuned_beside_the_best_rate_and_a_diverged_run_is_never_th
     assert protocol.tune(end_of, mixes=False).mixing == 1.0
 
 
-def test_common_weights_start_equal_and_the_others_do_not_change():
-    wide, narrow = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), nn.Sequential(nn.Linear(4, 2), nn.Identity())
-    before = narrow[0].weight.clone()
-    protocol.start_like(narrow, wide)
-    assert narrow[0].weight.equal(wide[0].weight[:2]) and not narrow[0].weight.equal(before)
-    kept = wide[0].weight[2].clone()
-    protocol.start_like(wide, narrow)
-    assert wide[0].weight[2].equal(kept) and wide[0].weight[:2].equal(narrow[0].weight)
-
-
 def test_a_kind_has_mixing_if_its_options_leave_it_any():
     static = language_models.build(TINY, attention_kinds="dcmha", attention_options={"dcmha": {"base_map": True}})
     assert [protocol.has_mixing(config) for config in (MHA, IHA, DCMHA, static)] == [False, True, False, True]

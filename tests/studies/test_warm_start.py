@@ -14,7 +14,7 @@ from tiny_training import byte_tokenizer, hasten_runs
 from transformers import LlamaForCausalLM
 
 from common.checkpoint_io import load_model
-from common.command_io import UserError, write_json
+from common.command_io import write_json
 from conversion_scripts.convert_llama_to_iha import convert
 from experiments import warm_start
 from experiments import warm_start_variants as study
@@ -61,17 +61,6 @@ def test_the_table_holds_intervals_over_seeds_and_its_command(commands, run_stud
     assert row["accuracy"]["values"] == [25 / 150] * 2
     words = f"experiments.warm_start --seeds 0 1 --output runs --results {tmp_path.name}"
     assert table["command"] == f"python -m {words}"
-
-
-@pytest.mark.parametrize(("module", "first"), [(warm_start, "make_rows"), (study, "sole_writer")])
-def test_an_output_is_a_place_of_the_caller(module, first, tmp_path, monkeypatch):
-    def stop(output):
-        raise UserError(str(output))
-
-    monkeypatch.setattr(module, first, stop)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=f"^{tmp_path}/out$"):
-        module.main(["--output", "out", "--results", "results"])
 
 
 # Its variants
