@@ -12,9 +12,9 @@ The client reads its endpoint when `huggingface_hub` is imported: clients run in
 import base64
 import hashlib
 import json
-import sys
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
