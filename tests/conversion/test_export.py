@@ -30,6 +30,7 @@ LAYERS = {
     "hyper, linear": {**GEOMETRIES["hyper_linear"], "num_hidden_layers": 1},
 }
 PROMPT = "the people of the world"
+OPENVINO = pytest.param("openvino", marks=pytest.mark.slow)  # takes as long as the two others
 
 
 def prompts(*lengths):
@@ -79,7 +80,7 @@ def loaded(exported):
     return cache(lambda export_format: run_exported.load(exported(export_format)))
 
 
-@pytest.mark.parametrize("export_format", export.FORMATS)
+@pytest.mark.parametrize("export_format", ["dynamo", "onnx", OPENVINO])
 def test_an_export_decodes_what_the_model_does(checkpoint, exported, loaded, export_format, capfd):
     model, out = checkpoint[0], exported(export_format)
     readme = (out / "README.md").read_text(encoding="utf-8")
@@ -108,12 +109,13 @@ def test_every_kind_exports(layers, export_format, tmp_path):
         assert export.verify(model, exported, prompts(*lengths), 12).passed
 
 
-def test_a_fresh_process_runs_an_export(checkpoint, exported, tmp_path):
+@pytest.mark.parametrize("export_format", ["onnx", OPENVINO])
+def test_a_fresh_process_runs_an_export(checkpoint, exported, export_format, tmp_path):
     """Run the copy of the loop that the export holds, without this repository, up to each row's end.
 
     Signals are heard after OpenVINO's graphs are freed.
     """
-    model, out, texts = checkpoint[0], exported("openvino"), [PROMPT, "the"]
+    model, out, texts = checkpoint[0], exported(export_format), [PROMPT, "the"]
     program = (
         "import os, signal, sys; sys.path.insert(0, sys.argv[1]); import run_exported; run_exported.main()\n"
         "signal.signal(signal.SIGCHLD, lambda *_: print('heard'))\n"

@@ -528,7 +528,7 @@ def test_a_killed_preparation_goes_on_from_its_last_step(rows_file, tiny, tmp_pa
     assert len(cached) >= 2
     prepared(rows_file, tmp_path / "out", tiny)
     assert sorted((tmp_path / "cache").rglob("*.arrow")) == cached
-    with pytest.raises(UserError, match="already exists"):
+    with pytest.raises(UserError, match="exists and is not an empty directory"):
         prepared(rows_file, tmp_path / "out", tiny)
 
 
