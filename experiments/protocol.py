@@ -29,8 +29,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from common.command_io import UserError, sole_writer
 from experiments.study import differences, interval, run_once
-from kinds import is_mixing
 from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.optimizer import mixing_parameters
 
 
 TUNING_SEED, FEWEST_SEEDS = 1000, 6
@@ -76,7 +76,7 @@ def new_model(config: IHAConfig, base: IHAConfig, seed: int) -> IHAForCausalLM:
 def has_mixing(config: IHAConfig) -> bool:
     """Return if a model has mixing modules, which learn at a rate of their own."""
     with torch.device("meta"):
-        return any(is_mixing(name) for name, _ in IHAForCausalLM(config).named_parameters())
+        return bool(mixing_parameters(IHAForCausalLM(config)))
 
 
 def fit(
@@ -101,10 +101,9 @@ def fit(
         the curve, [step, *evaluate(model, step)] each, and the seconds of training, without evaluations.
     """
     device = next(model.parameters()).device.type
-    groups = [
-        {"params": [weight for name, weight in model.named_parameters() if is_mixing(name) == mixes], "lr": of_group}
-        for mixes, of_group in ((False, rate), (True, rate * mixing))
-    ]
+    mixes = mixing_parameters(model)
+    others = [weight for weight in model.parameters() if weight not in set(mixes)]
+    groups = [{"params": others, "lr": rate}, {"params": mixes, "lr": rate * mixing}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGE))

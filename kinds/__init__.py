@@ -22,10 +22,6 @@ from modeling_iha.interleaving import Overlay
 from .cost import Cost
 
 
-# The modules that mix heads or collapse pseudo-heads, with entries of order 1.
-MIXING_MODULES = {module for attention in ATTENTION_CLASSES.values() for module in attention.mixing_modules}
-
-
 @dataclass(frozen=True)
 class Companion:
     """Hold the `COMPANION` of a companion file.
@@ -109,11 +105,6 @@ def described(config: PreTrainedConfig) -> Any:
         num_pseudo_heads=getattr(config, "num_pseudo_heads", 1),
         pseudo_positions="shared",
     )
-
-
-def is_mixing(name: str) -> bool:
-    """Return if a parameter of this name belongs to a module of `MIXING_MODULES`."""
-    return not MIXING_MODULES.isdisjoint(name.split("."))
 
 
 def own_modules(model: torch.nn.Module) -> list[str]:

@@ -19,8 +19,8 @@ from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
 from common.command_io import ROOT, UserError, read_json
 from experiments import first_screen
 from experiments.redraw import FIGURES, TABLES
-from kinds import is_mixing
 from modeling_iha import IHAForCausalLM
+from modeling_iha.optimizer import mixing_parameters
 from sft.arguments import RecipeParser
 
 
@@ -90,7 +90,7 @@ def test_the_parameter_groups_of_the_support_page_are_those_of_the_recipes():
     names = {"torch": torch, "model": IHAForCausalLM(small_config(**EVERY_KIND)), "rate": 1e-3}
     exec(snippet, names)
     of_group = [{id(weight) for weight in group["params"]} for group in names["optimizer"].param_groups]
-    of_recipes = {id(weight) for name, weight in names["model"].named_parameters() if is_mixing(name)}
+    of_recipes = {id(weight) for weight in mixing_parameters(names["model"])}
     assert of_group == [{id(weight) for weight in names["model"].parameters()} - of_recipes, of_recipes]
 
 

@@ -65,9 +65,10 @@ def test_what_is_derived():
     assert KINDS == ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "multi_token", "talking_heads"]
     assert attention_kinds() == sorted(ATTENTION_CLASSES)
     of_scores = {"score_mix", "weight_mix", "score_conv", "weight_conv", "pre_base", "post_base"}
-    assert kinds.MIXING_MODULES == {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
+    names = {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
+    assert names == {name for attention in ATTENTION_CLASSES.values() for name in attention.mixing_modules}
     model = IHAForCausalLM(small_config(**EVERY_KIND))
-    by_name = {id(weight) for name, weight in model.named_parameters() if kinds.is_mixing(name)}
+    by_name = {id(weight) for name, weight in model.named_parameters() if names & set(name.split("."))}
     assert {id(weight) for weight in mixing_parameters(model)} == by_name
 
 

@@ -20,8 +20,8 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from common.checkpoint_io import load_in_clean_process, load_model
-from kinds import is_mixing
 from modeling_iha import interleave_heads
+from modeling_iha.optimizer import mixing_parameters
 from sft import train
 from sft.trainer import MixingTrainer
 
@@ -115,7 +115,7 @@ def test_packed_rows_have_the_loss_of_padded_ones(name, tmp_path):
     losses = {}
     for packing in (False, True):
         model = interleave_heads(decoder(name), 2)
-        before = {key: weight.detach().clone() for key, weight in model.named_parameters() if is_mixing(key)}
+        before = [weight.detach().clone() for weight in mixing_parameters(model)]
         options = {"packing": packing, "packing_strategy": "bfd", "max_length": 32, "max_steps": 1}
         args = SFTConfig(
             output_dir=str(tmp_path),
@@ -134,5 +134,5 @@ def test_packed_rows_have_the_loss_of_padded_ones(name, tmp_path):
         assert len(trainer.train_dataset) == (4 if packing else 6)
         trainer.train()
         losses[packing] = trainer.state.log_history[0]["loss"]
-        assert all(not weight.equal(before[key]) for key, weight in model.named_parameters() if key in before)
+        assert before and all(not torch.equal(*pair) for pair in zip(mixing_parameters(model), before, strict=True))
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)

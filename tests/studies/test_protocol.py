@@ -12,9 +12,9 @@ from torch import nn
 from common.command_io import UserError
 from experiments import equal_cache, ladder, language_models, protocol
 from experiments.language_models import VARIANTS, config_of, size_of
-from kinds import is_mixing
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
+from modeling_iha.optimizer import mixing_parameters
 
 
 TINY = language_models.sized(width=16, ffn=48, layers=5, heads=4, tokens_per_step=64, tokens=32, steps=4)
@@ -117,9 +117,8 @@ def test_training_evaluates_the_mean_of_the_weights_and_mixing_has_its_own_rate(
     torch.testing.assert_close(seen[-1], (states[1] + states[2]) / 2)
     # Adam's first step is as long as the rate.
     assert (states[1] - states[0]).abs().max().item() == pytest.approx(1e-2 / protocol.WARM_UP, rel=1e-3)
-    moved = {name for name, value in model.named_parameters() if not value.equal(start[name])}
-    assert moved and not any(is_mixing(name) for name in moved)
-    assert any(is_mixing(name) for name in start)
+    moved = {value for name, value in model.named_parameters() if not value.equal(start[name])}
+    assert moved and mixing_parameters(model) and moved.isdisjoint(mixing_parameters(model))
 
 
 # Language models
