@@ -85,7 +85,7 @@ def run_cli(main: Callable[[], object]) -> None:
         if "" in arguments[1:]:  # as a path it would be the current directory
             empty = f"argument {arguments.index('', 1)} is empty"
             raise UserError(f"{empty}: expected a value; is a variable of the shell not set?")
-        with redirect_stdout(_Escaped(sys.stdout)):  # type: ignore[type-var]
+        with redirect_stdout(_Escaped(sys.stdout)):
             main()
     except KeyboardInterrupt as interrupt:
         print("Interrupted.", *getattr(interrupt, "__notes__", ()), file=sys.stderr)

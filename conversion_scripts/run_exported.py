@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 
-sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # openvino would report its use without asking
+sys.modules["openvino_telemetry"] = None  # openvino would report its use without asking
 
 import torch
 from transformers import AutoTokenizer, DynamicCache, exporters

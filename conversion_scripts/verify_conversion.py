@@ -90,7 +90,7 @@ def decode(model: PreTrainedModel, prompt: torch.Tensor, max_new_tokens: int) ->
     """Continue `prompt` [N] greedily with a cache, and return the new tokens and the logits of each."""
     # A checkpoint's own settings may stop early, penalise tokens or search by beams.
     model.generation_config = GenerationConfig(pad_token_id=0)
-    generated = model.generate(  # type: ignore[operator]  # its mixin is not in the class's type
+    generated = model.generate(  # its mixin is not in the class's type
         prompt[None],
         attention_mask=torch.ones_like(prompt[None]),
         do_sample=False,

@@ -83,7 +83,7 @@ def check_repo_id(repo_id: str) -> None:
 
 def commit_of(api: HfApi, repo_id: str, revision: str | None = None) -> str:
     """Return the id of the commit that a tag or branch names, by default the main branch."""
-    return api.repo_info(repo_id, revision=revision).sha  # type: ignore[return-value]  # the Hub always names it
+    return api.repo_info(repo_id, revision=revision).sha  # the Hub always names it
 
 
 def download(api: HfApi, repo_id: str, revision: str, names: list[str] | None = None) -> Path:

@@ -98,7 +98,7 @@ def _check_file(path: Path, tree: ast.Module, siblings: set[str]) -> tuple[list[
             mistakes.append((line, f"the import of {name} is not followed; begin a line with `from {name} import`"))
     for name in followed - set(relative):
         match = re.search(rf"^\s*(from|import)\s+{re.escape(name)}\s", text, flags=re.MULTILINE)
-        line = text.count("\n", 0, match.start(1)) + 1  # type: ignore[union-attr]  # `followed` matched it
+        line = text.count("\n", 0, match.start(1)) + 1  # `followed` matched it
         mistakes.append((line, f"this text is taken for an import of {name}; begin the line with another word"))
 
     optional = absolute.keys() - siblings - ALWAYS_INSTALLED

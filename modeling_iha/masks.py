@@ -135,7 +135,7 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
         position_ids = None  # Transformers would look for documents again, and a GPU would wait for each answer.
     create_mask = create_sliding_window_causal_mask if key.is_sliding else create_causal_mask
     mask: Any = create_mask(
-        config=Overlay(config, sliding_window=(config.sliding_window or 0) * num_pseudo_heads),  # type: ignore[arg-type]
+        config=Overlay(config, sliding_window=(config.sliding_window or 0) * num_pseudo_heads),
         inputs_embeds=inputs.inputs_embeds.new_empty(batch_size, past_rows + length * num_pseudo_heads, 0),
         attention_mask=None if padding is None else padding.repeat_interleave(num_pseudo_heads, dim=1),
         past_key_values=None if cache is None else _virtual_cache(cache, num_pseudo_heads, past_rows),

@@ -182,7 +182,7 @@ class IHAModel(IHAPreTrainedModel):
             self.config, inputs_embeds, attention_mask, past_key_values, position_ids, self.attention_form
         )
         check_inputs(inputs, **kwargs)
-        return create_masks(inputs, [layer.mask_key for layer in self.layers])  # type: ignore[misc]  # all decoder layers
+        return create_masks(inputs, [layer.mask_key for layer in self.layers])
 
     def prepared_mask(self, key: MaskKey, mask: torch.Tensor | None, inputs_embeds: torch.Tensor) -> LayerMask:
         """Return the [`LayerMask`] that holds a mask over virtual tokens, [batch, 1, N * P, keys * P]."""
@@ -222,7 +222,7 @@ class IHAModel(IHAPreTrainedModel):
             position_ids = position_ids.unsqueeze(0)
 
         if "cache" in kwargs and not self.is_llama:  # continuous batching
-            past_key_values = PagedRequests(self, inputs_embeds, position_ids, **kwargs)  # type: ignore[assignment]
+            past_key_values = PagedRequests(self, inputs_embeds, position_ids, **kwargs)
             masks: dict = {layer.mask_key: LayerMask() for layer in self.layers}  # each batch of requests has its own
         elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
             masks = {key: self.prepared_mask(key, mask, inputs_embeds) for key, mask in attention_mask.items()}
@@ -251,7 +251,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]  # as in Llama
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # as in Llama
     _fsdp_plan = {"lm_head": "keep_full_weight"}
     forward = LlamaForCausalLM.forward
 
@@ -296,7 +296,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         It is `None` for a kind that caches more than Llama: the cache then waits for the first keys and values."""
         if not all(layer.self_attn.caches_like_llama for layer in self.model.layers):
             return None
-        return super()._get_static_cache_init_shape()  # type: ignore[misc]  # of the mixin
+        return super()._get_static_cache_init_shape()
 
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs

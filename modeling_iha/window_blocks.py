@@ -58,7 +58,7 @@ def maskless_attention(
     """
     if document_bounds is None:
         return window_attention(core, module, query, key, value, None, sliding_window, **kwargs)
-    if has_varlen(module.config, query):  # type: ignore[arg-type]
+    if has_varlen(module.config, query):
         return varlen_attention(document_bounds, module, query, key, value, sliding_window, **kwargs)
     # The gradient of a split is one concatenation; that of each slice would be a tensor as long as all documents.
     lengths = document_bounds[0].diff().tolist()
