@@ -30,7 +30,8 @@ LAYERS = {
     "hyper, linear": {**GEOMETRIES["hyper_linear"], "num_hidden_layers": 1},
 }
 PROMPT = "the people of the world"
-OPENVINO = pytest.param("openvino", marks=pytest.mark.slow)  # takes as long as the two others
+# The others are made of the graphs that dynamo traces.
+FORMATS = ["dynamo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("onnx", "openvino"))]
 
 
 def prompts(*lengths):
@@ -80,7 +81,7 @@ def loaded(exported):
     return cache(lambda export_format: run_exported.load(exported(export_format)))
 
 
-@pytest.mark.parametrize("export_format", ["dynamo", "onnx", OPENVINO])
+@pytest.mark.parametrize("export_format", FORMATS)
 def test_an_export_decodes_what_the_model_does(checkpoint, exported, loaded, export_format, capfd):
     model, out = checkpoint[0], exported(export_format)
     readme = (out / "README.md").read_text(encoding="utf-8")
@@ -109,7 +110,7 @@ def test_every_kind_exports(layers, export_format, tmp_path):
         assert export.verify(model, exported, prompts(*lengths), 12).passed
 
 
-@pytest.mark.parametrize("export_format", ["onnx", OPENVINO])
+@pytest.mark.parametrize("export_format", FORMATS)
 def test_a_fresh_process_runs_an_export(checkpoint, exported, export_format, tmp_path):
     """Run the copy of the loop that the export holds, without this repository, up to each row's end.
 
