@@ -6,16 +6,16 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import random_ids
-from tiny_training import byte_tokenizer, interrupted_at, recipe, saved, sizes, training_rows, write_jsonl
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
+from tiny_training import (
+    DECODERS,
+    byte_tokenizer,
+    decoder,
+    interrupted_at,
+    recipe,
+    saved,
+    sizes,
+    training_rows,
+    write_jsonl,
 )
 from trl import SFTConfig, SFTTrainer
 
@@ -24,36 +24,6 @@ from modeling_iha import interleave_heads
 from modeling_iha.optimizer import mixing_parameters
 from sft import train
 from sft.trainer import MixingTrainer
-
-
-SIZES = {
-    "vocab_size": len(byte_tokenizer()),
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": byte_tokenizer().eos_token_id,
-    "initializer_range": 0.2,
-}
-LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DECODERS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, LAYERS),
-    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
-}
-
-
-def decoder(name):
-    torch.manual_seed(0)
-    model_class, config_class, own = DECODERS[name]
-    return model_class(config_class(**{**SIZES, **own}))
 
 
 def arguments(tmp_path, model, name, **keys) -> list[str]:
