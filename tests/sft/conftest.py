@@ -2,7 +2,7 @@ import pytest
 from tiny_training import hasten_runs
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def hastened_runs():
     with pytest.MonkeyPatch.context() as patch:
         hasten_runs(patch)

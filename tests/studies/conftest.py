@@ -9,7 +9,7 @@ from common.command_io import UserError, sole_writer
 from experiments import language_models, protocol
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def unpainted():
     """Leave figures unpainted, which takes longer than what they show: test_figures.py has all of them made."""
     with pytest.MonkeyPatch.context() as patch:
