@@ -102,7 +102,8 @@ def fit(
     """
     device = next(model.parameters()).device.type
     mixes = mixing_parameters(model)
-    others = [weight for weight in model.parameters() if weight not in set(mixes)]
+    found = set(mixes)
+    others = [weight for weight in model.parameters() if weight not in found]
     groups = [{"params": others, "lr": rate}, {"params": mixes, "lr": rate * mixing}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
