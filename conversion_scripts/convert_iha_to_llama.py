@@ -34,6 +34,7 @@ from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_
 from conversion_scripts.conversion import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
 from kinds import companion_of
 from modeling_iha import IHAForCausalLM
+from modeling_iha.mixing import values
 
 
 @torch.no_grad()
@@ -99,12 +100,12 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     architecture, config = stock_config(model)
     state = {
         name: tensor
-        for name, tensor in model.state_dict().items()
+        for name, tensor in values(model).items()
         if name not in added and not name.endswith(architecture.lacks)
     }
     rounded = 0
     for i, (kind, layer) in enumerate(zip(model.config.attention_kinds, model.model.layers)):
-        for name, value in companion_of(kind).to_mha(model.config, layer.self_attn.state_dict()).items():
+        for name, value in companion_of(kind).to_mha(model.config, values(layer.self_attn)).items():
             folded = state[f"model.layers.{i}.self_attn.{name}"] = value.to(model.dtype)
             rounded += model.dtype.itemsize < 4 and not torch.equal(folded.to(value.dtype), value)
     if rounded:

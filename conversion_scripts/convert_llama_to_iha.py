@@ -7,6 +7,7 @@ which its parameters start.
 import argparse
 import copy
 import json
+import math
 import re
 
 from common.command_io import ROOT, UserError, refusing, run_cli, typed
@@ -46,12 +47,21 @@ def parse_arguments() -> argparse.Namespace:
         "pseudo-heads start equal (default: balanced)",
     )
     add_dtype(parser)
+    add(
+        "--mixing-scale",
+        type=float,
+        default=40.0,
+        metavar="S",
+        help="how many times the optimizer's rate the weights that mix heads learn at (default: 40)",
+    )
     add("--seed", type=int, default=0, help="seed of the random values (default: 0)")
     args = parser.parse_args()
     if args.options is not None:
         with refusing(f"--options {args.options}: expected JSON", ValueError, RecursionError):
             args.options = json.loads(args.options)
     check_arguments(args.num_pseudo_heads, args.schedule, args.window, args.kind)
+    if not 0 < args.mixing_scale < math.inf:
+        raise UserError(f"--mixing-scale {args.mixing_scale}: expected a number above 0.")
     if not 0 <= args.seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
         raise UserError(f"--seed {args.seed}: expected a whole number from 0 to {2**64 - 1}.")
     return args
@@ -91,6 +101,7 @@ from conversion_scripts.conversion import (
 from kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.interleaving import keep_start
 
 
 def iha_config(
@@ -166,6 +177,7 @@ def convert(
     seed: int = 0,
     kind: str = "iha",
     options: dict | None = None,
+    mixing_scale: float = 40.0,
 ) -> IHAForCausalLM:
     """Return the IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
@@ -182,7 +194,10 @@ def convert(
         started = exact_start(config, i, generator, value_offsets)
         started |= companion_of(layer_kind).from_mha(config, of_mha)
         state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
-    return build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
+    model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
+    keep_start(model, mixing_scale)
+    model.config.mixing_scale = mixing_scale
+    return model
 
 
 def main() -> None:
@@ -192,7 +207,8 @@ def main() -> None:
 
     def make():
         source, tokenizer = read_source(args.src, lambda config: iha_config(config, **arguments), args.dtype)
-        model = convert(source, **arguments, value_offsets=args.value_offsets, seed=args.seed)
+        start = {name: getattr(args, name) for name in ("value_offsets", "seed", "mixing_scale")}
+        model = convert(source, **arguments, **start)
         how = f" to attention of kind {args.kind!r}"
         if args.options:
             how += f" with {json.dumps(args.options)}"

@@ -159,7 +159,10 @@ def break_one_parameter(model: PreTrainedModel) -> None:
         kinds = {f"layers.{i}.self_attn": kind for i, kind in enumerate(model.config.attention_kinds)}
     for name, kind in kinds.items():
         if control := companion_of(kind).control:
-            model.base_model.get_parameter(f"{name}.{control}").neg_()
+            state = model.base_model.state_dict()
+            for part in (control, f"{control}_start"):  # a mixing weight is a start and a change
+                if f"{name}.{part}" in state:
+                    state[f"{name}.{part}"].neg_()
             return
     raise UserError(f"No kind of layer in {', '.join(set(kinds.values()))} has a parameter to break as a control.")
 

@@ -108,7 +108,7 @@ def mixing(attention: torch.nn.Module, shape: LayerShape) -> dict[str, torch.Ten
     """Return the mixing matrices [source head, head, P] and the collapse [H, P or H * P] of an "iha" layer."""
     if shape.pseudo_heads is None:
         return {}
-    return {name: attention.get_submodule(name).weight.detach() for name in ("q_mix", "k_mix", "v_mix", "collapse")}
+    return {name: attention.get_submodule(name).value().detach() for name in ("q_mix", "k_mix", "v_mix", "collapse")}
 
 
 def starts(shape: LayerShape) -> dict[str, dict[str, torch.Tensor]]:

@@ -68,10 +68,10 @@ def grams(attention: nn.Module, heads: int, groups: int) -> dict[str, torch.Tens
     share = torch.eye(heads)
     if hasattr(attention, "q_mix"):
         query, key, value = (
-            torch.einsum("mhp,mdi->hpdi", getattr(attention, name).weight.detach().float(), states.squeeze(1))
+            torch.einsum("mhp,mdi->hpdi", getattr(attention, name).value().detach().float(), states.squeeze(1))
             for states, name in ((query, "q_mix"), (key, "k_mix"), (value, "v_mix"))
         )
-        squares = attention.collapse.weight.detach().float().square()
+        squares = attention.collapse.value().detach().float().square()
         by_source = squares.unflatten(1, (-1, query.shape[1])).sum(dim=-1)
         share = by_source if by_source.shape[1] > 1 else by_source * share
     key, value = (states.repeat_interleave(heads // groups, dim=0) for states in (key, value))

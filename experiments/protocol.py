@@ -30,7 +30,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from common.command_io import UserError, sole_writer
 from experiments.study import differences, interval, run_once
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.optimizer import mixing_parameters
+from modeling_iha.mixing import mixing_parameters
 
 
 TUNING_SEED, FEWEST_SEEDS = 1000, 6

@@ -10,6 +10,7 @@ while G is zero, where it is the linear map U D.
 import torch
 
 from modeling_iha import IHAConfig
+from modeling_iha.mixing import values
 
 from . import Companion, mha
 from .cost import Cost
@@ -27,7 +28,7 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 
 def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
     """Return the gate of the MLP, and zeros for what folds into the projections; NaN and infinity become NaN."""
-    own = {name: value for name, value in attention.named_parameters() if "_map." in name}
+    own = {name: value for name, value in values(attention).items() if "_map." in name}
     return {name: value if name == "v_map.gate" else 0 * value for name, value in own.items()}
 
 

@@ -7,6 +7,7 @@ the last row, and its mixing is the identity. A norm or a gate of the heads leav
 import torch
 
 from modeling_iha import IHAConfig
+from modeling_iha.mixing import values
 
 from . import Companion
 from .cost import Cost, linear, score_matrix
@@ -31,7 +32,7 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
     """Return the differences of kernels and mixing from the exact start, and NaN for a norm and a gate."""
     exact = start(config, torch.Generator(), "none")
-    own = dict(attention.named_parameters())
+    own = values(attention)
     moved = {name: own[name] - value for name, value in exact.items() if name in own}
     return moved | {name: torch.full_like(value, torch.nan) for name, value in own.items() if name.startswith("head_")}
 

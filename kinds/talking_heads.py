@@ -5,6 +5,7 @@ A layer computes the multi-head attention that it replaces while both of its map
 import torch
 
 from modeling_iha import IHAConfig
+from modeling_iha.mixing import values
 
 from . import Companion
 from .cost import Cost, score_matrix
@@ -20,7 +21,8 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 
 def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
     """Return the differences of both maps from the identity."""
-    return {name: attention.get_parameter(name) - torch.eye(config.num_attention_heads) for name in MAPS}
+    own = values(attention)
+    return {name: own[name] - torch.eye(config.num_attention_heads) for name in MAPS}
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:

@@ -21,7 +21,6 @@ from .modeling_iha import (
     IHAModel,
     IHAPreTrainedModel,
 )
-from .optimizer import parameter_groups
 from .package import from_preset, save_pretrained
 
 
@@ -57,6 +56,5 @@ __all__ = [
     "IHAModel",
     "IHAPreTrainedModel",
     "interleave_heads",
-    "parameter_groups",
     "remove_interleaving",
 ]

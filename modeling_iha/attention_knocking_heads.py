@@ -4,16 +4,16 @@
 
 import torch
 from torch import nn
-from transformers import initialization as init
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
+from .interleaving import Mixing
 
 
-class SharedMap(nn.Module):
+class SharedMap(Mixing):
     """Multiply every head [..., head_dim] by one matrix (KHA-Linear, Equations 5 to 7).
 
-    `weight` [head_dim, head_dim] is T of the paper. It folds into the projection (Equation 8)."""
+    The value of `weight` [head_dim, head_dim] is T of the paper. It folds into the projection (Equation 8)."""
 
     def __init__(self, head_dim: int):
         super().__init__()
@@ -21,13 +21,13 @@ class SharedMap(nn.Module):
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity, so that the layer starts as multi-head attention."""
-        init.eye_(self.weight)
+        self.begin("weight", torch.eye(len(self.weight)))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return states @ self.weight
+        return states @ self.value()
 
 
-class SharedMLP(nn.Module):
+class SharedMLP(Mixing):
     """Map every head [..., head_dim] by one gated MLP, 2 (v U * sigmoid(v G)) D (KHA-MLP, Equation 9)."""
 
     def __init__(self, head_dim: int):
@@ -38,12 +38,14 @@ class SharedMLP(nn.Module):
 
     def init_mechanism(self, config: IHAConfig):
         """Start at U = D = I and G = 0, so that the layer starts as multi-head attention."""
-        init.eye_(self.up)
-        init.zeros_(self.gate)
-        init.eye_(self.down)
+        identity = torch.eye(len(self.up))
+        self.begin("up", identity)
+        self.begin("gate", torch.zeros_like(identity))
+        self.begin("down", identity)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return 2 * (states @ self.up * torch.sigmoid(states @ self.gate)) @ self.down
+        up, gate, down = (self.value(name) for name in ("up", "gate", "down"))
+        return 2 * (states @ up * torch.sigmoid(states @ gate)) @ down
 
 
 MAPS = {None: nn.Identity, "linear": SharedMap, "mlp": SharedMLP}

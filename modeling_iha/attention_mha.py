@@ -30,8 +30,7 @@ class MultiHeadAttention(LlamaAttention):
 
     The steps are `project`, `attend` and the output projection."""
 
-    # Submodules that mix heads. Their entries are of order 1, so an optimiser gives them a learning rate of their own
-    # and no weight decay.
+    # Submodules that mix heads. Adapters train them in full (PEFT's `modules_to_save`).
     mixing_modules: tuple[str, ...] = ()
     num_pseudo_heads, past_queries = 1, 0  # see `MaskKey`
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys

@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils.import_utils import is_tracing
 
 from .configuration_iha import IHAConfig
+from .interleaving import Mixing
 from .score_matrix import MASKED, HeadMap, ScoreMatrixAttention
 
 
-class KeyQueryConvolution(nn.Module):
+class KeyQueryConvolution(Mixing):
     """Convolve the scores or weights of every head over c_q queries and c_k keys (Equations 5 and 6).
 
-    `weight` [H, 1, c_q, c_k] is theta, as `torch.nn.functional.conv2d` takes it: its last row is for the query itself,
-    and its middle column for the key itself."""
+    The value of `weight` [H, 1, c_q, c_k] is theta, as `torch.nn.functional.conv2d` takes it: its last row is for the
+    query itself, and its middle column for the key itself."""
 
     def __init__(self, num_heads: int, query_kernel: int, key_kernel: int):
         super().__init__()
@@ -28,8 +28,9 @@ class KeyQueryConvolution(nn.Module):
 
     def init_mechanism(self, config: IHAConfig | None = None):
         """Start at the kernel that changes nothing, so that the layer starts as multi-head attention."""
-        init.zeros_(self.weight)
-        init.ones_(self.weight[:, :, -1, self.weight.shape[-1] // 2])
+        kernel = torch.zeros(self.weight.shape[2:])
+        kernel[-1, kernel.shape[1] // 2] = 1
+        self.begin("weight", kernel)
 
     def forward(self, matrix: torch.Tensor, length: int, counts: torch.Tensor | None) -> torch.Tensor:
         """Return the last `length` rows of the convolution of a matrix [batch, H, rows, columns].
@@ -37,7 +38,7 @@ class KeyQueryConvolution(nn.Module):
         The matrix is 0 where a query sees no key. `counts` is bool, [batch or 1, 1 or H, length, c_q], True
         where what a row of the kernel reads counts, and `None` where all count."""
         heads, _, query_kernel, key_kernel = self.weight.shape
-        kernel, convolved = self.weight.to(matrix.dtype), matrix.new_zeros(())
+        kernel, convolved = self.value().to(matrix.dtype), matrix.new_zeros(())
         read = nn.functional.pad(matrix, (0, 0, query_kernel - 1, 0))[:, :, matrix.shape[2] - length :]
         if counts is None:
             return nn.functional.conv2d(read, kernel, padding=(0, key_kernel // 2), groups=heads)

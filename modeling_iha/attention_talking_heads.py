@@ -4,16 +4,16 @@
 
 import torch
 from torch import nn
-from transformers import initialization as init
 
 from .configuration_iha import IHAConfig
+from .interleaving import Mixing
 from .score_matrix import ScoreMatrixAttention
 
 
-class HeadTalk(nn.Module):
+class HeadTalk(Mixing):
     """Map scores or weights linearly across heads, by the logits or the weights projection of the paper.
 
-    `weight` [H, H] holds in row h, column g the share of head h in head g after the map."""
+    The value of `weight` [H, H] holds in row h, column g the share of head h in head g after the map."""
 
     def __init__(self, num_heads: int):
         super().__init__()
@@ -21,11 +21,11 @@ class HeadTalk(nn.Module):
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity, so that the layer starts as multi-head attention."""
-        init.copy_(self.weight, torch.eye(len(self.weight), device=self.weight.device, dtype=self.weight.dtype))
+        self.begin("weight", torch.eye(len(self.weight)))
 
     def forward(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return scores or weights [batch, H, rows, columns] after the map."""
-        return torch.einsum("hg,bhij->bgij", self.weight.to(matrix.dtype), matrix)
+        return torch.einsum("hg,bhij->bgij", self.value().to(matrix.dtype), matrix)
 
 
 class TalkingHeadsAttention(ScoreMatrixAttention):

@@ -50,8 +50,8 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 NUMBERS = {
     "a number above 0": (
         lambda value: 0 < value < inf,
-        ("rms_norm_eps", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor")
-        + ("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+        ("rms_norm_eps", "mixing_scale", "rope_theta", "factor", "original_max_position_embeddings")
+        + ("attention_factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
     ),
     "a number, at least 0": (lambda value: 0 <= value < inf, ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
     "a number, at least 0 and below 1": (lambda value: 0 <= value < 1, ("attention_dropout",)),
@@ -100,6 +100,9 @@ class IHAConfig(LlamaConfig):
         pseudo_collapse (`str`, *optional*, defaults to `"per_head"`):
             Map R from pseudo-heads back to heads: `"per_head"` is [H, P] (Algorithm 1), `"all_heads"` is [H, H * P]
             (Definition 3).
+        mixing_scale (`float`, *optional*, defaults to 1.0):
+            Factor s of what is learned of the weights that mix heads (see `Mixing`): they change at s times the
+            optimizer's rate. 1 learns the weights themselves; conversions take 40.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):
@@ -135,6 +138,7 @@ class IHAConfig(LlamaConfig):
     sliding_window: int | None = None
     pseudo_positions: str = "interleaved"
     pseudo_collapse: str = "per_head"
+    mixing_scale: float = 1.0
     gated_mlp: bool = True
     mlp_gate_groups: int | None = None
     use_qk_norm: bool = False
@@ -188,7 +192,7 @@ class IHAConfig(LlamaConfig):
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r}; allowed are {', '.join(map(repr, allowed))}.")
-        for field in ("rms_norm_eps", "attention_dropout"):
+        for field in ("rms_norm_eps", "mixing_scale", "attention_dropout"):
             if getattr(self, field) is not None:
                 _check_number(field, getattr(self, field))
         self._validate_layer_list("attention_kinds", tuple(OPTIONS_CLASSES))

@@ -19,11 +19,13 @@ from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrai
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_interleaved import TASKS, InterleavedConfig, config_class
+from .interleaving import keep_start
+from .mixing import values
 from .modeling_interleaved import MIXING_MODULES, attach_mixing, core_function, interleaved_class
 from .package import flop_matched_window
 
 
-FIELDS = ("num_pseudo_heads", "pseudo_collapse", "interleaved_window", "interleaved_layers")
+FIELDS = ("num_pseudo_heads", "pseudo_collapse", "mixing_scale", "interleaved_window", "interleaved_layers")
 # The largest difference from the base model, as a share of the largest hidden state.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 # Rounding error of the sum over the pseudo-heads of offsets that are not exact in binary.
@@ -93,6 +95,7 @@ def interleave_heads(
     sliding_window: int | str | None = None,
     collapse: str = "per_head",
     seed: int | None = 0,
+    mixing_scale: float = 40.0,
 ) -> PreTrainedModel:
     """Interleave the heads of a decoder in place, without changing what it computes (IHA, Algorithm 1).
 
@@ -109,6 +112,8 @@ def interleave_heads(
             window are computed as before.
         collapse: "per_head" (Algorithm 1) or "all_heads" (Definition 3).
         seed: of the value offsets, which make the pseudo-heads of a head differ; `None` for none.
+        mixing_scale: how many times the optimizer's rate the mixing learns at. Its entries are of order 1, and at a
+            backbone's rate they hardly move. The weights hold changes from the exact start (see `Mixing`).
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
     _check(model, num_pseudo_heads, collapse)
@@ -119,7 +124,7 @@ def interleave_heads(
         raise ValueError(f'sliding_window is {sliding_window!r}: expected at least 2 tokens, "paper" or None.')
     chosen = _choose(_record_attention(model), layers, model)
     expected = _probe(model)
-    _attach(model, chosen, num_pseudo_heads, collapse, seed)
+    _attach(model, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
     try:
         difference = _difference(expected, _probe(model))
         problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
@@ -165,7 +170,8 @@ def deviations(
 
     Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters."""
     exact = exact_start(heads, num_pseudo_heads, pseudo_collapse, None)
-    moved = {name: attention.get_parameter(name).detach().cpu() - value for name, value in exact.items()}
+    own = values(attention)
+    moved = {name: own[name].cpu() - value for name, value in exact.items()}
     offsets = moved["v_mix.weight"].double().sum(-1)
     # A NaN is kept: it is not a rounding error.
     return moved | {"v_mix.weight": offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)}
@@ -301,7 +307,9 @@ def _difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> flo
     return max(((one - other).abs().max() / one.abs().max()).nan_to_num(torch.inf).item() for one, other in pairs)
 
 
-def _attach(model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collapse: str, seed: int | None) -> None:
+def _attach(
+    model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collapse: str, seed: int | None, mixing_scale: float
+) -> None:
     """Turn the model into one of an interleaved class, with an exact start."""
     _copy_config(model)
     config, core = model.config, model.config._attn_implementation
@@ -318,6 +326,9 @@ def _attach(model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collaps
     for module, (query, heads) in chosen.items():
         for name, start in exact_start(heads, num_pseudo_heads, collapse, generator).items():
             module.get_parameter(name).data = start.to(query.device, query.dtype)
+        keep_start(module, mixing_scale)
+    for each in (config, *(module.config for module in chosen)):
+        each.mixing_scale = mixing_scale
 
 
 def _copy_config(model: PreTrainedModel) -> None:
@@ -335,7 +346,7 @@ def _detach(model: PreTrainedModel) -> None:
     config, decoder = model.config, model.base_model
     modules = [decoder.get_submodule(name) for name in config.interleaved_layers]
     for module in modules:
-        for name in (*MIXING_MODULES, "mixing_modules"):
+        for name in MIXING_MODULES:
             delattr(module, name)
     for each in (config, *(module.config for module in modules)):
         for field in FIELDS:

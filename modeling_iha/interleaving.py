@@ -22,10 +22,48 @@ WIDENED_TOKENS = 1024
 MIN_BLOCK = 128
 
 
-class HeadMixing(nn.Module):
+class Mixing(nn.Module):
+    """Hold weights of order 1 that mix heads, and learn them at a rate of their own.
+
+    Adam moves a weight by its rate at each step, which is far too little for entries of order 1. `keep_start(s)` turns
+    a weight into the change w from its start: the value is start + s * w, and the gradient of w is that of the value.
+    Any optimizer then changes the value at s times its rate, and weight decay pulls the value to its start. In half
+    precision w is near zero, where it keeps the small steps that a weight near 1 loses."""
+
+    scale = 1.0  # s; at 1 a weight is its value
+
+    @torch.no_grad()
+    def keep_start(self, scale: float):
+        """Make the present values the start, and begin each weight, their change, at zero."""
+        for name, weight in list(self.named_parameters(recurse=False)):
+            self.register_buffer(f"{name}_start", self.value(name).detach().clone())
+            weight.zero_()
+        self.scale = scale
+
+    def begin(self, name: str, value: torch.Tensor):
+        """Initialise a weight at a value, unless it was loaded."""
+        weight, start = self.get_parameter(name), getattr(self, f"{name}_start", None)
+        init.copy_(weight if start is None else start, value.to(weight).expand_as(weight))
+        if start is not None:
+            init.zeros_(weight)
+
+    def value(self, name: str = "weight") -> torch.Tensor:
+        """Return the value of a weight."""
+        weight, start = getattr(self, name), getattr(self, f"{name}_start", None)
+        return weight if start is None else torch.add(start + weight, weight.detach(), alpha=self.scale - 1)
+
+
+def keep_start(module: nn.Module, scale: float):
+    """Turn all mixing weights within a module into changes from their present values (see `Mixing`)."""
+    for each in module.modules():
+        if isinstance(each, Mixing) and scale != 1:
+            each.keep_start(scale)
+
+
+class HeadMixing(Mixing):
     """Combine heads into pseudo-heads by learned weights, alpha of IHA, Algorithm 1, step 2.
 
-    `weight` [M, M, P] holds alpha[m, h, p], the share of head m in pseudo-head p of head h."""
+    The value of `weight` [M, M, P] holds alpha[m, h, p], the share of head m in pseudo-head p of head h."""
 
     def __init__(self, num_heads: int, num_pseudo_heads: int):
         super().__init__()
@@ -37,19 +75,19 @@ class HeadMixing(nn.Module):
         The paper gives no initialisation. The noise makes the pseudo-heads differ."""
         noise = torch.randn_like(self.weight) * getattr(config, "initializer_range", 0.02)  # OPT's has another name
         identity = torch.eye(self.weight.shape[0], device=noise.device, dtype=noise.dtype)
-        init.copy_(self.weight, identity.unsqueeze(-1) + noise)
+        self.begin("weight", identity.unsqueeze(-1) + noise)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return alpha for the states. Wrappers (PEFT, offloading) act on this call, not on the weight."""
-        return self.weight
+        return self.value()
 
 
-class HeadCollapse(nn.Module):
+class HeadCollapse(Mixing):
     """Combine pseudo-heads into heads by learned weights, R of IHA, Algorithm 1, step 5.
 
-    `weight` is [H, P] for `"per_head"`: out[h] = sum_p R[h, p] O[h, p]. It is [H, H * P] for `"all_heads"`, which also
-    sums over the heads: column h' * P + p of row h, counted from 0, is the share of pseudo-head p of head h'
-    (Definition 3)."""
+    The value of `weight` is [H, P] for `"per_head"`: out[h] = sum_p R[h, p] O[h, p]. It is [H, H * P] for
+    `"all_heads"`, which also sums over the heads: column h' * P + p of row h, counted from 0, is the share of
+    pseudo-head p of head h' (Definition 3)."""
 
     def __init__(self, num_heads: int, num_pseudo_heads: int, pseudo_collapse: str):
         super().__init__()
@@ -63,11 +101,11 @@ class HeadCollapse(nn.Module):
         identity = torch.eye(self.weight.shape[0], device=self.weight.device, dtype=self.weight.dtype)
         if self.weight.shape[1] == self.num_pseudo_heads:
             identity = torch.ones_like(identity[:, :1])
-        init.copy_(self.weight, identity.repeat_interleave(self.num_pseudo_heads, dim=1) / self.num_pseudo_heads)
+        self.begin("weight", identity.repeat_interleave(self.num_pseudo_heads, dim=1) / self.num_pseudo_heads)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return R for the states, as `HeadMixing` returns alpha."""
-        return self.weight
+        return self.value()
 
 
 def mix(states: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:

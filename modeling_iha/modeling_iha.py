@@ -28,6 +28,7 @@ from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .input_checks import check_inputs
+from .interleaving import keep_start
 from .mask_inputs import MaskInputs, MaskKey
 from .masks import LayerMask, choose_form, create_masks
 from .paged_requests import PagedRequests, keep_page_edge, requests_config
@@ -167,6 +168,7 @@ class IHAModel(IHAPreTrainedModel):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = IHARotaryEmbedding(config=config)
         self.gradient_checkpointing = False
+        keep_start(self, config.mixing_scale)
         self.post_init()
 
     @property

@@ -31,6 +31,7 @@ from .interleaving import (
     absorbed_attention,
     attend_interleaved,
     is_absorbed,
+    keep_start,
     keep_window_edge,
     virtual_kwargs,
     window_attention,
@@ -250,7 +251,7 @@ def attach_mixing(model: PreTrainedModel) -> None:
         module.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
         module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
         module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
-        module.mixing_modules = MIXING_MODULES
+        keep_start(module, getattr(config, "mixing_scale", 1.0))  # saved before there was one
     decoder.make_cache = decoder.register_forward_pre_hook(_make_cache, with_kwargs=True)
 
 

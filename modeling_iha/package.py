@@ -31,7 +31,7 @@ KIND_FILES = {
 }
 KIND_TABLES = ("attention_kinds.py", "kind_options.py")
 PACKAGE_ONLY = {
-    *("__init__.py", "package.py", "optimizer.py"),
+    *("__init__.py", "package.py", "mixing.py"),
     *("interleave.py", "configuration_interleaved.py", "modeling_interleaved.py"),
 }
 # What the checkpoint of a decoder ships whose heads `interleave_heads` has interleaved.

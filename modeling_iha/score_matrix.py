@@ -10,12 +10,12 @@ from functools import partial
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from transformers import initialization as init
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
+from .interleaving import Mixing
 
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
@@ -101,10 +101,11 @@ def join(blocks: list[torch.Tensor], dim: int) -> torch.Tensor:
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=dim)
 
 
-class HeadMap(nn.Module):
+class HeadMap(Mixing):
     """Map scores or weights linearly across the heads of each group.
 
-    `weight` [groups, M, M] holds in [g, m, n] the share of the group's head m in its head n after the map."""
+    The value of `weight` [groups, M, M] holds in [g, m, n] the share of the group's head m in its head n after the
+    map."""
 
     def __init__(self, num_groups: int, group_size: int):
         super().__init__()
@@ -112,12 +113,11 @@ class HeadMap(nn.Module):
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity."""
-        identity = torch.eye(self.weight.shape[-1], device=self.weight.device, dtype=self.weight.dtype)
-        init.copy_(self.weight, identity.expand_as(self.weight))
+        self.begin("weight", torch.eye(self.weight.shape[-1]))
 
     def forward(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return scores or weights [batch, groups, M, rows, columns] after the map."""
-        return torch.einsum("bgmij,gmn->bgnij", matrix, self.weight.to(matrix.dtype))
+        return torch.einsum("bgmij,gmn->bgnij", matrix, self.value().to(matrix.dtype))
 
 
 class ScoreMatrixAttention(MultiHeadAttention):

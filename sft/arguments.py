@@ -78,12 +78,11 @@ class RunArguments(ScriptArguments, ModelConfig):
 
     def mixing_rate(self, learning_rate: float) -> float:
         """Return the peak learning rate of the mixing and collapse weights beside the backbone's."""
-        from modeling_iha.optimizer import MIXING_LR_MULTIPLIER  # with PyTorch
 
         if self.mixing_learning_rate is not None:
             return self.mixing_learning_rate
         multiplier = self.mixing_lr_multiplier
-        return learning_rate * (MIXING_LR_MULTIPLIER if multiplier is None else multiplier)
+        return learning_rate * (1.0 if multiplier is None else multiplier)
 
 
 def answer_help(usage: str) -> None:

@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 
 from common.checkpoint_io import check_finite, load_model
 from common.command_io import UserError, file_sha256, one_line, read_json, write_json
-from modeling_iha.optimizer import mixing_parameters
+from modeling_iha.mixing import mixing_parameters
 from sft.arguments import RunArguments
 from sft.base_model import lora_config
 from sft.data import IGNORED_LABEL

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DOCUMENTS, EVERY_KIND, small_config
+from helpers import DOCUMENTS
 from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer, preset_config, saved
 
@@ -20,7 +20,6 @@ from common.command_io import ROOT, UserError, read_json
 from experiments import first_screen
 from experiments.redraw import FIGURES, TABLES
 from modeling_iha import IHAForCausalLM
-from modeling_iha.optimizer import mixing_parameters
 from sft.arguments import RecipeParser
 
 
@@ -82,16 +81,6 @@ def test_the_tests_of_the_support_matrix_exist():
     assert len(named) == len(re.findall(r"\.py::", text)) > 0
     for test, file in named:
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
-
-
-def test_the_parameter_groups_of_the_support_page_are_those_of_the_recipes():
-    text = (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8")
-    [snippet] = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    names = {"torch": torch, "model": IHAForCausalLM(small_config(**EVERY_KIND)), "rate": 1e-3}
-    exec(snippet, names)
-    of_group = [{id(weight) for weight in group["params"]} for group in names["optimizer"].param_groups]
-    of_recipes = {id(weight) for weight in mixing_parameters(names["model"])}
-    assert of_group == [{id(weight) for weight in names["model"].parameters()} - of_recipes, of_recipes]
 
 
 def test_speed_figures_are_those_of_the_report():

@@ -122,11 +122,17 @@ class MultiHeadAttention(nn.Module):
 
 
 class Weight(nn.Module):
-    """Hold one parameter under the name that it has in a checkpoint."""
+    """Hold a mixing weight as a checkpoint does: itself, or the change from a start (`Mixing` of modeling_iha)."""
 
-    def __init__(self, *shape: int):
+    def __init__(self, *shape: int, scale: float):
         super().__init__()
+        self.scale = scale
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+        if scale != 1:
+            self.weight_start = nn.Parameter(torch.empty(shape), requires_grad=False)
+
+    def value(self) -> torch.Tensor:
+        return self.weight if self.scale == 1 else torch.add(self.weight_start, self.weight, alpha=self.scale)
 
 
 class InterleavedHeadAttention(MultiHeadAttention):
@@ -138,9 +144,10 @@ class InterleavedHeadAttention(MultiHeadAttention):
         self.attention = partial(VirtualAttention, block_pool_size=config.num_pseudo_heads)
         super().__init__(vllm_config, rotary_emb, prefix)
         heads, groups, pseudo_heads = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
-        self.q_mix = Weight(heads, heads, pseudo_heads)
-        self.k_mix, self.v_mix = Weight(groups, groups, pseudo_heads), Weight(groups, groups, pseudo_heads)
-        self.collapse = Weight(heads, pseudo_heads * (1 if config.pseudo_collapse == "per_head" else heads))
+        weight = partial(Weight, scale=getattr(config, "mixing_scale", 1.0))  # saved before there was one
+        self.q_mix = weight(heads, heads, pseudo_heads)
+        self.k_mix, self.v_mix = weight(groups, groups, pseudo_heads), weight(groups, groups, pseudo_heads)
+        self.collapse = weight(heads, pseudo_heads * (1 if config.pseudo_collapse == "per_head" else heads))
         self.rotation = None
         if config.pseudo_positions == "interleaved":
             tables = rotary_tables(config, torch.arange(pseudo_heads, dtype=torch.float64))
@@ -149,7 +156,7 @@ class InterleavedHeadAttention(MultiHeadAttention):
     def expand(self, states: torch.Tensor, mix: Weight, rotate: bool) -> torch.Tensor:
         """Return virtual tokens [N * P, M * head_dim] of heads [N, M * head_dim]."""
         heads = mix.weight.shape[0]
-        alpha = mix.weight.permute(2, 1, 0).reshape(-1, heads)
+        alpha = mix.value().permute(2, 1, 0).reshape(-1, heads)
         states = torch.matmul(alpha, states.unflatten(-1, (heads, -1))).unflatten(1, (-1, heads))
         if rotate and self.rotation is not None:
             cos, sin = self.rotation
@@ -159,7 +166,7 @@ class InterleavedHeadAttention(MultiHeadAttention):
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query, key = self.expand(query, self.q_mix, True), self.expand(key, self.k_mix, True)
         output = self.attn(query, key, self.expand(value, self.v_mix, False))
-        pseudo_heads, weight = self.num_pseudo_heads, self.collapse.weight
+        pseudo_heads, weight = self.num_pseudo_heads, self.collapse.value()
         output = output.view(-1, pseudo_heads, weight.shape[0], self.head_dim)
         if weight.shape[1] == pseudo_heads:  # per head
             return (output * weight.t().unsqueeze(-1)).sum(dim=1).flatten(1)

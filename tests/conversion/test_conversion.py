@@ -52,6 +52,7 @@ from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import KINDS, convert, iha_config
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.interleave import last_pseudo_head
+from modeling_iha.mixing import values
 
 
 # What is converted
@@ -170,7 +171,7 @@ def test_offsets_balance_and_set_the_pseudo_heads_apart():
     source = tiny_source()
 
     def v_mix(layer=2, **arguments):
-        return convert(source, 3, **arguments).model.layers[layer].self_attn.v_mix.weight
+        return convert(source, 3, **arguments).model.layers[layer].self_attn.v_mix.value()
 
     mixing = v_mix(seed=1)
     offsets = mixing - torch.eye(2)[:, :, None]
@@ -239,9 +240,9 @@ def test_arguments_that_cannot_work_are_refused(arguments, message):
 def test_collapse_over_all_heads_goes_back():
     model = convert(tiny_source(), 3)
     config = copy.deepcopy(model.config)
-    config.pseudo_collapse = "all_heads"
+    config.pseudo_collapse, config.mixing_scale = "all_heads", 1.0
     wide = IHAForCausalLM(config).eval()
-    wide.load_state_dict({name: t for name, t in model.state_dict().items() if "collapse" not in name}, strict=False)
+    wide.load_state_dict({name: t for name, t in values(model).items() if "collapse" not in name}, strict=False)
     with pytest.raises(UserError, match=r"layers\.0\.self_attn\.collapse"):
         convert_back(wide)
     for layer in wide.model.layers:
@@ -287,7 +288,7 @@ def test_a_parameter_that_moved_is_named(name, step, moved):
     model = convert(tiny_source(), **(TALKING_HEADS if name == "score_mix" else P3))
     with torch.no_grad():
         for layer in (5, 3):
-            getattr(model.model.layers[layer].self_attn, name).weight.view(-1)[1] += step
+            getattr(model.model.layers[layer].self_attn, name).weight.view(-1)[1] += step / model.config.mixing_scale
     with pytest.raises(UserError, match=rf"^model.layers.3.self_attn.{name}.weight has moved by up to {moved} from"):
         convert_back(model)
 
@@ -320,7 +321,7 @@ def test_trained_output_bias_is_not_dropped():
 def test_maps_of_knocking_heads_fold_into_the_projections(name, values):
     """Export random maps, and an MLP while its gate is zero, as the stock model that computes the same."""
     source, options = tiny_source(name), {"queries": True, "keys": True, "values": values}
-    config = convert(source, kind="knocking_heads").config
+    config = convert(source, kind="knocking_heads", mixing_scale=1.0).config
     model = random_model(IHAConfig.from_dict(config.to_dict() | {"attention_options": {"knocking_heads": options}}))
     gates = [layer.self_attn.v_map.gate for layer in model.model.layers] if values == "mlp" else []
     for gate in gates:

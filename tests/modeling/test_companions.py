@@ -19,7 +19,7 @@ from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_talking_heads import TalkingHeadsAttention
-from modeling_iha.optimizer import mixing_parameters
+from modeling_iha.mixing import mixing_parameters
 from modeling_iha.package import shipped_code
 
 

@@ -38,11 +38,13 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.checkpoint_io import run_in_clean_process
-from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, parameter_groups, remove_interleaving
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, remove_interleaving
 from modeling_iha.configuration_interleaved import TASKS
+from modeling_iha.mixing import mixing_parameters, values
 from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core
 
 
+SCALE = 40.0  # the default
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -79,9 +81,8 @@ def decoder(name, core="sdpa", **fields):
 def train_mixing(model):
     """Move the mixing, as training does."""
     generator = torch.Generator().manual_seed(3)
-    for name, weight in model.named_parameters():
-        if name.split(".")[-2] in MIXING_MODULES:
-            weight.data += 0.3 * torch.randn(weight.shape, generator=generator).to(weight)
+    for weight in mixing_parameters(model):
+        weight.data += 0.3 / SCALE * torch.randn(weight.shape, generator=generator).to(weight)
     return model
 
 
@@ -129,7 +130,7 @@ def test_interleaved_llama_is_iha_with_shared_positions(twin, core, small_blocks
     model = model_class._from_config(config_class(**SIZES, **own), attn_implementation=core).eval()
     train_mixing(interleave_heads(model, 3, **options))
     same = {"rms_norm_eps": model.config.rms_norm_eps, "rope_parameters": model.config.rope_parameters}
-    config = IHAConfig(**SIZES, **same, num_pseudo_heads=3, pseudo_positions="shared", **iha)
+    config = IHAConfig(**SIZES, **same, num_pseudo_heads=3, pseudo_positions="shared", mixing_scale=SCALE, **iha)
     expected = IHAForCausalLM._from_config(config, attn_implementation=core).eval()
     expected.load_state_dict(model.state_dict())
 
@@ -154,7 +155,7 @@ def test_interleaved_llama_is_iha_with_shared_positions(twin, core, small_blocks
 
 def attend_in_loops(module, query, key, value, attention_mask, scaling, softcap=None, **kwargs):
     """Compute IHA, Algorithm 1, for full attention, from a mask over tokens."""
-    weights, dtype = [getattr(module, name).weight.double() for name in MIXING_MODULES], value.dtype
+    weights, dtype = [getattr(module, name)(query).double() for name in MIXING_MODULES], value.dtype
     query, key, value = query.double(), key.double(), value.double()
     heads, groups = query.shape[1], key.shape[1]
     q_mix, k_mix, v_mix, shares = weights
@@ -254,7 +255,7 @@ def test_attention_of_others_is_left_alone(monkeypatch):
 
 def test_trained_mixing_is_not_removed():
     model = interleave_heads(decoder("llama"), 2)
-    model.model.layers[2].self_attn.k_mix.weight.data[0, 1, 1] += 0.25
+    model.model.layers[2].self_attn.k_mix.weight.data[0, 1, 1] += 0.25 / SCALE
     with pytest.raises(ValueError, match=r"up to 0\.25 from the start"):
         remove_interleaving(model)
     with pytest.raises(ValueError, match="no interleaved heads"):
@@ -429,20 +430,53 @@ def test_adapter_with_the_mixing_is_saved_loaded_and_merged(name, tmp_path):
 @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: get_peft_model(model, LoraConfig(**LORA))])
 @EVERY
 def test_mixing_learns_at_a_rate_of_its_own(name, wrap):
-    """Take a step of AdamW, whose size is the rate: every weight that trains moves at the rate of its group."""
-    model = wrap(interleave_heads(decoder(name), 2)).train()
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    optimizer = torch.optim.AdamW(parameter_groups(model, 1e-4), eps=0, weight_decay=0.5)
-    assert all(weight.requires_grad for group in optimizer.param_groups for weight in group["params"])
-    for weight in model.parameters():
-        weight.grad = torch.ones_like(weight) if weight.requires_grad else None
-    optimizer.step()
-    for name, weight in model.named_parameters():
-        mixes = any(f".{each}." in name for each in MIXING_MODULES)
-        rate = 4e-3 if mixes else 1e-4 * (1 + 0.5 * before[name])
-        assert_close(before[name] - weight, rate * weight.requires_grad * torch.ones_like(weight), 1e-3)
-    with pytest.raises(ValueError, match="No mixing trains in this model"):
-        parameter_groups(decoder("llama"), 1e-4)
+    """Train one copy by any optimizer, and a copy without starts by one that has a group for the mixing."""
+    tokens = random_ids(2, 9)
+    ours = wrap(interleave_heads(decoder(name), 2)).train()  # `decoder` sets the seed of LoRA too
+    plain = wrap(interleave_heads(decoder(name), 2, mixing_scale=1)).train()
+    mixing = set(mixing_parameters(plain))
+    others = [weight for weight in plain.parameters() if weight.requires_grad and weight not in mixing]
+    groups = [{"params": others}, {"params": list(mixing), "lr": SCALE * 1e-3}]
+    settings = {"lr": 1e-3, "weight_decay": 0.0}
+    optimizers = torch.optim.AdamW(ours.parameters(), **settings), torch.optim.AdamW(groups, **settings)
+    for _ in range(4):
+        losses = []
+        for model, optimizer in zip((ours, plain), optimizers):
+            optimizer.zero_grad()
+            losses.append(model(tokens, labels=tokens).loss)
+            losses[-1].backward()
+            losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+        assert_close(torch.stack(losses[:2]), torch.stack(losses[2:]), 1e-4)
+    assert_values_match(ours, plain)
+
+
+def assert_values_match(model, other):
+    expected = values(other)
+    for name, value in values(model).items():
+        assert_close(value, expected[name], 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_steps_are_kept_and_decay_pulls_to_the_start(dtype):
+    """Take steps as at 1e-5, which are lost beside entries of 1 in bfloat16, and then steps of decay alone."""
+    model = interleave_heads(decoder("llama").to(dtype), 2)
+    start, weights = values(model), mixing_parameters(model)
+    optimizer = torch.optim.AdamW(weights, lr=1e-5, eps=0, weight_decay=0.0)
+    for _ in range(50):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    spacing = torch.finfo(dtype).eps  # of the value 1
+    for name, value in values(model).items():
+        if any(f".{each}." in name for each in MIXING_MODULES):
+            assert (start[name] - value).sub(SCALE * 50 * 1e-5).abs().max() < spacing
+    optimizer = torch.optim.AdamW(weights, lr=0.5, weight_decay=1.0)
+    for _ in range(20):
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    assert all(torch.allclose(value, start[name], atol=1e-7) for name, value in values(model).items())
 
 
 @EVERY

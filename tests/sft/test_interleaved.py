@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 from common.checkpoint_io import load_in_clean_process, load_model
 from modeling_iha import interleave_heads
-from modeling_iha.optimizer import mixing_parameters
+from modeling_iha.mixing import mixing_parameters
 from sft import train
 from sft.trainer import MixingTrainer
 

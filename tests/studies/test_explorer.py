@@ -139,7 +139,7 @@ def test_distances_from_the_starts(checkpoints, tmp_path):
     assert fresh["moved"]["collapse from mean"] == 0 and fresh["moved"]["collapse from last pseudo-head"] > 0.5
     assert all(0 < fresh["moved"][f"{name} from identity"] < 0.1 for name in ("q_mix", "k_mix", "v_mix"))
     [random, _] = explored(checkpoints, tmp_path, "per_head", PROMPT)[0]["checkpoints"][0]["layers"]
-    value = checkpoints[1]["per_head"].model.layers[0].self_attn.q_mix.weight.detach()
+    value = checkpoints[1]["per_head"].model.layers[0].self_attn.q_mix.value().detach()
     distance = sum((value[m, h, p] - int(m == h)) ** 2 for m in range(4) for h in range(4) for p in range(2)) / 8
     assert random["moved"]["q_mix from identity"] == pytest.approx(distance.sqrt().item(), rel=1e-3)
 
@@ -329,13 +329,13 @@ def test_in_a_browser(browser, checkpoints, tmp_path):
     # Matrices: less their start, and how far they moved.
     tab.select_option("#shown", "B")
     tab.select_option("#less", "start")
-    alpha = checkpoints[1]["tuned"].model.layers[1].self_attn.q_mix.weight.detach()
+    alpha = checkpoints[1]["tuned"].model.layers[1].self_attn.q_mix.value().detach()
     drawn = torch.tensor(tab.evaluate("document.getElementById('q_mix').data[0].z"))
     expected = alpha - torch.eye(4)[:, :, None]
     torch.testing.assert_close(drawn, expected.flatten(1), rtol=0, atol=2e-3)
     tab.select_option("#shown", "difference")
-    moved = alpha - checkpoints[1]["per_head"].model.layers[1].self_attn.q_mix.weight.detach()
-    distance = moved.norm() / checkpoints[1]["per_head"].model.layers[1].self_attn.q_mix.weight.norm()
+    moved = alpha - checkpoints[1]["per_head"].model.layers[1].self_attn.q_mix.value().detach()
+    distance = moved.norm() / checkpoints[1]["per_head"].model.layers[1].self_attn.q_mix.value().norm()
     assert float(opened.rows("distances")[1][1]) == pytest.approx(distance.item(), rel=0.01)
 
     assert opened.problems == [] and opened.requests == [(tmp_path / "page.html").as_uri()]
