@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrai
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_interleaved import TASKS, InterleavedConfig, config_class
-from .modeling_interleaved import MIXING_MODULES, attach_mixing, core_function, interleaved_class
+from .modeling_interleaved import MIXING_MODULES, attach_mixing, core_function, interleaved_class, is_mixing
 from .package import flop_matched_window
 
 
@@ -318,6 +318,7 @@ def _attach(model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collaps
     for module, (query, heads) in chosen.items():
         for name, start in exact_start(heads, num_pseudo_heads, collapse, generator).items():
             module.get_parameter(name).data = start.to(query.device, query.dtype)
+    model.tie_weights(recompute_mapping=False)
 
 
 def _copy_config(model: PreTrainedModel) -> None:
@@ -337,6 +338,8 @@ def _detach(model: PreTrainedModel) -> None:
     for module in modules:
         for name in (*MIXING_MODULES, "mixing_modules"):
             delattr(module, name)
+    tied = model.all_tied_weights_keys.items()
+    model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}
     for each in (config, *(module.config for module in modules)):
         for field in FIELDS:
             vars(each).pop(field, None)

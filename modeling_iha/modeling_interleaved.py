@@ -251,7 +251,14 @@ def attach_mixing(model: PreTrainedModel) -> None:
         module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
         module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
         module.mixing_modules = MIXING_MODULES
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()  # Zamba's blocks share all their weights
+    model.all_tied_weights_keys |= {name: source for name, source in tied if is_mixing(name)}
     decoder.make_cache = decoder.register_forward_pre_hook(_make_cache, with_kwargs=True)
+
+
+def is_mixing(name: str) -> bool:
+    """Return whether a parameter, by its name, is of the mixing."""
+    return not set(MIXING_MODULES).isdisjoint(name.split("."))
 
 
 def _make_cache(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
