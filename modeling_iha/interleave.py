@@ -18,8 +18,15 @@ import transformers
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .configuration_interleaved import TASKS, InterleavedConfig, config_class
-from .modeling_interleaved import MIXING_MODULES, attach_mixing, core_function, interleaved_class, is_mixing
+from .configuration_interleaved import AUTO_MAP, TASKS, InterleavedConfig, config_class
+from .modeling_interleaved import (
+    MIXING_MODULES,
+    attach_mixing,
+    core_function,
+    interleaved_class,
+    is_mixing,
+    register_core,
+)
 from .package import flop_matched_window
 
 
@@ -111,7 +118,8 @@ def interleave_heads(
         seed: of the value offsets, which make the pseudo-heads of a head differ; `None` for none.
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
-    _check(model, num_pseudo_heads, collapse)
+    _check(model, num_pseudo_heads, collapse, seed)
+    _copy_config(model)  # `_probe` changes it
     config = model.config
     if sliding_window == "paper":
         sliding_window = flop_matched_window(config.get_text_config().max_position_embeddings, num_pseudo_heads)
@@ -119,8 +127,8 @@ def interleave_heads(
         raise ValueError(f'sliding_window is {sliding_window!r}: expected at least 2 tokens, "paper" or None.')
     chosen = _choose(_record_attention(model), layers, model)
     expected = _probe(model)
-    _attach(model, chosen, num_pseudo_heads, collapse, seed)
     try:
+        _attach(model, chosen, num_pseudo_heads, collapse, seed)
         difference = _difference(expected, _probe(model))
         problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
     except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
@@ -171,7 +179,7 @@ def deviations(
     return moved | {"v_mix.weight": offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)}
 
 
-def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str) -> None:
+def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: int | None) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"{type(model).__name__} is no model of Transformers: interleave the heads before PEFT, FSDP or "
@@ -186,6 +194,8 @@ def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str) -> None
         )
     if collapse not in ("per_head", "all_heads"):
         raise ValueError(f'collapse is {collapse!r}: expected "per_head" or "all_heads".')
+    if seed is not None and not isinstance(seed, int):
+        raise ValueError(f"seed is {seed!r}: expected an integer or None.")
     if not type(model).__module__.startswith("transformers.") or _class_name(model) is None:
         raise ValueError(
             f"{type(model).__name__} is no class of Transformers that its Auto classes load for a decoder: a saved "
@@ -303,8 +313,7 @@ def _difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> flo
 
 def _attach(model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collapse: str, seed: int | None) -> None:
     """Turn the model into one of an interleaved class, with an exact start."""
-    _copy_config(model)
-    config, core = model.config, model.config._attn_implementation
+    config = model.config
     names = {module: name for name, module in model.base_model.named_modules() if module in chosen}
     base_model_type, class_name = config.model_type, _class_name(model)
     config.__class__, config.model_type = config_class(base_model_type), base_model_type
@@ -313,7 +322,8 @@ def _attach(model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collaps
         each.num_pseudo_heads, each.pseudo_collapse, each.interleaved_window = num_pseudo_heads, collapse, None
     model.__class__ = interleaved_class(class_name, type(config))
     attach_mixing(model)
-    model.set_attn_implementation("iha_" + core)
+    for each in _configs(model):
+        each._attn_implementation_internal = register_core(each._attn_implementation)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for module, (query, heads) in chosen.items():
         for name, start in exact_start(heads, num_pseudo_heads, collapse, generator).items():
@@ -331,6 +341,12 @@ def _copy_config(model: PreTrainedModel) -> None:
                 setattr(module, name, copies[id(value)])
 
 
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Return the configurations that the modules read, each once. Their cores may differ."""
+    found = [vars(module).get("config") for module in model.modules()]
+    return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
+
+
 def _detach(model: PreTrainedModel) -> None:
     """Undo `_attach`."""
     config, decoder = model.config, model.base_model
@@ -343,9 +359,14 @@ def _detach(model: PreTrainedModel) -> None:
     for each in (config, *(module.config for module in modules)):
         for field in FIELDS:
             vars(each).pop(field, None)
+    vars(config).pop("base_model_type", None)  # of a loaded checkpoint
+    # Saving writes to it, and a checkpoint may have had one before.
+    named = (vars(config).pop("auto_map", None) or {}).items()
+    if auto_map := {task: name for task, name in named if name.split("--")[-1] not in AUTO_MAP.values()}:
+        config.auto_map = auto_map
     if hook := vars(decoder).pop("make_cache", None):
         hook.remove()
-    core = config._attn_implementation.removeprefix("iha_")
+    for each in _configs(model):
+        each._attn_implementation_internal = each._attn_implementation.removeprefix("iha_")
     model.__class__, config.__class__ = type(model).__bases__[1], type(config).__bases__[0]
     del config.model_type  # the class has the base's own
-    config._attn_implementation = core

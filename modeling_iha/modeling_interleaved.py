@@ -42,6 +42,8 @@ MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 
 def register_core(core: str) -> str:
     """Register attention and masks over virtual tokens on a core of Transformers, and return their name."""
+    if core not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ValueError(f"attn_implementation={core!r} makes no masks, which an interleaved model needs.")
     name = "iha_" + core.replace("/", "_")
     ALL_ATTENTION_FUNCTIONS.register(name, partial(virtual_attention, core))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
@@ -208,10 +210,7 @@ class InterleavedPreTrainedModel:
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
         """Return the name under which the requested core attends over virtual tokens."""
         core = attn_implementation and attn_implementation.removeprefix("iha_")
-        core = super()._check_and_adjust_attn_implementation(core, *args, **kwargs)
-        if core not in ALL_MASK_ATTENTION_FUNCTIONS:
-            raise ValueError(f"attn_implementation={core!r} makes no masks, which an interleaved model needs.")
-        return register_core(core)
+        return register_core(super()._check_and_adjust_attn_implementation(core, *args, **kwargs))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

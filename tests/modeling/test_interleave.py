@@ -234,6 +234,18 @@ def test_models_of_one_configuration_object_are_interleaved_one_by_one(name):
     assert (model.config.num_pseudo_heads, plain.config.num_pseudo_heads) == (2, 3)
 
 
+def test_the_check_leaves_models_of_the_same_configuration_alone():
+    """Run a model with a window in the middle of the check, as another thread does."""
+    model, tokens, found = decoder("gemma3", sliding_window=12), random_ids(1, 20), []
+    plain = type(model)(model.config).eval()
+    expected = logits(plain, input_ids=tokens)
+    layer = model.model.layers[0]
+    hook = layer.register_forward_pre_hook(lambda *_: found.append(logits(plain, input_ids=tokens)))
+    interleave_heads(model, 2)
+    hook.remove()
+    assert found and all(each.equal(expected) for each in found)
+
+
 def test_attention_of_others_is_left_alone(monkeypatch):
     """Set an item of the registry, as sequence-parallel libraries do, and run another model in the middle."""
     stock, other, lengths = ALL_ATTENTION_FUNCTIONS["sdpa"], decoder("llama"), []
@@ -263,6 +275,18 @@ def test_trained_mixing_is_not_removed():
         remove_interleaving(interleave_heads(decoder("llama"), 2, sliding_window=3))
 
 
+def test_a_loaded_checkpoint_is_plain_again(tmp_path):
+    interleaved = interleave_heads(decoder("llama"), 2)
+    interleaved.save_pretrained(tmp_path / "interleaved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "interleaved", trust_remote_code=True)
+    decoder("llama").save_pretrained(tmp_path)
+    for place, model in {"saved": interleaved, "loaded": loaded}.items():
+        remove_interleaving(model).save_pretrained(tmp_path / place)
+        assert (tmp_path / place / "config.json").read_text() == (tmp_path / "config.json").read_text()
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / place, trust_remote_code=True)
+        assert logits(again, input_ids=random_ids(1, 5)).equal(logits(decoder("llama"), input_ids=random_ids(1, 5)))
+
+
 def test_layers_and_windows_of_the_paper():
     model = interleave_heads(decoder("llama", num_hidden_layers=6), 2, layers="paper", sliding_window="paper")
     assert list(model.config.interleaved_layers) == [f"layers.{i}.self_attn" for i in (0, 1, 2, 3, 5)]
@@ -274,6 +298,7 @@ def test_layers_and_windows_of_the_paper():
     [
         (lambda: decoder("llama"), {"num_pseudo_heads": 1}, "expected at least 2"),
         (lambda: decoder("llama"), {"collapse": "sum"}, 'expected "per_head" or "all_heads"'),
+        (lambda: decoder("llama"), {"seed": "0"}, "seed is '0': expected an integer or None"),
         (lambda: decoder("llama"), {"layers": [3]}, r"some of the attention layers \[0, 1, 2\] of llama"),
         (lambda: decoder("llama"), {"layers": []}, "some of the attention layers"),
         (lambda: decoder("llama"), {"sliding_window": 1}, "at least 2 tokens"),
@@ -316,6 +341,11 @@ def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
     monkeypatch.setattr("modeling_iha.interleave.last_pseudo_head", lambda heads, p, _: torch.ones(heads, p) / p)
     with pytest.raises(ValueError, match="hidden states differ by"):
         interleave_heads(decoder("llama"), 2)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    model = decoder("llama", "mine")
+    with pytest.raises(ValueError, match="makes no masks"):
+        interleave_heads(model, 2)
+    assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "mine")
 
 
 def test_custom_masks_and_continuous_batching_are_refused():

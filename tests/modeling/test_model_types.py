@@ -132,6 +132,14 @@ def test_blocks_that_share_their_weights_share_the_mixing(model_type, monkeypatc
     assert set(remove_interleaving(interleave_heads(tiny_model(model_type), 2)).all_tied_weights_keys) == before
 
 
+def test_cores_of_a_model_of_several_configurations_come_back():
+    cores = {"": "eager", "text_config": "sdpa", "vision_config": "eager"}
+    model = AutoModelForCausalLM.from_config(tiny_config("gemma3"), attn_implementation=cores)
+    remove_interleaving(interleave_heads(model, 2))
+    configs = {"": model.config, **{name: getattr(model.config, name) for name in model.config.sub_configs}}
+    assert {name: config._attn_implementation for name, config in configs.items()} == cores
+
+
 def test_command_fails_on_a_difference(monkeypatch, capsys):
     monkeypatch.setattr(model_types, "try_type", lambda name: {"verdict": "DIFFERS", "full": 1.0})
     with pytest.raises(UserError, match="Neither exact nor refused: llama"):
