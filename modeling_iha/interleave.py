@@ -122,7 +122,9 @@ def interleave_heads(
     _copy_config(model)  # `_probe` changes it
     config = model.config
     if sliding_window == "paper":
-        sliding_window = flop_matched_window(config.get_text_config().max_position_embeddings, num_pseudo_heads)
+        if (length := getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)) is None:
+            raise ValueError(f"{config.model_type} has no max_position_embeddings: give the window in tokens.")
+        sliding_window = flop_matched_window(length, num_pseudo_heads)
     if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
         raise ValueError(f'sliding_window is {sliding_window!r}: expected at least 2 tokens, "paper" or None.')
     chosen = _choose(_record_attention(model), layers, model)

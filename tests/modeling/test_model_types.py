@@ -65,6 +65,23 @@ def test_exact(model_type):
     assert row["verdict"] == "exact", row
 
 
+@pytest.mark.parametrize("model_type", ["afmoe", "jetmoe", "llama"])
+def test_collapse_over_all_heads(model_type):
+    """Some base models want the output of attention in one piece of memory."""
+    model = tiny_model(model_type)
+    before = outputs(model, ["padded"])["padded"]
+    assert (
+        difference(before, outputs(interleave_heads(model, 2, collapse="all_heads"), ["padded"])["padded"])
+        < model_types.EXACT
+    )
+
+
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "whisper"])
+def test_window_of_the_paper_needs_a_length(model_type):
+    with pytest.raises(ValueError, match=f"{model_type} has no max_position_embeddings: give the window in tokens"):
+        interleave_heads(tiny_model(model_type), 2, sliding_window="paper")
+
+
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_refused(model_type):
     row = try_type(model_type)
