@@ -22,6 +22,7 @@ from .configuration_interleaved import AUTO_MAP, TASKS, InterleavedConfig, confi
 from .modeling_interleaved import (
     MIXING_MODULES,
     attach_mixing,
+    configs,
     core_function,
     interleaved_class,
     is_mixing,
@@ -324,7 +325,7 @@ def _attach(model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collaps
         each.num_pseudo_heads, each.pseudo_collapse, each.interleaved_window = num_pseudo_heads, collapse, None
     model.__class__ = interleaved_class(class_name, type(config))
     attach_mixing(model)
-    for each in _configs(model):
+    for each in configs(model):
         each._attn_implementation_internal = register_core(each._attn_implementation)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for module, (query, heads) in chosen.items():
@@ -341,12 +342,6 @@ def _copy_config(model: PreTrainedModel) -> None:
         for name, value in vars(module).items():
             if isinstance(value, PreTrainedConfig) and id(value) in copies:
                 setattr(module, name, copies[id(value)])
-
-
-def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configurations that the modules read, each once. Their cores may differ."""
-    found = [vars(module).get("config") for module in model.modules()]
-    return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
 
 
 def _detach(model: PreTrainedModel) -> None:
@@ -368,7 +363,7 @@ def _detach(model: PreTrainedModel) -> None:
         config.auto_map = auto_map
     if hook := vars(decoder).pop("make_cache", None):
         hook.remove()
-    for each in _configs(model):
+    for each in configs(model):
         each._attn_implementation_internal = each._attn_implementation.removeprefix("iha_")
     model.__class__, config.__class__ = type(model).__bases__[1], type(config).__bases__[0]
     del config.model_type  # the class has the base's own

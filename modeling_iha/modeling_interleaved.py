@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .configuration_interleaved import config_class
 from .interleaving import (
     HeadCollapse,
     HeadMixing,
@@ -207,6 +208,10 @@ class InterleavedPreTrainedModel:
                 module._is_hf_initialized = True
         super().initialize_weights()
 
+    def __reduce__(self) -> tuple:
+        cores = [config._attn_implementation.removeprefix("iha_") for config in configs(self)]
+        return unpickled_model, (type(self).__name__, self.config.model_type, cores), self.__getstate__()
+
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
         """Return the name under which the requested core attends over virtual tokens."""
         core = attn_implementation and attn_implementation.removeprefix("iha_")
@@ -236,6 +241,12 @@ class InterleavedPreTrainedModel:
     @classmethod
     def is_backend_compatible(cls) -> bool:
         return False  # The paged caches of vLLM and SGLang hold one key for each token.
+
+
+def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Return the configurations that the modules read, each once. Their cores may differ."""
+    found = [vars(module).get("config") for module in model.modules()]
+    return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
 
 
 def attach_mixing(model: PreTrainedModel) -> None:
@@ -302,6 +313,13 @@ def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[P
         transformers.AutoModel.register(config_class, decoder, exist_ok=True)
     attributes = {"config_class": config_class, "_auto_class": auto_class, "__module__": __name__}
     return type(name, (InterleavedPreTrainedModel, base), attributes)
+
+
+def unpickled_model(name: str, base_model_type: str, cores: list[str]) -> PreTrainedModel:
+    """Return a model without modules; pickle fills it, and finds no class that is made at run time."""
+    for core in cores:
+        register_core(core)
+    return object.__new__(interleaved_class(name, config_class(base_model_type)))
 
 
 class InterleavedModel:

@@ -3,6 +3,9 @@
 import copy
 import json
 import math
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from helpers import assert_close, assert_gradients_match, loss_and_gradients, ra
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
@@ -364,6 +368,7 @@ def test_custom_masks_and_continuous_batching_are_refused():
 
 
 LOAD = """
+import pickle
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 tokens = torch.tensor(request["tokens"])
@@ -375,6 +380,7 @@ for place in request["places"]:
     model.generate(tokens, max_new_tokens=2, do_sample=False)
     model.save_pretrained(place + "-again")
     again = AutoModelForCausalLM.from_pretrained(place + "-again", trust_remote_code=True, attn_implementation="eager")
+    again = pickle.loads(pickle.dumps(again))
     logits += [again(input_ids=tokens, use_cache=False).logits.tolist()]
     for task in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
         if type(model.config).__base__ not in task._model_mapping:
@@ -418,6 +424,18 @@ def test_config_of_a_checkpoint_names_no_plain_model(tmp_path):
     assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", *(f"AutoModel{task}" for task in TASKS)}
 
 
+def test_a_config_saved_alone_brings_the_code(tmp_path):
+    """Save it as mergekit does, and put the weights beside it."""
+    model = train_mixing(interleave_heads(decoder("llama"), 2))
+    model.save_pretrained(tmp_path / "model")
+    config = AutoConfig.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    config.save_pretrained(tmp_path / "alone")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "alone" / "model.safetensors")
+    place, tokens = str(tmp_path / "alone"), random_ids(2, 11)
+    answer = run_in_clean_process(LOAD, {"tokens": tokens.tolist(), "places": [place]})[place]
+    assert_close(torch.tensor(answer["logits"][0]), logits(model, input_ids=tokens))
+
+
 def test_classifier_is_interleaved_in_place_and_loaded(tmp_path):
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(LlamaConfig(**SIZES)).eval()
@@ -428,6 +446,19 @@ def test_classifier_is_interleaved_in_place_and_loaded(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, trust_remote_code=True)
     assert_close(loaded(tokens).logits, expected)
+
+
+def test_models_are_pickled_and_sent_to_a_fresh_process(tmp_path):
+    model, tokens = train_mixing(interleave_heads(decoder("gemma3"), 2, sliding_window=4)), random_ids(1, 9)
+    torch.save(model, tmp_path / "model.pt")
+    for again in (pickle.loads(pickle.dumps(model)), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert (type(again), type(again.config)) == (type(model), type(model.config))
+        assert again.config.to_dict() == model.config.to_dict()
+        assert logits(again, input_ids=tokens).equal(logits(model, input_ids=tokens))
+    greedy = {"max_new_tokens": 4, "do_sample": False}
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        generated = executor.submit(model.generate, tokens, **greedy).result()
+    assert generated.equal(model.generate(tokens, **greedy))
 
 
 # Other libraries
