@@ -24,6 +24,7 @@ from .modeling_interleaved import (
     attach_mixing,
     configs,
     core_function,
+    decoder_of,
     interleaved_class,
     is_mixing,
     register_core,
@@ -41,6 +42,9 @@ REGISTRY_LOCK = Lock()  # Models of several threads share the registry.
 
 class LocalInterleavedConfig(InterleavedConfig):
     """Read a saved configuration, and have the Auto classes take its models from this package, not from its code."""
+
+    def __new__(cls, **fields):
+        return cls.from_dict(fields)  # `AutoConfig.for_model`, of a decoder beside an encoder, gives its fields
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig:
@@ -157,7 +161,7 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError("The interleaved layers have a window of their own, which the plain model has not.")
     config, change = model.config, 0.0
     for name, heads in names.items():
-        module = model.base_model.get_submodule(name)
+        module = decoder_of(model).get_submodule(name)
         moved = deviations(module, heads, config.num_pseudo_heads, config.pseudo_collapse)
         change = max(change, *(tensor.abs().max().nan_to_num(torch.inf).item() for tensor in moved.values()))
     if change > 0:
@@ -283,7 +287,7 @@ def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
     """Return hidden states of a padded batch, and of a prompt and one token after it in the cache.
 
     A window is shorter than the prompt meanwhile, so that it acts; flash cores take theirs from the layers."""
-    decoder, device, config = model.base_model, model.device, model.config.get_text_config(decoder=True)
+    decoder, device, config = decoder_of(model), model.device, model.config.get_text_config(decoder=True)
     modes = {module: module.training for module in model.modules()}
     tokens = torch.arange(3, 17, device=device).view(2, 7) % config.vocab_size
     window = getattr(config, "sliding_window", None)
@@ -317,7 +321,7 @@ def _difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> flo
 def _attach(model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collapse: str, seed: int | None) -> None:
     """Turn the model into one of an interleaved class, with an exact start."""
     config = model.config
-    names = {module: name for name, module in model.base_model.named_modules() if module in chosen}
+    names = {module: name for name, module in decoder_of(model).named_modules() if module in chosen}
     base_model_type, class_name = config.model_type, _class_name(model)
     config.__class__, config.model_type = config_class(base_model_type), base_model_type
     config.interleaved_layers = {names[module]: list(heads) for module, (_, heads) in chosen.items()}
@@ -346,7 +350,7 @@ def _copy_config(model: PreTrainedModel) -> None:
 
 def _detach(model: PreTrainedModel) -> None:
     """Undo `_attach`."""
-    config, decoder = model.config, model.base_model
+    config, decoder = model.config, decoder_of(model)
     modules = [decoder.get_submodule(name) for name in config.interleaved_layers]
     for module in modules:
         for name in (*MIXING_MODULES, "mixing_modules"):

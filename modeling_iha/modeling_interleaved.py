@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -219,7 +220,7 @@ class InterleavedPreTrainedModel:
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        keep_windows(self.base_model, model_kwargs.get("past_key_values"))
+        keep_windows(decoder_of(self), model_kwargs.get("past_key_values"))
         if generation_config.is_assistant:
             model_kwargs["past_key_values"].activate_past_recording()  # the new layers too
         return prepared
@@ -249,9 +250,14 @@ def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
 
 
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the decoder without a head. Llama 4's `base_model` is the model itself."""
+    return model.base_model if model.base_model is not model else getattr(model, "model", model)
+
+
 def attach_mixing(model: PreTrainedModel) -> None:
     """Give the attention modules that the configuration names their mixing weights."""
-    config, decoder = model.config, model.base_model
+    config, decoder = model.config, decoder_of(model)
     for name, (num_heads, num_key_heads, num_value_heads) in config.interleaved_layers.items():
         module = decoder.get_submodule(name)
         if hasattr(module, "q_mix"):
@@ -263,7 +269,10 @@ def attach_mixing(model: PreTrainedModel) -> None:
         module.mixing_modules = MIXING_MODULES
     tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()  # Zamba's blocks share all their weights
     model.all_tied_weights_keys |= {name: source for name, source in tied if is_mixing(name)}
-    decoder.make_cache = decoder.register_forward_pre_hook(_make_cache, with_kwargs=True)
+    # Gemma 4 would leave out rows of a mask, which are of virtual tokens, for any number. It asks for cores by name.
+    takes_kept = "logits_to_keep" in signature(decoder.forward).parameters
+    prepare = partial(_make_cache, {"logits_to_keep": None} if takes_kept else {})
+    decoder.make_cache = decoder.register_forward_pre_hook(prepare, with_kwargs=True)
 
 
 def is_mixing(name: str) -> bool:
@@ -271,9 +280,9 @@ def is_mixing(name: str) -> bool:
     return not set(MIXING_MODULES).isdisjoint(name.split("."))
 
 
-def _make_cache(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _make_cache(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Keep what windows reach, in the cache that the decoder gets, or would make if the base model has windows."""
-    kwargs.pop("logits_to_keep", None)  # Gemma 4 would leave out rows of a mask, which are of virtual tokens
+    kwargs |= fixed
     use_cache = kwargs.get("use_cache")
     use_cache = decoder.config.use_cache if use_cache is None else use_cache
     if use_cache and kwargs.get("past_key_values") is None and _window(decoder):

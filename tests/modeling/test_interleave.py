@@ -15,16 +15,23 @@ from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
     BertLMHeadModel,
+    BertModel,
     BloomConfig,
     BloomForCausalLM,
+    EncoderDecoderModel,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -60,6 +67,7 @@ SIZES = {
     "eos_token_id": None,
     "bos_token_id": 1,
 }
+LLAMA4 = {"attention_chunk_size": 6, "num_local_experts": 2, "num_experts_per_tok": 1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DECODERS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -364,6 +372,45 @@ def test_custom_masks_and_continuous_batching_are_refused():
     assert model.config._attn_implementation == "iha_eager"
 
 
+def test_kept_logits_and_the_decoder_of_a_model_that_is_its_own_base(monkeypatch, tmp_path):
+    monkeypatch.setitem(DECODERS, "llama4", (Llama4ForCausalLM, Llama4TextConfig, LLAMA4))
+    model, tokens = train_mixing(interleave_heads(decoder("llama4"), 2)), random_ids(2, 9)
+    kept = logits(model, input_ids=tokens, logits_to_keep=1)
+    assert_close(kept, logits(model, input_ids=tokens)[:, -1:])
+    model.save_pretrained(tmp_path)
+    alone = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+    assert_close(model.lm_head(alone(tokens).last_hidden_state[:, -1:]), kept)
+
+
+def test_flex_takes_layers_that_share_keys(monkeypatch):
+    """Gemma 4 asks for this core by name before it leaves out rows of a mask."""
+    shared = {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    fields = {**shared, "sliding_window": 6, "hidden_size_per_layer_input": 8, "global_head_dim": 8}
+    monkeypatch.setitem(DECODERS, "gemma4", (Gemma4ForCausalLM, Gemma4TextConfig, fields))
+    with torch.compiler.set_stance("force_eager"):
+        model, inputs = decoder("gemma4", "flex_attention"), padded()
+        expected = logits(model, **inputs, logits_to_keep=3)
+        interleave_heads(model, 2)
+        assert_close(logits(model, **inputs, logits_to_keep=3), expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_decoder_beside_an_encoder(name, monkeypatch, tmp_path):
+    """Compare the logits of an encoder-decoder, its tokens, and those of what was saved and loaded."""
+    fields = {"is_decoder": True, "add_cross_attention": True}
+    monkeypatch.setitem(DECODERS, "bert", (BertLMHeadModel, BertConfig, fields))
+    monkeypatch.setitem(DECODERS, "gpt2", (GPT2LMHeadModel, GPT2Config, fields))
+    encoder = BertModel(BertConfig(**SIZES)).eval()
+    plain = EncoderDecoderModel(encoder=encoder, decoder=decoder(name)).eval()
+    model = EncoderDecoderModel(encoder=encoder, decoder=interleave_heads(decoder(name), 2)).eval()
+    inputs = {**padded(), "decoder_input_ids": random_ids(2, 5)}
+    greedy = {"max_new_tokens": 4, "decoder_start_token_id": 1, "do_sample": False}
+    assert_close(logits(model, **inputs), logits(plain, **inputs))
+    assert model.generate(**padded(), **greedy).equal(plain.generate(**padded(), **greedy))
+    train_mixing(model).save_pretrained(tmp_path)
+    assert_close(logits(EncoderDecoderModel.from_pretrained(tmp_path), **inputs), logits(model, **inputs))
+
+
 # Checkpoints
 
 
@@ -574,8 +621,7 @@ def test_flash_cores_get_virtual_lengths(monkeypatch):
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "mistral"])
 def test_windows_of_the_base_need_no_dense_mask_on_sdpa(name, monkeypatch):
     """Compare with the eager core, and look at the masks: without padding only chunks and cached tokens need one."""
-    fields = {"attention_chunk_size": 6, "num_local_experts": 2, "num_experts_per_tok": 1}
-    monkeypatch.setitem(DECODERS, "llama4", (Llama4ForCausalLM, Llama4TextConfig, fields))
+    monkeypatch.setitem(DECODERS, "llama4", (Llama4ForCausalLM, Llama4TextConfig, LLAMA4))
     monkeypatch.setitem(DECODERS, "mistral", (MistralForCausalLM, MistralConfig, {"sliding_window": 6}))
     model = train_mixing(interleave_heads(decoder(name), 3, layers=[0, 1]))  # layer 2 has the window too
     eager = copy.deepcopy(model)
