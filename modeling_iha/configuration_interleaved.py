@@ -3,8 +3,13 @@
 """Configure a decoder of Transformers whose heads are interleaved: the configuration of its own, and a few fields."""
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+
+if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone (mergekit) brings the model's code too.
+    from .modeling_interleaved import InterleavedModel  # noqa: F401
 
 
 TASKS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -50,6 +55,15 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
     def to_dict(self) -> dict:
         return {**base.to_dict(self), "base_model_type": base_model_type, "auto_map": AUTO_MAP}
 
+    def reduce(self) -> tuple:
+        return unpickled_config, (base_model_type,), self.__getstate__()
+
     namespace = {"model_type": "interleaved", "from_dict": classmethod(from_dict), "to_dict": to_dict}
+    namespace |= {"__reduce__": reduce}
     # One name for all, because the Auto classes compare names.
     return type("InterleavedConfig", (base,), {**namespace, "__module__": __name__, "_auto_class": "AutoConfig"})
+
+
+def unpickled_config(base_model_type: str) -> PreTrainedConfig:
+    """Return a configuration without fields; pickle fills it, and finds no class that is made at run time."""
+    return object.__new__(config_class(base_model_type))

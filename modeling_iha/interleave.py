@@ -18,10 +18,19 @@ import transformers
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .configuration_interleaved import TASKS, InterleavedConfig, config_class
+from .configuration_interleaved import AUTO_MAP, TASKS, InterleavedConfig, config_class
 from .interleaving import keep_start
 from .mixing import values
-from .modeling_interleaved import MIXING_MODULES, attach_mixing, core_function, interleaved_class
+from .modeling_interleaved import (
+    MIXING_MODULES,
+    attach_mixing,
+    configs,
+    core_function,
+    decoder_of,
+    interleaved_class,
+    is_mixing,
+    register_core,
+)
 from .package import flop_matched_window
 
 
@@ -35,6 +44,9 @@ REGISTRY_LOCK = Lock()  # Models of several threads share the registry.
 
 class LocalInterleavedConfig(InterleavedConfig):
     """Read a saved configuration, and have the Auto classes take its models from this package, not from its code."""
+
+    def __new__(cls, **fields):
+        return cls.from_dict(fields)  # `AutoConfig.for_model`, of a decoder beside an encoder, gives its fields
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig:
@@ -116,16 +128,19 @@ def interleave_heads(
             backbone's rate they hardly move. The weights hold changes from the exact start (see `Mixing`).
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
-    _check(model, num_pseudo_heads, collapse)
+    _check(model, num_pseudo_heads, collapse, seed)
+    _copy_config(model)  # `_probe` changes it
     config = model.config
     if sliding_window == "paper":
-        sliding_window = flop_matched_window(config.get_text_config().max_position_embeddings, num_pseudo_heads)
+        if (length := getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)) is None:
+            raise ValueError(f"{config.model_type} has no max_position_embeddings: give the window in tokens.")
+        sliding_window = flop_matched_window(length, num_pseudo_heads)
     if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
         raise ValueError(f'sliding_window is {sliding_window!r}: expected at least 2 tokens, "paper" or None.')
     chosen = _choose(_record_attention(model), layers, model)
     expected = _probe(model)
-    _attach(model, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
     try:
+        _attach(model, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
         difference = _difference(expected, _probe(model))
         problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
     except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
@@ -151,7 +166,7 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError("The interleaved layers have a window of their own, which the plain model has not.")
     config, change = model.config, 0.0
     for name, heads in names.items():
-        module = model.base_model.get_submodule(name)
+        module = decoder_of(model).get_submodule(name)
         moved = deviations(module, heads, config.num_pseudo_heads, config.pseudo_collapse)
         change = max(change, *(tensor.abs().max().nan_to_num(torch.inf).item() for tensor in moved.values()))
     if change > 0:
@@ -177,7 +192,7 @@ def deviations(
     return moved | {"v_mix.weight": offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)}
 
 
-def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str) -> None:
+def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: int | None) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"{type(model).__name__} is no model of Transformers: interleave the heads before PEFT, FSDP or "
@@ -192,6 +207,8 @@ def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str) -> None
         )
     if collapse not in ("per_head", "all_heads"):
         raise ValueError(f'collapse is {collapse!r}: expected "per_head" or "all_heads".')
+    if seed is not None and not isinstance(seed, int):
+        raise ValueError(f"seed is {seed!r}: expected an integer or None.")
     if not type(model).__module__.startswith("transformers.") or _class_name(model) is None:
         raise ValueError(
             f"{type(model).__name__} is no class of Transformers that its Auto classes load for a decoder: a saved "
@@ -276,7 +293,7 @@ def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
     """Return hidden states of a padded batch, and of a prompt and one token after it in the cache.
 
     A window is shorter than the prompt meanwhile, so that it acts; flash cores take theirs from the layers."""
-    decoder, device, config = model.base_model, model.device, model.config.get_text_config(decoder=True)
+    decoder, device, config = decoder_of(model), model.device, model.config.get_text_config(decoder=True)
     modes = {module: module.training for module in model.modules()}
     tokens = torch.arange(3, 17, device=device).view(2, 7) % config.vocab_size
     window = getattr(config, "sliding_window", None)
@@ -311,9 +328,8 @@ def _attach(
     model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collapse: str, seed: int | None, mixing_scale: float
 ) -> None:
     """Turn the model into one of an interleaved class, with an exact start."""
-    _copy_config(model)
-    config, core = model.config, model.config._attn_implementation
-    names = {module: name for name, module in model.base_model.named_modules() if module in chosen}
+    config = model.config
+    names = {module: name for name, module in decoder_of(model).named_modules() if module in chosen}
     base_model_type, class_name = config.model_type, _class_name(model)
     config.__class__, config.model_type = config_class(base_model_type), base_model_type
     config.interleaved_layers = {names[module]: list(heads) for module, (_, heads) in chosen.items()}
@@ -321,7 +337,8 @@ def _attach(
         each.num_pseudo_heads, each.pseudo_collapse, each.interleaved_window = num_pseudo_heads, collapse, None
     model.__class__ = interleaved_class(class_name, type(config))
     attach_mixing(model)
-    model.set_attn_implementation("iha_" + core)
+    for each in configs(model):
+        each._attn_implementation_internal = register_core(each._attn_implementation)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for module, (query, heads) in chosen.items():
         for name, start in exact_start(heads, num_pseudo_heads, collapse, generator).items():
@@ -329,6 +346,7 @@ def _attach(
         keep_start(module, mixing_scale)
     for each in (config, *(module.config for module in chosen)):
         each.mixing_scale = mixing_scale
+    model.tie_weights(recompute_mapping=False)
 
 
 def _copy_config(model: PreTrainedModel) -> None:
@@ -343,17 +361,24 @@ def _copy_config(model: PreTrainedModel) -> None:
 
 def _detach(model: PreTrainedModel) -> None:
     """Undo `_attach`."""
-    config, decoder = model.config, model.base_model
+    config, decoder = model.config, decoder_of(model)
     modules = [decoder.get_submodule(name) for name in config.interleaved_layers]
     for module in modules:
         for name in MIXING_MODULES:
             delattr(module, name)
+    tied = model.all_tied_weights_keys.items()
+    model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}
     for each in (config, *(module.config for module in modules)):
         for field in FIELDS:
             vars(each).pop(field, None)
+    vars(config).pop("base_model_type", None)  # of a loaded checkpoint
+    # Saving writes to it, and a checkpoint may have had one before.
+    named = (vars(config).pop("auto_map", None) or {}).items()
+    if auto_map := {task: name for task, name in named if name.split("--")[-1] not in AUTO_MAP.values()}:
+        config.auto_map = auto_map
     if hook := vars(decoder).pop("make_cache", None):
         hook.remove()
-    core = config._attn_implementation.removeprefix("iha_")
+    for each in configs(model):
+        each._attn_implementation_internal = each._attn_implementation.removeprefix("iha_")
     model.__class__, config.__class__ = type(model).__bases__[1], type(config).__bases__[0]
     del config.model_type  # the class has the base's own
-    config._attn_implementation = core

@@ -126,7 +126,8 @@ def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) 
     if weight.shape[1] == num_pseudo_heads:
         # A product and a sum keep no copy of the states for the backward pass.
         return (states * weight.t().unsqueeze(-1)).sum(dim=2)
-    return torch.einsum("hgp,bnpgd->bnhd", weight.unflatten(1, (-1, num_pseudo_heads)), states)
+    # Cores return contiguous states, and some base models rely on it.
+    return torch.einsum("hgp,bnpgd->bnhd", weight.unflatten(1, (-1, num_pseudo_heads)), states).contiguous()
 
 
 class IHAWeights(NamedTuple):

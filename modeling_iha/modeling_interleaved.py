@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .configuration_interleaved import config_class
 from .interleaving import (
     HeadCollapse,
     HeadMixing,
@@ -43,6 +45,8 @@ MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 
 def register_core(core: str) -> str:
     """Register attention and masks over virtual tokens on a core of Transformers, and return their name."""
+    if core not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ValueError(f"attn_implementation={core!r} makes no masks, which an interleaved model needs.")
     name = "iha_" + core.replace("/", "_")
     ALL_ATTENTION_FUNCTIONS.register(name, partial(virtual_attention, core))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
@@ -206,17 +210,18 @@ class InterleavedPreTrainedModel:
                 module._is_hf_initialized = True
         super().initialize_weights()
 
+    def __reduce__(self) -> tuple:
+        cores = [config._attn_implementation.removeprefix("iha_") for config in configs(self)]
+        return unpickled_model, (type(self).__name__, self.config.model_type, cores), self.__getstate__()
+
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
         """Return the name under which the requested core attends over virtual tokens."""
         core = attn_implementation and attn_implementation.removeprefix("iha_")
-        core = super()._check_and_adjust_attn_implementation(core, *args, **kwargs)
-        if core not in ALL_MASK_ATTENTION_FUNCTIONS:
-            raise ValueError(f"attn_implementation={core!r} makes no masks, which an interleaved model needs.")
-        return register_core(core)
+        return register_core(super()._check_and_adjust_attn_implementation(core, *args, **kwargs))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        keep_windows(self.base_model, model_kwargs.get("past_key_values"))
+        keep_windows(decoder_of(self), model_kwargs.get("past_key_values"))
         if generation_config.is_assistant:
             model_kwargs["past_key_values"].activate_past_recording()  # the new layers too
         return prepared
@@ -240,9 +245,20 @@ class InterleavedPreTrainedModel:
         return False  # The paged caches of vLLM and SGLang hold one key for each token.
 
 
+def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Return the configurations that the modules read, each once. Their cores may differ."""
+    found = [vars(module).get("config") for module in model.modules()]
+    return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the decoder without a head. Llama 4's `base_model` is the model itself."""
+    return model.base_model if model.base_model is not model else getattr(model, "model", model)
+
+
 def attach_mixing(model: PreTrainedModel) -> None:
     """Give the attention modules that the configuration names their mixing weights."""
-    config, decoder = model.config, model.base_model
+    config, decoder = model.config, decoder_of(model)
     for name, (num_heads, num_key_heads, num_value_heads) in config.interleaved_layers.items():
         module = decoder.get_submodule(name)
         if hasattr(module, "q_mix"):
@@ -252,12 +268,22 @@ def attach_mixing(model: PreTrainedModel) -> None:
         module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
         module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
         keep_start(module, getattr(config, "mixing_scale", 1.0))  # saved before there was one
-    decoder.make_cache = decoder.register_forward_pre_hook(_make_cache, with_kwargs=True)
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()  # Zamba's blocks share all their weights
+    model.all_tied_weights_keys |= {name: source for name, source in tied if is_mixing(name)}
+    # Gemma 4 would leave out rows of a mask, which are of virtual tokens, for any number. It asks for cores by name.
+    takes_kept = "logits_to_keep" in signature(decoder.forward).parameters
+    prepare = partial(_make_cache, {"logits_to_keep": None} if takes_kept else {})
+    decoder.make_cache = decoder.register_forward_pre_hook(prepare, with_kwargs=True)
 
 
-def _make_cache(decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def is_mixing(name: str) -> bool:
+    """Return whether a parameter, by its name, is of the mixing."""
+    return not set(MIXING_MODULES).isdisjoint(name.split("."))
+
+
+def _make_cache(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Keep what windows reach, in the cache that the decoder gets, or would make if the base model has windows."""
-    kwargs.pop("logits_to_keep", None)  # Gemma 4 would leave out rows of a mask, which are of virtual tokens
+    kwargs |= fixed
     use_cache = kwargs.get("use_cache")
     use_cache = decoder.config.use_cache if use_cache is None else use_cache
     if use_cache and kwargs.get("past_key_values") is None and _window(decoder):
@@ -297,6 +323,13 @@ def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[P
         transformers.AutoModel.register(config_class, decoder, exist_ok=True)
     attributes = {"config_class": config_class, "_auto_class": auto_class, "__module__": __name__}
     return type(name, (InterleavedPreTrainedModel, base), attributes)
+
+
+def unpickled_model(name: str, base_model_type: str, cores: list[str]) -> PreTrainedModel:
+    """Return a model without modules; pickle fills it, and finds no class that is made at run time."""
+    for core in cores:
+        register_core(core)
+    return object.__new__(interleaved_class(name, config_class(base_model_type)))
 
 
 class InterleavedModel:

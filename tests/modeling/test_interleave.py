@@ -3,6 +3,9 @@
 import copy
 import json
 import math
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -11,16 +14,24 @@ from helpers import assert_close, assert_gradients_match, loss_and_gradients, ra
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
+    AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
     BertLMHeadModel,
+    BertModel,
     BloomConfig,
     BloomForCausalLM,
+    EncoderDecoderModel,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -58,6 +69,7 @@ SIZES = {
     "eos_token_id": None,
     "bos_token_id": 1,
 }
+LLAMA4 = {"attention_chunk_size": 6, "num_local_experts": 2, "num_experts_per_tok": 1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DECODERS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -235,6 +247,18 @@ def test_models_of_one_configuration_object_are_interleaved_one_by_one(name):
     assert (model.config.num_pseudo_heads, plain.config.num_pseudo_heads) == (2, 3)
 
 
+def test_the_check_leaves_models_of_the_same_configuration_alone():
+    """Run a model with a window in the middle of the check, as another thread does."""
+    model, tokens, found = decoder("gemma3", sliding_window=12), random_ids(1, 20), []
+    plain = type(model)(model.config).eval()
+    expected = logits(plain, input_ids=tokens)
+    layer = model.model.layers[0]
+    hook = layer.register_forward_pre_hook(lambda *_: found.append(logits(plain, input_ids=tokens)))
+    interleave_heads(model, 2)
+    hook.remove()
+    assert found and all(each.equal(expected) for each in found)
+
+
 def test_attention_of_others_is_left_alone(monkeypatch):
     """Set an item of the registry, as sequence-parallel libraries do, and run another model in the middle."""
     stock, other, lengths = ALL_ATTENTION_FUNCTIONS["sdpa"], decoder("llama"), []
@@ -264,6 +288,18 @@ def test_trained_mixing_is_not_removed():
         remove_interleaving(interleave_heads(decoder("llama"), 2, sliding_window=3))
 
 
+def test_a_loaded_checkpoint_is_plain_again(tmp_path):
+    interleaved = interleave_heads(decoder("llama"), 2)
+    interleaved.save_pretrained(tmp_path / "interleaved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "interleaved", trust_remote_code=True)
+    decoder("llama").save_pretrained(tmp_path)
+    for place, model in {"saved": interleaved, "loaded": loaded}.items():
+        remove_interleaving(model).save_pretrained(tmp_path / place)
+        assert (tmp_path / place / "config.json").read_text() == (tmp_path / "config.json").read_text()
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / place, trust_remote_code=True)
+        assert logits(again, input_ids=random_ids(1, 5)).equal(logits(decoder("llama"), input_ids=random_ids(1, 5)))
+
+
 def test_layers_and_windows_of_the_paper():
     model = interleave_heads(decoder("llama", num_hidden_layers=6), 2, layers="paper", sliding_window="paper")
     assert list(model.config.interleaved_layers) == [f"layers.{i}.self_attn" for i in (0, 1, 2, 3, 5)]
@@ -275,6 +311,7 @@ def test_layers_and_windows_of_the_paper():
     [
         (lambda: decoder("llama"), {"num_pseudo_heads": 1}, "expected at least 2"),
         (lambda: decoder("llama"), {"collapse": "sum"}, 'expected "per_head" or "all_heads"'),
+        (lambda: decoder("llama"), {"seed": "0"}, "seed is '0': expected an integer or None"),
         (lambda: decoder("llama"), {"layers": [3]}, r"some of the attention layers \[0, 1, 2\] of llama"),
         (lambda: decoder("llama"), {"layers": []}, "some of the attention layers"),
         (lambda: decoder("llama"), {"sliding_window": 1}, "at least 2 tokens"),
@@ -317,6 +354,11 @@ def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
     monkeypatch.setattr("modeling_iha.interleave.last_pseudo_head", lambda heads, p, _: torch.ones(heads, p) / p)
     with pytest.raises(ValueError, match="hidden states differ by"):
         interleave_heads(decoder("llama"), 2)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    model = decoder("llama", "mine")
+    with pytest.raises(ValueError, match="makes no masks"):
+        interleave_heads(model, 2)
+    assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "mine")
 
 
 def test_custom_masks_and_continuous_batching_are_refused():
@@ -331,10 +373,50 @@ def test_custom_masks_and_continuous_batching_are_refused():
     assert model.config._attn_implementation == "iha_eager"
 
 
+def test_kept_logits_and_the_decoder_of_a_model_that_is_its_own_base(monkeypatch, tmp_path):
+    monkeypatch.setitem(DECODERS, "llama4", (Llama4ForCausalLM, Llama4TextConfig, LLAMA4))
+    model, tokens = train_mixing(interleave_heads(decoder("llama4"), 2)), random_ids(2, 9)
+    kept = logits(model, input_ids=tokens, logits_to_keep=1)
+    assert_close(kept, logits(model, input_ids=tokens)[:, -1:])
+    model.save_pretrained(tmp_path)
+    alone = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
+    assert_close(model.lm_head(alone(tokens).last_hidden_state[:, -1:]), kept)
+
+
+def test_flex_takes_layers_that_share_keys(monkeypatch):
+    """Gemma 4 asks for this core by name before it leaves out rows of a mask."""
+    shared = {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    fields = {**shared, "sliding_window": 6, "hidden_size_per_layer_input": 8, "global_head_dim": 8}
+    monkeypatch.setitem(DECODERS, "gemma4", (Gemma4ForCausalLM, Gemma4TextConfig, fields))
+    with torch.compiler.set_stance("force_eager"):
+        model, inputs = decoder("gemma4", "flex_attention"), padded()
+        expected = logits(model, **inputs, logits_to_keep=3)
+        interleave_heads(model, 2)
+        assert_close(logits(model, **inputs, logits_to_keep=3), expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_decoder_beside_an_encoder(name, monkeypatch, tmp_path):
+    """Compare the logits of an encoder-decoder, its tokens, and those of what was saved and loaded."""
+    fields = {"is_decoder": True, "add_cross_attention": True}
+    monkeypatch.setitem(DECODERS, "bert", (BertLMHeadModel, BertConfig, fields))
+    monkeypatch.setitem(DECODERS, "gpt2", (GPT2LMHeadModel, GPT2Config, fields))
+    encoder = BertModel(BertConfig(**SIZES)).eval()
+    plain = EncoderDecoderModel(encoder=encoder, decoder=decoder(name)).eval()
+    model = EncoderDecoderModel(encoder=encoder, decoder=interleave_heads(decoder(name), 2)).eval()
+    inputs = {**padded(), "decoder_input_ids": random_ids(2, 5)}
+    greedy = {"max_new_tokens": 4, "decoder_start_token_id": 1, "do_sample": False}
+    assert_close(logits(model, **inputs), logits(plain, **inputs))
+    assert model.generate(**padded(), **greedy).equal(plain.generate(**padded(), **greedy))
+    train_mixing(model).save_pretrained(tmp_path)
+    assert_close(logits(EncoderDecoderModel.from_pretrained(tmp_path), **inputs), logits(model, **inputs))
+
+
 # Checkpoints
 
 
 LOAD = """
+import pickle
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 tokens = torch.tensor(request["tokens"])
@@ -346,6 +428,7 @@ for place in request["places"]:
     model.generate(tokens, max_new_tokens=2, do_sample=False)
     model.save_pretrained(place + "-again")
     again = AutoModelForCausalLM.from_pretrained(place + "-again", trust_remote_code=True, attn_implementation="eager")
+    again = pickle.loads(pickle.dumps(again))
     logits += [again(input_ids=tokens, use_cache=False).logits.tolist()]
     for task in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
         if type(model.config).__base__ not in task._model_mapping:
@@ -389,6 +472,18 @@ def test_config_of_a_checkpoint_names_no_plain_model(tmp_path):
     assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", *(f"AutoModel{task}" for task in TASKS)}
 
 
+def test_a_config_saved_alone_brings_the_code(tmp_path):
+    """Save it as mergekit does, and put the weights beside it."""
+    model = train_mixing(interleave_heads(decoder("llama"), 2))
+    model.save_pretrained(tmp_path / "model")
+    config = AutoConfig.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    config.save_pretrained(tmp_path / "alone")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "alone" / "model.safetensors")
+    place, tokens = str(tmp_path / "alone"), random_ids(2, 11)
+    answer = run_in_clean_process(LOAD, {"tokens": tokens.tolist(), "places": [place]})[place]
+    assert_close(torch.tensor(answer["logits"][0]), logits(model, input_ids=tokens))
+
+
 def test_classifier_is_interleaved_in_place_and_loaded(tmp_path):
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(LlamaConfig(**SIZES)).eval()
@@ -399,6 +494,19 @@ def test_classifier_is_interleaved_in_place_and_loaded(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, trust_remote_code=True)
     assert_close(loaded(tokens).logits, expected)
+
+
+def test_models_are_pickled_and_sent_to_a_fresh_process(tmp_path):
+    model, tokens = train_mixing(interleave_heads(decoder("gemma3"), 2, sliding_window=4)), random_ids(1, 9)
+    torch.save(model, tmp_path / "model.pt")
+    for again in (pickle.loads(pickle.dumps(model)), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert (type(again), type(again.config)) == (type(model), type(model.config))
+        assert again.config.to_dict() == model.config.to_dict()
+        assert logits(again, input_ids=tokens).equal(logits(model, input_ids=tokens))
+    greedy = {"max_new_tokens": 4, "do_sample": False}
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        generated = executor.submit(model.generate, tokens, **greedy).result()
+    assert generated.equal(model.generate(tokens, **greedy))
 
 
 # Other libraries
@@ -547,8 +655,7 @@ def test_flash_cores_get_virtual_lengths(monkeypatch):
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "mistral"])
 def test_windows_of_the_base_need_no_dense_mask_on_sdpa(name, monkeypatch):
     """Compare with the eager core, and look at the masks: without padding only chunks and cached tokens need one."""
-    fields = {"attention_chunk_size": 6, "num_local_experts": 2, "num_experts_per_tok": 1}
-    monkeypatch.setitem(DECODERS, "llama4", (Llama4ForCausalLM, Llama4TextConfig, fields))
+    monkeypatch.setitem(DECODERS, "llama4", (Llama4ForCausalLM, Llama4TextConfig, LLAMA4))
     monkeypatch.setitem(DECODERS, "mistral", (MistralForCausalLM, MistralConfig, {"sliding_window": 6}))
     model = train_mixing(interleave_heads(decoder(name), 3, layers=[0, 1]))  # layer 2 has the window too
     eager = copy.deepcopy(model)

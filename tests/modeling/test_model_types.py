@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from common.command_io import ROOT, UserError
 from experiments import model_types
-from experiments.model_types import document, outputs, tiny_config, tiny_model, try_type
-from modeling_iha import interleave_heads
+from experiments.model_types import difference, document, outputs, tiny_config, tiny_model, try_type
+from modeling_iha import interleave_heads, remove_interleaving
 
 
 EXACT = {
@@ -65,6 +65,23 @@ def test_exact(model_type):
     assert row["verdict"] == "exact", row
 
 
+@pytest.mark.parametrize("model_type", ["afmoe", "jetmoe", "llama"])
+def test_collapse_over_all_heads(model_type):
+    """Some base models want the output of attention in one piece of memory."""
+    model = tiny_model(model_type)
+    before = outputs(model, ["padded"])["padded"]
+    assert (
+        difference(before, outputs(interleave_heads(model, 2, collapse="all_heads"), ["padded"])["padded"])
+        < model_types.EXACT
+    )
+
+
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "whisper"])
+def test_window_of_the_paper_needs_a_length(model_type):
+    with pytest.raises(ValueError, match=f"{model_type} has no max_position_embeddings: give the window in tokens"):
+        interleave_heads(tiny_model(model_type), 2, sliding_window="paper")
+
+
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_refused(model_type):
     row = try_type(model_type)
@@ -108,6 +125,36 @@ def test_modules_of_one_index(model_type):
     """Two stacks of layers count from 0, or none has an index."""
     model = interleave_heads(tiny_model(model_type), 2)
     assert len(model.config.interleaved_layers) == {"hrm_text": 4, "zamba": 2}[model_type]
+
+
+@pytest.mark.parametrize("model_type", ["zamba", "zamba2"])
+def test_blocks_that_share_their_weights_share_the_mixing(model_type, monkeypatch, tmp_path):
+    three = {"layers_block_type": 3 * ["hybrid"], "n_mamba_heads": 4, "num_hidden_layers": 3, "num_mem_blocks": 2}
+    monkeypatch.setitem(model_types.FIELDS, "zamba2", three)
+    model = interleave_heads(tiny_model(model_type), 2)
+    names = list(model.config.interleaved_layers)
+    first, last = (model.base_model.get_submodule(names[place]).q_mix for place in (0, -1))
+    assert first.weight is last.weight
+    with torch.no_grad():
+        first.weight += 0.3 * torch.randn(first.weight.shape)
+    expected = outputs(model, ["full"])["full"]
+    model.save_pretrained(tmp_path)
+    model.resize_token_embeddings(80)
+    assert outputs(model, ["full"])["full"][..., :64].equal(expected)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, output_loading_info=True)
+    assert not info["missing_keys"]
+    loaded.tie_weights()
+    assert difference(outputs(loaded, ["full"])["full"], expected) < 1e-6
+    before = set(tiny_model(model_type).all_tied_weights_keys)
+    assert set(remove_interleaving(interleave_heads(tiny_model(model_type), 2)).all_tied_weights_keys) == before
+
+
+def test_cores_of_a_model_of_several_configurations_come_back():
+    cores = {"": "eager", "text_config": "sdpa", "vision_config": "eager"}
+    model = AutoModelForCausalLM.from_config(tiny_config("gemma3"), attn_implementation=cores)
+    remove_interleaving(interleave_heads(model, 2))
+    configs = {"": model.config, **{name: getattr(model.config, name) for name in model.config.sub_configs}}
+    assert {name: config._attn_implementation for name, config in configs.items()} == cores
 
 
 def test_command_fails_on_a_difference(monkeypatch, capsys):
