@@ -55,7 +55,7 @@ from common.foreign_code import note_foreign_code
 from conversion_scripts.architectures import exact_length
 from conversion_scripts.conversion import check_iha
 from kinds import companion_of, is_interleaved
-from modeling_iha.modeling_interleaved import decoder_of
+from modeling_iha.modeling_interleaved import backbone_of
 
 
 # Rounding makes logits of up to 100 differ by less than the first number, and larger ones by less than this part.
@@ -160,7 +160,7 @@ def break_one_parameter(model: PreTrainedModel) -> None:
         kinds = {f"layers.{i}.self_attn": kind for i, kind in enumerate(model.config.attention_kinds)}
     for name, kind in kinds.items():
         if control := companion_of(kind).control:
-            state = decoder_of(model).state_dict()
+            state = backbone_of(model).state_dict()
             for part in (control, f"{control}_start"):  # a mixing weight is a start and a change
                 if f"{name}.{part}" in state:
                     state[f"{name}.{part}"].neg_()

@@ -1,10 +1,15 @@
-"""Interleave the heads of a tiny random model of every type that AutoModelForCausalLM knows, and compare.
+"""Interleave the heads of a tiny random model of every type with a text decoder, and compare.
 
-A type is exact if its logits stay as they were: of a batch, of a left-padded batch, of packed rows where the base
-keeps documents apart, and of the tokens that `generate` adds on a dynamic and on a static cache. Then the mixing is
-moved at random, which must change the logits. Those of generated tokens must still be what they are without a cache,
-where this holds for the base, and those of the model saved and loaded by its own remote code what they were. Windows,
-chunks and budgets of attention are shorter than the input, so that they act.
+The types are those of AutoModelForCausalLM, and those of several media, of AutoModelForMultimodalLM. A type is exact
+if its logits stay as they were: of a batch, of a left-padded batch, of packed rows where the base keeps documents
+apart, of an image in a text where the model takes one, and of the tokens that `generate` adds on a dynamic and on a
+static cache. Then the mixing is moved at random, which must change the logits. Those of generated tokens must still be
+what they are without a cache, where this holds for the base. Windows, chunks and budgets of attention are shorter than
+the input, so that they act.
+
+At last the model is saved, and a clean process without this package does what a user does, by the library's defaults:
+it loads the directory, calls it and generates, which must give the same logits, and takes four steps of AdamW, which
+must lower the loss and reach every mixing matrix.
 
 `interleave_heads` refuses every other type with the reason, or Transformers does not build it here. A type that fails
 in another way is an error of this package, and the exit code is 1. Without --types the command writes
@@ -37,20 +42,42 @@ import tempfile
 import textwrap
 import warnings
 from collections import Counter, defaultdict
+from inspect import signature
+from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, logging
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, logging
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from benchmarks.harness import environment
+from common.checkpoint_io import run_in_clean_process
 from common.command_io import ROOT, UserError, write_json
 from model_cards.render import markdown_table
 from modeling_iha import interleave_heads
+from modeling_iha.mixing import mixing_parameters
 
 
-PSEUDO_HEADS, NEW_TOKENS, SECONDS = 3, 8, 100
+PSEUDO_HEADS, NEW_TOKENS, IMAGE_TOKEN, SECONDS = 3, 8, 61, 100
+GREEDY = {
+    **{"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0},
+    **{"return_dict_in_generate": True, "output_logits": True},
+}
 EXACT = 2e-5
+# The types that an Auto class knows. A type of several media may have a class for text alone besides.
+CAUSAL, MULTIMODAL = "AutoModelForCausalLM", "AutoModelForMultimodalLM"
+TYPES = {
+    CAUSAL: list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    MULTIMODAL: [
+        name
+        for name, model_class in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
+        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) != model_class
+    ],
+}
 # The sizes of tiny models, by the names that configurations use. Windows and budgets are shorter than the input.
 NAMES = {
     128: "max_position_embeddings n_positions n_ctx max_seq_len rel_extent",
@@ -94,6 +121,7 @@ NAMES = {
 }
 SIZES = {name: size for size, names in NAMES.items() for name in names.split()}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_sliding_window": True}
+SIZES |= {"image_token_id": IMAGE_TOKEN, "image_token_index": IMAGE_TOKEN}
 # Latent attention has a key and a value for each query head.
 LATENT = {"num_key_value_heads": 4}
 # The last two layers take the keys and values of the first two.
@@ -104,7 +132,10 @@ SHARED = {
 }
 # A BERT-like decoder: without this it is an encoder, which is refused.
 DECODER = {"is_decoder": True}
+MROPE = ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm46v_text", "glm_ocr_text")
 FIELDS = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    "qwen2_5_vl_vision": {"window_size": 112},
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text"), LATENT),
     **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"), LATENT),
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), LATENT),
@@ -165,57 +196,119 @@ def _shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     kinds = list(dict.fromkeys(config.layer_types or ())) if "layer_types" in names else []
     if len(kinds) > 1:  # one layer of each
         fields |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if config.model_type in MROPE or "mrope_section" in rope:  # time, height and width share half a head
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **rope, "mrope_section": [2, 1, 1]}
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
             fields[name] = _shrunk(getattr(config, name))
     return type(config)(**fields | FIELDS.get(config.model_type, {}))
 
 
-def tiny_model(model_type: str) -> PreTrainedModel:
+def tiny_model(model_type: str, auto_class: str = CAUSAL) -> PreTrainedModel:
     """Return a random tiny model of a type, on SDPA where the type has it."""
-    config = tiny_config(model_type)
+    config, from_config = tiny_config(model_type), getattr(transformers, auto_class).from_config
     torch.manual_seed(0)
     try:
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        return from_config(config, attn_implementation="sdpa").eval()
     except ValueError:
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        return from_config(config, attn_implementation="eager").eval()
 
 
-def try_type(model_type: str) -> dict:
-    """Return what became of a type: its verdict, and the largest differences or the reason."""
+def try_type(model_type: str, auto_class: str, directory: Path) -> dict:
+    """Return what became of a type: its verdict, and the largest differences or the reason.
+
+    A model that is exact so far is saved in the directory, with moved weights and its outputs (see `load`)."""
     try:
-        model = tiny_model(model_type)
-        before, error_of_cache = outputs(model), cache_error(model)
+        model = tiny_model(model_type, auto_class)
+        before, error_of_cache, trains = outputs(model), cache_error(model), trains_twice(model)
     except Exception as error:
         return {"verdict": "not built", "reason": one_line(error)}
     try:
         interleave_heads(model, PSEUDO_HEADS)
     except ValueError as error:
         return {"verdict": "refused", "reason": one_line(error)}
-    return compare(model, before, error_of_cache)
+    return compare(model, before, error_of_cache, trains, directory)
 
 
-def compare(model: PreTrainedModel, before: dict[str, torch.Tensor], error_of_cache: float) -> dict:
-    """Compare an interleaved model with its base, then with moved weights with itself: its cache, saved and loaded."""
+def compare(model: PreTrainedModel, before: dict, error_of_cache: float, trains: bool, directory: Path) -> dict:
+    """Compare an interleaved model with its base, and with moved weights with itself from a cache; then save it."""
     after = outputs(model, before)
     differences = {name: difference(logits, after[name]) for name, logits in before.items()}
     generator = torch.Generator().manual_seed(2)
-    for module in [module for module in model.modules() if hasattr(module, "mixing_modules")]:
-        for name in module.mixing_modules:
-            weight = module.get_submodule(name).weight
-            weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
-    moved = outputs(model, before.keys() & {"full", "greedy"})
+    for weight in mixing_parameters(model):
+        weight.data += 0.3 / model.config.mixing_scale * torch.randn(weight.shape, generator=generator)
+    moved = outputs(model, before.keys() & {"full", "greedy", "image"})
     control = difference(before["full"], moved["full"])
     if error_of_cache <= EXACT:
         differences["cached"] = cache_error(model)
-    with tempfile.TemporaryDirectory() as directory:
-        model.save_pretrained(directory)
-        core = model.config._attn_implementation
-        loaded = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, attn_implementation=core)
-    again = outputs(loaded.eval(), moved)
-    differences["loaded"] = max(difference(logits, again[name]) for name, logits in moved.items())
     exact = "greedy" in before and max(differences.values()) <= EXACT < control
+    if exact:
+        model.save_pretrained(directory)
+        images = image_inputs(model) if "image" in before else {}
+        expected = {"inputs": {"input_ids": inputs()}, "images": images, "outputs": moved, "trains": trains}
+        torch.save(expected, directory / "expected.pt")
     return {"verdict": "exact" if exact else "DIFFERS", **differences, "control": control}
+
+
+# What a user does who has the directory and not this package: everything by the library's defaults.
+LOAD = """
+import torch
+import transformers
+transformers.logging.set_verbosity_error()
+for place in request["places"]:
+    expected = torch.load(f"{place}/expected.pt")
+    inputs, images = expected["inputs"], expected["images"]
+    try:
+        model = getattr(transformers, request["auto_class"]).from_pretrained(place, trust_remote_code=True)
+        answer = {"full": model(**inputs).logits.detach()}
+        if images:
+            answer["image"] = model(**images).logits.detach()
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, :4] = 0
+        answer["greedy"] = torch.stack(model.generate(**inputs, attention_mask=mask, **request["options"]).logits)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        for _ in range(4 if expected["trains"] else 0):
+            losses.append(model(**inputs, labels=inputs["input_ids"]).loss)
+            losses[-1].backward()
+            optimizer.step()
+            gradients = [w.grad.abs().max() for name, w in model.named_parameters() if "_mix." in name]
+            optimizer.zero_grad()
+        if losses:
+            answer["losses"], answer["gradient"] = torch.stack(losses).detach(), torch.stack(gradients).min()
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+    torch.save(answer, f"{place}/answer.pt")
+result = {}
+"""
+
+
+def load(rows: dict[Path, dict], auto_class: str) -> None:
+    """Add to the exact rows, by directory, what a clean process makes of the saved models by library defaults."""
+    rows = {directory: row for directory, row in rows.items() if row["verdict"] == "exact"}
+    run_in_clean_process(LOAD, {"places": list(map(str, rows)), "auto_class": auto_class, "options": GREEDY})
+    for directory, row in rows.items():
+        answer = torch.load(directory / "answer.pt")
+        if "error" in answer:
+            row |= {"verdict": "DIFFERS", "reason": answer["error"]}
+            continue
+        expected = torch.load(directory / "expected.pt")["outputs"]
+        row["loaded"] = max(difference(logits, answer[check]) for check, logits in expected.items())
+        if (losses := answer.get("losses")) is not None:
+            row |= {"learned": (losses[0] - losses[-1]).item(), "gradient": answer["gradient"].item()}
+        if row["loaded"] > EXACT or not min(row.get("learned", 1), row.get("gradient", 1)) > 0:
+            row["verdict"] = "DIFFERS"
+
+
+def trains_twice(model: PreTrainedModel) -> bool:
+    """Return whether a second step runs: some models keep a state of the first."""
+    try:
+        for _ in range(2):
+            model(input_ids=inputs(), labels=inputs()).loss.backward()
+    except Exception:
+        return False
+    model.zero_grad()
+    return True
 
 
 @torch.no_grad()
@@ -238,6 +331,7 @@ def outputs(model: PreTrainedModel, names: Iterable[str] | None = None) -> dict[
         "greedy": lambda: greedy("dynamic"),
         "static": lambda: greedy("static"),
         "packed": lambda: logits(tokens[:1], position_ids=positions),
+        "image": lambda: model(**image_inputs(model)).logits,
     }
     if names is not None:
         return {name: checks[name]() for name in names}
@@ -257,10 +351,38 @@ def inputs() -> torch.Tensor:
     return torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(1))
 
 
+@torch.no_grad()
+def image_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return a batch of one row of text with an image in the middle, padded on the left.
+
+    Raise an exception where the model takes no image in the usual way."""
+    config, takes = model.config, signature(model.get_image_features).parameters
+    vision, generator = config.vision_config, torch.Generator().manual_seed(4)
+    if "image_grid_thw" in takes:
+        pixels = getattr(vision, "in_channels", 3) * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+        images = {"pixel_values": torch.randn(16, pixels, generator=generator)}
+        images["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+    else:
+        size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+        images = {"pixel_values": torch.randn(1, 3, size, size, generator=generator)}
+        if "image_sizes" in takes:
+            images["image_sizes"] = torch.tensor([[size, size]])
+        if "pixel_attention_mask" in takes:  # several images in each row
+            images["pixel_values"] = images["pixel_values"][None]
+    features = model.get_image_features(**images)
+    features = getattr(features, "pooler_output", features)
+    count = sum(len(each) for each in features) if isinstance(features, (list, tuple)) else features[..., 0].numel()
+    image = torch.full((1, count), IMAGE_TOKEN)
+    text = inputs()[:1]
+    tokens = torch.cat((torch.zeros(1, 2, dtype=torch.long), text[:, :5], image, text[:, 5:]), dim=1)
+    places = (tokens == IMAGE_TOKEN).int()
+    names = {"token_type_ids", "mm_token_type_ids"} & signature(model.forward).parameters.keys()
+    mask = torch.ones_like(tokens).index_fill(1, torch.arange(2), 0)
+    return {"input_ids": tokens, "attention_mask": mask, **images, **dict.fromkeys(names, places)}
+
+
 def generate(model: PreTrainedModel, tokens: torch.Tensor, **options) -> GenerateDecoderOnlyOutput:
-    limits = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    options |= {"disable_compile": True, "return_dict_in_generate": True, "output_logits": True}
-    return model.generate(tokens, **limits, **options)
+    return model.generate(tokens, **GREEDY, disable_compile=True, **options)
 
 
 @torch.no_grad()
@@ -289,6 +411,7 @@ def one_line(error: Exception) -> str:
 LACKING = {
     "static": "These base models take no static cache:",
     "packed": "These base models do not keep packed documents apart by their positions:",
+    "learned": "These base models keep a state that ends a second training step, or take no labels:",
     "cached": "These base models do not compute the same with and without a cache:",
 }
 
@@ -301,31 +424,42 @@ def stop(*_) -> None:
     raise TooLong
 
 
-def document(table: dict[str, dict], setting: dict) -> str:
-    """Return the table as Markdown: the exact types in one list, and the others by reason."""
-    exact = [name for name, row in table.items() if row["verdict"] == "exact"]
+def document(tables: dict[str, dict[str, dict]], setting: dict) -> str:
+    """Return the tables of the Auto classes as Markdown: the exact types in one list, and the others by reason."""
+    count = sum(map(len, tables.values()))
+    parts = [
+        "# Model types",
+        f"What `interleave_heads` makes of a tiny random model of each of {count} types. `{setting['command']}` "
+        "writes this page, and its docstring says what is compared and trained "
+        f"({setting['machine']}, torch {setting['torch']}, transformers {setting['transformers']}). The "
+        "[differences](../experiments/results/model_types.json) of an exact type are rounding errors.",
+    ]
+    for auto_class, table in tables.items():
+        exact = [name for name, row in table.items() if row["verdict"] == "exact"]
+        parts += [f"## {auto_class}: {len(exact)} of {len(table)} types are exact", ", ".join(exact) + "."]
+        if images := [name for name in exact if "image" in table[name]]:
+            parts.append(f"With an image in the batch too: {', '.join(images)}.")
+        for check, about in LACKING.items():
+            if lacking := [name for name in exact if check not in table[name]]:
+                parts.append(f"{about} {', '.join(lacking)}.")
+        parts.append(_not_interleaved({name: row for name, row in table.items() if name not in exact}))
+    wrapped = [part if part.startswith("#") or "|" in part else _wrapped(part) for part in parts]
+    return "\n\n".join(wrapped) + "\n"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False)
+
+
+def _not_interleaved(table: dict[str, dict]) -> str:
     reasons = defaultdict(list)
     for name, row in table.items():
-        if name not in exact:
-            reason = re.sub(r"^.*cannot be interleaved: \w+", "its attention", row["reason"])
-            reason = re.sub(r"^\w+(?= is no class)", "its class", reason)
-            reason = re.sub(r"^\S+ (?=does not )|, and is left as it was.$|, so its heads.*$", "", reason)
-            reasons[row["verdict"], reason.rstrip(".").replace("|", "/")].append(name)
-    parts = [
-        f"What `interleave_heads` makes of a tiny random model of each of the {len(table)} types that "
-        f"`AutoModelForCausalLM` knows. `{setting['command']}` writes this page, and its docstring says what is "
-        f"compared ({setting['machine']}, torch {setting['torch']}, transformers {setting['transformers']}). The "
-        "[differences](../experiments/results/model_types.json) of an exact type are rounding errors.",
-        f"## Exact: {len(exact)} types",
-        ", ".join(exact) + ".",
-    ]
-    for check, about in LACKING.items():
-        if lacking := [name for name in exact if check not in table[name]]:
-            parts.append(f"{about} {', '.join(lacking)}.")
-    parts.append(f"## Not interleaved: {len(table) - len(exact)} types")
+        reason = re.sub(r"^.*cannot be interleaved: \w+", "its attention", row["reason"])
+        reason = re.sub(r"^\w+(?= is no class)", "its class", reason)
+        reason = re.sub(r"^\S+ (?=does not )|, and is left as it was.$|, so its heads.*$", "", reason)
+        reasons[row["verdict"], reason.rstrip(".").replace("|", "/")].append(name)
     rows = [[", ".join(names), verdict, reason] for (verdict, reason), names in sorted(reasons.items())]
-    text = "\n\n".join(textwrap.fill(part, 100, break_on_hyphens=False, break_long_words=False) for part in parts)
-    return f"# Model types\n{text}\n{markdown_table(['types', 'verdict', 'reason'], rows)}"
+    return markdown_table(["types", "verdict", "reason"], rows).strip()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -333,26 +467,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     signal.signal(signal.SIGALRM, stop)
-    table = {}
-    for name in args.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        signal.alarm(SECONDS)
-        try:
-            table[name] = try_type(name)
-        except TooLong:
-            table[name] = {"verdict": "TOO LONG", "reason": f"more than {SECONDS} seconds"}
-        except Exception as error:
-            table[name] = {"verdict": "FAILS", "reason": one_line(error)}
-        finally:
-            signal.alarm(0)
-        print(f"{name:24}", *(f"{v:.0e}" if isinstance(v, float) else v for v in table[name].values()), flush=True)
-    counts = Counter(row["verdict"] for row in table.values())
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
+    tables: dict[str, dict[str, dict]] = {}
+    for auto_class, names in TYPES.items():
+        print(auto_class)
+        tables[auto_class] = {name: measured(name, auto_class) for name in args.types or names if name in names}
+        counts = Counter(row["verdict"] for row in tables[auto_class].values())
+        print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     if args.types is None:
         setting = environment(args.command)
-        write_json(RESULTS / "model_types.json", {**setting, "types": table})
-        (ROOT / "docs" / "MODEL_TYPES.md").write_text(document(table, setting), encoding="utf-8")
-    if errors := [name for name, row in table.items() if row["verdict"].isupper()]:
+        write_json(RESULTS / "model_types.json", {**setting, "types": tables})
+        (ROOT / "docs" / "MODEL_TYPES.md").write_text(document(tables, setting), encoding="utf-8")
+    rows = [(name, row) for table in tables.values() for name, row in table.items()]
+    if errors := [name for name, row in rows if row["verdict"].isupper()]:
         raise UserError(f"Neither exact nor refused: {', '.join(errors)}.")
+
+
+def measured(name: str, auto_class: str) -> dict:
+    """Return the row of a type, and print it."""
+    signal.alarm(SECONDS)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            row = try_type(name, auto_class, Path(directory))
+            if row["verdict"] == "exact":
+                load({Path(directory): row}, auto_class)
+    except TooLong:
+        row = {"verdict": "TOO LONG", "reason": f"more than {SECONDS} seconds"}
+    except Exception as error:
+        row = {"verdict": "FAILS", "reason": one_line(error)}
+    finally:
+        signal.alarm(0)
+    print(f"{name:24}", *(f"{v:.0e}" if isinstance(v, float) else v for v in row.values()), flush=True)
+    return row
 
 
 if __name__ == "__main__":

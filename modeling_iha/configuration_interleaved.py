@@ -12,7 +12,10 @@ if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone 
     from .modeling_interleaved import InterleavedModel  # noqa: F401
 
 
-TASKS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+TASKS = (
+    *("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
+    *("ForImageTextToText", "ForMultimodalLM"),
+)
 AUTO_MAP = {
     "AutoConfig": "configuration_interleaved.InterleavedConfig",
     "AutoModel": "modeling_interleaved.InterleavedModel",

@@ -9,6 +9,7 @@ that sum to zero over the pseudo-heads make them differ without changing the res
 """
 
 import copy
+import gc
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Lock
@@ -19,22 +20,21 @@ from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrai
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_interleaved import AUTO_MAP, TASKS, InterleavedConfig, config_class
-from .interleaving import keep_start
 from .mixing import values
 from .modeling_interleaved import (
+    FIELDS,
     MIXING_MODULES,
     attach_mixing,
-    configs,
+    backbone_of,
     core_function,
     decoder_of,
     interleaved_class,
     is_mixing,
-    register_core,
+    virtual_configs,
 )
 from .package import flop_matched_window
 
 
-FIELDS = ("num_pseudo_heads", "pseudo_collapse", "mixing_scale", "interleaved_window", "interleaved_layers")
 # The largest difference from the base model, as a share of the largest hidden state.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 # Rounding error of the sum over the pseudo-heads of offsets that are not exact in binary.
@@ -138,9 +138,10 @@ def interleave_heads(
     if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
         raise ValueError(f'sliding_window is {sliding_window!r}: expected at least 2 tokens, "paper" or None.')
     chosen = _choose(_record_attention(model), layers, model)
+    model_class = interleaved_class(_class_name(model), config_class(config.model_type))
     expected = _probe(model)
     try:
-        _attach(model, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
+        _attach(model, model_class, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
         difference = _difference(expected, _probe(model))
         problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
     except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
@@ -150,7 +151,7 @@ def interleave_heads(
         raise ValueError(
             f"{config.model_type} does not compute the same with interleaved heads ({problem}), and is left as it was."
         )
-    for each in (model.config, *(module.config for module in chosen)):
+    for each in virtual_configs(model):
         each.interleaved_window = sliding_window
     return model
 
@@ -166,7 +167,7 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError("The interleaved layers have a window of their own, which the plain model has not.")
     config, change = model.config, 0.0
     for name, heads in names.items():
-        module = decoder_of(model).get_submodule(name)
+        module = backbone_of(model).get_submodule(name)
         moved = deviations(module, heads, config.num_pseudo_heads, config.pseudo_collapse)
         change = max(change, *(tensor.abs().max().nan_to_num(torch.inf).item() for tensor in moved.values()))
     if change > 0:
@@ -201,6 +202,11 @@ def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: i
     config = model.config
     if hasattr(config, "interleaved_layers"):
         raise ValueError("The heads of this model are interleaved already.")
+    if (outer := _outer_model(model)) is not None:
+        raise ValueError(
+            f"This {type(model).__name__} is a part of a {type(outer).__name__}, which would be saved without the "
+            "mixing: pass the whole model. Its text decoder is interleaved, and nothing else."
+        )
     if not isinstance(num_pseudo_heads, int) or num_pseudo_heads < 2:
         raise ValueError(
             f"num_pseudo_heads is {num_pseudo_heads!r}: expected at least 2; with 1 there is nothing to do."
@@ -220,6 +226,16 @@ def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: i
         )
     if any(weight.is_meta for weight in model.parameters()) and not hasattr(model, "hf_device_map"):
         raise ValueError("The model is on the meta device and has no weights: load it first.")
+
+
+def _outer_model(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return a model that holds this one as a part."""
+    if not any(type(each) is dict for each in gc.get_referrers(model)):
+        return None  # the quick answer: modules hold their parts in dictionaries
+    gc.collect()  # a model that is gone holds nothing
+    models = [each for each in gc.get_objects() if issubclass(type(each), PreTrainedModel) and each is not model]
+    outer = [each for each in models if any(part is model for part in each.modules())]
+    return max(outer, key=lambda each: len(list(each.modules())), default=None)
 
 
 def _class_name(model: PreTrainedModel) -> str | None:
@@ -293,7 +309,7 @@ def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
     """Return hidden states of a padded batch, and of a prompt and one token after it in the cache.
 
     A window is shorter than the prompt meanwhile, so that it acts; flash cores take theirs from the layers."""
-    decoder, device, config = decoder_of(model), model.device, model.config.get_text_config(decoder=True)
+    backbone, device, config = backbone_of(model), model.device, model.config.get_text_config(decoder=True)
     modes = {module: module.training for module in model.modules()}
     tokens = torch.arange(3, 17, device=device).view(2, 7) % config.vocab_size
     window = getattr(config, "sliding_window", None)
@@ -304,12 +320,12 @@ def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
         config.sliding_window = min(window, 4)
     try:
         with torch.no_grad():
-            padded = decoder(input_ids=tokens, attention_mask=mask, use_cache=False)[0][mask.bool()]
-            prompt = decoder(input_ids=tokens[1:, :6], use_cache=True)
+            padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False)[0][mask.bool()]
+            prompt = backbone(input_ids=tokens[1:, :6], use_cache=True)
             if (cache := prompt.get("past_key_values")) is None:  # some base models do not return the cache they make
                 cache = DynamicCache(config=config)
-                prompt = decoder(input_ids=tokens[1:, :6], past_key_values=cache, use_cache=True)
-            last = decoder(input_ids=tokens[1:, 6:], past_key_values=cache, use_cache=True)
+                prompt = backbone(input_ids=tokens[1:, :6], past_key_values=cache, use_cache=True)
+            last = backbone(input_ids=tokens[1:, 6:], past_key_values=cache, use_cache=True)
     finally:
         for module, training in modes.items():
             module.training = training
@@ -325,27 +341,32 @@ def _difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> flo
 
 
 def _attach(
-    model: PreTrainedModel, chosen: dict, num_pseudo_heads: int, collapse: str, seed: int | None, mixing_scale: float
+    model: PreTrainedModel,
+    model_class: type[PreTrainedModel],
+    chosen: dict,
+    num_pseudo_heads: int,
+    collapse: str,
+    seed: int | None,
+    mixing_scale: float,
 ) -> None:
     """Turn the model into one of an interleaved class, with an exact start."""
     config = model.config
-    names = {module: name for name, module in decoder_of(model).named_modules() if module in chosen}
-    base_model_type, class_name = config.model_type, _class_name(model)
-    config.__class__, config.model_type = config_class(base_model_type), base_model_type
+    names = {module: name for name, module in backbone_of(model).named_modules() if module in chosen}
+    config.__class__, config.model_type = model_class.config_class, config.model_type
     config.interleaved_layers = {names[module]: list(heads) for module, (_, heads) in chosen.items()}
-    for each in (config, *(module.config for module in chosen)):
-        each.num_pseudo_heads, each.pseudo_collapse, each.interleaved_window = num_pseudo_heads, collapse, None
-    model.__class__ = interleaved_class(class_name, type(config))
+    config.num_pseudo_heads, config.pseudo_collapse = num_pseudo_heads, collapse
+    config.mixing_scale, config.interleaved_window = mixing_scale, None
+    model.__class__ = model_class
     attach_mixing(model)
-    for each in configs(model):
-        each._attn_implementation_internal = register_core(each._attn_implementation)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for module, (query, heads) in chosen.items():
         for name, start in exact_start(heads, num_pseudo_heads, collapse, generator).items():
-            module.get_parameter(name).data = start.to(query.device, query.dtype)
-        keep_start(module, mixing_scale)
-    for each in (config, *(module.config for module in chosen)):
-        each.mixing_scale = mixing_scale
+            mixing = module.get_submodule(name.removesuffix(".weight")).to(query.device, query.dtype)
+            mixing.begin("weight", start)
+    buffers = dict(model.named_buffers())
+    for name, source in model.all_tied_weights_keys.items():
+        if is_mixing(name) and f"{name}_start" in buffers:  # none where mixing_scale is 1
+            buffers[f"{name}_start"].copy_(buffers[f"{source}_start"])
     model.tie_weights(recompute_mapping=False)
 
 
@@ -362,23 +383,24 @@ def _copy_config(model: PreTrainedModel) -> None:
 def _detach(model: PreTrainedModel) -> None:
     """Undo `_attach`."""
     config, decoder = model.config, decoder_of(model)
-    modules = [decoder.get_submodule(name) for name in config.interleaved_layers]
+    modules = [backbone_of(model).get_submodule(name) for name in config.interleaved_layers]
+    for each in virtual_configs(model):
+        each._attn_implementation_internal = each._attn_implementation.removeprefix("iha_")
+        for field in FIELDS:
+            vars(each).pop(field, None)
+    for module in (decoder, *modules):
+        for hook in vars(module).pop("interleaving_hooks", ()):
+            hook.remove()
     for module in modules:
         for name in MIXING_MODULES:
             delattr(module, name)
     tied = model.all_tied_weights_keys.items()
     model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}
-    for each in (config, *(module.config for module in modules)):
-        for field in FIELDS:
-            vars(each).pop(field, None)
-    vars(config).pop("base_model_type", None)  # of a loaded checkpoint
+    for field in ("interleaved_layers", "base_model_type"):  # a loaded checkpoint has both
+        vars(config).pop(field, None)
     # Saving writes to it, and a checkpoint may have had one before.
     named = (vars(config).pop("auto_map", None) or {}).items()
     if auto_map := {task: name for task, name in named if name.split("--")[-1] not in AUTO_MAP.values()}:
         config.auto_map = auto_map
-    if hook := vars(decoder).pop("make_cache", None):
-        hook.remove()
-    for each in configs(model):
-        each._attn_implementation_internal = each._attn_implementation.removeprefix("iha_")
     model.__class__, config.__class__ = type(model).__bases__[1], type(config).__bases__[0]
     del config.model_type  # the class has the base's own

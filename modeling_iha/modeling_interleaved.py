@@ -9,10 +9,12 @@ the base model's own: its projections, RoPE, cache, generation and parallel plan
 """
 
 import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from inspect import signature
+from threading import local
 from typing import Any
 
 import torch
@@ -41,6 +43,18 @@ from .interleaving import (
 
 
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
+# What attention modules and masks read from the configurations of their own models.
+FIELDS = ("num_pseudo_heads", "pseudo_collapse", "mixing_scale", "interleaved_window")
+
+
+class Attended(local):
+    """Tell whether attention went through `virtual_attention`, in each thread."""
+
+    module: nn.Module | None = None  # the last one, until it is checked
+    any = False  # in this forward of the decoder
+
+
+ATTENDED = Attended()
 
 
 def register_core(core: str) -> str:
@@ -72,6 +86,7 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
         token, cached, later = query // num_pseudo_heads, key // num_pseudo_heads, key % num_pseudo_heads
         same = mask_function(batch, head, token, cached)
         before = mask_function(batch, head, token - 1, cached) & mask_function(batch, head, token, token - 1)
+        before = (before & (cached < token)) | (same & (cached > token))  # tokens of an image may see later ones
         return torch.where(later <= query % num_pseudo_heads, same, before)
 
     if attention_mask is not None:
@@ -117,6 +132,7 @@ def virtual_attention(
             return window_attention(attend_tokens, view, query, key, value, None, **kwargs)
     if not hasattr(module, "q_mix"):
         return attend_tokens(view, query, key, value, _token_mask(attention_mask, num_pseudo_heads), **kwargs)
+    ATTENDED.module, ATTENDED.any = module, True
     window, num_queries, num_keys = module.config.interleaved_window, query.shape[2], key.shape[2]
     if window is not None and isinstance(attention_mask, torch.Tensor):
         attention_mask = attention_mask[..., -num_keys * num_pseudo_heads :]  # other layers may cache more tokens
@@ -203,6 +219,11 @@ class InterleavedPreTrainedModel:
         attach_mixing(self)
         self.init_weights()  # of the mixing alone: the base model's are done
 
+    def set_attn_implementation(self, *args, **kwargs):
+        """Set the core of attention, and have it attend over virtual tokens in the decoder."""
+        super().set_attn_implementation(*args, **kwargs)
+        use_virtual_cores(self)  # the models within are the base's own, and took its cores
+
     def initialize_weights(self):
         for module in self.modules():  # first, because a base decoder within leaves these as they are
             if isinstance(module, (HeadMixing, HeadCollapse)) and not getattr(module, "_is_hf_initialized", False):
@@ -211,7 +232,7 @@ class InterleavedPreTrainedModel:
         super().initialize_weights()
 
     def __reduce__(self) -> tuple:
-        cores = [config._attn_implementation.removeprefix("iha_") for config in configs(self)]
+        cores = [config._attn_implementation.removeprefix("iha_") for config in virtual_configs(self)]
         return unpickled_model, (type(self).__name__, self.config.model_type, cores), self.__getstate__()
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
@@ -245,35 +266,90 @@ class InterleavedPreTrainedModel:
         return False  # The paged caches of vLLM and SGLang hold one key for each token.
 
 
-def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configurations that the modules read, each once. Their cores may differ."""
-    found = [vars(module).get("config") for module in model.modules()]
+def configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
+    """Return the configurations that modules read, each once. Their cores may differ."""
+    found = [vars(module).get("config") for module in modules]
     return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
 
 
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the decoder without a head. Llama 4's `base_model` is the model itself."""
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model without a head. Llama 4's `base_model` is the model itself."""
     return model.base_model if model.base_model is not model else getattr(model, "model", model)
 
 
+def holders(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that hold all interleaved attention, from the model to the smallest."""
+    backbone, found = backbone_of(model), [model]
+    names = [name.split(".") for name in model.config.interleaved_layers]
+    common = os.path.commonprefix(names) if len(names) > 1 else names[0]
+    return found + [backbone.get_submodule(".".join(common[:depth])) for depth in range(len(common) + 1)]
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the text decoder, the smallest model of Transformers that holds all interleaved attention."""
+    return [module for module in holders(model) if isinstance(module, PreTrainedModel)][-1]
+
+
 def attach_mixing(model: PreTrainedModel) -> None:
-    """Give the attention modules that the configuration names their mixing weights."""
-    config, decoder = model.config, decoder_of(model)
+    """Give the attention modules that the configuration names their mixing weights, and have them used."""
+    config, backbone, decoder = model.config, backbone_of(model), decoder_of(model)
+    for each in virtual_configs(model):
+        for field in FIELDS:
+            setattr(each, field, getattr(config, field))
     for name, (num_heads, num_key_heads, num_value_heads) in config.interleaved_layers.items():
-        module = decoder.get_submodule(name)
+        module = backbone.get_submodule(name)
         if hasattr(module, "q_mix"):
             continue  # A generic task head has a decoder of this package within.
         module.q_mix = HeadMixing(num_heads, config.num_pseudo_heads)
         module.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
         module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
         module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
-        keep_start(module, getattr(config, "mixing_scale", 1.0))  # saved before there was one
+        keep_start(module, config.mixing_scale)
+        module.interleaving_hooks = [module.register_forward_hook(_check_attention)]
     tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()  # Zamba's blocks share all their weights
-    model.all_tied_weights_keys |= {name: source for name, source in tied if is_mixing(name)}
+    weights = dict(model.named_parameters(remove_duplicate=False))  # Transformers ties no buffers
+    model.all_tied_weights_keys |= {name: source for name, source in tied if is_mixing(name) and name in weights}
+    use_virtual_cores(model)
+    if hasattr(decoder, "interleaving_hooks"):
+        return
     # Gemma 4 would leave out rows of a mask, which are of virtual tokens, for any number. It asks for cores by name.
     takes_kept = "logits_to_keep" in signature(decoder.forward).parameters
-    prepare = partial(_make_cache, {"logits_to_keep": None} if takes_kept else {})
-    decoder.make_cache = decoder.register_forward_pre_hook(prepare, with_kwargs=True)
+    prepare = partial(_prepare_decoder, {"logits_to_keep": None} if takes_kept else {})
+    decoder.interleaving_hooks = [
+        decoder.register_forward_pre_hook(prepare, with_kwargs=True),
+        decoder.register_forward_hook(_check_decoder),
+    ]
+
+
+def virtual_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Return the configurations that attention and masks over virtual tokens read, and no vision tower."""
+    backbone = backbone_of(model)
+    return configs([*holders(model), *(backbone.get_submodule(name) for name in model.config.interleaved_layers)])
+
+
+def use_virtual_cores(model: PreTrainedModel) -> None:
+    """Have the decoder attend over virtual tokens, on the cores that its configurations name."""
+    for each in virtual_configs(model):
+        each._attn_implementation_internal = register_core(each._attn_implementation.removeprefix("iha_"))
+
+
+def _check_attention(module: nn.Module, args: tuple, output: Any) -> None:
+    """Raise a RuntimeError where attention was computed without the mixing weights that stand beside it."""
+    if ATTENDED.module is not module:
+        raise RuntimeError(
+            f"{type(module).__name__} has interleaved heads and attended without them: its forward or its attention "
+            "core was replaced. Use the model without the tool that did so, or apply remove_interleaving first."
+        )
+    ATTENDED.module = None
+
+
+def _check_decoder(decoder: PreTrainedModel, args: tuple, output: Any) -> None:
+    """Raise a RuntimeError where no attention module was called, unless training leaves out layers at random."""
+    if not ATTENDED.any and not getattr(decoder, "layerdrop", 0):
+        raise RuntimeError(
+            f"{type(decoder).__name__} has interleaved heads, and none of them attended: its layers or their "
+            "attention were replaced. Use the model without the tool that did so, or apply remove_interleaving first."
+        )
 
 
 def is_mixing(name: str) -> bool:
@@ -281,12 +357,14 @@ def is_mixing(name: str) -> bool:
     return not set(MIXING_MODULES).isdisjoint(name.split("."))
 
 
-def _make_cache(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _prepare_decoder(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Keep what windows reach, in the cache that the decoder gets, or would make if the base model has windows."""
+    ATTENDED.any = False
     kwargs |= fixed
     use_cache = kwargs.get("use_cache")
-    use_cache = decoder.config.use_cache if use_cache is None else use_cache
-    if use_cache and kwargs.get("past_key_values") is None and _window(decoder):
+    use_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache
+    # RecurrentGemma resets its states where it makes a cache.
+    if use_cache and not decoder._is_stateful and kwargs.get("past_key_values") is None and _window(decoder):
         kwargs["past_key_values"] = DynamicCache(config=decoder.config)
     keep_windows(decoder, kwargs.get("past_key_values"))
     return args, kwargs
@@ -303,10 +381,10 @@ def keep_windows(decoder: PreTrainedModel, past_key_values: Cache | None) -> Non
         # One mask serves all sliding layers, also those that are not interleaved.
         keep_window_edge(past_key_values, [1] * len(layers), window)
     elif layers and config.interleaved_window:
-        given = {getattr(decoder.get_submodule(name), "layer_idx", None) for name in config.interleaved_layers}
-        for index, layer in enumerate(layers):
-            if index in given and type(layer) is DynamicLayer and not layer.is_initialized:
-                layers[index] = DynamicSlidingWindowLayer(config.interleaved_window + 1)
+        fresh = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
+        for module in decoder.modules() if fresh else ():
+            if hasattr(module, "q_mix") and getattr(module, "layer_idx", None) in fresh:
+                layers[module.layer_idx] = DynamicSlidingWindowLayer(config.interleaved_window + 1)
 
 
 @cache
@@ -318,7 +396,8 @@ def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[P
     base = getattr(transformers, auto_class)._model_mapping.get(config_class.__base__, None)
     if base is None:
         raise ValueError(f"Transformers has no {auto_class} of {config_class.__base__.model_type!r}.")
-    if name != "InterleavedModel":  # Generic task heads build their decoder by this mapping.
+    headless = transformers.AutoModel._model_mapping.get(config_class.__base__, None)
+    if headless is not None and name != "InterleavedModel":  # Generic task heads build their decoder by this mapping.
         decoder = interleaved_class("InterleavedModel", config_class)
         transformers.AutoModel.register(config_class, decoder, exist_ok=True)
     attributes = {"config_class": config_class, "_auto_class": auto_class, "__module__": __name__}
@@ -360,3 +439,9 @@ class InterleavedForTokenClassification(InterleavedModel): ...
 
 
 class InterleavedForQuestionAnswering(InterleavedModel): ...
+
+
+class InterleavedForImageTextToText(InterleavedModel): ...
+
+
+class InterleavedForMultimodalLM(InterleavedModel): ...

@@ -5,7 +5,7 @@ import json
 import math
 import multiprocessing
 import pickle
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -41,6 +41,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     T5Config,
@@ -209,6 +211,9 @@ def test_gradients_are_those_of_a_plain_loop(name, monkeypatch):
 
 def remove_only_the_classes(model):
     """Return the base model with the mixing still in it, for a core that reads it."""
+    for module in model.modules():
+        for hook in vars(module).pop("interleaving_hooks", ()):
+            hook.remove()
     model.__class__ = type(model).__bases__[1]
     model.config._attn_implementation = "eager"
     return model
@@ -359,6 +364,41 @@ def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="makes no masks"):
         interleave_heads(model, 2)
     assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "mine")
+
+
+REPLACED = {
+    "forward": lambda model, plain: setattr(
+        model.model.layers[1].self_attn, "forward", plain.model.layers[1].self_attn.forward
+    ),
+    "core": lambda model, plain: setattr(model.config, "_attn_implementation", "sdpa"),
+    "layers": lambda model, plain: [
+        setattr(own, "forward", other.forward) for own, other in zip(model.model.layers, plain.model.layers)
+    ],
+    "modules": lambda model, plain: [
+        setattr(own, "self_attn", other.self_attn) for own, other in zip(model.model.layers, plain.model.layers)
+    ],
+}
+
+
+@pytest.mark.parametrize("replace", REPLACED)
+def test_nothing_attends_beside_the_mixing(replace):
+    """Replace attention as TransformerLens and fused kernels do."""
+    model, tokens = interleave_heads(decoder("llama"), 2), random_ids(1, 5)
+    logits(model, input_ids=tokens)
+    REPLACED[replace](model, decoder("llama"))
+    message = "Llama(Attention|Model) has interleaved heads.*without the tool"
+    with pytest.raises(RuntimeError, match=message):
+        model(tokens)
+
+
+def test_layers_may_be_left_out_and_threads_share_a_model(monkeypatch):
+    monkeypatch.setitem(DECODERS, "opt", (OPTForCausalLM, OPTConfig, {"layerdrop": 1.0, "ffn_dim": 48}))
+    assert interleave_heads(decoder("opt"), 2).train()(random_ids(1, 5)).logits.isfinite().all()
+    model, tokens = train_mixing(interleave_heads(decoder("llama"), 2)), random_ids(1, 5)
+    expected = logits(model, input_ids=tokens)
+    with ThreadPoolExecutor(4) as executor:
+        found = executor.map(lambda _: logits(model, input_ids=tokens), range(60))
+    assert all(each.equal(expected) for each in found)
 
 
 def test_custom_masks_and_continuous_batching_are_refused():

@@ -9,12 +9,24 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.command_io import ROOT, UserError
 from experiments import model_types
-from experiments.model_types import difference, document, outputs, tiny_config, tiny_model, try_type
+from experiments.model_types import (
+    CAUSAL,
+    MULTIMODAL,
+    TYPES,
+    difference,
+    document,
+    image_inputs,
+    load,
+    outputs,
+    tiny_config,
+    tiny_model,
+    try_type,
+)
 from modeling_iha import interleave_heads, remove_interleaving
+from modeling_iha.mixing import mixing_parameters
 
 
 EXACT = {
@@ -43,6 +55,15 @@ EXACT = {
     "starcoder2": "a window in all layers",
     "zamba": "one attention module at several depths",
 }
+IMAGES = {
+    "gemma3": "windows; the tokens of an image see each other both ways",
+    "internvl": "images in patches, on a Qwen2",
+    "llava": "images in patches, on a Llama",
+    "mistral3": "images of any size",
+    "qwen2_5_vl": "positions in three dimensions",
+    "qwen3_5": "recurrent layers, and a class for text alone besides",
+    "qwen3_vl": "features of an image in several layers",
+}
 REGISTRY = "does not call attention through the registry of Transformers, so its heads cannot be interleaved."
 CHOOSES = "chooses or compresses the keys of each query, in a mask over tokens of its own."
 REFUSED = {
@@ -59,10 +80,65 @@ REFUSED = {
 }
 
 
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory):
+    """Try one type after another, then load what is exact and train it in one clean process for each Auto class."""
+    rows = {}
+    for auto_class, names in {CAUSAL: EXACT, MULTIMODAL: IMAGES}.items():
+        places = {name: tmp_path_factory.mktemp(name) for name in names}
+        found = {name: try_type(name, auto_class, place) for name, place in places.items()}
+        load({places[name]: row for name, row in found.items()}, auto_class)
+        rows |= found
+    return rows
+
+
 @pytest.mark.parametrize("model_type", EXACT)
-def test_exact(model_type):
-    row = try_type(model_type)
-    assert row["verdict"] == "exact", row
+def test_exact(model_type, tried):
+    assert tried[model_type]["verdict"] == "exact", tried[model_type]
+
+
+@pytest.mark.parametrize("model_type", IMAGES)
+def test_exact_with_images(model_type, tried):
+    row = tried[model_type]
+    assert row["verdict"] == "exact" and "image" in row, row
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
+def test_images_in_interleaved_models(model_type):
+    """Generate after an image, and compare the cached logits, the cores, and gradients of the text decoder alone."""
+    model = tiny_model(model_type, MULTIMODAL)
+    towers = {name for name, _ in model.named_parameters() if "vision" in name or "visual" in name}
+    batch = image_inputs(model)
+    interleave_heads(model, 2)
+    assert towers == {name for name, _ in model.named_parameters() if "vision" in name or "visual" in name}
+    for weight in mixing_parameters(model):
+        weight.data += 0.3 / model.config.mixing_scale * torch.randn(weight.shape)
+    options = {**model_types.GREEDY, "disable_compile": True, "suppress_tokens": [model_types.IMAGE_TOKEN]}
+    generated = model.generate(**batch, **options)
+    new = generated.sequences[:, batch["input_ids"].shape[1] :]
+    whole = dict(batch, input_ids=generated.sequences[:, :-1])
+    for name in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
+        if name in whole:
+            more = torch.full_like(new[:, :-1], name == "attention_mask")
+            whole[name] = torch.cat((whole[name], more.to(whole[name].dtype)), dim=1)
+    logits = model(**whole, use_cache=False).logits.detach()
+    assert difference(torch.stack(generated.logits, dim=1), logits[:, -model_types.NEW_TOKENS :]) < model_types.EXACT
+    model.set_attn_implementation("eager")
+    seen = whole["attention_mask"].bool()
+    assert difference(logits[seen], model(**whole, use_cache=False).logits[seen]) < model_types.EXACT
+
+
+def test_part_of_a_model_is_refused():
+    model = tiny_model("gemma3", MULTIMODAL)
+    with pytest.raises(ValueError, match="Gemma3TextModel is a part of a Gemma3ForConditionalGeneration.*whole model"):
+        interleave_heads(model.model.language_model, 2)
+    interleave_heads(model, 2)
+    with pytest.raises(ValueError, match="is a part of a"):
+        interleave_heads(model.model.language_model, 2)
+    decoder = model.model.language_model
+    assert all(hasattr(layer.self_attn, "q_mix") for layer in decoder.layers)
+    plain = tiny_model("gemma3", MULTIMODAL).model.language_model  # the whole is gone
+    interleave_heads(plain, 2)
 
 
 @pytest.mark.parametrize("model_type", ["afmoe", "jetmoe", "llama"])
@@ -83,14 +159,14 @@ def test_window_of_the_paper_needs_a_length(model_type):
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_refused(model_type):
-    row = try_type(model_type)
+def test_refused(model_type, tmp_path):
+    row = try_type(model_type, CAUSAL, tmp_path)
     assert row["verdict"] == "refused" and REFUSED[model_type] in row["reason"], row
 
 
-def test_encoder(monkeypatch):
+def test_encoder(monkeypatch, tmp_path):
     monkeypatch.setitem(model_types.FIELDS, "bert", {})
-    row = try_type("bert")
+    row = try_type("bert", CAUSAL, tmp_path)
     assert row == {
         "verdict": "refused",
         "reason": "bert cannot be interleaved: BertSelfAttention is not marked as causal self-attention.",
@@ -158,17 +234,18 @@ def test_cores_of_a_model_of_several_configurations_come_back():
 
 
 def test_command_fails_on_a_difference(monkeypatch, capsys):
-    monkeypatch.setattr(model_types, "try_type", lambda name: {"verdict": "DIFFERS", "full": 1.0})
+    monkeypatch.setattr(model_types, "try_type", lambda *_: {"verdict": "DIFFERS", "full": 1.0})
     with pytest.raises(UserError, match="Neither exact nor refused: llama"):
         model_types.main(["--types", "llama"])
-    assert capsys.readouterr().out.splitlines()[-1] == "1 DIFFERS"
+    assert "1 DIFFERS" in capsys.readouterr().out.splitlines()
 
 
 def test_page():
     record = json.loads((ROOT / "experiments" / "results" / "model_types.json").read_text(encoding="utf-8"))
-    table = record.pop("types")
-    assert (ROOT / "docs" / "MODEL_TYPES.md").read_text(encoding="utf-8") == document(table, record)
-    verdicts = [row["verdict"] for row in table.values()]
-    assert verdicts.count("exact") >= 110 and set(verdicts) == {"exact", "refused", "not built"}
-    if record["transformers"] == transformers.__version__:
-        assert list(table) == list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    tables = record.pop("types")
+    assert (ROOT / "docs" / "MODEL_TYPES.md").read_text(encoding="utf-8") == document(tables, record)
+    for auto_class, least in {CAUSAL: 138, MULTIMODAL: 40}.items():
+        verdicts = [row["verdict"] for row in tables[auto_class].values()]
+        assert verdicts.count("exact") >= least and set(verdicts) == {"exact", "refused", "not built"}
+        if record["transformers"] == transformers.__version__:
+            assert list(tables[auto_class]) == TYPES[auto_class]
