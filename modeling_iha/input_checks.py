@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse too large or too short masks, packed documents that would see each other, and tokens that are cached."""
+"""Refuse too short masks, packed documents that would see each other, and tokens that are cached."""
 
 import warnings
 
@@ -8,37 +8,7 @@ import torch
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
-from .mask_inputs import MaskInputs, MaskKey
-
-
-# The largest dense mask for virtual tokens. On "sdpa" a row of N * P = 65536 virtual tokens takes it.
-MAX_MASK_BYTES = 4 * 2**30
-
-
-def check_mask_size(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> None:
-    """Raise a ValueError for a dense mask above MAX_MASK_BYTES.
-
-    "eager" always builds a dense mask. "sdpa" builds one where `_maskless` in masks.py returns `None`."""
-    config, embeds = inputs.config, inputs.inputs_embeds
-    core, num_pseudo_heads = config._attn_implementation, key.num_pseudo_heads
-    if core not in ("eager", "sdpa") or torch.compiler.is_exporting():  # an export may leave the sizes open
-        return
-    rows, queries = embeds.shape[:2]
-    past, keys, _ = inputs.key_span(layer_idx)
-    additive = inputs.has_custom_mask or core == "eager"
-    size = rows * queries * keys * num_pseudo_heads**2 * (embeds.dtype.itemsize if additive else 1)
-    if size <= MAX_MASK_BYTES:
-        return
-    # SDPA needs no mask for causal attention over the whole input.
-    windowed = key.is_sliding and keys >= config.sliding_window
-    if not (additive or windowed or past != 0 or inputs.may_be_padded or inputs.may_be_packed):
-        return
-    raise ValueError(
-        f"attn_implementation={core!r} needs a mask of {size / 2**30:.3g} GiB here: {rows} rows of {queries} x "
-        f"{num_pseudo_heads} queries and {keys} x {num_pseudo_heads} keys; at most {MAX_MASK_BYTES / 2**30:.3g} GiB "
-        "are allocated. Use attn_implementation='flash_attention_2' or 'flash_attention_4', which take windows, "
-        "padding and packing without a mask, 'flex_attention', whose mask is in blocks, or a smaller batch."
-    )
+from .mask_inputs import MaskInputs
 
 
 def check_inputs(inputs: MaskInputs, **kwargs) -> None:

@@ -10,7 +10,6 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
-from .input_checks import check_mask_size
 from .interleaving import Overlay, beats_a_mask, is_absorbed, keep_window_edge, virtual_positions
 from .mask_inputs import MaskInputs, MaskKey
 from .window_blocks import has_varlen
@@ -61,7 +60,7 @@ def choose_form(inputs: MaskInputs, key: MaskKey, num_keys: int) -> str | None:
 def create_masks(inputs: MaskInputs, layers: list[MaskKey]) -> dict[MaskKey, LayerMask]:
     """Return the mask of each kind of layer among `layers`, the keys of a model's layers in order.
 
-    Raise a ValueError for a custom mask that the core does not take, and for a dense mask above MAX_MASK_BYTES."""
+    Raise a ValueError for a custom mask that the core does not take."""
     if inputs.past_key_values is not None:
         # The window of the first past query begins earlier. A stock cache for a window of one token drops none.
         one = inputs.config.sliding_window == 1
@@ -120,8 +119,6 @@ def _dense_mask(inputs: MaskInputs, key: MaskKey, layer_idx: int) -> torch.Tenso
     config, num_pseudo_heads, past = inputs.config, key.num_pseudo_heads, inputs.key_span(layer_idx)[0]
     # A static cache's length is a tensor, a traced one a symbol. Rows without a query see nothing.
     past_rows = min(key.past_queries, past) if isinstance(past, int) else key.past_queries
-    if num_pseudo_heads > 1:
-        check_mask_size(inputs, key, layer_idx)
     if inputs.has_custom_mask:
         if is_flash_attention_requested(config):
             raise ValueError(

@@ -13,7 +13,6 @@ from helpers import assert_close, random_ids, random_model, set_core, small_conf
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig
 
-from modeling_iha import input_checks
 from modeling_iha.kind_options import OPTIONS_CLASSES
 
 
@@ -117,14 +116,6 @@ def test_backward(geometry, inputs):
     assert graphs() == 1 and not counters["graph_break"]
     for name, p in model.named_parameters():
         assert_close(p.grad, expected[name])
-
-
-def test_the_size_of_a_dense_mask_is_checked(monkeypatch):
-    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 0)
-    window = {"layer_types": "sliding_attention", "sliding_window": 4, "num_hidden_layers": 1}
-    model = random_model(small_config(num_pseudo_heads=3, **window))
-    with pytest.raises(Exception, match="needs a mask of"):
-        torch.compile(model, backend="eager")(random_ids(1, 30), use_cache=False)
 
 
 @pytest.mark.parametrize("geometry", ["windows", "shared", slow("full")])

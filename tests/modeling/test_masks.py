@@ -8,7 +8,6 @@ import torch
 from helpers import (
     CORES,
     GEOMETRIES,
-    HYBRID,
     IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
@@ -24,7 +23,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_iha import input_checks
 from modeling_iha.mask_inputs import MaskKey
 
 
@@ -277,77 +275,21 @@ def test_packing_on_top_of_a_cache_is_refused(core):
         model(random_ids(1, 10), position_ids=POSITIONS, past_key_values=cache)
 
 
-# The size of a dense mask
-
-
-def masks_for(core, geometry, rows, length, attention_mask=None, cache=None, dtype=torch.float32, device="cpu"):
-    """Return the masks of a P = 2 model for `rows` sequences of `length` tokens; no layer runs."""
+def masks_for(core, geometry, length, attention_mask=None, cache=None, device="meta"):
+    """Return the masks of a P = 2 model for one sequence of `length` tokens; no layer runs."""
     model = random_model(small_config(**GEOMETRIES[geometry]))
     set_core(model, core)
-    inputs_embeds = torch.empty(rows, length, 0, dtype=dtype, device=device)
-    masks = model.model.create_masks(inputs_embeds, attention_mask, cache, None)
+    masks = model.model.create_masks(torch.empty(1, length, 0, device=device), attention_mask, cache, None)
     assert all(mask.document_ids is None for mask in masks.values())
     return {key: mask.attention_mask for key, mask in masks.items()}
 
 
-@pytest.mark.parametrize("geometry", ["window", "hybrid"])
-def test_a_mask_that_would_not_fit_is_refused(geometry):
-    """Refuse 64 GiB, for a window layer of 65536 tokens and P = 2; nothing is allocated on the meta device."""
-    with pytest.raises(ValueError, match="(?s)'eager' needs a mask of 64 GiB.*65536 x 2.*'flash_attention_4'.*batch"):
-        masks_for("eager", geometry, 1, 65536, device="meta")
-
-
-def test_no_mask_is_refused_where_none_is_built(monkeypatch):
-    """Build none on flash cores, and on SDPA none for causal attention over the whole input."""
+def test_causal_attention_over_the_whole_input_builds_no_mask():
+    """Build none on flash cores, and on SDPA none without windows and padding; nothing is allocated on `meta`."""
     no_mask = {MaskKey("full_attention", 2): None}
-    assert masks_for("sdpa", "global", 1, 65536, device="meta") == no_mask
+    assert masks_for("sdpa", "global", 65536) == no_mask
     cache = StaticCache(config=small_config(), max_cache_len=70000)
-    assert masks_for("sdpa", "global", 1, 65536, cache=cache, device="meta") == no_mask
-    hybrid = masks_for(FLASH, "hybrid", 1, 65536, device="meta")
+    assert masks_for("sdpa", "global", 65536, cache=cache) == no_mask
+    hybrid = masks_for(FLASH, "hybrid", 65536)
     assert len(hybrid) == 4 and not any(mask is not None for mask in hybrid.values())
-    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 0)
-    assert masks_for("sdpa", "global", 1, 10, ONES) == no_mask
-
-
-@pytest.mark.parametrize(
-    ("core", "dtype", "entry"), [("sdpa", torch.float32, 1), ("eager", torch.float32, 4), ("eager", torch.bfloat16, 2)]
-)
-def test_the_largest_mask(core, dtype, entry, monkeypatch):
-    """Build a mask of exactly the limit, of the size that was counted, and refuse it with one byte less."""
-    padding = torch.tensor([[0] + [1] * 6, [1] * 7])
-    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 2 * 14 * 14 * entry)
-    mask = masks_for(core, "global", 2, 7, padding, dtype=dtype)[MaskKey("full_attention", 2)]
-    assert mask.numel() * mask.element_size() == input_checks.MAX_MASK_BYTES
-    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 2 * 14 * 14 * entry - 1)
-    with pytest.raises(ValueError, match=f"{core}.*needs a mask"):
-        masks_for(core, "global", 2, 7, padding, dtype=dtype)
-
-
-@torch.no_grad()
-def test_a_large_mask_is_refused_in_every_use(monkeypatch):
-    """Refuse windows, padding, several packed rows, a chunk on a cache and a custom mask on SDPA."""
-
-    def sdpa_model(**overrides):
-        model = random_model(small_config(**overrides))
-        set_core(model, "sdpa")
-        return model
-
-    model = sdpa_model()
-    monkeypatch.setattr(input_checks, "MAX_MASK_BYTES", 0)
-    input_ids = random_ids(1, 10)
-    cache = model(input_ids, attention_mask=ONES).past_key_values
-    model(random_ids(1, 10), use_cache=False)
-    model(random_ids(1, 10), position_ids=POSITIONS, use_cache=False)
-    with pytest.raises(ValueError, match="needs a mask of"):
-        model(random_ids(2, 10), position_ids=POSITIONS.expand(2, -1), use_cache=False)
-    for inputs in (
-        {"attention_mask": torch.tensor([[0] + [1] * 9])},
-        {"past_key_values": cache},
-        {"attention_mask": causal_4d(ONES, "bool")},
-    ):
-        with pytest.raises(ValueError, match="needs a mask of"):
-            model(input_ids, **inputs)
-    with pytest.raises(ValueError, match="needs a mask of"):
-        sdpa_model(layer_types="sliding_attention", sliding_window=10)(input_ids)
-    sdpa_model(layer_types="sliding_attention", sliding_window=11)(input_ids)
-    sdpa_model(**{**HYBRID, "attention_kinds": "mha"}, sliding_window=3)(input_ids)
+    assert masks_for("sdpa", "global", 10, ONES, device="cpu") == no_mask
