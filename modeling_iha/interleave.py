@@ -115,7 +115,8 @@ def interleave_heads(
     with `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` where this package is not installed.
 
     Args:
-        model: any decoder of Transformers whose attention goes through its attention registry.
+        model: any decoder of Transformers whose attention goes through its attention registry, also within a model
+            of images or sound (`AutoModelForImageTextToText`). Give the whole model.
         num_pseudo_heads: P, at least 2. Attention costs P^2 times as much in a layer without a window.
         layers: the indices of the layers to interleave, "paper" for four of every five (IHA, Appendix C), or `None`
             for all causal self-attention layers.

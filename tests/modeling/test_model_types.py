@@ -5,11 +5,14 @@
 
 import json
 
+import numpy
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from tiny_sources import tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
 
+from common.checkpoint_io import run_in_clean_process
 from common.command_io import ROOT, UserError
 from experiments import model_types
 from experiments.model_types import (
@@ -126,6 +129,44 @@ def test_images_in_interleaved_models(model_type):
     model.set_attn_implementation("eager")
     seen = whole["attention_mask"].bool()
     assert difference(logits[seen], model(**whole, use_cache=False).logits[seen]) < model_types.EXACT
+
+
+WITH_PROCESSOR = """
+import numpy
+from transformers import AutoModelForImageTextToText, AutoProcessor
+processor = AutoProcessor.from_pretrained(request["place"], trust_remote_code=True)
+model = AutoModelForImageTextToText.from_pretrained(request["place"], trust_remote_code=True)
+image = numpy.arange(28 * 28 * 3, dtype=numpy.uint8).reshape(28, 28, 3)
+inputs = processor(images=image, text="<image> the", return_tensors="pt")
+result = {"ids": inputs["input_ids"].tolist(), "logits": model(**inputs).logits.tolist()}
+"""
+
+
+def test_a_processor_is_saved_beside_the_model(tmp_path):
+    """Load both in a clean process, by the Auto classes, and read an image of raw pixels."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    image_token_id = tokenizer.convert_tokens_to_ids("<image>")
+    config = tiny_config("llava")
+    config.image_token_index = image_token_id
+    config.vision_config.image_size, config.vision_config.patch_size = 28, 14
+    torch.manual_seed(0)
+    model = interleave_heads(AutoModelForImageTextToText.from_config(config).eval(), 2)
+    size = {"height": 28, "width": 28}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size=size, crop_size=size),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+    )
+    processor.num_additional_image_tokens = 1
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    answer = run_in_clean_process(WITH_PROCESSOR, {"place": str(tmp_path)})
+    image = numpy.arange(28 * 28 * 3, dtype=numpy.uint8).reshape(28, 28, 3)
+    inputs = processor(images=image, text="<image> the", return_tensors="pt")
+    assert answer["ids"] == inputs["input_ids"].tolist() and answer["ids"][0].count(image_token_id) == 4
+    assert difference(model(**inputs).logits, torch.tensor(answer["logits"])) < model_types.EXACT
 
 
 def test_part_of_a_model_is_refused():
