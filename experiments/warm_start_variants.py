@@ -14,8 +14,7 @@ one that the others differ from:
 
 A seed draws the rows of training and test, the same for all variants. An answer is right when greedy decoding gives
 these sentences and nothing else. `--full` is 20 million tokens, and has never run. The seeds come one after another.
-Writes also warm_start_mixing.png: how far each entry of the mixing went, and which pseudo-heads the collapse and the
-attention use.
+The table also has how far each entry of the mixing went, and which pseudo-heads the collapse and the attention use.
 
 example: python -m experiments.warm_start_variants --seeds 0 1 2
 """
@@ -359,41 +358,14 @@ def plot(table: dict) -> Figure:
     return figure
 
 
-def plot_mixing(rows: list[dict]) -> Figure:
-    """Plot a row of heat maps for each IHA.
-
-    They show how far the entries of query, key and value mixing went, and the shares of the pseudo-heads in the
-    collapse and in the attention by layer.
-    """
-    rows = [row for row in rows if "moved" in row]
-    message = "How far the mixing's entries moved from their start, and which pseudo-heads are used"
-    figure, all_axes = plots.panels(message, 5 * len(rows), 5, 1.9)
-    for line, row in zip(range(0, len(all_axes), 5), rows, strict=True):
-        maps = {
-            f"change of {name}": torch.tensor(row["moved"][name]).flatten(1) for name in ("q_mix", "k_mix", "v_mix")
-        }
-        maps |= {f"share of {name}": torch.tensor(row["use"][name]).T for name in ("collapse", "attention")}
-        for axes, (name, values) in zip(all_axes[line : line + 5], maps.items(), strict=True):
-            figure.colorbar(axes.imshow(values.numpy(), aspect="auto")).ax.tick_params(labelsize="x-small")
-            is_change = name.startswith("change")
-            axes.set_xlabel("head, pseudo-head" if is_change else "layer", fontsize="small")
-            axes.set_ylabel("source head" if is_change else "pseudo-head", fontsize="small")
-            axes.set_yticks(range(len(values)))
-            axes.set_title(f"{row['variant']}:\n{name}", fontsize="small")
-            axes.tick_params(labelsize="x-small")
-    return figure
-
-
 def write_results(args: argparse.Namespace, runs: dict[tuple[str, int], dict], **content) -> None:
-    """Write the table and the plots of the runs that have finished."""
+    """Write the table and the plot of the runs that have finished."""
     rows = [summary(name, runs) for name in dict.fromkeys(name for name, _ in runs)]
     correct_by_holm([row[key] for row in rows for key in ("minus_mha", "minus_mha_x2") if key in row])
     kept = [
         {"variant": name, "seed": seed, **{key: run[key] for key in ("test", "train")}}
         for (name, seed), run in runs.items()
     ]
-    if any("moved" in row for row in rows):
-        plots.save_plot(plot_mixing(rows), args.results / f"{args.name.replace('variants', 'mixing')}.png")
     write(args, plot, **content, rows=rows, runs=kept)
 
 
