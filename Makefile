@@ -88,23 +88,24 @@ test-vllm: .venv-vllm/installed
 # From the cheapest to the dearest, so that what is broken shows early.
 bench: .venv/installed
 	@set -e; for name in default_form decode_model layer prefill schedule mechanisms any_decoder training_plan report; do \
-		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m benchmarks.$$name; \
+		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m benchmarks.$$name --out benchmarks/results; \
 	done
 
 # The environment of a GPU is taken as it is.
 gpu:
 	$(PYTHON) -m pytest tests/gpu/test_gpu.py
-	$(PYTHON) -m benchmarks.gpu
+	$(PYTHON) -m benchmarks.gpu --out benchmarks/results/gpu
 
 checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m checkpoints.make_checkpoints
 
 # From the cheapest to the dearest. Studies that fine-tune SmolLM2 for hours run by name only.
-STUDIES := theorem2_inclusion model_types colliding_agents hyper_attention cpm3 polynomial_filters dcmha_tasks dcmha_ablation relation_composition ladder \
+STUDIES := theorem2_inclusion colliding_agents hyper_attention cpm3 polynomial_filters dcmha_tasks dcmha_ablation relation_composition ladder \
 	equal_cache language_models
 experiments: .venv/installed
+	OMP_NUM_THREADS=1 $(RUN) -m experiments.model_types
 	@set -e; for name in $(STUDIES); do \
-		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m experiments.$$name; \
+		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m experiments.$$name --results experiments/results; \
 	done
 
 clean:

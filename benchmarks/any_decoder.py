@@ -59,6 +59,7 @@ def models(dtype: torch.dtype, window: str) -> dict[str, torch.nn.Module]:
     interleave_heads(interleaved, PSEUDO_HEADS, sliding_window=WINDOW if window == "given" else None)
     layers = {} if window == "none" else {"layer_types": "sliding_attention", "sliding_window": WINDOW}
     same = {name: getattr(plain.config, name) for name in ("rms_norm_eps", "rope_parameters")}
+    same["mixing_scale"] = interleaved.config.mixing_scale
     config = IHAConfig(**SIZES, **same, **layers, num_pseudo_heads=PSEUDO_HEADS, pseudo_positions="shared")
     iha = IHAForCausalLM(config).eval()
     iha.load_state_dict(interleaved.state_dict())

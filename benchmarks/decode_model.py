@@ -16,13 +16,11 @@ if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 
 import torch
-from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from benchmarks.harness import medians, ratios, reported, span, write
-from common import plots
+from benchmarks.harness import medians, ratios, reported, write
 from common.checkpoint_io import load_model, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert
 from kinds.model_cost import attention
@@ -67,19 +65,6 @@ def measure(llama: PreTrainedModel, iha: PreTrainedModel, tokens: int, repeats: 
     return {**row, "ratios": ratios(seconds, "llama"), "predicted": ratios(read, "llama")}
 
 
-def plot(table: dict) -> Figure:
-    """Plot the time of a token of both models."""
-    found = span(row["ratios"]["iha / llama"] for row in table["rows"])
-    message = (
-        f"Converted with P = {PSEUDO_HEADS}, {table['checkpoint']} takes {found} times its source's time for a token"
-    )
-    names = [f"after {row['tokens']:,}" for row in table["rows"]]
-    times = {name: [1000 * row["seconds"][name] for row in table["rows"]] for name in ("llama", "iha")}
-    figure, (axes,) = plots.dot_panels(message, names, {"milliseconds for a token (lower is better)": times})
-    axes.set(ylabel="tokens", xlim=(0, 1.1 * axes.get_xlim()[1]))
-    return figure
-
-
 def main() -> None:
     args = PARSER.parse_args()
     logging.disable_progress_bar()
@@ -88,7 +73,7 @@ def main() -> None:
     rows = reported(measure(llama, iha, tokens, args.repeats) for tokens in args.tokens)
     setting = {"new_tokens": NEW_TOKENS, "checkpoint": "SmolLM2-135M-Instruct"}
     predicted_by = "values of weights and cache that are read"
-    write(args.out, "decode_model", rows, plot, dtype="float32", **setting, predicted_by=predicted_by)
+    write(args.out, "decode_model", rows, None, dtype="float32", **setting, predicted_by=predicted_by)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from benchmarks.options import RESULTS
+from benchmarks.options import OUTPUTS
 from common.command_io import UserError, one_line, read_json, run_cli, sole_writer, write_json
 
 
@@ -33,7 +33,8 @@ PARSER.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="wh
 PARSER.add_argument("--seconds", type=float, default=float("inf"), help="begin no form after so many (no limit)")
 PARSER.add_argument("--retry", action="store_true", help="try again what failed")
 PARSER.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too")
-PARSER.add_argument("--out", type=Path, default=RESULTS / "gpu", help="directory of the results")
+where = "directory of the results (outputs/benchmarks/gpu)"
+PARSER.add_argument("--out", type=Path, default=OUTPUTS / "gpu", help=where)
 if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 

@@ -16,14 +16,12 @@ import transformers
 from matplotlib.figure import Figure
 from transformers.cache_utils import Cache
 
-from benchmarks import options
 from common import plots
 from common.command_io import read_json, write_json
 from common.plots import save_plot
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
 
 
-RESULTS = options.RESULTS
 # Imported once for all processes that measure memory.
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.figure"]
 
@@ -193,21 +191,24 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def write_table(path: Path, table: dict, plot: Callable[[dict], Figure]) -> None:
-    """Write {path}.json and {path}.png, and print what the plot says above.
+def write_table(path: Path, table: dict, plot: Callable[[dict], Figure] | None) -> None:
+    """Write {path}.json and, unless `plot` is `None`, {path}.png, and print what the plot says above.
 
     `plot` draws what was written, so that the table alone gives the plot again (experiments/redraw.py).
     """
     write_json(path.with_suffix(".json"), table)
+    if plot is None:
+        print(f"Wrote {path}.json", flush=True)
+        return
     figure = plot(read_json(path.with_suffix(".json")))
     save_plot(figure, path.with_suffix(".png"))
     print(f"{figure.get_suptitle()}\nWrote {path}.json and .png", flush=True)
 
 
 def write(
-    out: Path, name: str, rows: list[dict], plot: Callable[[dict], Figure], benchmark: str = "", **setting
+    out: Path, name: str, rows: list[dict], plot: Callable[[dict], Figure] | None, benchmark: str = "", **setting
 ) -> None:
-    """Write {name}.json and {name}.png to the directory `out`.
+    """Write {name}.json and, unless `plot` is `None`, {name}.png to the directory `out`.
 
     Args:
         rows: the measurements; benchmarks/report.py says what a row holds.

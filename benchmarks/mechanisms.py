@@ -98,9 +98,10 @@ def plot(table: dict) -> Figure:
         if (row["part"], row["tokens"]) == ("training", longest)
     }
     within = sum(ratio <= 1.25 for ratio in slower.values())
+    interleaved = ", ".join(f"{name}: {ratio:.2f}" for name, ratio in slower.items() if name.startswith("iha"))
     message = (
         f"A training step of {longest:,} tokens takes at most 1.25 times that of 'mha' with {within} of {len(names)} "
-        "mechanisms"
+        f"mechanisms ({interleaved})"
     )
     series = {part: {} for part in PARTS}
     for row in rows:

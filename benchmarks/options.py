@@ -3,8 +3,11 @@
 import argparse
 from pathlib import Path
 
+from common.command_io import ROOT
 
-RESULTS = Path(__file__).resolve().parent / "results"
+
+RESULTS = ROOT / "benchmarks" / "results"  # what git tracks
+OUTPUTS = ROOT / "outputs" / "benchmarks"
 
 
 def arguments(doc: str, tokens: list[int], repeats: int = 3) -> argparse.ArgumentParser:
@@ -12,5 +15,6 @@ def arguments(doc: str, tokens: list[int], repeats: int = 3) -> argparse.Argumen
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=tokens, help=f"lengths in tokens ({tokens})")
     parser.add_argument("--repeats", type=int, default=repeats, help=f"timed runs of each form ({repeats})")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (benchmarks/results)")
+    where = "directory of the results (outputs/benchmarks; git tracks those of benchmarks/results)"
+    parser.add_argument("--out", type=Path, default=OUTPUTS, help=where)
     return parser

@@ -99,8 +99,8 @@ def default_lines(results: list[dict]) -> list[str]:
     return lines
 
 
-def render(results: dict[str, dict], defaults: list[dict]) -> str:
-    """Return the README as Markdown, from the results by name and those of default_form on each CPU."""
+def render(results: dict[str, dict], defaults: list[dict], plots: set[str]) -> str:
+    """Return the README as Markdown, from the results by name, those of default_form on each CPU, and the plots."""
     lines = [
         "# Benchmarks: targets and results",
         "`python -m benchmarks.report` writes this file from the JSON files beside it; `make bench` measures anew. "
@@ -122,7 +122,7 @@ def render(results: dict[str, dict], defaults: list[dict]) -> str:
     ]
     for name, result in results.items():
         versions = ", ".join(f"{package} {result[package]}" for package in ("python", "torch", "transformers"))
-        links = f"[{name}.json]({name}.json) | [{name}.png]({name}.png)"
+        links = f"[{name}.json]({name}.json) | " + f"[{name}.png]({name}.png)" * (name in plots)
         cells = (
             links,
             f"`{result['command']}`",
@@ -147,7 +147,7 @@ def main() -> None:
     results = {name: read_json(args.out / f"{name}.json") for name in names}
     defaults = [read_json(path) for path in sorted(args.out.glob("default_form/*.json"))]
     with whole_file(args.out / "README.md") as path:
-        path.write_text(render(results, defaults), encoding="utf-8")
+        path.write_text(render(results, defaults, {path.stem for path in args.out.glob("*.png")}), encoding="utf-8")
     print(f"Wrote {args.out / 'README.md'}")
 
 

@@ -24,6 +24,7 @@ import time
 import traceback
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import cache
@@ -40,7 +41,7 @@ from filelock import FileLock, Timeout
 ROOT = Path(__file__).resolve().parents[1]
 
 MAX_TEXT = 2**26  # bytes of a JSON file or of one row: far more than any record here
-MAX_YAML = 2**20  # bytes: PyYAML reads a megabyte in half a minute
+MAX_YAML = 2**17  # bytes: PyYAML reads a megabyte in half a minute
 MAX_EXPANSION = 100  # of the bytes of a compressed file: rows rarely shrink to a twentieth, and zeros to a thousandth
 # What acts on a terminal: controls but tab, line feed and carriage return, and marks that turn the order of letters.
 _ACTS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -538,8 +539,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     content = dict(pairs)
     if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"the key {next(key for key in counts if counts[key] > 1)!r} is given twice")
     return content
 
 
@@ -556,10 +557,16 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def read_yaml(path: str | os.PathLike, shape: Any = Any) -> Any:
     """Return what a YAML file holds, of the types that `shape` names: see `typed`. Raise `UserError`."""
-    text = read_text(path, MAX_YAML)
-    with refusing(f"{path} cannot be read as YAML", ValueError, RecursionError, yaml.YAMLError):
+    return parse_yaml(read_text(path, MAX_YAML), path, shape)
+
+
+def parse_yaml(text: str, source: str | os.PathLike, shape: Any = Any) -> Any:
+    """Return what a text in YAML that comes from `source` holds, as `read_yaml` does. Raise `UserError`."""
+    if len(text) > MAX_YAML:
+        raise UserError(f"{source} has more than {MAX_YAML:,} characters of YAML: expected fewer.")
+    with refusing(f"{source} cannot be read as YAML", ValueError, RecursionError, yaml.YAMLError):
         content = yaml.load(text, Loader=_UniqueKeyLoader)
-    return typed(content, shape, path)
+    return typed(content, shape, source)
 
 
 def read_lines(path: str | os.PathLike) -> Iterator[bytes]:

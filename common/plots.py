@@ -92,13 +92,15 @@ def ticks(axes: Axes, axis: str, places: Sequence[float]) -> None:
     getattr(axes, f"{axis}axis").set_minor_locator(NullLocator())
 
 
-def _plain_numbers(axes: Axes) -> None:
+def plain_numbers(axes: Axes) -> None:
     """Write 0.5 and 2,000 on logarithmic axes, between the powers of ten too where there are few of these."""
     plain = FuncFormatter(lambda value, _: f"{value:,.10g}" if 1e-3 <= abs(value) < 1e5 else f"{value:.0e}")
+    few = FuncFormatter(lambda value, place: plain(value, place) if f"{value:e}"[0] in "25" else "")
     for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
         if axis.get_scale() == "log" and not isinstance(axis.get_minor_locator(), NullLocator):
             axis.set_major_formatter(plain)
-            axis.set_minor_formatter(plain if max(low, high) < 12 * min(low, high) else NullFormatter())
+            ratio = max(low, high) / min(low, high)
+            axis.set_minor_formatter(plain if ratio < 12 else few if ratio < 100 else NullFormatter())
             axis.set_tick_params(which="minor", labelsize="small")
 
 
@@ -106,7 +108,7 @@ def save_plot(figure: Figure, path: Path) -> None:
     """Write a figure as PNG, with one legend below of all panels without a legend of their own."""
     named: dict[str, Artist] = {}
     for axes in figure.axes:
-        _plain_numbers(axes)
+        plain_numbers(axes)
         for handle, label in zip(*axes.get_legend_handles_labels()) if axes.get_legend() is None else ():
             named.setdefault(label, handle)
     if named:

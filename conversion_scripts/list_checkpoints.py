@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 from common.command_io import (
-    MAX_YAML,
     UserError,
     one_line,
     printable,
@@ -29,12 +28,12 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
-from yaml import YAMLError
 
 from common.checkpoint_io import load_config, weight_shapes
 from hub.checks import EVAL_RESULTS
 from hub.client import check_repo_id, hub_api, hub_errors, status_of
 from kinds import described
+from model_cards.render import MAX_CARD, parse_card
 from modeling_iha import IHAConfig
 from modeling_iha.configuration_interleaved import InterleavedConfig
 
@@ -90,8 +89,8 @@ def row(directory: Path, name: str, parameters: int | None, revision: str) -> li
     layers = Counter(layer_type.removesuffix("_attention") for layer_type in config.layer_types)
     window = f" of {config.sliding_window}" if config.sliding_window else ""
     path = directory / "README.md"
-    with refusing("Its card or results cannot be read", AttributeError, KeyError, TypeError, ValueError, YAMLError):
-        card = ModelCard(read_text(path, MAX_YAML)) if path.exists() else None
+    card = parse_card(read_text(path, MAX_CARD), path.name) if path.exists() else None
+    with refusing("Its results cannot be read", AttributeError, KeyError, TypeError, ValueError):
         results = _results(directory, card)
     cells = [
         name,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common.command_io import UserError, refusing, run_cli
+from common.command_io import UserError, read_text, run_cli
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,8 +40,7 @@ def parse_arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
-import yaml
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from common.checkpoint_io import load_config, load_in_clean_process
@@ -49,7 +48,7 @@ from common.foreign_code import CUSTOM_GENERATE, refuse_foreign_code
 from hub.checks import EVAL_RESULTS, LOADED_NAMES, check_checkpoint, check_links, check_secrets, checkpoint_files
 from hub.client import check_repo_id, commit_of, download, hub_api, hub_errors, snippet
 from kinds import is_ours
-from model_cards.render import render_card, with_name
+from model_cards.render import MAX_CARD, parse_card, render_card, with_name
 from modeling_iha.package import PACKAGE
 
 
@@ -146,9 +145,8 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
     config = load_config(directory)
     if not is_ours(config) and not path.is_file():
         raise UserError(f"{directory} holds no model card: write one, README.md, with license and base_model.")
-    with refusing(f"{path} has metadata that cannot be read", TypeError, ValueError, yaml.YAMLError):
-        text = path.read_text(encoding="utf-8-sig") if path.is_file() else render_card(config, repo_id)
-        card = ModelCard(text, ignore_metadata_errors=False)
+    text = read_text(path, MAX_CARD).removeprefix("\ufeff") if path.is_file() else render_card(config, repo_id)
+    card = parse_card(text, path)
     added = False
     for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):
         stated = card.data.get(name) or None

@@ -123,9 +123,10 @@ def plot(table: dict) -> Figure:
     compared = [row for row in table["rows"] if "lower_than_mha" in row]
     names = [row["configuration"] for row in compared]
     differences = [row["lower_than_mha"]["by"] for row in compared]
-    higher = sum(each["mean"] < 0 and each.get("p_holm", 1) < 0.05 for each in differences)
+    decided = [each["mean"] < 0 for each in differences if each.get("p_holm", 1) < 0.05]
     message = (
-        f"{higher} of {len(names)} configurations end above 'mha' (decided); in the paper each component ends below"
+        f"{decided.count(True)} of {len(names)} configurations end above 'mha' and {decided.count(False)} below "
+        "(decided); in the paper each component ends below"
     )
     papers = [row["lower_than_mha"]["paper_by"] for row in compared]
     diversity = {name: points([row[f"{name}_minus_mha"] for row in compared]) for name in CIRCUITS}

@@ -337,9 +337,8 @@ def plot(table: dict) -> Figure:
     """Plot the mean shares of wrong answers by step, and at the end of right ones by pattern."""
     rows, runs = table["rows"], table["runs"]
     ranked = sorted(rows, key=lambda row: -row["groups"]["all"]["seen"]["mean"])
-    named = ", ".join(f"{row['kind']} {row['groups']['all']['seen']['mean']:.2f}" for row in ranked[:3])
-    base = rows[0]["groups"]["all"]["seen"]["mean"]
-    figure, all_axes = plots.panels(f"Right answers for seen pairs: {named}; {rows[0]['kind']} {base:.2f}", 4, 2, 3.6)
+    named = ", ".join(f"{row['kind']} {row['groups']['all']['seen']['mean']:.2f}" for row in ranked)
+    figure, all_axes = plots.panels(f"Seen pairs right: {named}", 4, 2, 3.6)
     for axes, part, name in zip(all_axes, (1, 2), ("seen", "new")):
         for index, (kind, of_kind) in enumerate(runs.items()):
             steps = [point[0] for point in of_kind[0]["curve"]]

@@ -40,6 +40,7 @@ from benchmarks.decode_model import NEW_TOKENS, greedy
 from benchmarks.harness import medians
 from common import plots
 from experiments.language_models import FULL, SMALL, build, compare, plot_differences, size_of, sized
+from experiments.protocol import COUNTS
 from experiments.study import begin, write
 from kinds.model_cost import attention
 from modeling_iha import IHAForCausalLM
@@ -66,16 +67,22 @@ def add_prices(rows: list[dict]) -> None:
 def plot(table: dict) -> Figure:
     """Plot the differences from the smallest cache, and the price of a token."""
     rows = table["rows"]
-    other = rows[1]["minus_base"]["steps"]["difference"]
-    found = f"changes the loss by {other['mean']:.3f} ± {other['half_width'] or 0:.3f}"
+    base, *others = rows
+
+    def losses(budget: str) -> str:
+        found = ((row["variant"], row["minus_base"][budget]["difference"]) for row in others)
+        return ", ".join(f"{name} {each['mean']:.3f} ± {each['half_width'] or 0:.3f}" for name, each in found)
+
     message = (
-        f"Twice the cache ({rows[1]['variant']}) {found} nats per byte at equal steps, and takes more time for a token"
+        f"Loss minus that of {base['variant']}, at equal steps: {losses('steps')}; at equal FLOPs as the paper "
+        f"counts: {losses(COUNTS['paper'])}"
     )
     figure, (apart, price) = plots.panels(message, 2, height=2.6)
     plot_differences(apart, rows)
     names = [f"{row['variant']}, {row['cached_bytes']:,} bytes cached" for row in rows]
     plots.dots(price, names, {"_": [1000 * row["seconds_per_token"] for row in rows]})
-    price.set(xlabel=f"milliseconds for a token after {table['prompt']:,} (lower is better)", xlim=(0, None))
+    price.set(xlabel=f"milliseconds for a token after {table['prompt']:,} (lower is better)")
+    price.set_xlim(0, 1.1 * price.get_xlim()[1])
     return figure
 
 

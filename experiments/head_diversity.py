@@ -28,7 +28,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "models", nargs="+", type=model_source, metavar="MODEL", help="a directory, a Hub id or a GGUF file"
     )
-    parser.set_defaults(results=Path("outputs/head_diversity"))
     return parser.parse_args(argv)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from common.command_io import ROOT, path_from_root
 
 
-RESULTS = ROOT / "experiments" / "results"
+RESULTS = ROOT / "experiments" / "results"  # the tables and plots that git tracks
 
 
 class StudyParser(argparse.ArgumentParser):
@@ -43,9 +43,8 @@ def study_parser(
         parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
     if keeps_runs:
         parser.add_argument("--output", type=path_from_root, help=f"where runs are kept (outputs/{study})")
-    parser.add_argument(
-        "--results", type=path_from_root, default=RESULTS, help="where the table and the plot are written"
-    )
+    where = f"where the table and the plot are written (outputs/{study}; git tracks those of experiments/results)"
+    parser.add_argument("--results", type=path_from_root, help=where)
     if has_sizes:
         parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

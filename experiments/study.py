@@ -38,6 +38,7 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
         args.seeds = list(dict.fromkeys(args.seeds))
     if hasattr(args, "output"):
         args.output = args.output or Path("outputs") / args.name
+    args.results = args.results or Path("outputs") / args.name
     for suffix in ("json", "png"):
         check_output_file(args.results / f"{args.name}.{suffix}", replace=True)
 

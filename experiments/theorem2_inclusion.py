@@ -118,17 +118,24 @@ def parameters(kind: str, **overrides) -> int:
 
 
 def plot(table: dict) -> Figure:
-    """Plot the errors of the table, and the curves of layers that are drawn again."""
+    """Plot the largest errors of the table, and the curves of layers that are drawn again."""
     inclusion, seed = table["inclusion"], table["seeds"][0]
+
+    def largest(setting: str, selected: str) -> float:
+        return max(
+            row["error"]["max"] for row in inclusion if (row["setting"], row["selected"]) == (setting, selected)
+        )
+
     message = (
         "IHA can be MHA (errors of rounding: below 1e-14) where the right pseudo-head is selected, and more than MHA"
     )
     figure, (errors, curves) = plots.panels(message, 2, 2, 3.4)
-    for (setting, selected), marker in zip(product(SETTINGS, ("first", "last")), "os^vDdPX"):
-        rows = [row for row in inclusion if row["setting"] == setting and row["selected"] == selected]
-        found = [(row["pseudo_heads"], max(row["error"]["max"], 1e-17)) for row in rows]
-        errors.semilogy(*zip(*found), marker=marker, label=f"{setting}, {selected} selected")
-    errors.set(title="inclusion", xlabel="pseudo-heads P", ylabel="difference from MHA, worst seed")
+    found = {
+        f"the {selected} pseudo-head is selected": [largest(setting, selected) for setting in SETTINGS]
+        for selected in ("first", "last")
+    }
+    plots.dots(errors, list(SETTINGS), found)
+    errors.set(title="inclusion", xscale="log", xlabel="difference from MHA,\nworst of all seeds and P")
     scale = torch.linspace(-3, 3, 61, dtype=torch.float64)
     direction = torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     for (name, layer), style in zip(strict_layers(seed).items(), ("k-", "C8--", "C9-.")):

@@ -141,7 +141,7 @@ def plot(table: dict) -> Figure:
     loss.set(xlabel="step", ylabel="held-out loss, nats per token\n(lower is better)", yscale="log")
     tasks = {task: task for task in TASKS} | {"accuracy": "all"}
     plots.dots(accuracy, list(tasks.values()), {row["variant"]: points([row[name] for name in tasks]) for row in rows})
-    accuracy.set(xlabel="right answers, 95% interval (higher is better)", xlim=(0, None))
+    accuracy.set(xlabel="right answers, 95% interval\n(higher is better)", xlim=(0, None))
     return figure
 
 

@@ -9,13 +9,12 @@ one that the others differ from:
 - zero: without value offsets, so that the pseudo-heads start equal;
 - noise: as "zero", and normal noise of 0.02 on every entry of mixing and collapse, so that the start is not exact;
 - x1, x10, x200: the mixing at 1, 10, 200 times the backbone's rate;
-- mixing_only: the backbone's rate is 0;
+- mixing_only: the backbone's rate is too low to change a weight, and that of the mixing as in iha_2;
 - mha_x2: a control, "mha" at twice the rate: is there more in the mixing than a higher rate?
 
 A seed draws the rows of training and test, the same for all variants. An answer is right when greedy decoding gives
 these sentences and nothing else. `--full` is 20 million tokens, and has never run. The seeds come one after another.
-Writes also warm_start_mixing.png: how far each entry of the mixing went, and which pseudo-heads the collapse and the
-attention use.
+The table also has how far each entry of the mixing went, and which pseudo-heads the collapse and the attention use.
 
 example: python -m experiments.warm_start_variants --seeds 0 1 2
 """
@@ -47,6 +46,8 @@ class Variant(NamedTuple):
         start: "balanced", "zero" or "noise", see above.
         multiplier: the learning rate of the mixing, in units of RATE.
         rate: the learning rate of the backbone.
+
+    The mixing learns at `mixing_scale` times the backbone's rate.
     """
 
     pseudo_heads: int | None = 2
@@ -54,13 +55,17 @@ class Variant(NamedTuple):
     multiplier: float = 40
     rate: float = RATE
 
+    @property
+    def mixing_scale(self) -> float:
+        return RATE * self.multiplier / self.rate
+
 
 VARIANTS = {
     "mha": Variant(pseudo_heads=None),
     "mha_x2": Variant(pseudo_heads=None, rate=2 * RATE),
     "iha_2": Variant(),
     "iha_4": Variant(pseudo_heads=4),
-    "mixing_only": Variant(rate=0),
+    "mixing_only": Variant(rate=1e-30),
     "x1": Variant(multiplier=1),
     "x10": Variant(multiplier=10),
     "x200": Variant(multiplier=200),
@@ -143,25 +148,26 @@ def draw(size: dict, seed: int) -> tuple[list[dict], list[dict]]:
 def mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the mixing weights [layers, source head, head, P] and the collapse [layers, H, P] of an "iha" model."""
     layers = [layer.self_attn for layer in model.base_model.layers]
-    return {name: torch.stack([layer.get_submodule(name).weight.detach() for layer in layers]) for name in MIXING}
+    return {name: torch.stack([layer.get_submodule(name).value().detach() for layer in layers]) for name in MIXING}
 
 
 def base_model(variant: Variant, output: Path) -> Path:
     """Return the checkpoint that the variant starts from, and make it unless it is there."""
-    directory = output / "bases" / f"{variant.pseudo_heads or 'mha'}-{variant.start}"
+    kind = f"{variant.pseudo_heads}-{variant.start}-{variant.mixing_scale:g}" if variant.pseudo_heads else "mha"
+    directory = output / "bases" / kind
     if directory.exists():
         return directory
     model = load_model(smollm2_gguf())
     tokenizer = load_tokenizer(smollm2_gguf(), model.config.vocab_size)
     if variant.pseudo_heads:
         offsets = "balanced" if variant.start == "balanced" else "none"
-        model = convert(model, variant.pseudo_heads, value_offsets=offsets)
+        model = convert(model, variant.pseudo_heads, value_offsets=offsets, mixing_scale=variant.mixing_scale)
     if variant.start == "noise":
         generator = torch.Generator().manual_seed(0)
         for layer in model.base_model.layers:
             for name in MIXING:
                 weight = layer.self_attn.get_submodule(name).weight.data
-                weight += NOISE * torch.randn(weight.shape, generator=generator)
+                weight += NOISE / variant.mixing_scale * torch.randn(weight.shape, generator=generator)
     with new_directory(directory) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -273,7 +279,6 @@ def run(name: str, seed: int, size: dict, output: Path, device: str) -> dict:
         dataset_name=data,
         seed=seed,
         learning_rate=variant.rate,
-        mixing_learning_rate=RATE * variant.multiplier,
         per_device_train_batch_size=size["batch"],
         max_steps=size["steps"],
         eval_size=0,
@@ -353,41 +358,14 @@ def plot(table: dict) -> Figure:
     return figure
 
 
-def plot_mixing(rows: list[dict]) -> Figure:
-    """Plot a row of heat maps for each IHA.
-
-    They show how far the entries of query, key and value mixing went, and the shares of the pseudo-heads in the
-    collapse and in the attention by layer.
-    """
-    rows = [row for row in rows if "moved" in row]
-    message = "How far the mixing's entries moved from their start, and which pseudo-heads are used"
-    figure, all_axes = plots.panels(message, 5 * len(rows), 5, 1.9)
-    for line, row in zip(range(0, len(all_axes), 5), rows, strict=True):
-        maps = {
-            f"change of {name}": torch.tensor(row["moved"][name]).flatten(1) for name in ("q_mix", "k_mix", "v_mix")
-        }
-        maps |= {f"share of {name}": torch.tensor(row["use"][name]).T for name in ("collapse", "attention")}
-        for axes, (name, values) in zip(all_axes[line : line + 5], maps.items(), strict=True):
-            figure.colorbar(axes.imshow(values.numpy(), aspect="auto")).ax.tick_params(labelsize="x-small")
-            is_change = name.startswith("change")
-            axes.set_xlabel("head, pseudo-head" if is_change else "layer", fontsize="small")
-            axes.set_ylabel("source head" if is_change else "pseudo-head", fontsize="small")
-            axes.set_yticks(range(len(values)))
-            axes.set_title(f"{row['variant']}:\n{name}", fontsize="small")
-            axes.tick_params(labelsize="x-small")
-    return figure
-
-
 def write_results(args: argparse.Namespace, runs: dict[tuple[str, int], dict], **content) -> None:
-    """Write the table and the plots of the runs that have finished."""
+    """Write the table and the plot of the runs that have finished."""
     rows = [summary(name, runs) for name in dict.fromkeys(name for name, _ in runs)]
     correct_by_holm([row[key] for row in rows for key in ("minus_mha", "minus_mha_x2") if key in row])
     kept = [
         {"variant": name, "seed": seed, **{key: run[key] for key in ("test", "train")}}
         for (name, seed), run in runs.items()
     ]
-    if any("moved" in row for row in rows):
-        plots.save_plot(plot_mixing(rows), args.results / f"{args.name.replace('variants', 'mixing')}.png")
     write(args, plot, **content, rows=rows, runs=kept)
 
 

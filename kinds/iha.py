@@ -110,10 +110,9 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
 COMPANION = Companion(
     card="Interleaved Head Attention: every head is a learned combination of all heads, and every token takes part "
     "in attention as {config.num_pseudo_heads} interleaved virtual tokens. The KV cache holds base keys and values "
-    "only, so it is as large as that of the same model with ordinary attention; in vLLM it holds those of all "
-    "virtual tokens.",
-    paper="Duvvuri, Ekbote, Bansal, Tiwari, Khatri, Brandfonbrener, Liang, Dhillon and Zaheer, "
-    "Interleaved Head Attention",
+    "only, so it is as large as that of the same model with ordinary attention.",
+    paper="Duvvuri, Ekbote, Bansal, Tiwari, Khatri, Brandfonbrener, Liang, Dhillon and Zaheer, 2026, "
+    "[Interleaved Head Attention](https://arxiv.org/abs/2602.21371)",
     cost=cost,
     start=start,
     deviations=deviations,

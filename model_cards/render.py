@@ -17,7 +17,17 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from common.command_io import MAX_YAML, ROOT, UserError, read_json, read_text, run_cli, typed, whole_file
+from common.command_io import (
+    ROOT,
+    UserError,
+    parse_yaml,
+    read_json,
+    read_text,
+    refusing,
+    run_cli,
+    typed,
+    whole_file,
+)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,6 +47,7 @@ import torch
 import yaml
 from annotated_types import Ge, Interval
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import AutoModel
 from transformers.utils import cached_file
 from typing_extensions import TypedDict
@@ -50,7 +61,10 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
-VLLM = 'vLLM serves "iha" and "mha" layers with the plugin of the code (vllm_iha); '
+MAX_CARD = 2**20  # bytes
+VLLM = (
+    'vLLM serves "iha" and "mha" layers with the plugin of the code (vllm_iha), and caches virtual tokens of "iha"; '
+)
 NOT_EVALUATED = "Not evaluated."
 # Tasks of evaluation/ whose benchmark has a leaderboard on the Hub: dataset, its task, our metric, and the test rows.
 HUB_BENCHMARKS = {
@@ -105,6 +119,19 @@ class Results(TypedDict):
 
 
 # Text for cards
+
+
+def metadata(card: str, source: str | os.PathLike) -> dict:
+    """Return the metadata of a card, the text of a README.md, without what `read_yaml` refuses. Raise `UserError`."""
+    block = REGEX_YAML_BLOCK.search(card)
+    return (block and parse_yaml(block[2], f"The metadata of {source}", dict | None)) or {}
+
+
+def parse_card(card: str, source: str | os.PathLike = "the card") -> ModelCard:
+    """Return the card of a text. Raise `UserError` for metadata that `metadata` or the Hub's library refuses."""
+    metadata(card, source)
+    with refusing(f"The metadata of {source} cannot be read", AttributeError, KeyError, TypeError, ValueError):
+        return ModelCard(card)
 
 
 def one_printable_line(text: object) -> str:
@@ -219,7 +246,8 @@ def _stated(source: str, name: str) -> str | None:
     if Path(source).is_file():  # a GGUF file: as an id of the Hub it would be asked for again and again
         return None
     try:
-        value = ModelCard.load(str(cached_file(source, "README.md")), ignore_metadata_errors=True).data.get(name)
+        path = cached_file(source, "README.md")
+        value = metadata(read_text(path, MAX_CARD), path).get(name)
     except Exception:
         return None
     return one_printable_line(value) if isinstance(value, str) else None
@@ -320,7 +348,7 @@ def with_name(card: str, name: str) -> str:
     Such a name is the Hub id under which the checkpoint is published. A stranger's card stays as it is, and so does a
     title that somebody has given the card.
     """
-    name, edited = one_printable_line(name), ModelCard(card)
+    name, edited = one_printable_line(name), parse_card(card)
     lines = {
         r"^name = (.*)$": f"name = {json.dumps(name, ensure_ascii=False)}",
         r"^name=.*$": f"name={shlex.quote(name)}",
@@ -343,7 +371,7 @@ def with_results(card: str, name: str, results: dict, twin: tuple[str, dict] | N
 
     Its metadata gets the figures of `_model_index`. `twin` is the title and the results of a model to set beside.
     """
-    edited = ModelCard(card)
+    edited = parse_card(card)
     section = f"## Evaluation\n\n{_evaluation(results, twin)}\n\n"
     edited.text, replaced = re.subn(
         r"^## Evaluation\n.*?(?=^## |\Z)", lambda _: section, edited.text, count=1, flags=re.MULTILINE | re.DOTALL
@@ -436,7 +464,7 @@ def update(directory: Path, name: str | None = None, results: dict | None = None
     path, folder = directory / "README.md", directory / ".eval_results"
     if links := [place for place in (path, folder, *folder.glob("*")) if place.is_symlink()]:
         raise UserError(f"{links[0]} is a link, and a file elsewhere would change: put the file itself there.")
-    card = read_text(path, MAX_YAML)
+    card = read_text(path, MAX_CARD)
     if name is not None:
         card = with_name(card, name)
     if results is not None:

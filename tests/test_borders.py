@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -109,6 +110,7 @@ BOMB = gzip.compress(b'{"a": 1}\n' * 10**5, mtime=0)
     [
         (read_json, b'{"a": ' * 10**5, "cannot be read as JSON"),
         (read_json, b'{"a": 1, "a": 2}', "cannot be read as JSON: the key 'a' is given twice"),
+        (read_json, b"{%s}" % b",".join(b'"%d": 1' % min(n, 99998) for n in range(10**5)), "'99998' is given twice"),
         (read_json, b'{"a": "\xff"}', "cannot be read: 'utf-8' codec"),
         (read_json, b" " * 2000, "has more than 1,000 bytes"),
         (read_json, b"[]", r"it is \[\]: expected a valid dictionary"),
@@ -129,8 +131,10 @@ def test_what_is_read_is_bounded(read, content, words, tmp_path, monkeypatch):
     monkeypatch.setattr(command_io, "MAX_YAML", 1000)
     path = tmp_path / "file"
     path.write_bytes(content)
+    start = time.process_time()
     with pytest.raises(UserError, match=f"^{re.escape(str(path))}.*{words}"):
         list(read(path))
+    assert time.process_time() - start < 5
 
 
 class Figure(TypedDict):

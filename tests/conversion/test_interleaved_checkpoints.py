@@ -70,7 +70,8 @@ def test_commands_take_it(name, place, tmp_path, monkeypatch, capsys):
     assert rows[f"{name}-iha"] == [f"iha, {kind}", "2", schedule] and name not in rows
     card = render_card(load_config(directory), "me/model")
     assert f'- "{kind}": the base model\'s own layer.' in card
-    assert "vLLM, SGLang and llama.cpp do not run it" in card
+    assert "vLLM, SGLang and llama.cpp do not run it" in card and card.count("vLLM") == 1
+    assert "(https://arxiv.org/abs/2602.21371)" in card
     assert "--lora_modules_to_save collapse k_mix q_mix v_mix" in card
 
 

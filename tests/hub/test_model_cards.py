@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from copy import deepcopy
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tiny_training import byte_tokenizer
 from checkpoints import make_checkpoints
 from common.checkpoint_io import fingerprint
 from common.command_io import UserError, read_json
+from conversion_scripts import list_checkpoints, push_to_hub
 from evaluation.data import MANIFEST
 from kinds.model_cost import model as cost_of_model
 from model_cards import render
@@ -160,6 +162,28 @@ def test_the_command_adds_results_and_renames(checkpoint, tmp_path, cli):
     assert code == 0 and (checkpoint / "README.md").read_text(encoding="utf-8") == card.replace("me/iha", "me/other")
     titled = card.replace("\n# me/iha\n", "\n# A title of my own\n")
     assert "\n# A title of my own\n" in (renamed := with_name(titled, "me/other")) and "me/iha" not in renamed
+
+
+LISTS = "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}'])}]\n" for n in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        (f"a0: &a0 [x]\n{LISTS}base_model: *a8", "an alias"),
+        ("\n".join(f"k{n}: 1" for n in range(100_000)), "has more than 131,072 characters of YAML"),
+        ("license: mit\nlicense: x", "the key 'license' is given twice"),
+    ],
+)
+def test_a_card_that_would_take_minutes_is_refused_at_once(metadata, words, checkpoint, cli):
+    (checkpoint / "README.md").write_text(f"---\n{metadata}\n---\n")
+    start = time.process_time()
+    push = (push_to_hub, checkpoint, "me/iha", "--license", "mit", "--base-model", "none", "--dry-run")
+    for command in ((list_checkpoints, checkpoint), push, (render, checkpoint, "--name", "me/iha")):
+        code, _, error = cli(*command)
+        assert code == 1 and re.search(f"[Tt]he metadata of .*{words}", error), error
+    assert render.source_license(str(checkpoint)) is None
+    assert time.process_time() - start < 5
 
 
 def test_a_card_of_somebody_else_keeps_its_words():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from benchmarks import (
     any_decoder,
     decode_model,
     default_form,
+    gpu,
     harness,
     layer,
     mechanisms,
@@ -20,7 +22,7 @@ from benchmarks import (
     schedule,
     training_plan,
 )
-from common.command_io import UserError
+from common.command_io import ROOT, UserError
 from modeling_iha import cpu_precision
 
 
@@ -50,6 +52,11 @@ def results(tmp_path_factory):
     return directory
 
 
+def test_nothing_that_git_tracks_is_written_unless_told():
+    for script in (*COMMANDS, any_decoder, default_form, gpu):
+        assert script.PARSER.parse_args([]).out.is_relative_to(ROOT / "outputs")
+
+
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.__name__)
 def test_results(results, script):
     name = script.__name__.removeprefix("benchmarks.")
@@ -57,7 +64,7 @@ def test_results(results, script):
     assert table["command"].startswith(f"python -m benchmarks.{name} ")
     assert table["threads"] in (1, [1])
     assert table["torch"] == torch.__version__ and table["predicted_by"]
-    assert (results / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not hasattr(script, "plot") or (results / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert table["rows"]
     for row in table["rows"]:
         measured = {**row["seconds"], **row["ratios"], **row.get("extra_bytes", {})}
@@ -81,6 +88,8 @@ def test_report(results, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["report.py", "--out", str(results)])
     report.main()
     lines = (results / "README.md").read_text().splitlines()
+    linked = set(re.findall(r"\]\((\w+\.\w+)\)", "".join(lines)))
+    assert linked == {path.name for path in results.iterdir() if path.suffix in (".json", ".png")}
     first, second = (next(line for line in lines if f"| {target.title} |" in line) for target in (reached, missed))
     assert first.endswith("| yes |  |") and second.endswith("| **no** | for a reason |")
     for target in targets[2:]:

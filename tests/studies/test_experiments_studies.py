@@ -100,6 +100,18 @@ def test_training_stops_when_the_validation_loss_no_longer_falls(monkeypatch):
     assert len(run["curves"]) == 7 and run["epoch"] == 4 and run["test"] == 0.04
 
 
+def test_a_study_writes_to_its_outputs_unless_told_where(tmp_path, monkeypatch):
+    for words, results in (
+        ([], "outputs/relation_composition"),
+        (["--full"], "outputs/relation_composition_full"),
+        (["--results", "mine"], "mine"),
+    ):
+        monkeypatch.chdir(tmp_path)
+        args = relation_composition.parse_arguments(words)
+        study.begin(args)
+        assert args.results == (tmp_path / results if "--results" in words else Path(results))
+
+
 def test_intervals_over_seeds():
     """Expect Student's t for the mean of 1, 2, 3, 4, 5: 3 ± 2.776 * sqrt(2.5 / 5)."""
     values = [1.0, 2.0, 3.0, 4.0, 5.0]

@@ -393,9 +393,15 @@ def test_a_table_names_its_command_and_has_the_value_of_every_seed(study):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_plot_is_drawn_from_its_table(name):
-    """Draw it 800 pixels wide, with its message, and no two lines that look alike."""
+    """Draw it 800 pixels wide, with its message, numbers on logarithmic axes, and no two lines that look alike."""
     figure = import_module(study_of(name)).plot(read_json(TABLES[name]))
     assert figure.get_suptitle() and figure.get_size_inches()[0] * plots.DOTS_PER_INCH == 800
     for axes in figure.axes:
         named = [(line.get_color(), line.get_linestyle()) for line in axes.lines if line.get_label()[0] != "_"]
         assert len(named) == len(set(named)), "two lines look alike"
+        plots.plain_numbers(axes)
+        for place, axis in enumerate((axes.xaxis, axes.yaxis)):
+            low, high = axis.get_view_interval()
+            labels = axis.get_ticklabels(which="both")
+            numbers = [each for each in labels if each.get_text() and low <= each.get_position()[place] <= high]
+            assert axis.get_scale() != "log" or len(numbers) > 1, "a logarithmic axis with fewer than two numbers"
