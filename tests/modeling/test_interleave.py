@@ -45,6 +45,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    TextGenerationPipeline,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -324,7 +325,7 @@ def test_layers_and_windows_of_the_paper():
         (
             lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_ff=32, num_layers=1)),
             {},
-            "no class of Transformers",
+            "t5 has an encoder",
         ),
     ],
 )
@@ -334,6 +335,15 @@ def test_what_is_refused(make, options, message):
     with pytest.raises(ValueError, match=message):
         interleave_heads(model, **{"num_pseudo_heads": 2, **options})
     assert model.state_dict().keys() == state.keys()
+
+
+def test_what_holds_a_model_is_refused():
+    as_fsdp2_names_it = {"__module__": "torch.distributed.fsdp._fully_shard"}
+    sharded = type("FSDPLlamaForCausalLM", (LlamaForCausalLM,), as_fsdp2_names_it)(LlamaConfig(**SIZES))
+    with pytest.raises(ValueError, match="FSDPLlamaForCausalLM is no model of Transformers: .* before PEFT, FSDP"):
+        interleave_heads(sharded, 2)
+    with pytest.raises(ValueError, match="TextGenerationPipeline is no model: pass its `model`"):
+        interleave_heads(object.__new__(TextGenerationPipeline), 2)
 
 
 def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
