@@ -134,7 +134,7 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
     (tmp_path / "outputs" / "smollm2-iha").mkdir(parents=True)
     with pytest.raises(UserError, match=r"outputs/smolm2-iha is no directory: did you mean outputs/smollm2-iha\?$"):
         locate_checkpoint("outputs/smolm2-iha")
-    with pytest.raises(UserError, match="outputs/final is no directory, and outputs is one: expected a directory in it"):
+    with pytest.raises(UserError, match="outputs/final is no directory, and outputs is one: expected"):
         locate_checkpoint("outputs/final")
     with pytest.raises(UserError, match=r"output is no directory: did you mean outputs\?$"):
         locate_checkpoint("output")
