@@ -147,7 +147,8 @@ def _explained(error: BaseException, arguments: list[str]) -> str:
         return one_line(error)
     name = getattr(error, "name", None) or ""
     if isinstance(error, ModuleNotFoundError) and name and find_spec(name := name.partition(".")[0]) is None:
-        how = 'pip install "modeling-iha[scripts,evaluation]"; in a checkout give -e ".[scripts,evaluation]"'
+        extras = "serve" if name == "uvicorn" else "scripts,evaluation"
+        how = f'pip install "modeling-iha[{extras}]"; in a checkout give -e ".[{extras}]"'
         return f"the package {name} is not installed: {how}."
     ours = [call for call in traceback.extract_tb(error.__traceback__) if "site-packages" not in call.filename]
     doing = printable(" ".join([Path(arguments[0]).name, *arguments[1:]]))

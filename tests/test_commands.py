@@ -13,6 +13,7 @@ import sys
 import pytest
 from helpers import DOCUMENTS
 
+import modeling_iha
 from common.command_io import ROOT, UserError, locate_checkpoint, new_directory, run_cli
 from iha_commands.run import COMMANDS as COMMANDS_OF_IHA
 from modeling_iha import convert
@@ -139,6 +140,22 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"output is no directory: did you mean outputs\?$"):
         locate_checkpoint("output")
     assert locate_checkpoint("gpt2") == ("gpt2", {}) and locate_checkpoint("me/outputs") == ("me/outputs", {})
+
+
+def test_a_hint_names_an_extra_that_exists():
+    program = "import common.command_io as c; c.find_spec = lambda _: None; raise ModuleNotFoundError(name='uvicorn')"
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "modeling-iha[serve]" in process.stderr
+    extras = re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)
+    for path in (*(ROOT / document for document in DOCUMENTS), *ROOT.glob("*/*.py")):
+        named = re.findall(r'"(?:modeling-iha|\.)\[([\w,]+)\]', path.read_text(encoding="utf-8"))
+        assert {extra for each in named for extra in each.split(",")} <= {*extras}, path
+
+
+def test_the_version_is_said_once():
+    command = [sys.executable, ROOT / "iha_commands" / "run.py", "--version"]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stdout == f"iha {modeling_iha.__version__}\n"
 
 
 def test_an_option_is_taken_with_hyphens_and_underscores(monkeypatch):
