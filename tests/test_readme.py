@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import json
 import re
 import runpy
 import shlex
@@ -20,6 +21,7 @@ from common.command_io import ROOT, UserError, read_json
 from experiments import first_screen
 from experiments.redraw import FIGURES, TABLES
 from modeling_iha import IHAForCausalLM
+from modeling_iha.mixing import mixing_parameters
 from sft.arguments import RecipeParser
 
 
@@ -245,3 +247,27 @@ def test_the_examples_of_helps_run(tmp_path, monkeypatch):
                 patch.setattr(argparse.ArgumentParser, "parse_args", lambda *given: and_stop(parse, *given))
                 patch.setattr(RecipeParser, "parse", lambda *given: and_stop(recipe, *given))
                 run(example, TINY_ARGUMENTS)
+
+
+def base_and_rows(directory: Path) -> list[str]:
+    """Save a tiny base model and rows, and return their paths."""
+    tokenizer = byte_tokenizer()
+    tiny_source(vocab_size=len(tokenizer), num_hidden_layers=2).save_pretrained(directory / "base")
+    tokenizer.save_pretrained(directory / "base")
+    (directory / "rows").mkdir()
+    rows = [{"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}] * 16
+    (directory / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(directory / "base"), str(directory / "rows")]
+
+
+@pytest.mark.parametrize("name", ["sft", "lora", "from_scratch"])
+def test_an_example_trains_and_loads_what_it_saved(name, tmp_path, monkeypatch):
+    path = ROOT / "examples" / f"{name}.py"
+    given = [str(path)] if name == "from_scratch" else base_and_rows(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(path), *given, str(tmp_path / "out"), "--max_steps", "2"])
+    left = runpy.run_path(str(path))
+    trained, loaded, tokens = left["trainer"].model.eval(), left["loaded"].eval(), torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert trained(tokens).logits.equal(loaded(tokens).logits)
+    assert max(weight.abs().max() for weight in mixing_parameters(trained)) > 0
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
