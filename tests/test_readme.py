@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import inspect
 import json
 import re
 import runpy
@@ -16,6 +17,7 @@ from helpers import DOCUMENTS
 from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer, preset_config, saved
 
+import modeling_iha
 from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
 from common.command_io import ROOT, UserError, read_json
 from experiments import first_screen
@@ -100,6 +102,18 @@ def test_the_figure_is_what_its_script_draws(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["draw_iha.py", str(tmp_path / "iha.svg")])
     runpy.run_path(str(ROOT / "docs" / "figures" / "draw_iha.py"), run_name="__main__")
     assert (tmp_path / "iha.svg").read_bytes() == (ROOT / "docs" / "figures" / "iha.svg").read_bytes()
+
+
+def test_the_arguments_are_those_of_docstrings_and_helps(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["write_api.py", str(tmp_path / "API.md")])
+    runpy.run_path(str(ROOT / "docs" / "write_api.py"), run_name="__main__")
+    page = (ROOT / "docs" / "API.md").read_text(encoding="utf-8")
+    assert (tmp_path / "API.md").read_text(encoding="utf-8") == page
+    declared = {"IHAConfig": modeling_iha.IHAConfig.__annotations__}
+    declared["interleave_heads"] = inspect.signature(modeling_iha.interleave_heads).parameters
+    for name, arguments in declared.items():
+        assert {*re.findall(r"^- `(\w+)`", section(page, name), re.MULTILINE)} == {*arguments}
+    assert all(name in page for name in modeling_iha.__all__)
 
 
 def test_the_plot_of_the_first_screen_shows_its_tables():
