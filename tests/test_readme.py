@@ -116,6 +116,11 @@ def test_the_arguments_are_those_of_docstrings_and_helps(tmp_path, monkeypatch):
     assert all(name in page for name in modeling_iha.__all__)
 
 
+def test_the_model_types_are_counted():
+    types = (ROOT / "docs" / "MODEL_TYPES.md").read_text(encoding="utf-8")
+    assert f"any decoder of the {re.search(r'^## Exact: ([0-9]+) types', types, re.MULTILINE)[1]} types" in README
+
+
 def test_the_plot_of_the_first_screen_shows_its_tables():
     losses, prefill = (read_json(TABLES[name]) for name in FIGURES["first_screen"])
     figure, rows = first_screen.plot(losses, prefill), {row["variant"]: row for row in losses["rows"]}

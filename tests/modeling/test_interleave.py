@@ -46,9 +46,14 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     TextGenerationPipeline,
+    Trainer,
+    TrainingArguments,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
+from checkpoints.untrained import byte_tokenizer
 from common.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, remove_interleaving
 from modeling_iha.configuration_interleaved import TASKS
@@ -335,6 +340,20 @@ def test_what_is_refused(make, options, message):
     with pytest.raises(ValueError, match=message):
         interleave_heads(model, **{"num_pseudo_heads": 2, **options})
     assert model.state_dict().keys() == state.keys()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: interleave_heads(decoder("llama"), 2), lambda: IHAForCausalLM(IHAConfig(**SIZES))]
+)
+def test_trainer_and_pipelines_know_a_causal_language_model(make, tmp_path):
+    model, tokens = make(), random_ids(2, 9)
+    arguments = TrainingArguments(tmp_path, label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    trainer = Trainer(model, arguments)
+    smoothed = trainer.label_smoother(model(tokens), tokens, shift_labels=True)
+    assert_close(trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens}), smoothed)
+    with CaptureLogger(logging.get_logger("transformers.pipelines.base")) as log:
+        TextGenerationPipeline(model, byte_tokenizer())
+    assert "not supported" not in log.out
 
 
 def test_what_holds_a_model_is_refused():
