@@ -1,30 +1,54 @@
+import runpy
+from pathlib import Path
+
 from setuptools import setup
 
 
+HERE = Path(__file__).resolve().parent
 # The commands that `iha` runs come along inside iha_commands: their names are too common for anybody's site-packages.
 ROOMS = ["common", "kinds", "model_cards", "hub", "conversion_scripts"]
 
 setup(
     name="modeling-iha",
-    version="0.1.0",
+    version=runpy.run_path(str(HERE / "iha_commands" / "__init__.py"))["__version__"],
     description="Interleaved Head Attention for Hugging Face Transformers",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The modeling_iha authors",
+    project_urls={"Paper": "https://arxiv.org/abs/2602.21371"},
+    keywords=["attention", "interleaved head attention", "language models", "transformers", "pytorch"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=["modeling_iha", "configuration_iha", "iha_commands", *(f"iha_commands.{room}" for room in ROOMS)],
     py_modules=["iha_commands.benchmarks.cost"],
     package_dir={f"iha_commands.{room}": room for room in (*ROOMS, "benchmarks")},
     package_data={
-        "configuration_iha": ["*.json"],
+        "modeling_iha": ["py.typed"],
+        "configuration_iha": ["*.json", "py.typed"],
         "iha_commands.model_cards": ["template.md"],
         "iha_commands.conversion_scripts": ["verify_text.txt"],
     },
     entry_points={"console_scripts": ["iha = iha_commands.run:main"]},
     python_requires=">=3.11",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     install_requires=["torch>=2.11", "transformers>=5.17,<6", "accelerate", "safetensors", "pydantic"],
     extras_require={
         # What GGUF files, fine-tuning, the studies and the other commands of a checkout need.
         "scripts": [
             *("datasets", "gguf", "matplotlib", "networkx", "peft", "plotly", "reasoning-gym", "scipy", "trl"),
         ],
+        # What `iha serve` needs.
+        "serve": ["transformers[serving]"],
         # What `python -m evaluation.run` needs beside "scripts".
         "evaluation": ["lm_eval", "markdown-it-py", "math-verify[antlr4-13-2]", "nltk", "wonderwords"],
         # What `python -m conversion_scripts.export` needs for `--format onnx` and `--format openvino`.

@@ -27,6 +27,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from io import BufferedIOBase, BufferedReader
@@ -110,15 +111,17 @@ def _with_hyphens(word: str) -> str:
     return name.replace("_", "-") + equals + value if re.fullmatch(r"--\w[\w-]*", name) else word
 
 
-def _name_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print one line on a package that a command imports and that is not installed, and else the traceback."""
-    if isinstance(error, ModuleNotFoundError):
+def _end_of_imports(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print one line on an interrupt or a package that is not installed, and else the traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        print("Interrupted.", file=sys.stderr)
+    elif isinstance(error, ModuleNotFoundError):
         print(f"Error: {_explained(error, sys.argv)}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = _name_missing_package  # commands import between their two calls of `run_cli`
+sys.excepthook = _end_of_imports  # commands import between their two calls of `run_cli`
 
 
 class _Escaped:
@@ -145,7 +148,8 @@ def _explained(error: BaseException, arguments: list[str]) -> str:
         return one_line(error)
     name = getattr(error, "name", None) or ""
     if isinstance(error, ModuleNotFoundError) and name and find_spec(name := name.partition(".")[0]) is None:
-        how = 'pip install "modeling-iha[scripts,evaluation]"; in a checkout give -e ".[scripts,evaluation]"'
+        extras = "serve" if name == "uvicorn" else "scripts,evaluation"
+        how = f'pip install "modeling-iha[{extras}]"; in a checkout give -e ".[{extras}]"'
         return f"the package {name} is not installed: {how}."
     ours = [call for call in traceback.extract_tb(error.__traceback__) if "site-packages" not in call.filename]
     doing = printable(" ".join([Path(arguments[0]).name, *arguments[1:]]))
@@ -218,8 +222,9 @@ def progress(what: str, every: float = 5) -> Iterator[None]:
 def locate_checkpoint(source: str | os.PathLike) -> tuple[str, dict]:
     """Return the first argument of `from_pretrained` for `source` and, for a GGUF file, its keyword argument.
 
-    Raise `UserError` for what is no directory, GGUF file or Hub id, and for a directory with a folder, a FIFO or a
-    broken link in the place of a file, which a load would pass over in silence or wait for.
+    Raise `UserError` for what is no directory, GGUF file or Hub id, and for a name that looks like a mistyped path:
+    its folder exists, or the current directory has one of nearly this name. Raise it too for a directory with a
+    folder, a FIFO or a broken link in the place of a file, which a load would pass over in silence or wait for.
     """
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
@@ -231,6 +236,13 @@ def locate_checkpoint(source: str | os.PathLike) -> tuple[str, dict]:
             if file.suffix in LOADED and not file.is_file():
                 raise UserError(f"{file} is no file, or a link to none: remove it, or fetch what it stood for.")
         return str(path), {}
+    if path.parent.is_dir():  # a mistyped path: to ask the Hub takes a minute without a network
+        here = [each.name for each in path.parent.iterdir() if each.is_dir()]
+        near = get_close_matches(path.name, here, 1, 0.85)
+        if near or path.parent != Path():
+            there = f"{path.parent} is one: expected a directory in it, or a Hub id such as org/name."
+            hint = f": did you mean {path.with_name(near[0])}?" if near else f", and {there}"
+            raise UserError(f"{source} is no directory{hint}")
     from huggingface_hub.utils import HFValidationError, validate_repo_id  # here: --help must not wait for it
 
     try:

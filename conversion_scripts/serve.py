@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from common.command_io import UserError, refusing, run_cli
+from common.command_io import UserError, locate_checkpoint, refusing, run_cli
 
 
 def answer_help() -> None:
@@ -123,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "@" in model and os.path.isdir(model):
             why = "the server takes what follows @ for a revision of another model"
             raise UserError(f"{model}: {why}. Rename the directory.")
+        if model:
+            locate_checkpoint(model.partition("@")[0])
         # The model is loaded before the server starts; the type of the error depends on the library that reads it.
         with refusing(f"The server cannot start with {model or 'these options'}", Exception):
             if not options["trust_remote_code"] and os.path.isdir(model):

@@ -18,6 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOMS = HERE if (HERE / "common").is_dir() else HERE.parent  # of a wheel, or of a checkout
+VERSION = runpy.run_path(str(HERE / "__init__.py"))["__version__"]  # by path too, as `_run` starts this file
 COMMANDS = {
     "convert": "conversion_scripts.convert_llama_to_iha",
     "verify": "conversion_scripts.verify_conversion",
@@ -33,6 +34,7 @@ COMMANDS = {
 def main() -> None:
     """Run the command that the first argument names, with the other arguments."""
     parser = argparse.ArgumentParser("iha", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     parser.add_argument("command", choices=COMMANDS, help="`iha COMMAND --help` says what it does and takes")
     name = parser.parse_args(sys.argv[1:2]).command
     sys.argv = [f"iha {name}", *sys.argv[2:]]

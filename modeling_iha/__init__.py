@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from iha_commands import __version__ as __version__
+
 from .configuration_iha import IHAConfig
 from .interleave import LocalInterleavedConfig, interleave_heads, remove_interleaving
 from .modeling_iha import (

@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Configure the IHA model: Llama's fields, and the attention mechanism of each layer."""
+"""Configure the IHA model: Llama's fields, and each layer's mechanism. The folder `configuration_iha` has presets."""
 
 from dataclasses import fields
 from difflib import get_close_matches

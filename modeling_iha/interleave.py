@@ -195,7 +195,10 @@ def deviations(
 
 
 def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: int | None) -> None:
-    if not isinstance(model, PreTrainedModel):
+    if isinstance(model, transformers.Pipeline):
+        raise ValueError(f"{type(model).__name__} is no model: pass its `model`.")
+    # FSDP2 turns a model into one of a class that PyTorch makes.
+    if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("torch."):
         raise ValueError(
             f"{type(model).__name__} is no model of Transformers: interleave the heads before PEFT, FSDP or "
             "DistributedDataParallel wrap the model."
@@ -216,14 +219,15 @@ def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: i
         raise ValueError(f'collapse is {collapse!r}: expected "per_head" or "all_heads".')
     if seed is not None and not isinstance(seed, int):
         raise ValueError(f"seed is {seed!r}: expected an integer or None.")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{config.model_type} has an encoder, and interleaving is defined for causal self-attention alone: pass a "
+            "decoder, such as AutoModelForCausalLM loads."
+        )
     if not type(model).__module__.startswith("transformers.") or _class_name(model) is None:
         raise ValueError(
             f"{type(model).__name__} is no class of Transformers that its Auto classes load for a decoder: a saved "
             "checkpoint could not be loaded."
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{config.model_type} has an encoder: interleaving is defined for causal self-attention alone."
         )
     if any(weight.is_meta for weight in model.parameters()) and not hasattr(model, "hf_device_map"):
         raise ValueError("The model is on the meta device and has no weights: load it first.")

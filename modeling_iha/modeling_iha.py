@@ -13,6 +13,7 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaForCausalLM,
@@ -32,6 +33,10 @@ from .interleaving import keep_start
 from .mask_inputs import MaskInputs, MaskKey
 from .masks import LayerMask, choose_form, create_masks
 from .paged_requests import PagedRequests, keep_page_edge, requests_config
+
+
+# By this name Trainer's label smoothing shifts the labels, and a pipeline knows the model.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["iha"] = "IHAForCausalLM"
 
 
 class IHARotaryEmbedding(LlamaRotaryEmbedding):

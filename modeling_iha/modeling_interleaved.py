@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_interleaved import config_class
 from .interleaving import (
@@ -41,6 +42,9 @@ from .interleaving import (
     window_attention,
 )
 
+
+# By this name Trainer's label smoothing shifts the labels, and a pipeline knows the model.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForCausalLM"
 
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 # What attention modules and masks read from the configurations of their own models.

@@ -13,7 +13,8 @@ import sys
 import pytest
 from helpers import DOCUMENTS
 
-from common.command_io import ROOT, new_directory, run_cli
+import modeling_iha
+from common.command_io import ROOT, UserError, locate_checkpoint, new_directory, run_cli
 from iha_commands.run import COMMANDS as COMMANDS_OF_IHA
 from modeling_iha import convert
 
@@ -121,6 +122,40 @@ def test_a_package_that_is_missing_is_one_line():
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 1
     assert re.fullmatch(r"Error: the package absent is not installed: pip install .*\n", process.stderr)
+
+
+def test_an_interrupt_during_imports_is_one_line():
+    program = "from common.command_io import run_cli; raise KeyboardInterrupt"
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode not in (0, 1) and process.stderr == "Interrupted.\n"
+
+
+def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "smollm2-iha").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"outputs/smolm2-iha is no directory: did you mean outputs/smollm2-iha\?$"):
+        locate_checkpoint("outputs/smolm2-iha")
+    with pytest.raises(UserError, match="outputs/final is no directory, and outputs is one: expected"):
+        locate_checkpoint("outputs/final")
+    with pytest.raises(UserError, match=r"output is no directory: did you mean outputs\?$"):
+        locate_checkpoint("output")
+    assert locate_checkpoint("gpt2") == ("gpt2", {}) and locate_checkpoint("me/outputs") == ("me/outputs", {})
+
+
+def test_a_hint_names_an_extra_that_exists():
+    program = "import common.command_io as c; c.find_spec = lambda _: None; raise ModuleNotFoundError(name='uvicorn')"
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "modeling-iha[serve]" in process.stderr
+    extras = re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)
+    for path in (*(ROOT / document for document in DOCUMENTS), *ROOT.glob("*/*.py")):
+        named = re.findall(r'"(?:modeling-iha|\.)\[([\w,]+)\]', path.read_text(encoding="utf-8"))
+        assert {extra for each in named for extra in each.split(",")} <= {*extras}, path
+
+
+def test_the_version_is_said_once():
+    command = [sys.executable, ROOT / "iha_commands" / "run.py", "--version"]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stdout == f"iha {modeling_iha.__version__}\n"
 
 
 def test_an_option_is_taken_with_hyphens_and_underscores(monkeypatch):

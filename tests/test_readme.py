@@ -2,6 +2,8 @@
 
 import argparse
 import ast
+import inspect
+import json
 import re
 import runpy
 import shlex
@@ -15,11 +17,13 @@ from helpers import DOCUMENTS
 from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer, preset_config, saved
 
+import modeling_iha
 from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
 from common.command_io import ROOT, UserError, read_json
 from experiments import first_screen
 from experiments.redraw import FIGURES, TABLES
 from modeling_iha import IHAForCausalLM
+from modeling_iha.mixing import mixing_parameters
 from sft.arguments import RecipeParser
 
 
@@ -98,6 +102,23 @@ def test_the_figure_is_what_its_script_draws(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["draw_iha.py", str(tmp_path / "iha.svg")])
     runpy.run_path(str(ROOT / "docs" / "figures" / "draw_iha.py"), run_name="__main__")
     assert (tmp_path / "iha.svg").read_bytes() == (ROOT / "docs" / "figures" / "iha.svg").read_bytes()
+
+
+def test_the_arguments_are_those_of_docstrings_and_helps(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["write_api.py", str(tmp_path / "API.md")])
+    runpy.run_path(str(ROOT / "docs" / "write_api.py"), run_name="__main__")
+    page = (ROOT / "docs" / "API.md").read_text(encoding="utf-8")
+    assert (tmp_path / "API.md").read_text(encoding="utf-8") == page
+    declared = {"IHAConfig": modeling_iha.IHAConfig.__annotations__}
+    declared["interleave_heads"] = inspect.signature(modeling_iha.interleave_heads).parameters
+    for name, arguments in declared.items():
+        assert {*re.findall(r"^- `(\w+)`", section(page, name), re.MULTILINE)} == {*arguments}
+    assert all(name in page for name in modeling_iha.__all__)
+
+
+def test_the_model_types_are_counted():
+    types = (ROOT / "docs" / "MODEL_TYPES.md").read_text(encoding="utf-8")
+    assert f"any decoder of the {re.search(r'^## Exact: ([0-9]+) types', types, re.MULTILINE)[1]} types" in README
 
 
 def test_the_plot_of_the_first_screen_shows_its_tables():
@@ -245,3 +266,27 @@ def test_the_examples_of_helps_run(tmp_path, monkeypatch):
                 patch.setattr(argparse.ArgumentParser, "parse_args", lambda *given: and_stop(parse, *given))
                 patch.setattr(RecipeParser, "parse", lambda *given: and_stop(recipe, *given))
                 run(example, TINY_ARGUMENTS)
+
+
+def base_and_rows(directory: Path) -> list[str]:
+    """Save a tiny base model and rows, and return their paths."""
+    tokenizer = byte_tokenizer()
+    tiny_source(vocab_size=len(tokenizer), num_hidden_layers=2).save_pretrained(directory / "base")
+    tokenizer.save_pretrained(directory / "base")
+    (directory / "rows").mkdir()
+    rows = [{"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}] * 16
+    (directory / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(directory / "base"), str(directory / "rows")]
+
+
+@pytest.mark.parametrize("name", ["sft", "lora", "from_scratch"])
+def test_an_example_trains_and_loads_what_it_saved(name, tmp_path, monkeypatch):
+    path = ROOT / "examples" / f"{name}.py"
+    given = [str(path)] if name == "from_scratch" else base_and_rows(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(path), *given, str(tmp_path / "out"), "--max_steps", "2"])
+    left = runpy.run_path(str(path))
+    trained, loaded, tokens = left["trainer"].model.eval(), left["loaded"].eval(), torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert trained(tokens).logits.equal(loaded(tokens).logits)
+    assert max(weight.abs().max() for weight in mixing_parameters(trained)) > 0
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40

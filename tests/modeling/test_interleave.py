@@ -47,9 +47,15 @@ from transformers import (
     Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    TextGenerationPipeline,
+    Trainer,
+    TrainingArguments,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
+from checkpoints.untrained import byte_tokenizer
 from common.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, remove_interleaving
 from modeling_iha.configuration_interleaved import TASKS
@@ -329,7 +335,7 @@ def test_layers_and_windows_of_the_paper():
         (
             lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_ff=32, num_layers=1)),
             {},
-            "no class of Transformers",
+            "t5 has an encoder",
         ),
     ],
 )
@@ -339,6 +345,29 @@ def test_what_is_refused(make, options, message):
     with pytest.raises(ValueError, match=message):
         interleave_heads(model, **{"num_pseudo_heads": 2, **options})
     assert model.state_dict().keys() == state.keys()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: interleave_heads(decoder("llama"), 2), lambda: IHAForCausalLM(IHAConfig(**SIZES))]
+)
+def test_trainer_and_pipelines_know_a_causal_language_model(make, tmp_path):
+    model, tokens = make(), random_ids(2, 9)
+    arguments = TrainingArguments(tmp_path, label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    trainer = Trainer(model, arguments)
+    smoothed = trainer.label_smoother(model(tokens), tokens, shift_labels=True)
+    assert_close(trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens}), smoothed)
+    with CaptureLogger(logging.get_logger("transformers.pipelines.base")) as log:
+        TextGenerationPipeline(model, byte_tokenizer())
+    assert "not supported" not in log.out
+
+
+def test_what_holds_a_model_is_refused():
+    as_fsdp2_names_it = {"__module__": "torch.distributed.fsdp._fully_shard"}
+    sharded = type("FSDPLlamaForCausalLM", (LlamaForCausalLM,), as_fsdp2_names_it)(LlamaConfig(**SIZES))
+    with pytest.raises(ValueError, match="FSDPLlamaForCausalLM is no model of Transformers: .* before PEFT, FSDP"):
+        interleave_heads(sharded, 2)
+    with pytest.raises(ValueError, match="TextGenerationPipeline is no model: pass its `model`"):
+        interleave_heads(object.__new__(TextGenerationPipeline), 2)
 
 
 def test_meta_models_and_inexact_ones_are_refused(monkeypatch):

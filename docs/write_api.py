@@ -1,0 +1,86 @@
+"""Write docs/API.md: the arguments of what `modeling_iha` exports, from docstrings and from the helps of commands.
+
+example: PYTHONPATH=. python docs/write_api.py      # writes docs/API.md
+"""
+
+import argparse
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from textwrap import fill
+from unittest.mock import patch
+
+import modeling_iha
+from iha_commands import run
+
+
+START = """# API
+What `from modeling_iha import ...` gives. `python docs/write_api.py` writes this page from the
+docstrings, and from the helps of the commands."""
+
+
+def paragraphs(text: str, first: str = "", others: str = "") -> str:
+    """Return a text with each paragraph wrapped at 100 columns, behind an indent of its first and its other lines."""
+    return "\n\n".join(
+        fill(" ".join(part.split()), 100, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+        for part in text.split("\n\n")
+    )
+
+
+def arguments(docstring: str) -> tuple[str, str, str]:
+    """Return what a docstring says before its arguments, a list of them, and what it says after them."""
+    text = re.sub(r"\[(`\w+`)\]", r"\1", inspect.cleandoc(docstring))
+    before, _, rest = text.partition("\n\nArgs:\n")
+    listed, _, after = rest.partition("\n\n")
+    entry = r"^    (\w+)(?: \(.*?((?:defaults to|given).*?)?\))?:\s*(.*?)(?=^    \w|\Z)"
+    entries = re.findall(entry, listed, re.MULTILINE | re.DOTALL)
+    items = [f"`{name}`{f' ({default})' if default else ''}: {text}" for name, default, text in entries]
+    return before, "\n".join(paragraphs(item, "- ", "  ") for item in items), after.partition("```")[0]
+
+
+def options(command: str) -> Iterator[str]:
+    """Yield the options of a command with their helps."""
+    parsers = []
+
+    def keep(parser: argparse.ArgumentParser) -> None:
+        parsers.append(parser)
+        raise SystemExit
+
+    with patch.object(argparse.ArgumentParser, "parse_args", keep), suppress(SystemExit):
+        import_module(run.COMMANDS[command]).parse_arguments()
+    for action in parsers[0]._actions:
+        if action.option_strings and action.dest != "help":
+            yield paragraphs(f"`{action.dest}`: {action.help}", "- ", "  ")
+
+
+def described(name: str, value: Callable, more: str = "") -> str:
+    """Return the section of a function, or of a class with arguments."""
+    before, listed, after = arguments(value.__doc__)
+    signature = inspect.signature((lambda **fields: None) if inspect.isclass(value) else value)
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    call = fill(f"{name}{inspect.Signature(bare)}", 100, subsequent_indent="    ")
+    parts = (f"## {name}", f"```text\n{call}\n```", paragraphs(before), listed, paragraphs(after), more)
+    return "\n\n".join(part for part in parts if part)
+
+
+def page() -> str:
+    """Return docs/API.md."""
+    exported = {name: getattr(modeling_iha, name) for name in modeling_iha.__all__}
+    functions = {name: value for name, value in exported.items() if inspect.isfunction(value)}
+    models = ", ".join(f"`{name}`" for name in exported if name not in functions and name != "IHAConfig")
+    sections = [described(name, value) for name, value in functions.items()]
+    sections.append(described("IHAConfig", modeling_iha.IHAConfig))
+    sections.append(described("IHAConfig.from_preset", modeling_iha.IHAConfig.from_preset))
+    sections.append("## The models\n\n" + paragraphs(f"{models} take an `IHAConfig`, and are called as Llama's are."))
+    for name in ("convert", "verify", "push", "pull"):
+        sections.append(described(name, getattr(modeling_iha, name), "\n".join(options(name))))
+    return "\n\n".join([START, *sections]) + "\n"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", nargs="?", default=Path(__file__).with_name("API.md"), type=Path)
+    parser.parse_args().path.write_text(page(), encoding="utf-8")

@@ -1,0 +1,36 @@
+"""Train LoRA adapters and the mixing of an interleaved decoder, save them alone, and load them on the plain base.
+
+python examples/lora.py HuggingFaceTB/SmolLM2-135M-Instruct trl-lib/Capybara smollm2-adapter --max_steps 100
+"""
+
+from argparse import ArgumentParser
+
+import torch
+from datasets import load_dataset
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from modeling_iha import interleave_heads
+
+
+parser = ArgumentParser(description=__doc__)
+parser.add_argument("model", help="any decoder: a directory or a Hub id")
+parser.add_argument("dataset", help="rows that TRL knows: a folder of JSON lines or a Hub id")
+parser.add_argument("out", help="the directory to make")
+parser.add_argument("--max_steps", type=int, default=-1)
+args = parser.parse_args()
+
+trainer = SFTTrainer(
+    interleave_heads(AutoModelForCausalLM.from_pretrained(args.model), num_pseudo_heads=2),
+    SFTConfig(args.out, max_steps=args.max_steps, bf16=torch.cuda.is_available()),
+    train_dataset=load_dataset(args.dataset, split="train"),
+    processing_class=AutoTokenizer.from_pretrained(args.model),
+    peft_config=LoraConfig(target_modules="all-linear", modules_to_save=["q_mix", "k_mix", "v_mix", "collapse"]),
+)
+trainer.train()
+trainer.save_model()  # the adapters and the mixing, without the base
+
+base = interleave_heads(AutoModelForCausalLM.from_pretrained(args.model), num_pseudo_heads=2)
+loaded = PeftModel.from_pretrained(base, args.out)
+print(f"{loaded.get_nb_trainable_parameters()[1]:,} parameters with the base: {args.out}")

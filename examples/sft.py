@@ -1,0 +1,36 @@
+"""Interleave the heads of a decoder, fine-tune it with TRL, save it, and load it.
+
+python examples/sft.py HuggingFaceTB/SmolLM2-135M-Instruct trl-lib/Capybara smollm2-tuned --max_steps 100
+"""
+
+from argparse import ArgumentParser
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from modeling_iha import interleave_heads
+
+
+parser = ArgumentParser(description=__doc__)
+parser.add_argument("model", help="any decoder: a directory or a Hub id")
+parser.add_argument("dataset", help="rows that TRL knows: a folder of JSON lines or a Hub id")
+parser.add_argument("out", help="the directory to make")
+parser.add_argument("--max_steps", type=int, default=-1)
+args = parser.parse_args()
+
+model = AutoModelForCausalLM.from_pretrained(args.model)
+interleave_heads(model, num_pseudo_heads=2)
+trainer = SFTTrainer(
+    model,
+    SFTConfig(args.out, max_steps=args.max_steps, bf16=torch.cuda.is_available()),
+    train_dataset=load_dataset(args.dataset, split="train"),
+    processing_class=AutoTokenizer.from_pretrained(args.model),
+)
+trainer.train()
+trainer.save_model()  # with the tokenizer and the model's code
+
+# In any process, without this package:
+loaded = AutoModelForCausalLM.from_pretrained(args.out, trust_remote_code=True)
+print(f"{type(loaded).__name__}, {loaded.num_parameters():,} parameters: {args.out}")
