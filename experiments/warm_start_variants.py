@@ -9,7 +9,7 @@ one that the others differ from:
 - zero: without value offsets, so that the pseudo-heads start equal;
 - noise: as "zero", and normal noise of 0.02 on every entry of mixing and collapse, so that the start is not exact;
 - x1, x10, x200: the mixing at 1, 10, 200 times the backbone's rate;
-- mixing_only: the backbone's rate is 0;
+- mixing_only: the backbone's rate is so small that it stays as it is;
 - mha_x2: a control, "mha" at twice the rate: is there more in the mixing than a higher rate?
 
 A seed draws the rows of training and test, the same for all variants. An answer is right when greedy decoding gives
@@ -54,13 +54,18 @@ class Variant(NamedTuple):
     multiplier: float = 40
     rate: float = RATE
 
+    @property
+    def mixing_scale(self) -> float:
+        """Return the learning rate of the mixing, in units of the backbone's."""
+        return RATE * self.multiplier / self.rate
+
 
 VARIANTS = {
     "mha": Variant(pseudo_heads=None),
     "mha_x2": Variant(pseudo_heads=None, rate=2 * RATE),
     "iha_2": Variant(),
     "iha_4": Variant(pseudo_heads=4),
-    "mixing_only": Variant(rate=0),
+    "mixing_only": Variant(rate=1e-6 * RATE),  # too little to change a float32 weight
     "x1": Variant(multiplier=1),
     "x10": Variant(multiplier=10),
     "x200": Variant(multiplier=200),
@@ -143,25 +148,26 @@ def draw(size: dict, seed: int) -> tuple[list[dict], list[dict]]:
 def mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the mixing weights [layers, source head, head, P] and the collapse [layers, H, P] of an "iha" model."""
     layers = [layer.self_attn for layer in model.base_model.layers]
-    return {name: torch.stack([layer.get_submodule(name).weight.detach() for layer in layers]) for name in MIXING}
+    return {name: torch.stack([layer.get_submodule(name).value().detach() for layer in layers]) for name in MIXING}
 
 
 def base_model(variant: Variant, output: Path) -> Path:
     """Return the checkpoint that the variant starts from, and make it unless it is there."""
-    directory = output / "bases" / f"{variant.pseudo_heads or 'mha'}-{variant.start}"
+    directory = output / "bases" / f"{variant.pseudo_heads or 'mha'}-{variant.start}-{variant.mixing_scale:g}"
     if directory.exists():
         return directory
     model = load_model(smollm2_gguf())
     tokenizer = load_tokenizer(smollm2_gguf(), model.config.vocab_size)
     if variant.pseudo_heads:
         offsets = "balanced" if variant.start == "balanced" else "none"
-        model = convert(model, variant.pseudo_heads, value_offsets=offsets)
+        scale = variant.mixing_scale
+        model = convert(model, variant.pseudo_heads, value_offsets=offsets, mixing_scale=scale)
     if variant.start == "noise":
         generator = torch.Generator().manual_seed(0)
         for layer in model.base_model.layers:
             for name in MIXING:
                 weight = layer.self_attn.get_submodule(name).weight.data
-                weight += NOISE * torch.randn(weight.shape, generator=generator)
+                weight += NOISE / scale * torch.randn(weight.shape, generator=generator)
     with new_directory(directory) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -273,7 +279,6 @@ def run(name: str, seed: int, size: dict, output: Path, device: str) -> dict:
         dataset_name=data,
         seed=seed,
         learning_rate=variant.rate,
-        mixing_learning_rate=RATE * variant.multiplier,
         per_device_train_batch_size=size["batch"],
         max_steps=size["steps"],
         eval_size=0,

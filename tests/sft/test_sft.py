@@ -76,7 +76,7 @@ def test_loss_falls_on_a_batch_seen_again_and_again(kind, tiny, tmp_path):
         source = saved(LlamaForCausalLM(config), tmp_path / "llama")
     rows = write_jsonl(tmp_path / "rows.jsonl", training_rows(5))
     overrides = {"eval_size": 1, "max_steps": 40, "eval_steps": 40, "save_steps": 40}
-    arguments = sizes(source, rows, tmp_path / "run", **overrides, learning_rate=5e-3, mixing_lr_multiplier=4)
+    arguments = sizes(source, rows, tmp_path / "run", **overrides, learning_rate=5e-3, mixing_scale=4)
     train.main(["--config", recipe("demo"), *arguments])
     losses = [loss for _, loss in json.loads((tmp_path / "run" / "loss.json").read_text())["train"]]
     assert losses[0] > 5 and losses[-1] < 0.2 * losses[0]
@@ -106,7 +106,7 @@ def test_the_final_model_stops_at_the_end_of_a_turn(name, rows_file, tmp_path, c
     "yaml_text, arguments, named",
     [
         ("learning_rat: 1.0e-5", [], "unknown key 'learning_rat': did you mean 'learning_rate'"),
-        ("", ["--mixing_lr_multiplie", "4"], "unknown key 'mixing_lr_multiplie': .*'mixing_lr_multiplier'"),
+        ("", ["--mixing_scal", "4"], "unknown key 'mixing_scal': .*'mixing_scale'"),
         ("", ["--max_steps", "many"], "max_steps.*many"),
         ("seed: 1\nlearning_rate: 1\nseed: 2", [], "the key 'seed' is given twice"),
         ("", ["--config"], "--config: expected one YAML file"),
