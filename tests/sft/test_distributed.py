@@ -73,7 +73,8 @@ SHARED = {"attn_implementation": "flash_attention_2", "pad_to_multiple_of": 128}
 # Run -> its model, and the keys of its recipe in one process and in two, which train on four rows a step together. Of
 # those that share a sequence each brings the same row.
 RUNS = {
-    **dict.fromkeys(("ddp", "apart"), ("plain", {})),
+    "ddp": ("plain", {"mixing_scale": 10}),  # with a buffer of starts
+    "apart": ("plain", {}),
     "absent": ("absent", {}),
     "shards": ("tied", {"max_steps": 4}),
     "lora": ("plain", {"use_peft": "true", "lora_dropout": 0}),

@@ -455,6 +455,7 @@ def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(
         train.main(arguments)
     # The last complete checkpoint goes only after the next is complete.
     assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    os.utime(output / "checkpoint-2", (4e9, 4e9))  # by a clock that went wrong: steps say which is older
     train.main(arguments)
     out = capsys.readouterr().out
     assert f"Passing over {output / 'checkpoint-4'}: checksums.json is missing, which is written last." in out
@@ -617,6 +618,19 @@ def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypat
     assert all((output / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "curves.png"))
     assert not (output / "README.md").exists()
     assert not (output / ".lock").exists()
+
+
+def test_the_curves_are_those_that_were_logged(tmp_path, monkeypatch):
+    figures = {}
+    monkeypatch.setattr(sft_run, "draw", DRAW)
+    monkeypatch.setattr(sft_run.plots, "save_plot", lambda figure, path: figures.update({path.name: figure}))
+    history = [{"step": step, "loss": 1.0, "learning_rate": 1e-4, "reward": 0.5, "kl": 0.1} for step in (1, 2)]
+    sft_run.write_losses([*history, {"step": 2, "eval_reward": 0.25}], tmp_path)
+    curves = json.loads((tmp_path / "curves.json").read_text())
+    assert curves.keys() == {"loss", "learning_rate", "reward", "kl", "eval_reward"}
+    scales = {axes.get_ylabel(): axes.get_yscale() for axes in figures["curves.png"].axes}
+    linear = dict.fromkeys(("loss", "reward", "KL from the reference"), "linear")
+    assert scales == linear | {"learning rate": "log"}
 
 
 def test_the_clock_counts_steps_and_neither_evaluation_nor_saving(tiny, rows_file, tmp_path, monkeypatch):
