@@ -360,7 +360,7 @@ def draw(losses: dict[str, list], curves: dict[str, list], output_dir: Path) -> 
     for axes, (title, names) in zip(all_axes, shown.items()):
         _plot(axes, title, {name: curves[name] for name in names})
         if title == "learning rate":
-            axes.set_yscale("log")
+            axes.set_yscale("log", nonpositive="mask")  # a warm-up begins at zero
     plots.save_plot(figure, output_dir / "curves.png")
     figure, (axes,) = plots.panels(f"Loss at the end: {ends}")
     _plot(axes, "loss (SFT: nats per token)\nlower is better", losses)

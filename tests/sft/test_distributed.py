@@ -137,10 +137,8 @@ def launched(workplace) -> Path:
     runs = {
         "shards": {"environment": {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}},
         "lora": {},
+        **dict.fromkeys(DECODERS, {}),
     }
-    for name in DECODERS:
-        layer = type(decoder(name).model.layers[0]).__name__
-        runs[name] = {"environment": {"FSDP_TRANSFORMER_CLS_TO_WRAP": layer}}
     if DEEPSPEED.exists():
         ulysses = {"environment": launcher_environment("fsdp2_ulysses.yaml"), "packages": str(DEEPSPEED)}
         runs |= {"ulysses.false": ulysses, "ulysses.true": ulysses}
