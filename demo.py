@@ -102,7 +102,7 @@ def main() -> None:
     step("Make training questions", train, make_data, train, "--rows", "64", *DATA)
     step("Make held-out questions", test, make_data, test, "--rows", "24", "--seed", "1", "--exclude", train, *DATA)
     before = score("Answer before fine-tuning", converted, OUTPUT / "before.json")
-    step("Fine-tune", final, "sft.train", "--config", "sft/recipes/demo/sft.yaml")
+    step("Fine-tune", final, "sft.train", "--config", "sft/recipes/demo/sft.yaml", "--output_dir", final.parent)
     after = score("Answer after fine-tuning", final, OUTPUT / "after.json")
 
     print("\n== Reload in a process that cannot import this package, and generate", flush=True)
@@ -111,7 +111,7 @@ def main() -> None:
     question = row["conversations"][0]["value"]
     chat = [{"role": "system", "content": row["system"]}, {"role": "user", "content": question}]
     reloaded = load_in_clean_process(final, chat, 64)
-    same = "the same" if reloaded["text"] == after["replies"][0] else "NOT the same"
+    is_same = reloaded["text"] == after["replies"][0]
 
     losses = json.loads((OUTPUT / "sft/loss.json").read_text())["eval"]
     print(f"""
@@ -121,12 +121,14 @@ greedy {figures["greedy_agreement"]}/{figures["greedy_tokens"]}; \
 broken control {control["max_logit_difference"]:.1e}
   accuracy      {before["correct"]} -> {after["correct"]} of {after["rows"]} held-out questions
   fine-tuned    {question} -> {" ".join(reloaded["text"].split())}
-                ({same} reply as before the reload)
+                ({"the same" if is_same else "NOT the same"} reply as before the reload)
   checkpoint    {final} (loaded as {reloaded["module"].partition(".")[0]}, not from this package)
   held-out loss, nats per token ({OUTPUT}/sft/loss.png)
 {curve(losses)}
-
-{NEXT}""")
+""")
+    if after["correct"] <= before["correct"] or not is_same:
+        raise UserError(f"The model should answer more questions, and the same after the reload. See {OUTPUT}/sft.")
+    print(NEXT)
 
 
 if __name__ == "__main__":

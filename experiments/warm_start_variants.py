@@ -57,6 +57,7 @@ class Variant(NamedTuple):
 
     @property
     def mixing_scale(self) -> float:
+        """Return the learning rate of the mixing, in units of the backbone's."""
         return RATE * self.multiplier / self.rate
 
 
@@ -65,7 +66,7 @@ VARIANTS = {
     "mha_x2": Variant(pseudo_heads=None, rate=2 * RATE),
     "iha_2": Variant(),
     "iha_4": Variant(pseudo_heads=4),
-    "mixing_only": Variant(rate=1e-30),
+    "mixing_only": Variant(rate=1e-6 * RATE),  # too little to change a float32 weight
     "x1": Variant(multiplier=1),
     "x10": Variant(multiplier=10),
     "x200": Variant(multiplier=200),
@@ -161,13 +162,14 @@ def base_model(variant: Variant, output: Path) -> Path:
     tokenizer = load_tokenizer(smollm2_gguf(), model.config.vocab_size)
     if variant.pseudo_heads:
         offsets = "balanced" if variant.start == "balanced" else "none"
-        model = convert(model, variant.pseudo_heads, value_offsets=offsets, mixing_scale=variant.mixing_scale)
+        scale = variant.mixing_scale
+        model = convert(model, variant.pseudo_heads, value_offsets=offsets, mixing_scale=scale)
     if variant.start == "noise":
         generator = torch.Generator().manual_seed(0)
         for layer in model.base_model.layers:
             for name in MIXING:
                 weight = layer.self_attn.get_submodule(name).weight.data
-                weight += NOISE / variant.mixing_scale * torch.randn(weight.shape, generator=generator)
+                weight += NOISE / scale * torch.randn(weight.shape, generator=generator)
     with new_directory(directory) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

@@ -23,14 +23,12 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-# The two keys set the same rate: one on the command line wins over either in the file.
-RATES_OF_MIXING = {"mixing_lr_multiplier", "mixing_learning_rate"}
 MAX_TEMPLATE = 2**20  # bytes
 # Keys of TRL that nothing here reads: they would silently do nothing.
 UNUSED_KEYS = (
     *("model_revision", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     *("bnb_4bit_quant_storage", "lora_task_type", "dataset_config", "dataset_test_split", "ignore_bias_buffers"),
-    "model_init_kwargs",
+    *("model_init_kwargs", "hub_token"),
 )
 # Class of a trainer's arguments -> more such keys. Rows of sft/train.py are tokenized whole and cut on the right.
 UNUSED_WITH = {
@@ -64,25 +62,17 @@ class RunArguments(ScriptArguments, ModelConfig):
     num_pseudo_heads: int | None = option(
         "P that is trained: a plain base model is interleaved with it; another P of the checkpoint is refused."
     )
+    interleaved_layers: list[str] | None = option("Layers that are interleaved: indices, or paper; all by default.")
+    interleaved_window: str | None = option("Window of these layers in tokens, or paper; the base's own by default.")
+    collapse: str | None = option("Over which pseudo-heads a head sums.", choices=("per_head", "all_heads"))
+    mixing_scale: float | None = option(
+        "Rate of the mixing in units of learning_rate: 40 by default where the run interleaves, else the checkpoint's."
+    )
     max_position_embeddings: int | None = option("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = option("RoPE base to train with, which the trained checkpoint keeps.")
     sliding_window: int | None = option("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
     memory_gb: float | None = option("Memory of a device in GB to plan for, instead of what this machine has.")
-    mixing_lr_multiplier: float | None = option(
-        "Learning rate of the mixing and collapse weights, in units of learning_rate: 40 by default."
-    )
-    mixing_learning_rate: float | None = option(
-        "Learning rate of the mixing and collapse weights by itself, in place of the multiplier."
-    )
     push_repo_id: str | None = option("Repository on the Hub, such as me/model, to publish the final model in.")
-
-    def mixing_rate(self, learning_rate: float) -> float:
-        """Return the peak learning rate of the mixing and collapse weights beside the backbone's."""
-
-        if self.mixing_learning_rate is not None:
-            return self.mixing_learning_rate
-        multiplier = self.mixing_lr_multiplier
-        return learning_rate * (1.0 if multiplier is None else multiplier)
 
 
 def answer_help(usage: str) -> None:
@@ -109,7 +99,6 @@ class RecipeParser(TrlParser):
 
         Raise `UserError` for an unknown key or an impossible value.
         """
-        self._given = argv
         # TRL knows the form with a space only.
         argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
         if argv[-1:] == ["--config"] or argv.count("--config") > 1:
@@ -120,8 +109,6 @@ class RecipeParser(TrlParser):
             return self.parse_args_and_config(argv)
 
     def set_defaults_with_config(self, **config) -> list[str]:
-        if RATES_OF_MIXING & {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in self._given}:
-            config = {key: value for key, value in config.items() if key not in RATES_OF_MIXING}
         hints = {key: hint for kind in self.dataclass_types for key, hint in get_type_hints(kind).items()}
         # A key that is true by default has a second action, --no_KEY.
         actions = {action.dest: action for action in reversed(self._actions)}
@@ -155,7 +142,15 @@ class RecipeParser(TrlParser):
             for allows, expected, keys in LIMITS:
                 if key in keys.split() and value is not None and not allows(value):
                     raise UserError(f"{key} is {value}: expected {expected}.")
+        self.fit_to_device(namespace)
         return namespace, []
+
+    def fit_to_device(self, values: Namespace) -> None:
+        """Train in float32 where no accelerator computes in bf16, which recipes ask for and TRL takes by default."""
+        from transformers.utils import is_torch_bf16_gpu_available  # with PyTorch
+
+        if values.bf16 is not False and not values.use_cpu and not is_torch_bf16_gpu_available():
+            values.bf16 = False
 
     def _refuse_unknown(self, arguments: list[str]) -> None:
         if arguments:
@@ -180,14 +175,14 @@ LIMITS: list[tuple[Callable[[float], bool], str, str]] = [
     (
         lambda value: value >= 0,
         "0 or more",
-        "learning_rate mixing_lr_multiplier mixing_learning_rate weight_decay max_grad_norm warmup_steps eval_size "
-        "eval_delay sample_prompts dataloader_num_workers beta neftune_noise_alpha",
+        "learning_rate weight_decay max_grad_norm warmup_steps eval_size eval_delay sample_prompts "
+        "dataloader_num_workers beta neftune_noise_alpha",
     ),
     (
         lambda value: value > 0,
         "above 0",
-        "num_train_epochs logging_steps eval_steps save_steps adam_epsilon rope_theta memory_gb temperature "
-        "repetition_penalty",
+        "num_train_epochs logging_steps eval_steps save_steps adam_epsilon rope_theta memory_gb mixing_scale "
+        "temperature repetition_penalty",
     ),
     (lambda value: value < 1 or value % 1 == 0, "a share below 1, or a whole number of rows", "eval_size"),
     (lambda value: 0 <= value < 0.5, "at least 0 and below 0.5", "label_smoothing"),
@@ -211,11 +206,6 @@ def check_values(run: RunArguments, args: "TrainingArguments") -> None:
     for key, declared in (RunArguments.__dataclass_fields__ | type(args).__dataclass_fields__).items():
         if key in unused and getattr(run, key, getattr(args, key, None)) != declared.default:
             raise UserError(f"{key} is not used here: remove the key.")
-    if run.mixing_lr_multiplier is not None and run.mixing_learning_rate is not None:
-        raise UserError(
-            f"mixing_lr_multiplier={run.mixing_lr_multiplier:g} and mixing_learning_rate="
-            f"{run.mixing_learning_rate:g} both set the rate of the mixing weights: give one of them."
-        )
     if run.push_repo_id is not None:
         with refusing(f"push_repo_id {run.push_repo_id!r} is no repository id", HFValidationError):
             validate_repo_id(run.push_repo_id)

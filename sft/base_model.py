@@ -12,14 +12,19 @@ from common.checkpoint_io import load_config, load_model, load_tokenizer, note_s
 from common.command_io import UserError, one_line, refusing
 from kinds import is_interleaved, own_modules
 from modeling_iha import IHAConfig, interleave_heads
+from modeling_iha.interleaving import keep_start
 from modeling_iha.masks import recomputes
+from modeling_iha.mixing import mixing_parameters
 from modeling_iha.modeling_iha import IHARotaryEmbedding
+from modeling_iha.modeling_interleaved import configs
 from sft.arguments import RunArguments, chat_template
 from sft.data import rendering
 
 
 # Keys of a recipe that change the configuration of the base model.
 CONFIG_KEYS = ("rope_theta", "max_position_embeddings", "sliding_window")
+# Keys of a recipe that say how `num_pseudo_heads` interleaves a plain base model.
+INTERLEAVING_KEYS = ("interleaved_layers", "interleaved_window", "collapse")
 
 
 def run_config(run: RunArguments, args: TrainingArguments, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
@@ -75,6 +80,21 @@ def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
         raise UserError(
             f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {run.model_name_or_path} has {found}: "
             "give the plain base model, whose heads the run then interleaves, or correct the recipe."
+        )
+    if run.num_pseudo_heads == 1 and not isinstance(config, IHAConfig):
+        raise UserError(
+            "num_pseudo_heads is 1, with which nothing is interleaved: expected at least 2, or no such key."
+        )
+    if interleaves(config, run):
+        interleaving(run)
+    elif given := [key for key in INTERLEAVING_KEYS if getattr(run, key) is not None]:
+        raise UserError(
+            f"{', '.join(given)}: for runs that interleave a plain base model by num_pseudo_heads. "
+            f"{run.model_name_or_path} keeps what it was made with: remove what is named here."
+        )
+    if run.mixing_scale == 1 != getattr(config, "mixing_scale", 1):
+        raise UserError(
+            f"mixing_scale is 1, and {run.model_name_or_path} has {config.mixing_scale:g}: expected another."
         )
     if interleaves(config, run) and is_deepspeed_zero3_enabled():
         raise UserError(
@@ -161,20 +181,41 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
         model.set_attn_implementation(run.attn_implementation)
     if is_plain:
         with refusing(f"num_pseudo_heads={run.num_pseudo_heads}", ValueError):
-            interleave_heads(model, run.num_pseudo_heads)
+            interleave_heads(model, run.num_pseudo_heads, **interleaving(run))
+    elif run.mixing_scale not in (None, getattr(model.config, "mixing_scale", run.mixing_scale)):
+        keep_start(model, run.mixing_scale)
+        for each in configs(model):
+            each.mixing_scale = run.mixing_scale
     return model
+
+
+def interleaving(run: RunArguments) -> dict:
+    """Return the arguments of `interleave_heads` that the recipe gives. Raise `UserError` for no number."""
+    layers, window = run.interleaved_layers, run.interleaved_window
+    with refusing("interleaved_layers, interleaved_window: expected whole numbers, or paper", ValueError):
+        arguments = {
+            "layers": "paper" if layers == ["paper"] else layers and list(map(int, layers)),
+            "sliding_window": window if window in (None, "paper") else int(window),
+            "collapse": run.collapse,
+            "mixing_scale": run.mixing_scale,
+        }
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def prepare_model(
     run: RunArguments, args: TrainingArguments, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model of `load_base_model`, and its tokenizer with the recipe's chat template. Raise `UserError`."""
-    template = chat_template(args)
+    template, say, is_plain = chat_template(args), args.distributed_state.print, interleaves(config, run)
     model = load_base_model(run, config)
+    if is_plain:
+        layers, total = len(model.config.interleaved_layers), model.config.get_text_config().num_hidden_layers
+        window = model.config.interleaved_window or "none"
+        say(f"Interleaved {layers} of {total} layers, P = {run.num_pseudo_heads}, window {window}.")
     if args.device.type == "cpu":
         note_slow_dtype(torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype)
-    if model.dtype.itemsize < 4:
-        args.distributed_state.print(
+    if model.dtype.itemsize < 4 and getattr(model.config, "mixing_scale", 1) == 1 and mixing_parameters(model):
+        say(
             f"Warning: in {run.dtype} weights a step below {torch.finfo(model.dtype).eps / 4:.1g} on a weight near 1, "
             "as those of the mixing are, is rounded away, with adapters too: dtype float32 with bf16 true learns it."
         )

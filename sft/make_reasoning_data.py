@@ -40,12 +40,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--options",
         type=option,
         nargs="*",
+        action="extend",
         default=[],
         metavar="NAME=VALUE",
         help="the generator's difficulty options",
     )
     parser.add_argument("--exclude", type=Path, help="a file made before, none of whose questions may be used again")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    names = [name for name, _ in args.options]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"--options: {', '.join(sorted(twice))} is given twice.")
+    return args
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ configuration only. benchmarks/training_plan.py compares the plan with the peaks
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import astuple, dataclass, replace
@@ -335,8 +336,8 @@ def no_plan(config: PreTrainedConfig, args: SFTConfig) -> str:
     costless = [kind for kind in getattr(config, "attention_kinds", ()) if companion_of(kind).cost is None]
     missing = f" The cost of kind {costless[0]!r} is missing in kinds/{costless[0]}.py." if costless else ""
     return (
-        f"No memory plan for a {config.model_type!r} model with optim {args.optim.value}: expected 'iha' or 'llama' "
-        f"without interleave_heads, and one of {', '.join(STATES)}.{missing}"
+        f"Note: what this run takes in memory is not planned. Plans are for 'iha' and plain 'llama' models with optim "
+        f"{', '.join(STATES)}; this is {config.model_type!r} with {args.optim.value}.{missing}"
     )
 
 
@@ -413,17 +414,16 @@ def check_memory(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -
     )
 
 
-class PlannedConfig(SFTConfig):
+class PlanParser(RecipeParser):
     """Take a recipe for a GPU on any machine: without one, TRL takes bf16 only with use_cpu."""
 
-    def __post_init__(self) -> None:
-        self.planned_on_cpu, self.use_cpu = self.use_cpu, True
-        super().__post_init__()
+    def fit_to_device(self, values: Namespace) -> None:
+        values.planned_on_cpu, values.use_cpu = values.use_cpu, True
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan of the command line."""
-    parser = RecipeParser(PlannedConfig, USAGE)
+    parser = PlanParser(SFTConfig, USAGE)
     parser.add_argument("--preset", choices=PRESETS, help="plan a model of this preset")
     run, args, others = parser.parse(sys.argv[1:] if argv is None else argv)
     config = None
@@ -435,7 +435,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     setting = run_setting(config, run, args)
     if setting is None:
         raise UserError(no_plan(config, args))
-    setting = replace(setting, on_cpu=args.planned_on_cpu)
+    setting = replace(setting, on_cpu=others.planned_on_cpu)
     print(f"{setting.batch} x {setting.tokens} tokens to a {'CPU' if setting.on_cpu else 'GPU'}")
     print(table(alternatives(setting, config, run)))
 

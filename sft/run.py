@@ -92,12 +92,20 @@ _FREE_KEYS = {
 _INFORMATION = {("base_model", "name"), ("data", "name"), ("code", "commit")}
 _LENGTHS = ("max_steps", "num_train_epochs")
 FINAL = "final"  # the directory of the final model
-# A panel of curves.png -> the logged figures it shows.
+# A panel of curves.png -> the figures it shows, those that are logged.
 PANELS = {
     "loss": ("loss", "eval_loss"),
     "token accuracy": ("mean_token_accuracy", "eval_mean_token_accuracy"),
+    # DPO
+    "reward's margin": ("rewards/margins", "eval_rewards/margins"),
+    "share of margins above 0": ("rewards/accuracies", "eval_rewards/accuracies"),
+    # GRPO
+    "reward": ("reward", "eval_reward"),
+    "KL from the reference": ("kl", "eval_kl"),
+    "groups of equal rewards": ("frac_reward_zero_std",),
+    "tokens of an answer": ("completions/mean_length", "eval_completions/mean_length"),
     "gradient norm": ("grad_norm",),
-    "learning rate": ("learning_rate", "mixing_learning_rate"),
+    "learning rate": ("learning_rate",),
     "mixing's distance from its start": ("mixing_distance",),
     "tokens per second": ("tokens_per_second",),
     "peak memory (GiB)": ("peak_memory_gib",),
@@ -331,9 +339,13 @@ def write_losses(history: list[dict], output_dir: Path) -> None:
 
     A curve is [[step, value], ...]; losses are nats per token of SFT.
     """
-    names = [name for panel in PANELS.values() for name in panel]
-    curves = {name: [[entry["step"], entry[name]] for entry in history if name in entry] for name in names}
-    losses = {"train": curves["loss"], "eval": curves["eval_loss"]}
+    points = {
+        name: [[entry["step"], entry[name]] for entry in history if name in entry]
+        for panel in PANELS.values()
+        for name in panel
+    }
+    losses = {"train": points["loss"], "eval": points["eval_loss"]}
+    curves = {name: values for name, values in points.items() if values}
     write_json(output_dir / "loss.json", losses)
     write_json(output_dir / "curves.json", curves)
     draw(losses, curves, output_dir)
@@ -342,9 +354,13 @@ def write_losses(history: list[dict], output_dir: Path) -> None:
 def draw(losses: dict[str, list], curves: dict[str, list], output_dir: Path) -> None:
     """Draw loss.png and curves.png of `write_losses`."""
     ends = ", ".join(f"{name} {points[-1][1]:.3f}" for name, points in losses.items() if points) or "none was logged"
-    figure, all_axes = plots.panels(f"Curves of the run; loss at the end: {ends}", len(PANELS), 2)
-    for axes, (title, panel) in zip(all_axes, PANELS.items()):
-        _plot(axes, title, {name: curves[name] for name in panel})
+    shown = {title: [name for name in panel if name in curves] for title, panel in PANELS.items()}
+    shown = {title: names for title, names in shown.items() if names}
+    figure, all_axes = plots.panels(f"Curves of the run; loss at the end: {ends}", len(shown), 2)
+    for axes, (title, names) in zip(all_axes, shown.items()):
+        _plot(axes, title, {name: curves[name] for name in names})
+        if title == "learning rate":
+            axes.set_yscale("log", nonpositive="mask")  # a warm-up begins at zero
     plots.save_plot(figure, output_dir / "curves.png")
     figure, (axes,) = plots.panels(f"Loss at the end: {ends}")
     _plot(axes, "loss (SFT: nats per token)\nlower is better", losses)
@@ -412,13 +428,14 @@ def _card_details(trainer: RecipeTrainer, run: RunArguments, record: Record) -> 
         for key, value in recipe.items()
         if not isinstance(value, dict | None) and (key in CARD_KEYS or value != defaults.get(key))
     }
-    rate = run.mixing_rate(args.learning_rate)
+    scale = getattr(trainer.model.config, "mixing_scale", 1)
+    mixing = f", {scale:g} times as much for the mixing" if scale != 1 else ""
     adapters = f", LoRA adapters of rank {run.lora_r}, merged" if run.use_peft else ""
     table = "\n".join(f"| {name} | {markdown(value)} |" for name, value in facts.items())
     return f"""## Fine-tuning
 
 Fine-tuned from {markdown(source)} on {markdown(data)} for {trainer.state.global_step} steps with TRL's \
-{trainer._name}Trainer: learning rate {args.learning_rate:g}, mixing and collapse weights {rate:g}{adapters}.
+{trainer._name}Trainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
 
 ![Curves of the run](curves.png)
 

@@ -95,7 +95,7 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
         )
     if args.reward_weights is None:
         args.reward_weights = [1.0, FORMAT_WEIGHT]
-    changed = [key for key in CONFIG_KEYS if getattr(run, key) is not None]
+    changed = [key for key in (*CONFIG_KEYS, "interleaved_window") if getattr(run, key) is not None]
     if changed and args.beta and not run.use_peft:
         raise UserError(
             f"{', '.join(changed)} with beta={args.beta:g}: TRL loads the reference model, without what the recipe "

@@ -1,7 +1,7 @@
 """Train with TRL's trainers.
 
-They get a rate of their own for the weights that mix heads, checkpoints that are whole or passed over, and a stop at
-anything that is not a number.
+They get checkpoints that are whole or passed over, a log of how far the mixing moves, and a stop at anything that is
+not a number.
 """
 
 import math
@@ -27,6 +27,7 @@ from typing_extensions import TypedDict
 
 from common.checkpoint_io import check_finite, load_model
 from common.command_io import UserError, file_sha256, one_line, read_json, write_json
+from modeling_iha.interleaving import Mixing
 from modeling_iha.mixing import mixing_parameters
 from sft.arguments import RunArguments
 from sft.base_model import lora_config
@@ -130,28 +131,26 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
 
 
 class RecipeTrainer(DistributedTrainer):
-    """Give a trainer, as the first of its bases, a parameter group for the weights that mix heads.
+    """Give a trainer, as the first of its bases, what a recipe promises.
 
-    Their entries are of order 1, and Adam at a usual fine-tuning rate of 5e-5 moves them by less than 0.003 in 60
-    steps. So they learn at the peak rate `mixing_learning_rate`, on the backbone's schedule. They do not decay, which
-    would pull the exact warm start towards zero. Of the other weights the matrices decay and the vectors do not.
+    Matrices decay. Vectors do not, nor the weights that mix heads, whose start from scratch is not zero.
 
-    The log has beside TRL's figures `mixing_learning_rate`; `mixing_distance`, the mean distance of those weights from
-    the start of the run over their mean size there; `tokens_per_second` of training, for all processes; and
-    `peak_memory_gib` of this process, on its GPU where it has one.
+    The log has beside TRL's figures `mixing_distance`, the mean distance of the values that mix heads from their start
+    in this run, over their mean size there; `tokens_per_second` of training, for all processes; and `peak_memory_gib`
+    of this process, on its GPU where it has one.
 
     Raise `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimiser's step.
     Raise `UserError` before such weights are saved, and for a checkpoint that cannot be written.
     """
 
-    def __init__(self, *args, mixing_learning_rate: float, **kwargs) -> None:
-        self.mixing_learning_rate = mixing_learning_rate
+    def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.clock = TrainingClock()
         self.add_callback(self.clock)
         self._logged_tokens = self._logged_seconds = 0
         self._losses: torch.Tensor | int = 0  # of a step's micro-batches, summed
         self._start = [weight.detach().clone() for weight in mixing_parameters(self.model)]
+        self._start_size = mixing_size(self.model)
 
     @classmethod
     def of_recipe(cls, run: RunArguments, args: TrainingArguments, model, tokenizer, rows, **others) -> Self:
@@ -163,7 +162,6 @@ class RecipeTrainer(DistributedTrainer):
             eval_dataset=rows[1],
             processing_class=tokenizer,
             peft_config=lora_config(run, model),
-            mixing_learning_rate=run.mixing_rate(args.learning_rate),
             **others,
         )
 
@@ -171,20 +169,9 @@ class RecipeTrainer(DistributedTrainer):
         # Transformers goes by names, and would decay vectors such as those of differential attention's lambda.
         # ZeRO-3 leaves an empty vector of each parameter, beside its shape.
         shapes = {name: getattr(value, "ds_shape", value.shape) for name, value in model.named_parameters()}
-        vectors = {name for name, shape in shapes.items() if len(shape) < 2}
-        return [name for name in super().get_decay_parameter_names(model) if name not in vectors]
-
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is not None:
-            return self.optimizer
-        optimizer = super().create_optimizer(model)
-        if mixing := mixing_parameters(self.model if model is None else model):
-            moved = {id(value) for value in mixing}
-            for group in optimizer.param_groups:
-                group["params"] = [value for value in group["params"] if id(value) not in moved]
-            group = {"params": mixing, "lr": self.mixing_learning_rate, "weight_decay": 0.0, "is_mixing": True}
-            optimizer.add_param_group(group)
-        return optimizer
+        mixing = {id(value) for value in mixing_parameters(model)}
+        spared = {name for name, value in model.named_parameters() if len(shapes[name]) < 2 or id(value) in mixing}
+        return [name for name in super().get_decay_parameter_names(model) if name not in spared]
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *others):
         begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *others)
@@ -261,7 +248,7 @@ class RecipeTrainer(DistributedTrainer):
             if self.args.should_save:
                 write_checksums(checkpoint)
                 # Not by the Trainer: it would remove the last complete checkpoint before this one is.
-                rotate_checkpoints(self.args.output_dir, kept, self.state.best_model_checkpoint, use_mtime=True)
+                rotate_checkpoints(self.args.output_dir, kept, self.state.best_model_checkpoint)
         except Exception as error:  # safetensors, tokenizers and PyTorch wrap the system's in types of their own
             shutil.rmtree(checkpoint, ignore_errors=True)
             raise UserError(
@@ -297,15 +284,9 @@ class RecipeTrainer(DistributedTrainer):
 
     # What is logged
 
-    def _get_learning_rate(self) -> float:
-        # Asked for at the one moment that both rates are still those of the step just taken.
-        self._mixing_rate_of_step = float(self.lr_scheduler.get_last_lr()[-1])  # torchao's rates are tensors
-        return super()._get_learning_rate()
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "learning_rate" in logs:
-            if self.optimizer.param_groups[-1].get("is_mixing"):
-                logs["mixing_learning_rate"] = self._mixing_rate_of_step
+            if self._start:
                 logs["mixing_distance"] = self._mixing_distance()
             tokens, seconds = self._tokens_of_this_call(), self.clock.seconds
             logs["tokens_per_second"] = (tokens - self._logged_tokens) / (seconds - self._logged_seconds)
@@ -321,19 +302,29 @@ class RecipeTrainer(DistributedTrainer):
 
     @torch.no_grad()
     def _mixing_distance(self) -> float:
-        moved = size = 0.0
+        moved, scale = 0.0, getattr(self.model.config, "mixing_scale", 1)
         for start, weight in zip(self._start, mixing_parameters(self.model), strict=True):
             now = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if not self.is_world_process_zero():
                 continue  # under FSDP only the main process may have loaded the weights of the start
-            start = start.to(now.device)
-            moved += (now.float() - start.float()).abs().sum().item()
-            size += start.float().abs().sum().item()
-        return moved / size if size else math.inf
+            moved += scale * (now.float() - start.to(now.device).float()).abs().sum().item()
+        return moved / self._start_size if self._start_size else math.inf
 
 
 class MixingTrainer(RecipeTrainer, SFTTrainer):
     """Train by supervised fine-tuning."""
+
+
+@torch.no_grad()
+def mixing_size(model: torch.nn.Module) -> float:
+    """Return the sum of the absolute values that mix heads, of those that train."""
+    return sum(
+        module.value(name).float().abs().sum().item()
+        for module in model.modules()
+        if isinstance(module, Mixing)
+        for name, weight in module.named_parameters(recurse=False)
+        if weight.requires_grad and weight.numel()  # ZeRO-3 leaves nothing of it
+    )
 
 
 def peak_memory() -> int:

@@ -37,6 +37,7 @@ GEOMETRIES = {
         "attention_options": {"hyper": {"linear": True, "order": 4}},
         "pseudo_positions": "shared",
         "pseudo_collapse": "all_heads",
+        "mixing_scale": 2.0,
     },
 }
 

@@ -58,7 +58,6 @@ def packed_trainer(model, tmp_path, **keys) -> MixingTrainer:
         args=SFTConfig(**{**fields, **keys}),
         train_dataset=document_rows(),
         processing_class=byte_tokenizer(),
-        mixing_learning_rate=1e-3,
     )
 
 

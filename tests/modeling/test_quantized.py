@@ -52,7 +52,7 @@ def scheme(request):
 @pytest.fixture(params=["global", "hybrid"])
 def directory(request, tmp_path):
     # bitsandbytes' 4-bit product of a single token needs layers as wide as a multiple of its block of 64.
-    config = small_config(hidden_size=64, intermediate_size=128, **GEOMETRIES[request.param])
+    config = small_config(hidden_size=64, intermediate_size=128, mixing_scale=2.0, **GEOMETRIES[request.param])
     random_model(config).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -70,6 +70,8 @@ def test_quantised_model_works_and_keeps_its_mixing(scheme, directory, tmp_path)
     model.save_pretrained(tmp_path / "quantised")
 
     exact = dict(source.named_parameters())
+    starts = {name: start for name, start in source.named_buffers() if name.endswith("_start")}
+    assert starts and all(torch.equal(model.get_buffer(name), start) for name, start in starts.items())
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.weight"):
             assert type(parameter).__name__ == weight_type, name

@@ -20,8 +20,10 @@ from tiny_training import (
 from trl import SFTConfig, SFTTrainer
 
 from common.checkpoint_io import load_in_clean_process, load_model
+from common.command_io import UserError
 from modeling_iha import interleave_heads
-from modeling_iha.mixing import mixing_parameters
+from modeling_iha.mixing import mixing_parameters, values
+from modeling_iha.modeling_interleaved import MIXING_MODULES
 from sft import train
 from sft.trainer import MixingTrainer
 
@@ -49,8 +51,12 @@ def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
         assert torch.allclose(weight, other, atol=1e-6), key
     assert json.loads((tmp_path / "whole" / "run.json").read_text())["recipe"]["num_pseudo_heads"] == 2
     curves = json.loads((tmp_path / "whole" / "curves.json").read_text())
-    assert max(rate for _, rate in curves["mixing_learning_rate"]) == pytest.approx(40e-4)
-    assert curves["mixing_distance"][-1][1] > 0
+    start, final = values(interleave_heads(decoder(name), 2)), values(whole)
+    mixing = [key for key in start if any(f".{part}." in key for part in MIXING_MODULES)]
+    moved = sum((final[key] - start[key]).abs().sum() for key in mixing) / sum(
+        start[key].abs().sum() for key in mixing
+    )
+    assert curves["mixing_distance"][-1][1] == pytest.approx(moved.item(), rel=1e-3)
     card = (tmp_path / "whole" / "final" / "README.md").read_text()
     assert "interleaved-head-attention" in card and "Fine-tuned from plain" in card
 
@@ -62,6 +68,43 @@ def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
     inputs = byte_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
     output = whole.generate(**inputs, max_new_tokens=4, do_sample=False)
     assert output[0, inputs["input_ids"].shape[1] :].tolist() == reply["token_ids"]
+
+
+def test_a_recipe_says_how_heads_are_interleaved(tmp_path, capsys):
+    saved(decoder("llama"), tmp_path / "plain")
+    short = {"max_steps": 2, "eval_size": 0, "eval_strategy": "no", "eval_on_start": "false"}
+    how = {"interleaved_layers": "1", "interleaved_window": "paper", "collapse": "all_heads"}
+    train.main(arguments(tmp_path, "plain", "run", num_pseudo_heads=2, mixing_scale=10, **short, **how))
+    assert "Interleaved 1 of 2 layers, P = 2, window 32." in capsys.readouterr().out  # 256 / (2 P^2)
+    first = load_model(tmp_path / "run" / "final")
+    config = first.config
+    assert list(config.interleaved_layers) == ["layers.1.self_attn"] and config.pseudo_collapse == "all_heads"
+    assert (config.interleaved_window, config.mixing_scale) == (32, 10)
+
+    # A checkpoint keeps its values where the recipe gives its mixing another rate.
+    train.main(arguments(tmp_path, "run/final", "again", mixing_scale=4, learning_rate=0, **short))
+    again = load_model(tmp_path / "again" / "final")
+    assert again.config.mixing_scale == 4
+    expected = values(first)
+    assert all(torch.equal(value, expected[name]) for name, value in values(again).items())
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "named"),
+    [
+        ("plain", {"num_pseudo_heads": 1}, "num_pseudo_heads is 1, with which nothing is interleaved"),
+        ("plain", {"num_pseudo_heads": 2, "interleaved_window": "wide"}, "expected whole numbers, or paper"),
+        ("plain", {"interleaved_layers": "0", "collapse": "per_head"}, "interleaved_layers, collapse: for runs that"),
+        ("interleaved", {"interleaved_window": 8, "num_pseudo_heads": 2}, "interleaved keeps what it was made with"),
+        ("interleaved", {"mixing_scale": 1}, "mixing_scale is 1, and .*interleaved has 40"),
+    ],
+)
+def test_what_a_recipe_cannot_interleave_is_refused(model, keys, named, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
+    made = decoder("llama")
+    saved(made if model == "plain" else interleave_heads(made, 2), tmp_path / model)
+    with pytest.raises(UserError, match=named):
+        train.main(arguments(tmp_path, model, "run", **keys))
 
 
 def test_the_experts_of_the_best_checkpoint_end_in_the_final_model(tmp_path, monkeypatch):

@@ -217,7 +217,7 @@ def test_the_window_of_a_preset_follows_the_length(monkeypatch):
     configs = []
     monkeypatch.setattr(memory_plan, "run_setting", lambda config, run, args: configs.append(config))
     length = ["--max_length", "65536", "--max_position_embeddings", "65536", "--rope_theta", "1e12"]
-    with pytest.raises(UserError, match="No memory plan"):
+    with pytest.raises(UserError, match="Note: .* is not planned"):
         memory_plan.main(["--config", recipe("pretrain"), "--preset", "paper-2.4b-iha", *length])
     assert configs[0].sliding_window == 65536 // (2 * 20**2)  # N / (2 P^2)
 
@@ -312,7 +312,7 @@ def test_the_documented_memory_is_that_of_the_plan(start):
     documented = [cell.strip().removesuffix(" GB") for cell in row.split("|")[2:-1] if cell.strip()]
     for name in recipes:
         arguments = ["--config", f"{ROOT}/sft/recipes/{name}.yaml"]
-        run, args = RecipeParser(memory_plan.PlannedConfig, USAGE).parse(arguments)
+        run, args, _ = memory_plan.PlanParser(SFTConfig, USAGE).parse(arguments)
         setting = replace(run_setting(run_config(run, args, deepcopy(config)), run, args), on_cpu=on_cpu)
         totals = [estimate(replace(setting, layout=layout)).total / 1e9 for layout in LAYOUTS]
         assert [f"{total:.{int(on_cpu)}f}" for total in totals][: len(documented)] == documented

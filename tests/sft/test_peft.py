@@ -193,10 +193,10 @@ def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, mo
 # sft/train.py
 
 
-# What `MixingTrainer` makes of the parameters that a kind has beside its projections: (learning rate, weight decay,
-# whether they are trained beside adapters). The table of sft/recipes/README.md says the same.
-MIXES, MATRIX, VECTOR = (1e-2, 0.0, True), (1e-3, 0.1, True), (1e-3, 0.0, False)
-LINEAR = (1e-3, 0.1, False)  # they take adapters, as the projections do
+# What `MixingTrainer` makes of the parameters that a kind has beside its projections: (weight decay, whether they are
+# trained beside adapters). The table of sft/recipes/README.md says the same.
+MIXES, MATRIX, VECTOR = (0.0, True), (0.1, True), (0.0, False)
+LINEAR = (0.1, False)  # they take adapters, as the projections do
 OWN_PARAMETERS = {
     "mha": {},
     "iha": dict.fromkeys(("q_mix.weight", "k_mix.weight", "v_mix.weight", "collapse.weight"), MIXES),
@@ -233,25 +233,23 @@ def test_what_trains_and_what_decays(kind, use_peft, tmp_path):
         train_dataset=Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]),
         processing_class=byte_tokenizer(),
         peft_config=lora_config(run(use_peft=use_peft), model),
-        mixing_learning_rate=1e-2,
     )
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     trained = {
-        names.pop(id(parameter)).replace(".modules_to_save.default", "").rpartition("layers.0.")[2]: (
-            *(group["lr"], group["weight_decay"]),
-            True,
-        )
+        names.pop(id(parameter)).replace(".modules_to_save.default", "").rpartition("layers.0.")[2]: group[
+            "weight_decay"
+        ]
         for group in trainer.create_optimizer().param_groups
         for parameter in group["params"]
     }
     assert not names  # each in one group
-    own = {f"self_attn.{name}": how for name, how in OWN_PARAMETERS[kind].items() if how[2] or not use_peft}
-    others = {name: how[:2] for name, how in trained.items() if name not in own}
-    assert {name: trained[name][:2] for name in own} == {name: how[:2] for name, how in own.items()}
+    own = {f"self_attn.{name}": how for name, how in OWN_PARAMETERS[kind].items() if how[1] or not use_peft}
+    others = {name: decay for name, decay in trained.items() if name not in own}
+    assert {name: trained[name] for name in own} == {name: decay for name, (decay, _) in own.items()}
     if use_peft:
-        assert set(others.values()) == {(1e-3, 0.1)} and all("lora_" in name for name in others)
+        assert set(others.values()) == {0.1} and all("lora_" in name for name in others)
     else:
-        assert others == {name: (1e-3, 0.0 if "norm" in name else 0.1) for name in others}
+        assert others == {name: 0.0 if "norm" in name else 0.1 for name in others}
         assert {name.split(".")[1] for name in others if name.startswith("self_attn.")} == set(PROJECTIONS)
 
 

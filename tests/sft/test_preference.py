@@ -99,15 +99,17 @@ def runs(tiny, rows_file, pairs_file, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_recipe_trains_every_weight_the_mixing_at_its_own_rate(name, runs, tiny):
+def test_a_recipe_trains_every_weight(name, runs, tiny):
     logged = json.loads((runs[name] / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in logged if "learning_rate" in entry]
     assert len(steps) == 4
     for entry in steps:
-        assert entry["mixing_learning_rate"] == pytest.approx(40 * entry["learning_rate"])
         assert math.isfinite(entry["loss"])
         assert entry["tokens_per_second"] > 0
     assert {entry["step"] for entry in logged if "eval_loss" in entry} == {2, 4}
+    curves = json.loads((runs[name] / "curves.json").read_text())
+    own = {"dpo": {"rewards/margins", "eval_rewards/margins"}, "grpo": {"reward", "kl", "frac_reward_zero_std"}}[name]
+    assert own <= curves.keys() and all(curves.values())
     if name == "dpo":
         # Before the first step the model is its reference.
         assert abs(steps[0]["rewards/chosen"]) < 1e-5 < 1e-4 < abs(steps[-1]["rewards/chosen"])
@@ -137,12 +139,21 @@ def test_an_interrupted_run_resumes_to_the_same_weights(name, runs, tiny, rows_f
         shutil.rmtree(tmp_path / "final")  # as if killed after the last checkpoint, which lies inside an epoch
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_recipe_trains_in_bf16_where_the_device_has_it(name, tmp_path, monkeypatch):
+    config_class, path = {"dpo": DPOConfig, "grpo": GRPOConfig}[name], str(RECIPES / name / f"{name}.yaml")
+    monkeypatch.setattr("transformers.utils.is_torch_bf16_gpu_available", lambda: False)
+    for more, bf16 in (([], False), (["--use_cpu", "true"], True)):
+        _, args = RecipeParser(config_class, "").parse(["--config", path, "--output_dir", str(tmp_path), *more])
+        assert args.bf16 == bf16
+
+
 def test_replies_of_continuous_batching_are_those_of_generate(tiny, rows_file, tmp_path):
     replies = {}
     for batching in ("false", "true"):
         trainer = build(
             "grpo", tiny, rows_file, tmp_path / batching, top_k=1, eval_size=0, eval_strategy="no",
-            max_steps=2, save_strategy="no", learning_rate=1e-3, per_device_train_batch_size=2,
+            max_steps=2, save_strategy="no", learning_rate=1e-3, mixing_scale=40, per_device_train_batch_size=2,
             max_completion_length=12, use_transformers_continuous_batching=batching,
             transformers_continuous_batching_config='{"num_blocks": 16, "max_batch_tokens": 64}',
         )  # fmt: skip
@@ -163,7 +174,7 @@ def test_replies_that_the_model_cannot_give_are_refused_before_training(tiny, ro
 
 def test_the_reference_of_adapters_has_the_mixing_of_the_start(tiny, pairs_file, tmp_path):
     trainer = build(
-        "dpo", tiny, pairs_file, tmp_path, use_peft="true", learning_rate=1e-3, mixing_lr_multiplier=10, eval_size=0,
+        "dpo", tiny, pairs_file, tmp_path, use_peft="true", learning_rate=1e-3, mixing_scale=10, eval_size=0,
         eval_strategy="no", save_strategy="no",
     )  # fmt: skip
     trainer.train()

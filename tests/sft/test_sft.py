@@ -1,6 +1,8 @@
 """Test fine-tuning: every recipe trains, resumes and saves."""
 
 import json
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from tiny_training import byte_config, byte_tokenizer, recipe, saved, sizes, tra
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 
+import demo
 from common.checkpoint_io import load_in_clean_process
 from common.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM, cpu_precision
@@ -76,7 +79,7 @@ def test_loss_falls_on_a_batch_seen_again_and_again(kind, tiny, tmp_path):
         source = saved(LlamaForCausalLM(config), tmp_path / "llama")
     rows = write_jsonl(tmp_path / "rows.jsonl", training_rows(5))
     overrides = {"eval_size": 1, "max_steps": 40, "eval_steps": 40, "save_steps": 40}
-    arguments = sizes(source, rows, tmp_path / "run", **overrides, learning_rate=5e-3, mixing_lr_multiplier=4)
+    arguments = sizes(source, rows, tmp_path / "run", **overrides, learning_rate=5e-3, mixing_scale=4)
     train.main(["--config", recipe("demo"), *arguments])
     losses = [loss for _, loss in json.loads((tmp_path / "run" / "loss.json").read_text())["train"]]
     assert losses[0] > 5 and losses[-1] < 0.2 * losses[0]
@@ -99,6 +102,32 @@ def test_the_final_model_stops_at_the_end_of_a_turn(name, rows_file, tmp_path, c
     assert ("also stops at '<|im_end|>'" in capsys.readouterr().out) == (name == "demo")
 
 
+# The demo
+
+
+@pytest.mark.parametrize(("correct", "reply"), [(9, "5"), (8, "5"), (9, "6")], ids=["right", "no better", "another"])
+def test_the_demo_fails_where_its_result_is_not_as_expected(correct, reply, tmp_path, monkeypatch, capsys):
+    figures = {"passed": True, "max_logit_difference": 0, "mean_kl": 0, "greedy_agreement": 1, "greedy_tokens": 1}
+    left = {
+        "verify.json": {"converted": figures, "control": {**figures, "passed": False}},
+        "before.json": {"correct": 8},
+        "after.json": {"correct": correct, "rows": 24, "replies": ["5"]},
+        "test.jsonl": {"system": "Add.", "conversations": [{"value": "2+3"}]},
+        "sft/loss.json": {"eval": [[0, 2.0], [12, 1.0]]},
+    }
+    (tmp_path / "sft").mkdir()
+    for name, content in left.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    monkeypatch.setattr(demo, "OUTPUT", tmp_path)
+    monkeypatch.setattr(demo, "unpack", lambda source: None)
+    monkeypatch.setattr(demo, "step", lambda *_: None)
+    monkeypatch.setattr(demo, "load_in_clean_process", lambda *_: {"text": reply, "module": "transformers_modules"})
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    with nullcontext() if (correct, reply) == (9, "5") else pytest.raises(UserError, match="should answer more"):
+        demo.main()
+    assert f"8 -> {correct} of 24" in capsys.readouterr().out
+
+
 # Bad input
 
 
@@ -106,7 +135,7 @@ def test_the_final_model_stops_at_the_end_of_a_turn(name, rows_file, tmp_path, c
     "yaml_text, arguments, named",
     [
         ("learning_rat: 1.0e-5", [], "unknown key 'learning_rat': did you mean 'learning_rate'"),
-        ("", ["--mixing_lr_multiplie", "4"], "unknown key 'mixing_lr_multiplie': .*'mixing_lr_multiplier'"),
+        ("", ["--mixing_scal", "4"], "unknown key 'mixing_scal': .*'mixing_scale'"),
         ("", ["--max_steps", "many"], "max_steps.*many"),
         ("seed: 1\nlearning_rate: 1\nseed: 2", [], "the key 'seed' is given twice"),
         ("", ["--config"], "--config: expected one YAML file"),
@@ -179,6 +208,12 @@ def test_reasoning_rows_are_worked_and_right(generator, tmp_path):
 
     with pytest.raises(UserError, match="exists"):
         make_reasoning_data.main([str(out), "--rows", "2"])
+
+
+@pytest.mark.parametrize("more", [["min_terms=3"], ["--options", "min_terms=3"]])
+def test_an_option_that_is_given_twice_is_refused(more, tmp_path):
+    with pytest.raises(UserError, match="--options: min_terms is given twice"):
+        make_reasoning_data.main([str(tmp_path / "x.jsonl"), "--rows", "1", "--options", "min_terms=2", *more])
 
 
 def test_seeds_reproduce_and_excluded_questions_do_not_return(tmp_path):

@@ -218,7 +218,6 @@ def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> Mix
         train_dataset=rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
-        mixing_learning_rate=1e-3,
     )
 
 

@@ -30,7 +30,7 @@ from modeling_iha import IHAForCausalLM
 from sft import run as sft_run
 from sft import train
 from sft import trainer as trainer_module
-from sft.arguments import RecipeParser, RunArguments, check_values
+from sft.arguments import RecipeParser, RunArguments
 from sft.run import keep_record, make_record
 from sft.trainer import (
     CHECKSUMS,
@@ -96,7 +96,7 @@ def assert_same_run(output: Path, whole: Path):
         ("max_length", 0, "at least 1"),
         ("learning_rate", -1, "0 or more"),
         ("save_steps", 0, "above 0"),
-        *((key, "inf", "a finite number") for key in ("mixing_learning_rate", "max_grad_norm", "logging_steps")),
+        *((key, "inf", "a finite number") for key in ("mixing_scale", "max_grad_norm", "logging_steps")),
         ("eval_size", "nan", "a finite number"),
         ("eval_size", 1.5, "a share below 1, or a whole number"),
         ("adam_beta1", 1, "below 1"),
@@ -104,6 +104,7 @@ def assert_same_run(output: Path, whole: Path):
         ("max_steps", 0, "-1 to train for num_train_epochs"),
         ("push_to_hub", "true", "set push_repo_id"),
         ("load_in_4bit", "true", "is not used here"),
+        ("hub_token", "secret", "is not used here: remove the key"),
         ("dataset_kwargs", '{"skip_prepare_dataset": true}', "is not used here"),
         ("model_init_kwargs", '{"dtype": "float16"}', "is not used here"),
         ("push_repo_id", "a/b/c", "no repository id"),
@@ -133,20 +134,6 @@ def test_what_may_be_null_or_a_list_stays_so(tmp_path):
     # TRL takes a single name out of its list.
     assert (args.max_length, args.learning_rate, run.lora_target_modules) == (None, 1.0, "q_proj")
     assert (args.lr_scheduler_kwargs, args.report_to) == ({"num_cycles": 2}, ["wandb"])
-
-
-def test_a_rate_of_the_mixing_on_the_command_line_wins_over_the_recipes(tmp_path):
-    def rate(*words, **rates) -> float:
-        _, path, *others = command("model", "rows", tmp_path, **rates)
-        run, args = RecipeParser(SFTConfig, "").parse([*words, f"--config={path}", *others])
-        check_values(run, args)
-        return run.mixing_rate(1e-3)
-
-    assert rate() == pytest.approx(0.04)
-    assert rate(mixing_lr_multiplier=3) == pytest.approx(0.003)
-    assert rate("--mixing-learning-rate=0.02") == rate(mixing_learning_rate=0.02) == pytest.approx(0.02)
-    with pytest.raises(UserError, match="mixing_lr_multiplier=3 and mixing_learning_rate=0.02"):
-        rate(mixing_lr_multiplier=3, mixing_learning_rate=0.02)
 
 
 # What a run is made of
@@ -468,6 +455,7 @@ def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(
         train.main(arguments)
     # The last complete checkpoint goes only after the next is complete.
     assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    os.utime(output / "checkpoint-2", (4e9, 4e9))  # by a clock that went wrong: steps say which is older
     train.main(arguments)
     out = capsys.readouterr().out
     assert f"Passing over {output / 'checkpoint-4'}: checksums.json is missing, which is written last." in out
@@ -600,7 +588,6 @@ def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypat
         assert [step for step, _ in points] == ([2, 4] if name.startswith("eval_") else [1, 2, 3, 4]), name
     values = {name: [value for _, value in points] for name, points in curves.items()}
     assert all(0 <= value <= 1 for value in values["mean_token_accuracy"])
-    assert values["mixing_learning_rate"] == pytest.approx([40 * rate for rate in values["learning_rate"]])
     assert all(value > 0 for name in ("tokens_per_second", "grad_norm") for value in values[name])
     assert 0.5 < values["peak_memory_gib"][-1] * 2**30 / trainer_module.peak_memory() <= 1
     # Adam moves each entry by about the rate in a step.
@@ -631,6 +618,19 @@ def test_a_run_shows_and_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypat
     assert all((output / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "curves.png"))
     assert not (output / "README.md").exists()
     assert not (output / ".lock").exists()
+
+
+def test_the_curves_are_those_that_were_logged(tmp_path, monkeypatch):
+    figures = {}
+    monkeypatch.setattr(sft_run, "draw", DRAW)
+    monkeypatch.setattr(sft_run.plots, "save_plot", lambda figure, path: figures.update({path.name: figure}))
+    history = [{"step": step, "loss": 1.0, "learning_rate": 1e-4, "reward": 0.5, "kl": 0.1} for step in (1, 2)]
+    sft_run.write_losses([*history, {"step": 2, "eval_reward": 0.25}], tmp_path)
+    curves = json.loads((tmp_path / "curves.json").read_text())
+    assert curves.keys() == {"loss", "learning_rate", "reward", "kl", "eval_reward"}
+    scales = {axes.get_ylabel(): axes.get_yscale() for axes in figures["curves.png"].axes}
+    linear = dict.fromkeys(("loss", "reward", "KL from the reference"), "linear")
+    assert scales == linear | {"learning rate": "log"}
 
 
 def test_the_clock_counts_steps_and_neither_evaluation_nor_saving(tiny, rows_file, tmp_path, monkeypatch):
