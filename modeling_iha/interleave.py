@@ -376,8 +376,8 @@ def _detach(model: PreTrainedModel) -> None:
     named = (vars(config).pop("auto_map", None) or {}).items()
     if auto_map := {task: name for task, name in named if name.split("--")[-1] not in AUTO_MAP.values()}:
         config.auto_map = auto_map
-    if hook := vars(decoder).pop("make_cache", None):
-        hook.remove()
+    for hooks in (decoder._forward_pre_hooks, decoder._forward_pre_hooks_with_kwargs):
+        hooks.pop("make_cache", None)
     for each in configs(model):
         each._attn_implementation_internal = each._attn_implementation.removeprefix("iha_")
     model.__class__, config.__class__ = type(model).__bases__[1], type(config).__bases__[0]

@@ -72,7 +72,8 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
         token, cached, later = query // num_pseudo_heads, key // num_pseudo_heads, key % num_pseudo_heads
         same = mask_function(batch, head, token, cached)
         before = mask_function(batch, head, token - 1, cached) & mask_function(batch, head, token, token - 1)
-        return torch.where(later <= query % num_pseudo_heads, same, before)
+        seen = later <= query % num_pseudo_heads
+        return (seen & same) | (~seen & before)  # ONNX Runtime loads no `where` of three booleans
 
     if attention_mask is not None:
         attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
@@ -111,7 +112,7 @@ def virtual_attention(
     module without mixing weights attends as in the base model."""
     num_pseudo_heads = getattr(module.config, "num_pseudo_heads", 1)
     attend_tokens, view = core_function(core, module), _stock_view(module, core, num_pseudo_heads)
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4 and len(attention_mask) == 0:
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4 and attention_mask.shape[0] == 0:
         kwargs["sliding_window"], attention_mask = attention_mask.shape[-1], None  # see `virtual_mask`
         if not hasattr(module, "q_mix"):
             return window_attention(attend_tokens, view, query, key, value, None, **kwargs)
@@ -273,7 +274,8 @@ def attach_mixing(model: PreTrainedModel) -> None:
     # Gemma 4 would leave out rows of a mask, which are of virtual tokens, for any number. It asks for cores by name.
     takes_kept = "logits_to_keep" in signature(decoder.forward).parameters
     prepare = partial(_make_cache, {"logits_to_keep": None} if takes_kept else {})
-    decoder.make_cache = decoder.register_forward_pre_hook(prepare, with_kwargs=True)
+    # A name, because the numbers of PyTorch count up in a process, and equal models would hash unequal (datasets).
+    decoder._forward_pre_hooks["make_cache"], decoder._forward_pre_hooks_with_kwargs["make_cache"] = prepare, True
 
 
 def is_mixing(name: str) -> bool:
@@ -360,3 +362,8 @@ class InterleavedForTokenClassification(InterleavedModel): ...
 
 
 class InterleavedForQuestionAnswering(InterleavedModel): ...
+
+
+# Transformers puts remote code into `sys.modules` alone, and dill (datasets) finds it as an attribute of its package.
+for name in ("configuration_interleaved", "modeling_interleaved"):
+    setattr(sys.modules[__package__], name, sys.modules[f"{__package__}.{name}"])

@@ -10,7 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 import transformers
-from helpers import assert_close, assert_gradients_match, loss_and_gradients, random_ids
+from datasets.fingerprint import Hasher
+from helpers import assert_close, assert_gradients_match, loss_and_gradients, random_ids, random_model, small_config
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
@@ -713,3 +714,22 @@ def test_cost_of_the_mixing_is_what_the_paper_counts():
     interleave_heads(model, 3, collapse="all_heads")
     assert model.num_parameters() - before == 3 * 4 * 4**2 * 3
     assert math.isfinite(model(random_ids(1, 3)).logits.sum())
+
+
+@pytest.mark.parametrize("way", ["iha", "interleaved"])
+def test_datasets_hashes_a_loaded_model(way, tmp_path):
+    """Hash equal models alike, so that `Dataset.map` finds what it has computed with one."""
+    model = random_model(small_config()) if way == "iha" else interleave_heads(decoder("llama"), 2)
+    assert Hasher.hash(model) == Hasher.hash(copy.deepcopy(model))
+    model.save_pretrained(tmp_path)
+    equal, again, other = run_in_clean_process(HASHES, {"directory": str(tmp_path)})
+    assert equal == again != other
+
+
+HASHES = """
+from datasets.fingerprint import Hasher
+from transformers import AutoModelForCausalLM
+models = [AutoModelForCausalLM.from_pretrained(request["directory"], trust_remote_code=True) for _ in range(3)]
+models[2].lm_head.weight.data[0, 0] += 1
+result = [Hasher.hash(lambda row: model(row)) for model in models]
+"""
