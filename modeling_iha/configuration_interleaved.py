@@ -5,6 +5,12 @@
 from functools import cache
 from typing import TYPE_CHECKING
 
+from transformers.utils.versions import require_version
+
+
+# This comes first: another Transformers is then named, not an import that it lacks.
+require_version("transformers>=5.17,<6")
+
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 

@@ -24,8 +24,10 @@ from .mixing import values
 from .modeling_interleaved import (
     MIXING_MODULES,
     attach_mixing,
+    check_all_heads,
     configs,
     core_function,
+    core_of,
     decoder_of,
     interleaved_class,
     is_mixing,
@@ -199,6 +201,7 @@ def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: i
             "DistributedDataParallel wrap the model."
         )
     config = model.config
+    check_all_heads(config)
     if hasattr(config, "interleaved_layers"):
         raise ValueError("The heads of this model are interleaved already.")
     if not isinstance(num_pseudo_heads, int) or num_pseudo_heads < 2:
@@ -379,6 +382,6 @@ def _detach(model: PreTrainedModel) -> None:
     for hooks in (decoder._forward_pre_hooks, decoder._forward_pre_hooks_with_kwargs):
         hooks.pop("make_cache", None)
     for each in configs(model):
-        each._attn_implementation_internal = each._attn_implementation.removeprefix("iha_")
+        each._attn_implementation_internal = core_of(each._attn_implementation)
     model.__class__, config.__class__ = type(model).__bases__[1], type(config).__bases__[0]
     del config.model_type  # the class has the base's own

@@ -48,9 +48,17 @@ def register_core(core: str) -> str:
     if core not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise ValueError(f"attn_implementation={core!r} makes no masks, which an interleaved model needs.")
     name = "iha_" + core.replace("/", "_")
+    while getattr(ALL_ATTENTION_FUNCTIONS.get(name), "func", virtual_attention) is not virtual_attention:
+        name += "_"  # the code of another checkpoint has the name
     ALL_ATTENTION_FUNCTIONS.register(name, partial(virtual_attention, core))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
     return name
+
+
+def core_of(name: str) -> str:
+    """Return the core under a name of `register_core`, in this process or another, and any other name as it is."""
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    return function.args[0] if isinstance(function, partial) else name.removeprefix("iha_").rstrip("_")
 
 
 def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
@@ -200,6 +208,7 @@ class InterleavedPreTrainedModel:
     """Add mixing weights to a model of Transformers, whose class stands behind this one."""
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
+        check_all_heads(config)
         super().__init__(config, *args, **kwargs)
         attach_mixing(self)
         self.init_weights()  # of the mixing alone: the base model's are done
@@ -212,12 +221,16 @@ class InterleavedPreTrainedModel:
         super().initialize_weights()
 
     def __reduce__(self) -> tuple:
-        cores = [config._attn_implementation.removeprefix("iha_") for config in configs(self)]
-        return unpickled_model, (type(self).__name__, self.config.model_type, cores), self.__getstate__()
+        return unpickled_model, (type(self).__name__, self.config.model_type), self.__getstate__()
+
+    def __setstate__(self, state: dict):
+        super().__setstate__(state)
+        for config in configs(self):
+            config._attn_implementation_internal = register_core(core_of(config._attn_implementation))
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
         """Return the name under which the requested core attends over virtual tokens."""
-        core = attn_implementation and attn_implementation.removeprefix("iha_")
+        core = attn_implementation and core_of(attn_implementation)
         return register_core(super()._check_and_adjust_attn_implementation(core, *args, **kwargs))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
@@ -244,6 +257,15 @@ class InterleavedPreTrainedModel:
     @classmethod
     def is_backend_compatible(cls) -> bool:
         return False  # The paged caches of vLLM and SGLang hold one key for each token.
+
+
+def check_all_heads(config: PreTrainedConfig) -> None:
+    """Raise a ValueError for tensor parallelism, which gives each process some of the heads that are mixed."""
+    if (getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1) > 1:
+        raise ValueError(
+            "Tensor parallelism (tp_plan, tp_size) leaves each process some heads, and interleaving mixes all: load "
+            "the model without it, and share it by FSDP2 (fsdp_size) or DistributedDataParallel."
+        )
 
 
 def configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -327,10 +349,8 @@ def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[P
     return type(name, (InterleavedPreTrainedModel, base), attributes)
 
 
-def unpickled_model(name: str, base_model_type: str, cores: list[str]) -> PreTrainedModel:
+def unpickled_model(name: str, base_model_type: str) -> PreTrainedModel:
     """Return a model without modules; pickle fills it, and finds no class that is made at run time."""
-    for core in cores:
-        register_core(core)
     return object.__new__(interleaved_class(name, config_class(base_model_type)))
 
 
