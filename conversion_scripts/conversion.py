@@ -21,6 +21,7 @@ from common.checkpoint_io import (
     note_rounding,
 )
 from common.command_io import UserError, new_directory, one_line, progress, typed
+from kinds import is_ours
 from model_cards.render import markdown, render_card, source_license, source_name
 from modeling_iha.configuration_iha import SIZES
 
@@ -68,6 +69,13 @@ def check_iha(source: str, config: PreTrainedConfig) -> None:
     """Raise `UserError` unless `config`, that of the checkpoint `source`, is an IHA model's without quantization."""
     if (model_type := type(config).model_type) != "iha":  # of interleaved heads, where an object has the base's
         raise UserError(f"{source} is a {model_type!r} checkpoint; expected 'iha'.")
+    check_ours(source, config)
+
+
+def check_ours(source: str, config: PreTrainedConfig) -> None:
+    """Raise `UserError` unless `config` is that of a model of this package, of either way, without quantization."""
+    if not is_ours(config):
+        raise UserError(f"{source} is a {config.model_type!r} checkpoint; expected 'iha' or 'interleaved'.")
     if getattr(config, "quantization_config", None):
         raise UserError(f"The weights of {source} are quantized: take the checkpoint from which they were made.")
 

@@ -30,7 +30,7 @@ FORMATS = {
 def parse_arguments() -> argparse.Namespace:
     example = 'example: %(prog)s smollm2-iha smollm2-onnx --format onnx --try "The capital of France is"'
     parser = argparse.ArgumentParser(description=__doc__, epilog=example)
-    parser.add_argument("model", type=checkpoint, help="IHA checkpoint: a directory or a Hub id")
+    parser.add_argument("model", type=checkpoint, help="checkpoint of this package: a directory or a Hub id")
     parser.add_argument("out", type=new_path, help="new directory for the export")
     parser.add_argument("--format", choices=FORMATS, required=True, help="what to export to; dynamo is torch.export")
     parser.add_argument(
@@ -59,14 +59,14 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, exporters
+from transformers import DynamicCache, PreTrainedModel, exporters
 
 from common.checkpoint_io import load_config, load_model, load_tokenizer
 from common.foreign_code import note_foreign_code
 from conversion_scripts import run_exported
-from conversion_scripts.conversion import check_iha
+from conversion_scripts.conversion import check_ours
 from conversion_scripts.verify_conversion import Comparison, Run, compare
-from modeling_iha import IHAForCausalLM
+from kinds import described
 
 
 README = """# {name}
@@ -81,7 +81,7 @@ in one batch gave the model's {tokens} greedy tokens; no logit differed by more 
 """
 
 
-def sample_inputs(model: IHAForCausalLM) -> dict[str, dict]:
+def sample_inputs(model: PreTrainedModel) -> dict[str, dict]:
     """Return the inputs that the two graphs are traced with: 2 rows of 5 and 11 tokens, and the next token of each.
 
     Tracing fixes sizes of 1, and drops a mask without padding.
@@ -112,7 +112,7 @@ def dynamic_shapes(inputs: dict) -> dict:
     return {"input_ids": tokens, "attention_mask": mask, "position_ids": tokens, "past_key_values": cached}
 
 
-def export(model: IHAForCausalLM, export_format: str) -> "exporters.ExportedModel":
+def export(model: PreTrainedModel, export_format: str) -> "exporters.ExportedModel":
     """Return the graphs `"prefill"` and `"decode"` of `model`, for any number of rows and tokens."""
     # They name missing companions of PyTorch, and versions that they were not tried with, at every start.
     for library in ("torch.onnx", "transformers.exporters"):
@@ -128,7 +128,7 @@ def export(model: IHAForCausalLM, export_format: str) -> "exporters.ExportedMode
 
 @torch.no_grad()
 def verify(
-    model: IHAForCausalLM, exported: "exporters.ExportedModel", prompts: list[list[int]], max_new_tokens: int
+    model: PreTrainedModel, exported: "exporters.ExportedModel", prompts: list[list[int]], max_new_tokens: int
 ) -> Comparison:
     """Decode prompts of token ids with `exported`, and compare with one forward of `model` without a cache."""
     tokens, logits = run_exported.greedy(exported, prompts, max_new_tokens, stop=set())
@@ -145,7 +145,7 @@ def verify(
 def main() -> None:
     args = parse_arguments()
     config = load_config(args.model)
-    check_iha(args.model, config)
+    check_ours(args.model, config)
     tokenizer = load_tokenizer(args.model, config.vocab_size)
     prompt = tokenizer(args.prompt).input_ids
     if not prompt:
@@ -169,7 +169,7 @@ def main() -> None:
         packages = ("transformers", "torch", *FORMATS[args.format].packages)
         readme = README.format(
             name=Path(args.out).absolute().name,
-            layers=", ".join(f'"{kind}"' for kind in dict.fromkeys(config.attention_kinds)),
+            layers=", ".join(f'"{kind}"' for kind in dict.fromkeys(described(config).attention_kinds)),
             model=Path(args.model).absolute().name if Path(args.model).exists() else args.model,
             format=args.format,
             packages=" ".join(f"{name}=={importlib.metadata.version(name).partition('+')[0]}" for name in packages),

@@ -35,6 +35,7 @@ class MultiHeadAttention(LlamaAttention):
     num_pseudo_heads, past_queries = 1, 0  # see `MaskKey`
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
     caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
+    reads_neighbours = False  # whether a token that a mask hides between others would still count as one of them
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

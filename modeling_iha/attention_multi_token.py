@@ -86,6 +86,7 @@ class MultiTokenAttention(ScoreMatrixAttention):
         convolutions = [getattr(self, f"{name}_conv") for name, _ in stages]
         self.past_queries = (options.query_kernel - 1) * sum(conv is not None for conv in convolutions)
         self.caches_like_llama = self.past_queries == 0
+        self.reads_neighbours = any(convolutions)
         self.head_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if options.head_norm else None
         self.head_gate = nn.Linear(self.head_dim, 1) if options.head_gate else None
 

@@ -5,10 +5,17 @@
 from functools import cache
 from typing import TYPE_CHECKING
 
+from transformers.utils.versions import require_version
+
+
+# This comes first: another Transformers is then named, not an import that it lacks.
+require_version("transformers>=5.17,<6")
+
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 
 if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone (mergekit) brings the model's code too.
+    from .interleaving import HeadMixing  # noqa: F401  # old versions of Transformers copy what stands here alone
     from .modeling_interleaved import InterleavedModel  # noqa: F401
 
 

@@ -26,10 +26,13 @@ from .modeling_interleaved import (
     MIXING_MODULES,
     attach_mixing,
     backbone_of,
+    check_all_heads,
     core_function,
+    core_of,
     decoder_of,
     interleaved_class,
     is_mixing,
+    remove_hooks,
     virtual_configs,
 )
 from .package import flop_matched_window
@@ -204,6 +207,7 @@ def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: i
             "DistributedDataParallel wrap the model."
         )
     config = model.config
+    check_all_heads(config)
     if hasattr(config, "interleaved_layers"):
         raise ValueError("The heads of this model are interleaved already.")
     if (outer := _outer_model(model)) is not None:
@@ -390,12 +394,10 @@ def _detach(model: PreTrainedModel) -> None:
     config, decoder = model.config, decoder_of(model)
     modules = [backbone_of(model).get_submodule(name) for name in config.interleaved_layers]
     for each in virtual_configs(model):
-        each._attn_implementation_internal = each._attn_implementation.removeprefix("iha_")
+        each._attn_implementation_internal = core_of(each._attn_implementation)
         for field in FIELDS:
             vars(each).pop(field, None)
-    for module in (decoder, *modules):
-        for hook in vars(module).pop("interleaving_hooks", ()):
-            hook.remove()
+    remove_hooks(decoder, *modules)
     for module in modules:
         for name in MIXING_MODULES:
             delattr(module, name)

@@ -60,10 +60,11 @@ class MaskInputs:
 
     @cached_property
     def has_holes(self) -> bool:
-        """Return whether a mask [batch, keys] hides new tokens between those that it shows."""
+        """Return whether a mask [batch, keys] hides tokens between those that it shows."""
         if not self.may_be_padded:
             return False
-        real = self.attention_mask[:, : self.inputs_embeds.shape[1]] != 0
+        past = 0 if self.past_key_values is None else int(self.past_key_values.get_seq_length())
+        real = self.attention_mask[:, : past + self.inputs_embeds.shape[1]] != 0
         return bool(((real[:, 1:] > real[:, :-1]).sum(dim=1) + real[:, 0] > 1).any())
 
     def document_ids(self, first: int, num_keys: int) -> torch.Tensor:

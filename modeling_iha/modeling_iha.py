@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define Llama with an attention mechanism chosen per layer, by default Interleaved Head Attention (IHA)."""
 
+import sys
+
 import torch
 from torch import nn
 from transformers import AutoModel, ContinuousBatchingConfig
@@ -28,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .input_checks import check_inputs
+from .input_checks import check_inputs, check_no_holes
 from .interleaving import keep_start
 from .mask_inputs import MaskInputs, MaskKey
 from .masks import LayerMask, choose_form, create_masks
@@ -189,6 +191,8 @@ class IHAModel(IHAPreTrainedModel):
             self.config, inputs_embeds, attention_mask, past_key_values, position_ids, self.attention_form
         )
         check_inputs(inputs, **kwargs)
+        if any(layer.self_attn.reads_neighbours for layer in self.layers):
+            check_no_holes(inputs)
         return create_masks(inputs, [layer.mask_key for layer in self.layers])
 
     def prepared_mask(self, key: MaskKey, mask: torch.Tensor | None, inputs_embeds: torch.Tensor) -> LayerMask:
@@ -240,9 +244,13 @@ class IHAModel(IHAPreTrainedModel):
         position_embeddings = self.rotary_emb.tables(hidden_states, position_ids)
 
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+            mask = masks[decoder_layer.mask_key]
             hidden_states = decoder_layer(
                 hidden_states,
-                **masks[decoder_layer.mask_key]._asdict(),
+                attention_mask=mask.attention_mask,
+                document_ids=mask.document_ids,  # torch.fx unpacks no `**mask._asdict()`
+                document_bounds=mask.document_bounds,
+                attention_form=mask.attention_form,
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -342,3 +350,6 @@ IHAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 IHAForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 IHAForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 IHAForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
+# Transformers puts remote code into `sys.modules` alone, and dill (datasets) finds it as an attribute of its package.
+for name in ("configuration_iha", "modeling_iha"):
+    setattr(sys.modules[__package__], name, sys.modules[f"{__package__}.{name}"])

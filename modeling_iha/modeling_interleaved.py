@@ -49,6 +49,8 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForCausalLM"
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 # What attention modules and masks read from the configurations of their own models.
 FIELDS = ("num_pseudo_heads", "pseudo_collapse", "mixing_scale", "interleaved_window")
+# The numbers by which PyTorch names hooks count up in a process, and equal models would hash unequal (datasets).
+HOOK = "interleaving"
 
 
 class Attended(local):
@@ -66,9 +68,17 @@ def register_core(core: str) -> str:
     if core not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise ValueError(f"attn_implementation={core!r} makes no masks, which an interleaved model needs.")
     name = "iha_" + core.replace("/", "_")
+    while getattr(ALL_ATTENTION_FUNCTIONS.get(name), "func", virtual_attention) is not virtual_attention:
+        name += "_"  # the code of another checkpoint has the name
     ALL_ATTENTION_FUNCTIONS.register(name, partial(virtual_attention, core))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
     return name
+
+
+def core_of(name: str) -> str:
+    """Return the core under a name of `register_core`, in this process or another, and any other name as it is."""
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    return function.args[0] if isinstance(function, partial) else name.removeprefix("iha_").rstrip("_")
 
 
 def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
@@ -91,7 +101,8 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
         same = mask_function(batch, head, token, cached)
         before = mask_function(batch, head, token - 1, cached) & mask_function(batch, head, token, token - 1)
         before = (before & (cached < token)) | (same & (cached > token))  # tokens of an image may see later ones
-        return torch.where(later <= query % num_pseudo_heads, same, before)
+        seen = later <= query % num_pseudo_heads
+        return (seen & same) | (~seen & before)  # ONNX Runtime loads no `where` of three booleans
 
     if attention_mask is not None:
         attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
@@ -130,7 +141,7 @@ def virtual_attention(
     module without mixing weights attends as in the base model."""
     num_pseudo_heads = getattr(module.config, "num_pseudo_heads", 1)
     attend_tokens, view = core_function(core, module), _stock_view(module, core, num_pseudo_heads)
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4 and len(attention_mask) == 0:
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4 and attention_mask.shape[0] == 0:
         kwargs["sliding_window"], attention_mask = attention_mask.shape[-1], None  # see `virtual_mask`
         if not hasattr(module, "q_mix"):
             return window_attention(attend_tokens, view, query, key, value, None, **kwargs)
@@ -219,6 +230,7 @@ class InterleavedPreTrainedModel:
     """Add mixing weights to a model of Transformers, whose class stands behind this one."""
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
+        check_all_heads(config)
         super().__init__(config, *args, **kwargs)
         attach_mixing(self)
         self.init_weights()  # of the mixing alone: the base model's are done
@@ -236,12 +248,15 @@ class InterleavedPreTrainedModel:
         super().initialize_weights()
 
     def __reduce__(self) -> tuple:
-        cores = [config._attn_implementation.removeprefix("iha_") for config in virtual_configs(self)]
-        return unpickled_model, (type(self).__name__, self.config.model_type, cores), self.__getstate__()
+        return unpickled_model, (type(self).__name__, self.config.model_type), self.__getstate__()
+
+    def __setstate__(self, state: dict):
+        super().__setstate__(state)
+        use_virtual_cores(self)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
         """Return the name under which the requested core attends over virtual tokens."""
-        core = attn_implementation and attn_implementation.removeprefix("iha_")
+        core = attn_implementation and core_of(attn_implementation)
         return register_core(super()._check_and_adjust_attn_implementation(core, *args, **kwargs))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
@@ -268,6 +283,15 @@ class InterleavedPreTrainedModel:
     @classmethod
     def is_backend_compatible(cls) -> bool:
         return False  # The paged caches of vLLM and SGLang hold one key for each token.
+
+
+def check_all_heads(config: PreTrainedConfig) -> None:
+    """Raise a ValueError for tensor parallelism, which gives each process some of the heads that are mixed."""
+    if (getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1) > 1:
+        raise ValueError(
+            "Tensor parallelism (tp_plan, tp_size) leaves each process some heads, and interleaving mixes all: load "
+            "the model without it, and share it by FSDP2 (fsdp_size) or DistributedDataParallel."
+        )
 
 
 def configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
@@ -309,20 +333,23 @@ def attach_mixing(model: PreTrainedModel) -> None:
         module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
         module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
         keep_start(module, config.mixing_scale)
-        module.interleaving_hooks = [module.register_forward_hook(_check_attention)]
+        module._forward_hooks[HOOK] = _check_attention
     tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()  # Zamba's blocks share all their weights
     weights = dict(model.named_parameters(remove_duplicate=False))  # Transformers ties no buffers
     model.all_tied_weights_keys |= {name: source for name, source in tied if is_mixing(name) and name in weights}
     use_virtual_cores(model)
-    if hasattr(decoder, "interleaving_hooks"):
-        return
     # Gemma 4 would leave out rows of a mask, which are of virtual tokens, for any number. It asks for cores by name.
     takes_kept = "logits_to_keep" in signature(decoder.forward).parameters
     prepare = partial(_prepare_decoder, {"logits_to_keep": None} if takes_kept else {})
-    decoder.interleaving_hooks = [
-        decoder.register_forward_pre_hook(prepare, with_kwargs=True),
-        decoder.register_forward_hook(_check_decoder),
-    ]
+    decoder._forward_pre_hooks[HOOK], decoder._forward_pre_hooks_with_kwargs[HOOK] = prepare, True
+    decoder._forward_hooks[HOOK] = _check_decoder
+
+
+def remove_hooks(*modules: nn.Module) -> None:
+    """Remove the hooks that `attach_mixing` gave modules."""
+    for module in modules:
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
+            hooks.pop(HOOK, None)
 
 
 def virtual_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -334,7 +361,7 @@ def virtual_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 def use_virtual_cores(model: PreTrainedModel) -> None:
     """Have the decoder attend over virtual tokens, on the cores that its configurations name."""
     for each in virtual_configs(model):
-        each._attn_implementation_internal = register_core(each._attn_implementation.removeprefix("iha_"))
+        each._attn_implementation_internal = register_core(core_of(each._attn_implementation))
 
 
 def _check_attention(module: nn.Module, args: tuple, output: Any) -> None:
@@ -408,10 +435,8 @@ def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[P
     return type(name, (InterleavedPreTrainedModel, base), attributes)
 
 
-def unpickled_model(name: str, base_model_type: str, cores: list[str]) -> PreTrainedModel:
+def unpickled_model(name: str, base_model_type: str) -> PreTrainedModel:
     """Return a model without modules; pickle fills it, and finds no class that is made at run time."""
-    for core in cores:
-        register_core(core)
     return object.__new__(interleaved_class(name, config_class(base_model_type)))
 
 
@@ -449,3 +474,8 @@ class InterleavedForImageTextToText(InterleavedModel): ...
 
 
 class InterleavedForMultimodalLM(InterleavedModel): ...
+
+
+# Transformers puts remote code into `sys.modules` alone, and dill (datasets) finds it as an attribute of its package.
+for name in ("configuration_interleaved", "modeling_interleaved"):
+    setattr(sys.modules[__package__], name, sys.modules[f"{__package__}.{name}"])

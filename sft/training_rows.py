@@ -12,6 +12,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig
 
 from common.command_io import UserError, refusing
+from modeling_iha.modeling_interleaved import core_of
 from sft.arguments import RunArguments
 from sft.data import (
     Rows,
@@ -174,7 +175,7 @@ def epoch_summary(trainer: MixingTrainer, rows: Rows) -> str:
 
 def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
     """Refuse an attention core that is not known to keep packed documents apart."""
-    core = model.config._attn_implementation.removeprefix("iha_")
+    core = core_of(model.config._attn_implementation)
     if not (args.packing or args.padding_free):
         return
     if core not in ISOLATING_CORES and not is_flash_attention_requested(requested_attention_implementation=core):

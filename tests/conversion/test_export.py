@@ -10,12 +10,15 @@ from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import GEOMETRIES, OTHER_KINDS, last_line, random_ids, random_model, small_config
 from tiny_sources import VOCAB_SIZE, tiny_source, tiny_tokenizer
 from transformers import exporters
 
 from conversion_scripts import export, run_exported
 from conversion_scripts.verify_conversion import break_one_parameter
+from modeling_iha import interleave_heads
+from modeling_iha.mixing import mixing_parameters
 
 
 pytestmark = pytest.mark.skipif(
@@ -108,6 +111,24 @@ def test_every_kind_exports(layers, export_format, tmp_path):
     exported = run_exported.load(tmp_path)
     for lengths in [(9, 5), (1,), (20, 3, 11), (70,)]:
         assert export.verify(model, exported, prompts(*lengths), 12).passed
+
+
+@pytest.mark.parametrize("export_format", FORMATS[:2])
+def test_a_decoder_with_interleaved_heads_exports(export_format, tmp_path, monkeypatch, capsys):
+    needs(export_format)
+    model, directory, out = interleave_heads(tiny_source(num_hidden_layers=1), 2), tmp_path / "tiny", tmp_path / "out"
+    for weight in mixing_parameters(model):
+        torch.nn.init.normal_(weight, std=0.01)
+    model.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    arguments = ["export", directory, out, "--format", export_format, "--try", PROMPT]
+    monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
+    export.main()
+    assert "32 of 32 greedy tokens are the model's" in capsys.readouterr().out
+    assert '"iha" layers' in (out / "README.md").read_text(encoding="utf-8")
+    exported = run_exported.load(out)
+    for lengths in [(1,), (20, 3, 11)]:  # other numbers of rows and tokens than those that were traced
+        assert export.verify(model.eval(), exported, prompts(*lengths), 12).passed
 
 
 @pytest.mark.parametrize("export_format", FORMATS)

@@ -18,7 +18,6 @@ from common.command_io import UserError
 from conversion_scripts import (
     convert_iha_to_llama,
     convert_llama_to_iha,
-    export,
     list_checkpoints,
     pull_from_hub,
     push_to_hub,
@@ -111,10 +110,9 @@ def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
     [
         (convert_llama_to_iha, ["--num-pseudo-heads", "2"], "heads of the source are interleaved already"),
         (convert_iha_to_llama, [], "is a 'interleaved' checkpoint; expected 'iha'"),
-        (export, ["--format", "dynamo"], "is a 'interleaved' checkpoint; expected 'iha'"),
     ],
 )
-def test_converters_and_export_refuse_it(command, options, message, place, tmp_path, monkeypatch):
+def test_converters_refuse_it(command, options, message, place, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["command", str(place / "llama-iha"), str(tmp_path / "out"), *options])
     with pytest.raises(UserError, match=message):
         command.main()

@@ -10,7 +10,15 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import pytest
 import torch
 import transformers
-from helpers import assert_close, assert_gradients_match, loss_and_gradients, random_ids
+from datasets.fingerprint import Hasher
+from helpers import (
+    assert_close,
+    assert_gradients_match,
+    loss_and_gradients,
+    random_ids,
+    random_model,
+    small_config,
+)
 from packaging.version import Version
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
@@ -43,6 +51,7 @@ from transformers import (
     Olmo2ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     T5Config,
@@ -51,6 +60,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.distributed import DistributedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
@@ -60,7 +70,7 @@ from common.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, remove_interleaving
 from modeling_iha.configuration_interleaved import TASKS
 from modeling_iha.mixing import mixing_parameters, values
-from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core
+from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core, remove_hooks
 
 
 SCALE = 40.0  # the default
@@ -217,9 +227,7 @@ def test_gradients_are_those_of_a_plain_loop(name, monkeypatch):
 
 def remove_only_the_classes(model):
     """Return the base model with the mixing still in it, for a core that reads it."""
-    for module in model.modules():
-        for hook in vars(module).pop("interleaving_hooks", ()):
-            hook.remove()
+    remove_hooks(*model.modules())
     model.__class__ = type(model).__bases__[1]
     model.config._attn_implementation = "eager"
     return model
@@ -782,3 +790,93 @@ def test_cost_of_the_mixing_is_what_the_paper_counts():
     interleave_heads(model, 3, collapse="all_heads")
     assert model.num_parameters() - before == 3 * 4 * 4**2 * 3
     assert math.isfinite(model(random_ids(1, 3)).logits.sum())
+
+
+@pytest.mark.parametrize("way", ["iha", "interleaved"])
+def test_datasets_hashes_a_loaded_model(way, tmp_path):
+    """Hash equal models alike, so that `Dataset.map` finds what it has computed with one."""
+    model = random_model(small_config()) if way == "iha" else interleave_heads(decoder("llama"), 2)
+    assert Hasher.hash(model) == Hasher.hash(copy.deepcopy(model))
+    model.save_pretrained(tmp_path)
+    equal, again, other = run_in_clean_process(HASHES, {"directory": str(tmp_path)})
+    assert equal == again != other
+
+
+HASHES = """
+from datasets.fingerprint import Hasher
+from transformers import AutoModelForCausalLM
+models = [AutoModelForCausalLM.from_pretrained(request["directory"], trust_remote_code=True) for _ in range(3)]
+models[2].lm_head.weight.data[0, 0] += 1
+result = [Hasher.hash(lambda row: model(row)) for model in models]
+"""
+
+
+# Code of other checkpoints, and distribution
+
+
+def test_every_checkpoint_keeps_its_own_attention(tmp_path):
+    """Load a checkpoint and one whose code doubles the output of attention, in one process."""
+    model, tokens = train_mixing(interleave_heads(decoder("llama"), 2)), random_ids(1, 9)
+    expected = logits(model, input_ids=tokens)
+    places = [tmp_path / "own", tmp_path / "other"]
+    for place in places:
+        model.save_pretrained(place)
+    code = places[1] / "modeling_interleaved.py"
+    own = "attend_interleaved(attend, query, key, value, weights, attention_mask, **kwargs)"
+    assert own in code.read_text()
+    code.write_text(
+        code.read_text().replace(own, own.replace("weights,", "weights._replace(collapse=2 * weights.collapse),"))
+    )
+    result = run_in_clean_process(TWO_CODES, {"places": [str(place) for place in places], "tokens": tokens.tolist()})
+    own, other, again = (torch.tensor(result[key]) for key in ("own", "other", "again"))
+    for i in range(3):  # on each core
+        assert_close(own[i], expected)
+        assert_close(again[i], other[i])
+        assert (other[i] - expected).abs().max() > 0.01
+    assert result["names"] == ["iha_sdpa", "iha_sdpa_"] and result["saved"] == [False, False]
+
+
+TWO_CODES = """
+import pickle
+import torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+tokens = torch.tensor(request["tokens"])
+own, other = [AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True) for place in request["places"]]
+names = [model.config._attn_implementation for model in (own, other)]
+result = {"names": names, "own": [], "other": [], "again": []}
+for core in ("sdpa", "eager", "sdpa"):
+    for model in (own, other):
+        model.set_attn_implementation(core)
+    for key, model in (("own", own), ("other", other), ("again", pickle.loads(pickle.dumps(other)))):
+        result[key].append(model(input_ids=tokens, use_cache=False).logits.tolist())
+result["saved"] = []
+for model, place in zip((own, other), request["places"]):
+    model.save_pretrained(place)
+    result["saved"].append("iha_" in Path(place, "config.json").read_text())
+"""
+
+
+def test_a_pickle_takes_the_name_that_its_process_gives():
+    model, tokens = interleave_heads(decoder("llama"), 2), random_ids(1, 9)
+    expected = logits(model, input_ids=tokens)
+    model.config._attn_implementation_internal = "iha_sdpa_"  # of a process where other code came first
+    again = pickle.loads(pickle.dumps(model))
+    assert again.config._attn_implementation == "iha_sdpa" and logits(again, input_ids=tokens).equal(expected)
+
+
+def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
+    """Refuse some of the heads, as `from_pretrained` would share them; no process group is needed to ask."""
+    shared = DistributedConfig(tp_size=2, fsdp_size=1)
+    model = decoder("llama")
+    model.config.distributed_config = shared  # as `from_pretrained` leaves it
+    with pytest.raises(ValueError, match="Tensor parallelism .* leaves each process some heads"):
+        interleave_heads(model, 2)
+    assert type(model) is LlamaForCausalLM
+    del model.config.distributed_config
+    interleave_heads(model, 2).save_pretrained(tmp_path)
+    prepared = lambda distributed_config, **_: (distributed_config, None, None)  # noqa: E731
+    monkeypatch.setattr(PreTrainedModel, "prepare_distribute_model", prepared)
+    with pytest.raises(ValueError, match="Tensor parallelism .* leaves each process some heads"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=shared)
+    interleave_heads(decoder("llama", distributed_config=DistributedConfig(tp_size=1, fsdp_size=2)), 2)

@@ -149,6 +149,22 @@ def test_a_mask_without_past_queries_is_refused():
         model(input_ids[:, 3:], attention_mask=masks, past_key_values=cache)
 
 
+@pytest.mark.parametrize("options", [{}, OPTIONS["one query"]], ids=["default", "one query"])
+@pytest.mark.parametrize("cached", [0, 4])
+def test_a_mask_with_holes_is_refused(options, cached):
+    """Refuse a hidden token between others, new or cached, and take one where nothing is convolved."""
+    input_ids, mask = random_ids(1, 6), torch.tensor([[0, 1, 1, 0, 1, 1]])
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    model = random_model(multi_token(options))
+    cache = model(input_ids[:, :cached]).past_key_values if cached else None
+    inputs = {"attention_mask": mask, "position_ids": positions[:, cached:], "past_key_values": cache}
+    with pytest.raises(ValueError, match="hides tokens between others, and kind 'multi_token' convolves"):
+        model(input_ids[:, cached:], **inputs)
+    model = random_model(multi_token(OPTIONS["mixing"]))
+    holes = model(input_ids, attention_mask=mask, position_ids=positions).logits
+    assert_close(holes[:, mask[0] == 1], model(input_ids[:, mask[0] == 1]).logits)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
