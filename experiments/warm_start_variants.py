@@ -66,7 +66,7 @@ VARIANTS = {
     "mha_x2": Variant(pseudo_heads=None, rate=2 * RATE),
     "iha_2": Variant(),
     "iha_4": Variant(pseudo_heads=4),
-    "mixing_only": Variant(rate=1e-6 * RATE),  # too little to change a float32 weight
+    "mixing_only": Variant(rate=1e-20 * RATE),  # too little to change a float32 weight that is not zero
     "x1": Variant(multiplier=1),
     "x10": Variant(multiplier=10),
     "x200": Variant(multiplier=200),

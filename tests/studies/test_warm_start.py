@@ -122,7 +122,7 @@ def test_the_exact_start_spreads_attention_evenly_and_collapses_to_the_last():
     torch.testing.assert_close(use["collapse"], torch.tensor([[0.0, 0.0, 1.0]]).repeat(layers, 1))
     torch.testing.assert_close(use["attention"], torch.full((layers, 3), 1 / 3))
     for layer in model.base_model.layers:
-        layer.self_attn.collapse.weight.data = layer.self_attn.collapse.weight.data.roll(1, dims=1)
+        layer.self_attn.collapse.weight_start = layer.self_attn.collapse.weight_start.roll(1, dims=1)
     # The first pseudo-head of a token does not see the other copies of its own token.
     use = study.pseudo_head_use(model, rows_of_tokens([([], [5])]))
     torch.testing.assert_close(use["attention"], torch.tensor([[1.0, 0.0, 0.0]]).repeat(layers, 1))
