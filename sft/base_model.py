@@ -184,7 +184,7 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
             interleave_heads(model, run.num_pseudo_heads, **interleaving(run))
     elif run.mixing_scale not in (None, getattr(model.config, "mixing_scale", run.mixing_scale)):
         keep_start(model, run.mixing_scale)
-        for each in configs(model):
+        for each in configs(model.modules()):
             each.mixing_scale = run.mixing_scale
     return model
 
