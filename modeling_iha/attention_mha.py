@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import (
 
 from .configuration_iha import IHAConfig
 from .cpu_precision import in_product_dtype
+from .mask_inputs import MaskInputs
 from .paged_requests import PagedRequests
 from .window_blocks import maskless_attention
 
@@ -35,7 +36,6 @@ class MultiHeadAttention(LlamaAttention):
     num_pseudo_heads, past_queries = 1, 0  # see `MaskKey`
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
     caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
-    reads_neighbours = False  # whether a token that a mask hides between others would still count as one of them
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -56,6 +56,9 @@ class MultiHeadAttention(LlamaAttention):
                 f"{self.layer_idx} is a {self.layer_type} layer of kind {kind!r}: serve it by vLLM with the plugin "
                 "vllm_iha, or use generate or generate_batch of Transformers."
             )
+
+    def check_inputs(self, inputs: MaskInputs):
+        """Raise a ValueError for inputs that this kind of layer would compute wrongly."""
 
     @classmethod
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> "MultiHeadAttention":

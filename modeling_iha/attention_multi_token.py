@@ -12,6 +12,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .configuration_iha import IHAConfig
 from .interleaving import Mixing
+from .mask_inputs import MaskInputs
 from .score_matrix import MASKED, HeadMap, ScoreMatrixAttention
 
 
@@ -86,9 +87,19 @@ class MultiTokenAttention(ScoreMatrixAttention):
         convolutions = [getattr(self, f"{name}_conv") for name, _ in stages]
         self.past_queries = (options.query_kernel - 1) * sum(conv is not None for conv in convolutions)
         self.caches_like_llama = self.past_queries == 0
-        self.reads_neighbours = any(convolutions)
+        self.convolves = any(convolutions)
         self.head_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if options.head_norm else None
         self.head_gate = nn.Linear(self.head_dim, 1) if options.head_gate else None
+
+    def check_inputs(self, inputs: MaskInputs):
+        """Raise a ValueError for hidden tokens between visible ones, which a convolution would take for neighbours."""
+        if not self.convolves or is_tracing(inputs.inputs_embeds) or inputs.inputs_embeds.is_meta:
+            return
+        if not inputs.has_custom_mask and inputs.has_holes:
+            raise ValueError(
+                "attention_mask hides tokens between others, and kind 'multi_token' convolves over neighbouring "
+                "tokens: leave these tokens out, and pad at the start or the end of a row."
+            )
 
     def project(
         self,

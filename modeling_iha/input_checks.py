@@ -67,13 +67,3 @@ def check_inputs(inputs: MaskInputs, **kwargs) -> None:
             f"Packed documents (position_ids that restart, or cu_seq_lens) would attend to one another here: "
             f"attn_implementation={core!r} keeps them apart {how}."
         )
-
-
-def check_no_holes(inputs: MaskInputs) -> None:
-    """Raise a ValueError for hidden tokens between visible ones, which a convolution over tokens would pass over."""
-    embeds = inputs.inputs_embeds
-    if not (is_tracing(embeds) or embeds.is_meta or inputs.has_custom_mask) and inputs.has_holes:
-        raise ValueError(
-            "attention_mask hides tokens between others, and kind 'multi_token' convolves over neighbouring tokens: "
-            "leave these tokens out, and pad at the start or the end of a row."
-        )

@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .input_checks import check_inputs, check_no_holes
+from .input_checks import check_inputs
 from .interleaving import keep_start
 from .mask_inputs import MaskInputs, MaskKey
 from .masks import LayerMask, choose_form, create_masks
@@ -191,8 +191,8 @@ class IHAModel(IHAPreTrainedModel):
             self.config, inputs_embeds, attention_mask, past_key_values, position_ids, self.attention_form
         )
         check_inputs(inputs, **kwargs)
-        if any(layer.self_attn.reads_neighbours for layer in self.layers):
-            check_no_holes(inputs)
+        for layer in self.layers:
+            layer.self_attn.check_inputs(inputs)
         return create_masks(inputs, [layer.mask_key for layer in self.layers])
 
     def prepared_mask(self, key: MaskKey, mask: torch.Tensor | None, inputs_embeds: torch.Tensor) -> LayerMask:

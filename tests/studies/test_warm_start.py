@@ -115,7 +115,7 @@ def test_an_answer_is_right_when_greedy_decoding_gives_it():
 
 
 def test_the_exact_start_spreads_attention_evenly_and_collapses_to_the_last():
-    model = convert(tiny_source(), num_pseudo_heads=3, mixing_scale=1.0)
+    model = convert(tiny_source(), num_pseudo_heads=3)
     tokens = rows_of_tokens([([1, 5, 9, 8], [4])])
     use = study.pseudo_head_use(model, tokens)
     layers = model.config.num_hidden_layers
