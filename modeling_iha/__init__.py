@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from .adapters import load_adapter, save_mixing
 from .configuration_iha import IHAConfig
 from .interleave import LocalInterleavedConfig, interleave_heads, remove_interleaving
 from .modeling_iha import (
@@ -56,5 +57,7 @@ __all__ = [
     "IHAModel",
     "IHAPreTrainedModel",
     "interleave_heads",
+    "load_adapter",
     "remove_interleaving",
+    "save_mixing",
 ]

@@ -47,6 +47,12 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
     as the renaming of a checkpoint's experts. The class has "interleaved", which is saved."""
     base = CONFIG_MAPPING[base_model_type]
 
+    def get_config_dict(cls, *args, **kwargs) -> tuple:
+        fields, kwargs = base.get_config_dict.__func__(cls, *args, **kwargs)
+        if fields.get("model_type") == base_model_type:  # the plain base, which PEFT reads to save an adapter of it
+            fields["model_type"] = cls.model_type  # else Transformers warns that the types differ
+        return fields, kwargs
+
     def from_dict(cls, config_dict: dict, **kwargs):
         loaded = base.from_dict.__func__(cls, config_dict, **kwargs)
         (loaded[0] if isinstance(loaded, tuple) else loaded).model_type = base_model_type
@@ -59,7 +65,7 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
         return unpickled_config, (base_model_type,), self.__getstate__()
 
     namespace = {"model_type": "interleaved", "from_dict": classmethod(from_dict), "to_dict": to_dict}
-    namespace |= {"__reduce__": reduce}
+    namespace |= {"__reduce__": reduce, "get_config_dict": classmethod(get_config_dict)}
     # One name for all, because the Auto classes compare names.
     return type("InterleavedConfig", (base,), {**namespace, "__module__": __name__, "_auto_class": "AutoConfig"})
 

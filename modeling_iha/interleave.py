@@ -18,6 +18,7 @@ import transformers
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .adapter_records import FIELDS
 from .configuration_interleaved import AUTO_MAP, TASKS, InterleavedConfig, config_class
 from .interleaving import keep_start
 from .mixing import values
@@ -34,7 +35,6 @@ from .modeling_interleaved import (
 from .package import flop_matched_window
 
 
-FIELDS = ("num_pseudo_heads", "pseudo_collapse", "mixing_scale", "interleaved_window", "interleaved_layers")
 # The largest difference from the base model, as a share of the largest hidden state.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 # Rounding error of the sum over the pseudo-heads of offsets that are not exact in binary.

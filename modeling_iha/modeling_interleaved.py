@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .adapter_records import watch_adapters
 from .configuration_interleaved import config_class
 from .interleaving import (
     HeadCollapse,
@@ -210,6 +211,22 @@ class InterleavedPreTrainedModel:
                 module._is_hf_initialized = True
         super().initialize_weights()
 
+    @property
+    def peft_config(self) -> dict:
+        """Return the configurations of adapters by name. PEFT asks for them before it adds the first."""
+        watch_adapters()
+        if "peft_config" not in vars(self):
+            raise AttributeError  # `nn.Module` names it
+        return vars(self)["peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, configs: dict):
+        vars(self)["peft_config"] = configs
+
+    @peft_config.deleter
+    def peft_config(self):
+        del vars(self)["peft_config"]
+
     def __reduce__(self) -> tuple:
         cores = [config._attn_implementation.removeprefix("iha_") for config in configs(self)]
         return unpickled_model, (type(self).__name__, self.config.model_type, cores), self.__getstate__()
@@ -274,6 +291,7 @@ def attach_mixing(model: PreTrainedModel) -> None:
     takes_kept = "logits_to_keep" in signature(decoder.forward).parameters
     prepare = partial(_make_cache, {"logits_to_keep": None} if takes_kept else {})
     decoder.make_cache = decoder.register_forward_pre_hook(prepare, with_kwargs=True)
+    watch_adapters()
 
 
 def is_mixing(name: str) -> bool:
