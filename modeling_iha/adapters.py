@@ -40,9 +40,7 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
 
     config = PeftConfig.from_pretrained(source, **hub)
     if (record := found_record(config)) is None:
-        raise ValueError(
-            f"{source} was trained on a plain model, or without its mixing: use PeftModel.from_pretrained."
-        )
+        raise ValueError(f"{source} needs no interleaved heads: load it with PeftModel.from_pretrained.")
     if not hasattr(model.config, "interleaved_layers") and not config.modules_to_save:
         raise ValueError(
             f"{source} holds no mixing: load it with PeftModel.from_pretrained on the interleaved model that it was "
@@ -56,9 +54,7 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
 def save_mixing(model: PreTrainedModel, directory: str | os.PathLike) -> None:
     """Save the mixing of an interleaved model alone, in a file of kilobytes that `load_adapter` loads on the base."""
     if not isinstance(model, PreTrainedModel) or not hasattr(model.config, "interleaved_layers"):
-        raise ValueError(
-            f"{type(model).__name__} is no model with interleaved heads; an adapter saves its own mixing."
-        )
+        raise ValueError(f"{type(model).__name__} has no interleaved heads of its own. An adapter saves its mixing.")
     tensors = {name: tensor.cpu().clone() for name, tensor in _mixing(model).items()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -79,9 +75,8 @@ def _load_mixing(model: PreTrainedModel, source: str, hub: dict) -> PreTrainedMo
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}
     with _interleaved(model, record, source), torch.no_grad():
         own = _mixing(model)
-        if {name: tensor.shape for name, tensor in own.items()} != {
-            name: each.shape for name, each in tensors.items()
-        }:
+        found, expected = ({name: each.shape for name, each in state.items()} for state in (tensors, own))
+        if found != expected:
             raise ValueError(f"{source} does not hold the mixing that its record names.")
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
@@ -102,12 +97,10 @@ def _interleaved(model: PreTrainedModel, record: dict, source: str) -> Iterator[
     is_plain = not hasattr(model.config, "interleaved_layers")
     if is_plain:
         try:
-            modules = [decoder_of(model).get_submodule(name) for name in record["interleaved_layers"]]
+            layers = {decoder_of(model).get_submodule(name).layer_idx for name in record["interleaved_layers"]}
         except AttributeError as error:
-            raise ValueError(
-                f"{source} was trained on another base than {model.config.model_type}: {error}."
-            ) from None
-        options = {"layers": sorted({module.layer_idx for module in modules}), "collapse": record["pseudo_collapse"]}
+            raise ValueError(f"{source} was trained on another base than this model: {error}.") from None
+        options = {"layers": sorted(layers), "collapse": record["pseudo_collapse"]}
         options |= {"sliding_window": record["interleaved_window"], "mixing_scale": record["mixing_scale"]}
         interleave_heads(model, record["num_pseudo_heads"], **options)
     try:
