@@ -101,9 +101,14 @@ def test_an_adapter_loads_on_the_plain_base_in_one_call_and_in_no_other_way(meth
 
 
 # Run where the package cannot be imported: only data on disk can make a load fail.
-PLAIN_LOADS = """
-from peft import AutoPeftModelForCausalLM, PeftModel
+LOADS = """
+import sys
+import torch
 from transformers import AutoModelForCausalLM
+
+interleaved = AutoModelForCausalLM.from_pretrained(request["interleaved"], trust_remote_code=True)
+assert "peft" not in sys.modules
+from peft import AutoPeftModelForCausalLM, PeftModel
 
 base, adapter = request["base"], request["adapter"]
 loads = [
@@ -112,18 +117,15 @@ loads = [
     lambda: AutoModelForCausalLM.from_pretrained(adapter, trust_remote_code=True),
     lambda: AutoPeftModelForCausalLM.from_pretrained(adapter),
 ]
-result = {"errors": []}
+model = PeftModel.from_pretrained(interleaved, adapter).eval()
+result = {"errors": [], "logits": model(torch.tensor(request["tokens"]), use_cache=False).logits.tolist()}
+model.save_pretrained(request["again"])
 for load in loads:
     try:
         load()
         result["errors"].append("loaded")
     except ValueError as error:
         result["errors"].append(str(error))
-import torch
-model = AutoModelForCausalLM.from_pretrained(request["interleaved"], trust_remote_code=True)
-model = PeftModel.from_pretrained(model, adapter).eval()
-result["logits"] = model(torch.tensor(request["tokens"]), use_cache=False).logits.tolist()
-model.save_pretrained(request["again"])
 """
 
 
@@ -131,7 +133,7 @@ def test_where_the_package_is_not_installed(base, tmp_path):
     expected = adapter(base, tmp_path / "adapter", METHODS["LoRA"])
     interleave_heads(plain(base), 2, **OPTIONS, seed=9).save_pretrained(tmp_path / "interleaved")
     places = {name: str(tmp_path / name) for name in ("adapter", "interleaved", "again")}
-    answer = run_in_clean_process(PLAIN_LOADS, {"base": base, "tokens": TOKENS.tolist(), **places})
+    answer = run_in_clean_process(LOADS, {"base": base, "tokens": TOKENS.tolist(), **places})
     assert len(answer["errors"]) == 4 and all("load_adapter(base, adapter)" in error for error in answer["errors"])
     assert_close(torch.tensor(answer["logits"]), expected)
     assert_close(logits(load_adapter(plain(base), tmp_path / "again")), expected)
