@@ -13,6 +13,7 @@ from transformers import (
 
 from iha_commands import __version__ as __version__
 
+from .adapters import load_adapter, save_mixing
 from .configuration_iha import IHAConfig
 from .interleave import LocalInterleavedConfig, interleave_heads, remove_interleaving
 from .modeling_iha import (
@@ -58,5 +59,7 @@ __all__ = [
     "IHAModel",
     "IHAPreTrainedModel",
     "interleave_heads",
+    "load_adapter",
     "remove_interleaving",
+    "save_mixing",
 ]

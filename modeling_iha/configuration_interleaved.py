@@ -23,6 +23,8 @@ TASKS = (
     *("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
     *("ForImageTextToText", "ForMultimodalLM"),
 )
+# What attention modules and masks read, from the configurations of their own models.
+FIELDS = ("num_pseudo_heads", "pseudo_collapse", "mixing_scale", "interleaved_window")
 AUTO_MAP = {
     "AutoConfig": "configuration_interleaved.InterleavedConfig",
     "AutoModel": "modeling_interleaved.InterleavedModel",
@@ -57,6 +59,12 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
     as the renaming of a checkpoint's experts. The class has "interleaved", which is saved."""
     base = CONFIG_MAPPING[base_model_type]
 
+    def get_config_dict(cls, *args, **kwargs) -> tuple:
+        fields, kwargs = base.get_config_dict.__func__(cls, *args, **kwargs)
+        if fields.get("model_type") == base_model_type:  # the plain base, which PEFT reads to save an adapter of it
+            fields["model_type"] = cls.model_type  # else Transformers warns that the types differ
+        return fields, kwargs
+
     def from_dict(cls, config_dict: dict, **kwargs):
         loaded = base.from_dict.__func__(cls, config_dict, **kwargs)
         (loaded[0] if isinstance(loaded, tuple) else loaded).model_type = base_model_type
@@ -69,7 +77,7 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
         return unpickled_config, (base_model_type,), self.__getstate__()
 
     namespace = {"model_type": "interleaved", "from_dict": classmethod(from_dict), "to_dict": to_dict}
-    namespace |= {"__reduce__": reduce}
+    namespace |= {"__reduce__": reduce, "get_config_dict": classmethod(get_config_dict)}
     # One name for all, because the Auto classes compare names.
     return type("InterleavedConfig", (base,), {**namespace, "__module__": __name__, "_auto_class": "AutoConfig"})
 

@@ -27,7 +27,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .configuration_interleaved import config_class
+from .adapter_records import watch_adapters
+from .configuration_interleaved import FIELDS, config_class
 from .interleaving import (
     HeadCollapse,
     HeadMixing,
@@ -47,8 +48,6 @@ from .interleaving import (
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForCausalLM"
 
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
-# What attention modules and masks read from the configurations of their own models.
-FIELDS = ("num_pseudo_heads", "pseudo_collapse", "mixing_scale", "interleaved_window")
 # The numbers by which PyTorch names hooks count up in a process, and equal models would hash unequal (datasets).
 HOOK = "interleaving"
 
@@ -247,6 +246,22 @@ class InterleavedPreTrainedModel:
                 module._is_hf_initialized = True
         super().initialize_weights()
 
+    @property
+    def peft_config(self) -> dict:
+        """Return the configurations of adapters by name. PEFT asks for them before it adds the first."""
+        watch_adapters()
+        if "peft_config" not in vars(self):
+            raise AttributeError  # `nn.Module` names it
+        return vars(self)["peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, configs: dict):
+        vars(self)["peft_config"] = configs
+
+    @peft_config.deleter
+    def peft_config(self):
+        del vars(self)["peft_config"]
+
     def __reduce__(self) -> tuple:
         return unpickled_model, (type(self).__name__, self.config.model_type), self.__getstate__()
 
@@ -343,6 +358,7 @@ def attach_mixing(model: PreTrainedModel) -> None:
     prepare = partial(_prepare_decoder, {"logits_to_keep": None} if takes_kept else {})
     decoder._forward_pre_hooks[HOOK], decoder._forward_pre_hooks_with_kwargs[HOOK] = prepare, True
     decoder._forward_hooks[HOOK] = _check_decoder
+    watch_adapters()
 
 
 def remove_hooks(*modules: nn.Module) -> None:

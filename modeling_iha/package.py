@@ -32,10 +32,16 @@ KIND_FILES = {
 KIND_TABLES = ("attention_kinds.py", "kind_options.py")
 PACKAGE_ONLY = {
     *("__init__.py", "package.py", "mixing.py"),
+    *("adapters.py", "adapter_records.py"),
     *("interleave.py", "configuration_interleaved.py", "modeling_interleaved.py"),
 }
 # What the checkpoint of a decoder ships whose heads `interleave_heads` has interleaved.
-INTERLEAVED_FILES = ("configuration_interleaved.py", "interleaving.py", "modeling_interleaved.py")
+INTERLEAVED_FILES = (
+    "adapter_records.py",
+    "configuration_interleaved.py",
+    "interleaving.py",
+    "modeling_interleaved.py",
+)
 PACKAGE = Path(__file__).resolve().parent
 
 

@@ -530,7 +530,7 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
         expected[str(tmp_path / name)] = logits(model, input_ids=tokens)
         model.save_pretrained(tmp_path / name)
         assert {path.name for path in (tmp_path / name).glob("*.py")} == {
-            *("configuration_interleaved.py", "modeling_interleaved.py", "interleaving.py")
+            *("adapter_records.py", "configuration_interleaved.py", "modeling_interleaved.py", "interleaving.py")
         }
     answers = run_in_clean_process(LOAD, {"tokens": tokens.tolist(), "places": list(expected)})
     for place, answer in answers.items():

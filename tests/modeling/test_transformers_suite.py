@@ -161,7 +161,8 @@ class InterleavedSuite(CommonTests, ModelTesterMixin, GenerationTesterMixin, Tra
 
     make_tester = InterleavedModelTester
     all_model_classes = tuple(
-        interleaved_class(f"Interleaved{task}", config_class("llama")) for task in ("Model", *TASKS)
+        interleaved_class(f"Interleaved{task}", config_class("llama"))
+        for task in ("Model", *TASKS[:4])  # those of text
     )
     attention_kinds = ["iha", "iha"]
 

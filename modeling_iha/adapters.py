@@ -1,0 +1,112 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Load an adapter, or the mixing alone, on the plain base that it was trained on with interleaved heads."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.utils import cached_file, find_adapter_config_file
+
+from .adapter_records import RECORD, check_record, found_record, record_of, restore_targets
+from .interleave import _detach, interleave_heads
+from .modeling_interleaved import backbone_of, is_mixing
+
+
+MIXING_FILE = "interleaving.safetensors"  # the record is in its metadata, so that no writer leaves half of it
+HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+
+
+def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) -> Any:
+    """Interleave a plain base model as an adapter was trained, in place, and load the adapter.
+
+    Args:
+        model: the plain base model, or one that is interleaved in the same way.
+        source: the directory or Hub id of an adapter that PEFT or Trainer saved, or of what `save_mixing` saved.
+        kwargs: those of `PeftModel.from_pretrained`, such as `is_trainable=True` or `adapter_name`.
+
+    Return PEFT's model, or for mixing alone the model itself. Raise a ValueError for another base."""
+    source, hub = str(source), {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+    if find_adapter_config_file(source, **hub) is None:
+        return _load_mixing(model, source, hub)
+    from peft import PeftConfig, PeftModel
+
+    config = PeftConfig.from_pretrained(source, **hub)
+    if (record := found_record(config)) is None:
+        raise ValueError(f"{source} needs no interleaved heads: load it with PeftModel.from_pretrained.")
+    if not hasattr(model.config, "interleaved_layers") and not config.modules_to_save:
+        raise ValueError(
+            f"{source} holds no mixing: load it with PeftModel.from_pretrained on the interleaved model that it was "
+            "trained on."
+        )
+    restore_targets(config)
+    with _interleaved(model, record, source):
+        return PeftModel.from_pretrained(model, source, config=config, **kwargs)
+
+
+def save_mixing(model: PreTrainedModel, directory: str | os.PathLike) -> None:
+    """Save the mixing of an interleaved model alone, in a file of kilobytes that `load_adapter` loads on the base."""
+    if not isinstance(model, PreTrainedModel) or not hasattr(model.config, "interleaved_layers"):
+        raise ValueError(f"{type(model).__name__} has no interleaved heads of its own. An adapter saves its mixing.")
+    tensors = {name: tensor.cpu().clone() for name, tensor in _mixing(model).items()}
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = directory / f".{MIXING_FILE}.{os.getpid()}"
+    try:
+        save_file(tensors, partial, {"format": "pt", RECORD: json.dumps(record_of(model.config))})
+        partial.replace(directory / MIXING_FILE)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _load_mixing(model: PreTrainedModel, source: str, hub: dict) -> PreTrainedModel:
+    file = cached_file(source, MIXING_FILE, _raise_exceptions_for_missing_entries=False, **hub)
+    if file is None:
+        raise ValueError(f"{source} holds neither an adapter (adapter_config.json) nor mixing ({MIXING_FILE}).")
+    with safe_open(file, "pt") as opened:
+        record = json.loads((opened.metadata() or {})[RECORD])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+    with _interleaved(model, record, source), torch.no_grad():
+        own = _mixing(model)
+        found, expected = ({name: each.shape for name, each in state.items()} for state in (tensors, own))
+        if found != expected:
+            raise ValueError(f"{source} does not hold the mixing that its record names.")
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+    return model
+
+
+def _mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the weights of the mixing and their starts, by their names in the decoder."""
+    state = {name: tensor for name, tensor in backbone_of(model).state_dict().items() if is_mixing(name)}
+    if any(tensor.is_meta or "modules_to_save" in name for name, tensor in state.items()):
+        raise ValueError("The mixing is offloaded or within an adapter: load the model whole, or save the adapter.")
+    return state
+
+
+@contextmanager
+def _interleaved(model: PreTrainedModel, record: dict, source: str) -> Iterator[None]:
+    """Interleave a plain model as a record says, or check that a model is, and undo it where what follows fails."""
+    is_plain = not hasattr(model.config, "interleaved_layers")
+    if is_plain:
+        try:
+            layers = {backbone_of(model).get_submodule(name).layer_idx for name in record["interleaved_layers"]}
+        except AttributeError as error:
+            raise ValueError(f"{source} was trained on another base than this model: {error}.") from None
+        options = {"layers": sorted(layers), "collapse": record["pseudo_collapse"]}
+        options |= {"sliding_window": record["interleaved_window"], "mixing_scale": record["mixing_scale"]}
+        interleave_heads(model, record["num_pseudo_heads"], **options)
+    try:
+        check_record(record, model.config, source)
+        yield
+    except Exception:
+        if is_plain:
+            _detach(model)
+        raise

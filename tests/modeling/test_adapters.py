@@ -1,0 +1,247 @@
+"""Test adapters of an interleaved model: they load on the plain base in one call, and fail in every other way."""
+
+import copy
+import json
+import pickle
+
+import peft
+import pytest
+import torch
+import transformers
+from helpers import assert_close, random_ids
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from common.checkpoint_io import run_in_clean_process
+from modeling_iha import interleave_heads, load_adapter, save_mixing
+from modeling_iha.mixing import mixing_parameters
+from modeling_iha.modeling_interleaved import MIXING_MODULES
+
+
+SIZES = {
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
+}
+OPTIONS = {"layers": [0, 2], "sliding_window": 5, "mixing_scale": 20.0}
+MIXING = {"modules_to_save": list(MIXING_MODULES)}
+TARGETS = {"target_modules": ["q_proj", "v_proj"], **MIXING}
+METHODS = {
+    "LoRA": LoraConfig(r=2, task_type="CAUSAL_LM", **MIXING),  # PEFT knows the targets of the base
+    "LoRA of some layers": LoraConfig(r=2, layers_to_transform=[0], layers_pattern="layers", **TARGETS),
+    "LoRA and a head": LoraConfig(r=2, target_modules=".*q_proj", modules_to_save=[*MIXING_MODULES, "lm_head"]),
+    "IA3": peft.IA3Config(**MIXING),
+    "LoHa": peft.LoHaConfig(r=2, **TARGETS),
+    "OFT": peft.OFTConfig(r=2, oft_block_size=0, **TARGETS),
+    "norms": peft.LNTuningConfig(**MIXING),
+    "VB-LoRA": peft.VBLoRAConfig(r=2, vector_length=2, num_vectors=4, topk=1, **TARGETS),
+}
+INSTRUCTION = r"which this adapter needs \(load it with load_adapter\(base, adapter\) of modeling_iha\)"
+TOKENS = random_ids(2, 9)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("base")
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(place)
+    return str(place)
+
+
+def plain(base, **options):
+    return AutoModelForCausalLM.from_pretrained(base, **options)
+
+
+def trained(model):
+    """Move everything that trains, the mixing by steps as large as its scale makes them."""
+    generator = torch.Generator().manual_seed(3)
+    mixing = set(mixing_parameters(model))
+    for weight in model.parameters():
+        if weight.requires_grad:
+            size = 0.3 / 20 if weight in mixing else 0.1
+            weight.data += size * torch.randn(weight.shape, generator=generator).to(weight)
+    return model.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=TOKENS, use_cache=False).logits
+
+
+def adapter(base, place, config, **options):
+    """Save a trained adapter, and return its logits."""
+    model = trained(get_peft_model(interleave_heads(plain(base, **options), 2, **OPTIONS), copy.deepcopy(config)))
+    model.save_pretrained(place)
+    return logits(model)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_loads_on_the_plain_base_in_one_call_and_in_no_other_way(method, base, tmp_path, monkeypatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(transformers.configuration_utils.logger, "warning", warnings.append)
+    expected = adapter(base, tmp_path, METHODS[method])
+    assert warnings == []  # PEFT reads the base's configuration, and Transformers warned that its type is another
+    assert (expected - logits(plain(base))).abs().max() > 0.1
+    assert logits(load_adapter(plain(base), tmp_path)).equal(expected)
+    for load in (PeftModel.from_pretrained, load_adapter):
+        assert logits(load(interleave_heads(plain(base), 2, **OPTIONS, seed=9), tmp_path)).equal(expected)
+        for options in ({"layers": [0, 1]}, {"sliding_window": 6}, {"mixing_scale": 40.0}, {"collapse": "all_heads"}):
+            otherwise = interleave_heads(plain(base), 2, **OPTIONS | options)
+            with pytest.raises(ValueError, match="interleaved otherwise"):
+                load(otherwise, tmp_path)
+    loads = [lambda: PeftModel.from_pretrained(plain(base), tmp_path)]
+    loads += [lambda: peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)]
+    if method != "VB-LoRA":  # which Transformers does not take by itself
+        loads += [lambda: AutoModelForCausalLM.from_pretrained(tmp_path), lambda: plain(base).load_adapter(tmp_path)]
+        own = interleave_heads(plain(base), 2, **OPTIONS, seed=9)
+        own.load_adapter(str(tmp_path))
+        assert logits(own).equal(expected)
+    for load in loads:
+        with pytest.raises(ValueError, match=INSTRUCTION):
+            load()
+
+
+# Run where the package cannot be imported: only data on disk can make a load fail.
+LOADS = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+
+interleaved = AutoModelForCausalLM.from_pretrained(request["interleaved"], trust_remote_code=True)
+assert "peft" not in sys.modules
+from peft import AutoPeftModelForCausalLM, PeftModel
+
+base, adapter = request["base"], request["adapter"]
+loads = [
+    lambda: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter),
+    lambda: AutoModelForCausalLM.from_pretrained(base).load_adapter(adapter),
+    lambda: AutoModelForCausalLM.from_pretrained(adapter, trust_remote_code=True),
+    lambda: AutoPeftModelForCausalLM.from_pretrained(adapter),
+]
+model = PeftModel.from_pretrained(interleaved, adapter).eval()
+result = {"errors": [], "logits": model(torch.tensor(request["tokens"]), use_cache=False).logits.tolist()}
+model.save_pretrained(request["again"])
+for load in loads:
+    try:
+        load()
+        result["errors"].append("loaded")
+    except ValueError as error:
+        result["errors"].append(str(error))
+"""
+
+
+def test_where_the_package_is_not_installed(base, tmp_path):
+    expected = adapter(base, tmp_path / "adapter", METHODS["LoRA"])
+    interleave_heads(plain(base), 2, **OPTIONS, seed=9).save_pretrained(tmp_path / "interleaved")
+    places = {name: str(tmp_path / name) for name in ("adapter", "interleaved", "again")}
+    answer = run_in_clean_process(LOADS, {"base": base, "tokens": TOKENS.tolist(), **places})
+    assert len(answer["errors"]) == 4 and all("load_adapter(base, adapter)" in error for error in answer["errors"])
+    assert_close(torch.tensor(answer["logits"]), expected)
+    assert_close(logits(load_adapter(plain(base), tmp_path / "again")), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_trained_on_copied_and_merged(dtype, base, tmp_path):
+    expected = adapter(base, tmp_path / "one", METHODS["LoRA"], dtype=dtype)
+    model = load_adapter(plain(base, dtype=dtype), tmp_path / "one", is_trainable=True, adapter_name="mine")
+    assert any("q_mix" in name for name, weight in model.named_parameters() if weight.requires_grad)
+    pickle.loads(pickle.dumps(model)).save_pretrained(tmp_path / "two")
+    model = load_adapter(plain(base, dtype=dtype), tmp_path / "two" / "mine")
+    assert logits(model).equal(expected)
+    assert not any(weight.requires_grad for weight in model.parameters())
+    mixing = [weight.clone() for name, weight in model.state_dict().items() if "_mix.modules_to_save" in name]
+    merged = model.merge_and_unload()
+    kept = [weight for name, weight in merged.state_dict().items() if "_mix." in name]
+    assert len(mixing) == 12 and all(one.equal(other) for one, other in zip(mixing, kept, strict=True))
+    if dtype == torch.float32:  # bfloat16 rounds the sum of weight and adapter
+        assert_close(logits(merged), expected)
+    merged.save_pretrained(tmp_path / "merged")
+    assert logits(plain(tmp_path / "merged", trust_remote_code=True)).equal(logits(merged))
+
+
+def saved_targets(place):
+    return json.loads((place / "adapter_config.json").read_text())["target_modules"]
+
+
+def test_every_adapter_of_a_model_records_it(base, tmp_path):
+    """Add a second one, and one by Transformers; then use the configuration for a plain model."""
+    config = copy.deepcopy(METHODS["LoRA"])
+    model = get_peft_model(interleave_heads(plain(base), 2), config)
+    model.add_adapter("second", copy.deepcopy(config))
+    model.save_pretrained(tmp_path)
+    loaded = load_adapter(plain(base), tmp_path)
+    loaded.load_adapter(tmp_path / "second", "second")
+    assert loaded.peft_config["second"].target_modules == {"q_proj", "v_proj"}
+
+    model = interleave_heads(plain(base), 2)
+    model.add_adapter(copy.deepcopy(config))
+    model.delete_adapter("default")
+    model.add_adapter(copy.deepcopy(config))
+    trained(model).save_pretrained(tmp_path / "own")
+    assert logits(load_adapter(plain(base), tmp_path / "own")).equal(logits(model))
+
+    config.modules_to_save = None
+    get_peft_model(plain(base), config).save_pretrained(tmp_path / "plain")
+    assert set(saved_targets(tmp_path / "plain")) == {"q_proj", "v_proj"}
+    with pytest.raises(ValueError, match="needs no interleaved heads"):
+        load_adapter(plain(base), tmp_path / "plain")
+
+
+def test_an_adapter_without_the_mixing(base, tmp_path):
+    """It is right on the plain base while the mixing is at its start, and needs its own model otherwise."""
+    config = LoraConfig(target_modules=["q_proj"])
+    model = trained(get_peft_model(interleave_heads(plain(base), 2), copy.deepcopy(config)))
+    model.save_pretrained(tmp_path / "one")
+    assert_close(logits(PeftModel.from_pretrained(plain(base), tmp_path / "one")), logits(model))
+    moved = trained(interleave_heads(plain(base), 2))
+    for model in (moved, interleave_heads(plain(base), 2, sliding_window=5)):
+        get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).save_pretrained(tmp_path / "two")
+        PeftModel.from_pretrained(model, tmp_path / "two")
+        with pytest.raises(ValueError, match=INSTRUCTION):
+            PeftModel.from_pretrained(plain(base), tmp_path / "two")
+        with pytest.raises(ValueError, match="holds no mixing"):
+            load_adapter(plain(base), tmp_path / "two")
+    for part in ({"modules_to_save": ["q_mix"]}, {"target_parameters": ["q_mix.weight"]}):
+        with pytest.raises(ValueError, match="all of the mixing or nothing"):
+            get_peft_model(interleave_heads(plain(base), 2), LoraConfig(target_modules=["q_proj"], **part))
+
+
+def test_a_run_resumes_and_loads_its_best_adapter(base, tmp_path):
+    rows = [{"input_ids": row, "labels": row} for row in random_ids(8, 9).tolist()]
+    keys = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    keys |= {"load_best_model_at_end": True, "learning_rate": 0.05, "report_to": "none", "disable_tqdm": True}
+    arguments = TrainingArguments(tmp_path, use_cpu=True, per_device_train_batch_size=2, **keys)
+    found = []
+    for resumed in (None, str(tmp_path / "checkpoint-2")):
+        model = get_peft_model(interleave_heads(plain(base), 2), copy.deepcopy(METHODS["LoRA"]))
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train(resume_from_checkpoint=resumed)
+        found.append(logits(model))
+        best = trainer.state.best_model_checkpoint
+        assert logits(load_adapter(plain(base), best)).equal(found[-1])
+    assert found[0].equal(found[1])
+
+
+def test_the_mixing_alone_is_saved_and_loaded(base, tmp_path):
+    model = interleave_heads(plain(base), 2, **OPTIONS)
+    for weight in mixing_parameters(model):
+        weight.data += 0.02
+    save_mixing(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["interleaving.safetensors"]
+    assert (tmp_path / "interleaving.safetensors").stat().st_size < 8000
+    assert logits(load_adapter(plain(base), tmp_path)).equal(logits(model))
+    assert logits(load_adapter(interleave_heads(plain(base), 2, **OPTIONS, seed=9), tmp_path)).equal(logits(model))
+    with pytest.raises(ValueError, match="interleaved otherwise .num_pseudo_heads"):
+        load_adapter(interleave_heads(plain(base), 3, **OPTIONS), tmp_path)
+    for fields, message in (({"num_hidden_layers": 2}, "another base"), ({"num_key_value_heads": 4}, "otherwise")):
+        other = LlamaForCausalLM(LlamaConfig(**SIZES | fields))
+        with pytest.raises(ValueError, match=message):
+            load_adapter(other, tmp_path)
+        assert type(other) is LlamaForCausalLM and not hasattr(other.config, "interleaved_layers")
+    with pytest.raises(ValueError, match="neither an adapter"):
+        load_adapter(plain(base), base)
+    for other in (plain(base), get_peft_model(model, copy.deepcopy(METHODS["LoRA"]))):
+        with pytest.raises(ValueError, match="no interleaved heads of its own"):
+            save_mixing(other, tmp_path / "none")
+    with pytest.raises(ValueError, match="within an adapter"):
+        save_mixing(model, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
