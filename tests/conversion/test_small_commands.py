@@ -34,7 +34,7 @@ MISTAKES = [
     (cost, ["--config", "IN/llama", "--tokens", "8"], "IN/llama is a 'llama' model; expected 'iha'"),
     (make_reasoning_data, ["IN/rows.jsonl", "--rows", "1"], "IN/rows.jsonl exists: "),
     (score_reasoning, ["IN", "IN/wrong.jsonl"], "row 1: the verifier of 'chain_sum' does not accept"),
-    (serve, ["IN/absent", "--port", "0"], "server cannot start with IN/absent: "),
+    (serve, ["IN/absent", "--port", "0"], "IN/absent is no directory, and IN is one"),
     (serve, ["IN/kernel", "--port", "0"], "attn_implementation 'org/k' would load what is not in the checkpoint"),
     (serve, ["IN/absent", "--host", "127.0.0.1", "--port", "TAKEN"], "Address already in use"),
     (serve, ["IN/absent", "--host", "0.0.0.0"], "without a key.* vLLM and --api-key"),

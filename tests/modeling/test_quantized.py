@@ -52,7 +52,7 @@ def scheme(request):
 @pytest.fixture(params=["global", "hybrid"])
 def directory(request, tmp_path):
     # bitsandbytes' 4-bit product of a single token needs layers as wide as a multiple of its block of 64.
-    config = small_config(hidden_size=64, intermediate_size=128, mixing_scale=2.0, **GEOMETRIES[request.param])
+    config = small_config(hidden_size=64, intermediate_size=128, mixing_scale=0.5, **GEOMETRIES[request.param])
     random_model(config).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 

@@ -5,6 +5,7 @@ overridden in `CommonTests`, with the reason. One that is skipped for a reason n
 """
 
 import unittest
+import unittest.mock
 
 import pytest
 import torch
@@ -117,7 +118,8 @@ class InterleavedModelTester(IHAModelTester):
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         names += ("num_key_value_heads", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
         layers = {f"layers.{index}.self_attn": [4, 2, 2] for index in range(self.num_hidden_layers)}
-        mixing = {"num_pseudo_heads": 2, "pseudo_collapse": "per_head", "interleaved_window": None}
+        mixing = {"num_pseudo_heads": 2, "pseudo_collapse": "per_head", "mixing_scale": 40.0}
+        mixing["interleaved_window"] = None
         return config_class("llama").from_dict(
             {**{name: fields[name] for name in names}, **mixing, "interleaved_layers": layers}
         )
@@ -165,6 +167,11 @@ class InterleavedSuite(CommonTests, ModelTesterMixin, GenerationTesterMixin, Tra
         for task in ("Model", *TASKS[:4])  # those of text
     )
     attention_kinds = ["iha", "iha"]
+
+    def test_init_weights_can_init_buffers(self):
+        """Compare the starts of the mixing without their noise, which is drawn anew."""
+        with unittest.mock.patch("torch.randn_like", torch.zeros_like):
+            super().test_init_weights_can_init_buffers()
 
     def test_can_set_attention_dynamically(self):
         """Expect the name of the core over virtual tokens."""
