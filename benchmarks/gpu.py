@@ -47,7 +47,7 @@ from benchmarks import harness
 from benchmarks.harness import Attention, inference, training
 from benchmarks.schedule import schedules
 from kinds import model_cost as cost
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, masks, window_blocks
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, interleaving, masks
 from modeling_iha.package import flop_matched_window
 
 
@@ -113,7 +113,7 @@ def in_blocks(case: dict, **fields) -> Work:
         work = layers(case, "sdpa", **fields)
 
     def run() -> None:
-        with without_varlen(window_blocks):
+        with without_varlen(interleaving):
             work.run()
 
     return Work(run, work.amounts)

@@ -143,7 +143,16 @@ def render(results: dict[str, dict], defaults: list[dict], plots: set[str]) -> s
 
 def main() -> None:
     args = PARSER.parse_args()
-    names = ("layer", "schedule", "decode_model", "prefill", "mechanisms", "training_plan", "any_decoder")
+    names = (
+        "layer",
+        "schedule",
+        "decode_model",
+        "prefill",
+        "mechanisms",
+        "training_plan",
+        "any_decoder",
+        "any_decoder_rows",
+    )
     results = {name: read_json(args.out / f"{name}.json") for name in names}
     defaults = [read_json(path) for path in sorted(args.out.glob("default_form/*.json"))]
     with whole_file(args.out / "README.md") as path:

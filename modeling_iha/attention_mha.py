@@ -17,9 +17,9 @@ from transformers.models.llama.modeling_llama import (
 
 from .configuration_iha import IHAConfig
 from .cpu_precision import in_product_dtype
+from .interleaving import maskless_attention
 from .mask_inputs import MaskInputs
 from .paged_requests import PagedRequests
-from .window_blocks import maskless_attention
 
 
 # The attention functions of vLLM and SGLang, which replace a layer's keys and values by those of their own cache.

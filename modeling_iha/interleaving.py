@@ -3,9 +3,11 @@
 """Interleave heads (IHA, Algorithm 1): mix them into pseudo-heads, attend over virtual tokens, collapse.
 
 P pseudo-heads turn token n into the P consecutive virtual tokens n * P .. n * P + P - 1. A stock attention core runs
-over the virtual sequence. The algorithm comes first. `absorbed_attention` then computes one new token faster.
+over the virtual sequence. The algorithm comes first. `absorbed_attention` then computes one new token faster, and
+`maskless_attention` windows and documents without a dense mask.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +17,11 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # a build of PyTorch without it
+    varlen_attn = None
 
 # Cached tokens that are converted at a time where products of the cache's dtype are slow.
 WIDENED_TOKENS = 1024
@@ -346,29 +353,121 @@ def window_attention(
 
     A dense mask costs O(L^2) time and memory, whatever the window, and is faster where L is little longer. Else every
     block of queries gets the keys that its window reaches, and all go through the core in one call, as a batch with
-    one small mask, at a cost of O(L * window)."""
+    one small mask, at a cost of O(L * window). Blocks of keys overlap, and are views: copies would be kept for the
+    backward pass, (block + window) / block times the states."""
     (batch, _, length, _), window = query.shape, sliding_window
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
     if not beats_a_mask(length, window, varlen=False):
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         return core(module, query, key, value, mask[None, None], **kwargs)
-    # The first queries see every key before them. As views they would keep all states for the backward pass.
-    start, query = query.split((window, length - window), dim=2)
-    first, _ = core(module, *(states[:, :, :window].contiguous() for states in (start, key, value)), None, **kwargs)
-    # The other queries go in blocks, the last one padded, each with its keys and the `window` before. No query sees
-    # the first of these. Without it, or with slices of the queries, autograd would fill zeros as long as the states.
-    block = block_size(window)
-    padding = -(length - window) % block
-    if padding > 0:  # even a padding of nothing copies
-        query, key, value = (torch.nn.functional.pad(states, (0, 0, 0, padding)) for states in (query, key, value))
-    query = query.unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
-    key, value = (each.unfold(2, block + window, block).permute(0, 2, 1, 4, 3).flatten(0, 1) for each in (key, value))
+    # Overlapping blocks of several rows are no view.
+    rows = zip(*(states.split(batch if torch.compiler.is_compiling() else 1) for states in (query, key, value)))
+    outputs = [_attend_in_blocks(core, module, q, k, v, window, **kwargs) for q, k, v in rows]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), None
+
+
+def _attend_in_blocks(core: Callable, module, query, key, value, window: int, **kwargs) -> torch.Tensor:
+    """Return the output of `window_attention` for more queries than the window has keys."""
+    (batch, heads, length, _), groups = query.shape, query.shape[1] // key.shape[1]
+    block = min(block_size(window), length - window)
+    last = (length - window) % block
     i = torch.arange(block, device=query.device)[:, None]
     j = torch.arange(block + window, device=query.device)
-    mask = ((i < j) & (j <= i + window))[None, None]
-    rest, _ = core(module, query, key, value, mask, **kwargs)
-    return torch.cat((first, rest.reshape(batch, -1, *rest.shape[2:])[:, : length - window]), dim=1), None
+    mask, view = (i < j) & (j <= i + window), Overlay(module, num_key_value_groups=1)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: int) -> torch.Tensor:
+        # The heads of a group are rows of one head, because a core would copy the keys for each of them.
+        query = query.unflatten(2, (-1, block)).unflatten(1, (-1, groups)).permute(0, 3, 1, 2, 4, 5)
+        query = query.flatten(3, 4).flatten(0, 1)  # [batch * blocks, G, groups * block, head_dim]
+        key, value = (x.unfold(2, block + window, block).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (key, value))
+        seen = mask[:block, : block + window].repeat(groups, 1)[None, None]
+        output, _ = core(view, query, key, value, seen, **kwargs)
+        return output.unflatten(1, (groups, block)).permute(0, 2, 3, 1, 4).reshape(batch, -1, heads, value.shape[-1])
+
+    # The first queries see every key before them. As a view they would keep all queries for the backward pass. The
+    # others go in blocks, the last one shorter, each with its keys and the `window` before. No query sees the first of
+    # these. Without it, or with slices of the queries, autograd would fill zeros as long as the states.
+    start, query, end = query.split((window, length - window - last, last), dim=2)
+    first, _ = core(module, start.contiguous(), key[:, :, :window], value[:, :, :window], None, **kwargs)
+    outputs = [first, attend(query, key[:, :, : length - last], value[:, :, : length - last], block)]
+    if last > 0:
+        outputs.append(attend(end, key[:, :, -window - last :], value[:, :, -window - last :], last))
+    return torch.cat(outputs, dim=1)
+
+
+def has_varlen(states: torch.Tensor, head_dim: int, dropout: float) -> bool:
+    """Return whether `varlen_attn` computes the attention of the states after autocast.
+
+    It takes half precision on a GPU from Ampere on, heads of 8 to 256 entries by eights, and no dropout."""
+    if varlen_attn is None or states.device.type != "cuda" or dropout:
+        return False
+    if head_dim % 8 or head_dim > 256 or torch.cuda.get_device_capability(states.device) < (8, 0):
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else states.dtype
+    allowed = torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled()  # as `sdpa_kernel` says
+    return allowed and dtype in (torch.float16, torch.bfloat16)
+
+
+def maskless_attention(
+    core: Callable,
+    document_bounds: tuple[torch.Tensor, int] | None,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output [batch, L, H, head_dim] of attention within documents and windows, without a dense mask.
+
+    Query v sees the keys u of its own document with v - sliding_window < u <= v. Documents go one by one, or on a GPU
+    in half precision in one call of PyTorch's FlashAttention. In an "iha" layer the cost is O(N W P^2).
+
+    Args:
+        core: an attention function of Transformers that takes a boolean mask.
+        document_bounds: the starts of documents among the batch * L tokens of all rows and the last end, int32
+            [documents + 1], and the longest length; `None` where every row is one document.
+        query, key, value: [batch, H or G, L, head_dim].
+    """
+    if document_bounds is None:
+        return window_attention(core, module, query, key, value, None, sliding_window, **kwargs)
+    if query.shape[-1] == value.shape[-1] and has_varlen(query, query.shape[-1], kwargs.get("dropout", 0)):
+        return varlen_attention(document_bounds, module, query, key, value, sliding_window, **kwargs)
+    # The gradient of a split is one concatenation; that of each slice would be a tensor as long as all documents.
+    lengths = document_bounds[0].diff().tolist()
+    documents = zip(*(states.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for states in (query, key, value)))
+    outputs = [
+        # Blocks copy the queries. One document that keeps a view would keep all of them for the backward pass.
+        window_attention(core, module, q[None].contiguous(), k[None], v[None], None, sliding_window, **kwargs)[0]
+        for q, k, v in documents
+    ]
+    return torch.cat(outputs, dim=1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:]), None
+
+
+def varlen_attention(
+    document_bounds: tuple[torch.Tensor, int],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Compute `maskless_attention` by one call of FlashAttention on the tokens of all rows."""
+    bounds, longest = document_bounds
+    batch, length = query.shape[0], query.shape[2]
+    options: dict = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    else:
+        key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
+    # Autocast leaves rotated queries and keys in float32, and does not reach this operator.
+    query, key, value = (states.to(value.dtype).transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    output = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+    return output.unflatten(0, (batch, length)), None
 
 
 def keep_window_edge(past_key_values: Cache, more: list[int], sliding_window: int | None) -> None:

@@ -10,9 +10,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
-from .interleaving import Overlay, beats_a_mask, is_absorbed, keep_window_edge, virtual_positions
+from .interleaving import Overlay, beats_a_mask, has_varlen, is_absorbed, keep_window_edge, virtual_positions
 from .mask_inputs import MaskInputs, MaskKey
-from .window_blocks import has_varlen
 
 
 # These values hide a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where the
@@ -101,7 +100,8 @@ def _maskless(inputs: MaskInputs, key: MaskKey, layer_idx: int, form: str | None
     # Documents are what lies between padding, so no document may have padding inside.
     if past > 0 or inputs.has_holes:
         return None
-    varlen, window = has_varlen(config, embeds), (config.sliding_window or 0) * key.num_pseudo_heads
+    varlen = has_varlen(embeds, config.head_dim, config.attention_dropout)
+    window = (config.sliding_window or 0) * key.num_pseudo_heads
     has_documents = inputs.may_be_packed or inputs.may_be_padded
     if key.is_sliding:
         is_faster = beats_a_mask(length * key.num_pseudo_heads, window, varlen)

@@ -173,9 +173,9 @@ def count_parameters(config: PreTrainedConfig, run: RunArguments) -> Parameters:
 
 
 def goes_in_blocks(setting: Setting, virtual: int, layer_type: str) -> bool:
-    """Return whether a layer of `virtual` tokens a token attends by blocks of queries, which copy keys and values.
+    """Return whether a layer of `virtual` tokens a token attends by blocks of queries.
 
-    A window on SDPA does so, except where a GPU takes `varlen_attn` (`has_varlen` in modeling_iha/window_blocks.py).
+    A window on SDPA does so, except where a GPU takes `varlen_attn` (`has_varlen` in modeling_iha/interleaving.py).
     """
     config = setting.config
     has_varlen = (
@@ -202,12 +202,11 @@ def layer_bytes(setting: Setting, kind: str, layer_type: str) -> tuple[float, fl
     query, key = tokens * virtual * heads * d, tokens * virtual * groups * d
     attention_working = (2 * query + 2 * key) * compute
     if goes_in_blocks(setting, virtual, layer_type):
-        # Keys and values of the blocks, which overlap; of a single row they are kept as views, unless they are
-        # repeated for each head of a group.
+        # The outputs of the blocks are kept, and their concatenation. The gradients of keys and values are of blocks,
+        # which overlap, of one sequence at a time.
         window = config.sliding_window * virtual
-        blocked = 2 * query * (1 + window / block_size(window))
-        of_attention += (blocked - 2 * key) * compute * (setting.batch > 1 or groups < heads)
-        attention_working = (2 * query + blocked) * compute
+        of_attention += query * compute
+        attention_working = (2 * query + 2 * key + 2 * key / setting.batch * window / block_size(window)) * compute
     elif form == "eager":
         of_attention += tokens * virtual * setting.tokens * virtual * heads * 4
         attention_working += of_attention

@@ -109,7 +109,7 @@ IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "masks.py", "mask_inputs.py"),
     *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
     *("interleaving.py", "cpu_precision.py", "input_checks.py"),
-    *("window_blocks.py", "paged_requests.py"),
+    "paged_requests.py",
 }
 
 

@@ -10,12 +10,11 @@ from helpers import HYBRID, assert_close, logits_and_gradients, random_ids, rand
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from modeling_iha import interleaving
 from modeling_iha import masks as masks_module
-from modeling_iha import window_blocks
-from modeling_iha.interleaving import MIN_BLOCK, window_attention
+from modeling_iha.interleaving import MIN_BLOCK, maskless_attention, window_attention
 from modeling_iha.mask_inputs import MaskInputs, MaskKey, find_document_bounds
 from modeling_iha.masks import create_masks
-from modeling_iha.window_blocks import maskless_attention
 
 
 # Several blocks, the last one short.
@@ -38,7 +37,7 @@ def blocks(monkeypatch):
         lengths.append(query.shape[2])
         return window_attention(core, module, query, *args, **kwargs)
 
-    monkeypatch.setattr(window_blocks, "window_attention", counted)
+    monkeypatch.setattr(interleaving, "window_attention", counted)
     return lengths
 
 
@@ -203,9 +202,9 @@ def varlen(request, monkeypatch):
         return request.param(query, *args, **kwargs)
 
     counted.__signature__ = inspect.signature(request.param)
-    monkeypatch.setattr(window_blocks, "varlen_attn", counted)
-    for module in (window_blocks, masks_module):
-        monkeypatch.setattr(module, "has_varlen", lambda config, states: True)
+    monkeypatch.setattr(interleaving, "varlen_attn", counted)
+    for module in (interleaving, masks_module):
+        monkeypatch.setattr(module, "has_varlen", lambda *args: True)
     return lengths
 
 
@@ -241,7 +240,8 @@ def test_where_varlen_is_taken(monkeypatch):
 
     def takes(device="cuda", dtype=torch.float16, **fields):
         states = SimpleNamespace(device=torch.device(device), dtype=dtype)
-        return window_blocks.has_varlen(small_config(**{"head_dim": 64, **fields}), states)
+        fields = {"head_dim": 64, "attention_dropout": 0.0, **fields}
+        return interleaving.has_varlen(states, *fields.values())
 
     assert takes() and takes(dtype=torch.bfloat16) and takes(head_dim=256)
     assert not takes("cpu") and not takes("meta") and not takes(dtype=torch.float32)

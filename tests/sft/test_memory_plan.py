@@ -13,7 +13,7 @@ from transformers import LlamaConfig, MistralConfig, Trainer
 from trl import SFTConfig
 
 from common.command_io import ROOT, UserError, read_json
-from modeling_iha import IHAConfig, IHAModel, cpu_precision, masks, window_blocks
+from modeling_iha import IHAConfig, IHAModel, cpu_precision, interleaving, masks
 from sft import memory_plan, train
 from sft.arguments import RecipeParser
 from sft.base_model import lora_config, run_config
@@ -225,8 +225,8 @@ def test_the_window_of_a_preset_follows_the_length(monkeypatch):
 @pytest.mark.parametrize("preset, kind", [("paper-2.4b-global", "mha"), ("paper-2.4b-iha", "iha")])
 def test_a_layer_at_64k_keeps_what_the_plan_says(preset, kind, monkeypatch):
     """Keep the paper's layers without memory, in bfloat16 through `varlen_attn` as on a GPU."""
-    for module in (masks, window_blocks):
-        monkeypatch.setattr(module, "has_varlen", lambda config, states: True)
+    for module in (masks, interleaving):
+        monkeypatch.setattr(module, "has_varlen", lambda *args: True)
     length = 65536
     config = IHAConfig.from_preset(preset, max_position_embeddings=length, num_hidden_layers=1)
     with torch.device("meta"):

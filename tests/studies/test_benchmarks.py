@@ -41,7 +41,7 @@ def results(tmp_path_factory):
         for sizes in (mechanisms.SIZES, training_plan.SIZES, any_decoder.SIZES):
             monkeypatch.setitem(sizes, "hidden_size", 128)
             monkeypatch.setitem(sizes, "intermediate_size", 128)
-        for script in (mechanisms, prefill, training_plan):  # one process less for each form
+        for script in (any_decoder, mechanisms, prefill, training_plan):  # one process less for each form
             monkeypatch.setattr(script, "extra_bytes", lambda prepare, sizes, small: prepare(*small)() or 1)
         for script in (*COMMANDS, any_decoder):
             tokens = 32 if script is mechanisms else TOKENS  # the pair kinds take a time of N^3
