@@ -7,11 +7,11 @@ from argparse import ArgumentParser
 
 import torch
 from datasets import load_dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from modeling_iha import interleave_heads
+from modeling_iha import interleave_heads, load_adapter
 
 
 parser = ArgumentParser(description=__doc__)
@@ -31,6 +31,5 @@ trainer = SFTTrainer(
 trainer.train()
 trainer.save_model()  # the adapters and the mixing, without the base
 
-base = interleave_heads(AutoModelForCausalLM.from_pretrained(args.model), num_pseudo_heads=2)
-loaded = PeftModel.from_pretrained(base, args.out)
+loaded = load_adapter(AutoModelForCausalLM.from_pretrained(args.model), args.out)
 print(f"{loaded.get_nb_trainable_parameters()[1]:,} parameters with the base: {args.out}")
