@@ -36,7 +36,10 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
     source, hub = str(source), {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
     if find_adapter_config_file(source, **hub) is None:
         return _load_mixing(model, source, hub)
-    from peft import PeftConfig, PeftModel
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError as error:
+        raise ImportError("load_adapter of an adapter needs PEFT: pip install peft.") from error
 
     config = PeftConfig.from_pretrained(source, **hub)
     if (record := found_record(config)) is None:

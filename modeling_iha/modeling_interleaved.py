@@ -62,7 +62,13 @@ class Attended(local):
     any = False  # in this forward of the decoder
 
 
-ATTENDED = Attended()
+class Compiled:
+    """Tell whether a compiled layer attended so, in any thread: what it writes to a thread's own object is lost."""
+
+    any = False
+
+
+ATTENDED, COMPILED = Attended(), Compiled()
 
 
 def register_core(core: str) -> str:
@@ -202,7 +208,10 @@ def virtual_attention(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if not hasattr(module, "q_mix"):
         return attend_tokens(view, query, key, value, _token_mask(attention_mask, num_pseudo_heads), **kwargs)
-    ATTENDED.module, ATTENDED.any = module, True
+    if torch.compiler.is_compiling():
+        COMPILED.any = True
+    else:
+        ATTENDED.module, ATTENDED.any = module, True
     window, num_queries, num_keys = module.config.interleaved_window, query.shape[2], key.shape[2]
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[-1] > num_keys * num_pseudo_heads and window:
         attention_mask = attention_mask[..., -num_keys * num_pseudo_heads :]  # other layers may cache more tokens
@@ -500,6 +509,8 @@ def use_virtual_cores(model: PreTrainedModel) -> None:
 
 def _check_attention(module: nn.Module, args: tuple, output: Any) -> None:
     """Raise a RuntimeError where attention was computed without the mixing weights that stand beside it."""
+    if torch.compiler.is_compiling():
+        return
     if ATTENDED.module is not module:
         raise RuntimeError(
             f"{type(module).__name__} has interleaved heads and attended without them: its forward or its attention "
@@ -510,7 +521,7 @@ def _check_attention(module: nn.Module, args: tuple, output: Any) -> None:
 
 def _check_decoder(decoder: PreTrainedModel, args: tuple, output: Any) -> None:
     """Raise a RuntimeError where no attention module was called, unless training leaves out layers at random."""
-    if not ATTENDED.any and not getattr(decoder, "layerdrop", 0):
+    if not (ATTENDED.any or COMPILED.any or torch.compiler.is_compiling() or getattr(decoder, "layerdrop", 0)):
         raise RuntimeError(
             f"{type(decoder).__name__} has interleaved heads, and none of them attended: its layers or their "
             "attention were replaced. Use the model without the tool that did so, or apply remove_interleaving first."
@@ -524,7 +535,8 @@ def is_mixing(name: str) -> bool:
 
 def _prepare_decoder(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Keep what windows reach, in the cache that the decoder gets, or would make if the base model has windows."""
-    ATTENDED.any = False
+    if not torch.compiler.is_compiling():
+        ATTENDED.any = False
     kwargs |= fixed
     use_cache = kwargs.get("use_cache")
     use_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache

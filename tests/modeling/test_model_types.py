@@ -3,6 +3,7 @@
 `python -m experiments.model_types` tries all types; `try_type` of this command compares one with itself.
 """
 
+import copy
 import json
 
 import numpy
@@ -144,7 +145,7 @@ result = {"ids": inputs["input_ids"].tolist(), "logits": model(**inputs).logits.
 
 def test_a_processor_is_saved_beside_the_model(tmp_path):
     """Load both in a clean process, by the Auto classes, and read an image of raw pixels."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = copy.deepcopy(tiny_tokenizer())  # which all tests share
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     image_token_id = tokenizer.convert_tokens_to_ids("<image>")
     config = tiny_config("llava")
