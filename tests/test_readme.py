@@ -118,7 +118,8 @@ def test_the_arguments_are_those_of_docstrings_and_helps(tmp_path, monkeypatch):
 
 def test_the_model_types_are_counted():
     types = (ROOT / "docs" / "MODEL_TYPES.md").read_text(encoding="utf-8")
-    assert f"any decoder of the {re.search(r'^## Exact: ([0-9]+) types', types, re.MULTILINE)[1]} types" in README
+    exact = re.findall(r"^## AutoModelFor\w+: ([0-9]+) of [0-9]+ types are exact", types, re.MULTILINE)
+    assert "{} types of text, {} of images or sound".format(*exact) in README
 
 
 def test_the_plot_of_the_first_screen_shows_its_tables():
