@@ -5,10 +5,6 @@ The models have four layers of width 512 with 8 heads in 4 groups, and P = 2. Th
 window of 64 that `interleave_heads` is given, or in such a window of the decoder's own. The logits of the first two
 must agree.
 
-The pass "rows" compares a decoder of 12 layers of half the width with and without a given window, for a whole row, a
-row with eight padded tokens and a row of two documents: the time of a forward pass, and the peak of memory in a
-training step. A row has twice the most tokens of --tokens, and the window an eighth of it.
-
 example: python -m benchmarks.any_decoder --tokens 512 1024 --threads 1 2 --dtypes float32 bfloat16
 """
 
@@ -22,7 +18,6 @@ from common.command_io import run_cli
 
 
 PARSER = arguments(__doc__, [512, 1024], repeats=5)
-PARSER.add_argument("--passes", nargs="+", default=["forward", "training", "decoding", "rows"], help="what runs")
 PARSER.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count()], help="numbers of threads")
 PARSER.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
 if __name__ == "__main__":
@@ -32,7 +27,7 @@ import torch
 from matplotlib.figure import Figure
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from benchmarks.harness import draw, extra_bytes, medians, ratios, reported, span, training, wall_seconds, write
+from benchmarks.harness import draw, medians, ratios, reported, span, training, wall_seconds, write
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
 
 
@@ -122,92 +117,13 @@ def plot(table: dict) -> Figure:
     return draw(message, table, {f"{name}: time / {BASE} (lower is better)": of(name) for name in PASSES})
 
 
-# The rows of the pass "rows", by what they hold.
-ROWS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
-    "whole": lambda tokens: {},
-    "padded": lambda tokens: {"attention_mask": (torch.arange(tokens) >= 8)[None].long()},
-    "packed": lambda tokens: {"position_ids": torch.arange(tokens)[None] % (tokens // 2)},
-}
-WITH_WINDOW = "window / none"
-
-
-def deep(window: int | None) -> torch.nn.Module:
-    torch.manual_seed(0)
-    sizes = {name: SIZES[name] // 2 for name in ("hidden_size", "intermediate_size")}
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes, "num_hidden_layers": 12})).eval()
-    return interleave_heads(model, PSEUDO_HEADS, sliding_window=window)
-
-
-def run_row(model: torch.nn.Module, row: str, tokens: int) -> None:
-    """Run a forward pass, and a backward one where gradients are on."""
-    input_ids = torch.arange(tokens)[None] % SIZES["vocab_size"]
-    output = model(input_ids=input_ids, labels=input_ids, use_cache=False, **ROWS[row](tokens))
-    if torch.is_grad_enabled():
-        output.loss.backward()
-
-
-def training_step(window: int | None, row: str, tokens: int) -> Callable[[], None]:
-    model = deep(window)
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)
-    return partial(run_row, model, row, tokens)
-
-
-def rows_forward(tokens: int, repeats: int) -> dict:
-    models = {"none": deep(None), "window": deep(tokens // 8)}
-    forms = {
-        f"{name}, {row}": partial(torch.no_grad()(run_row), models[name], row, tokens)
-        for name in models
-        for row in ROWS
-    }
-    return {"pass": "forward", "tokens": tokens, "seconds": medians(forms, repeats)}
-
-
-def rows_training(tokens: int) -> dict:
-    windows = {"none": None, "window": tokens // 8}
-    forms = {f"{name}, {row}": (windows[name], row) for name in windows for row in ROWS}
-    peaks = {form: extra_bytes(training_step, (*one, tokens), (*one, 64)) for form, one in forms.items()}
-    return {"pass": "training", "tokens": tokens, "seconds": {}, "extra_bytes": peaks}
-
-
-def with_ratios(row: dict) -> dict:
-    """Add what a window costs beside none, and what padding and documents cost beside a whole row."""
-    values, what = row.get("extra_bytes") or row["seconds"], "memory" if "extra_bytes" in row else "time"
-    found = {f"{what}, {one}: {WITH_WINDOW}": values[f"window, {one}"] / values[f"none, {one}"] for one in ROWS}
-    for name, one in product(("none", "window"), ("padded", "packed")):
-        found[f"{what}, {name}: {one} / whole"] = values[f"{name}, {one}"] / values[f"{name}, whole"]
-    return {**row, "ratios": found}
-
-
-def plot_rows(table: dict) -> Figure:
-    """Plot what a window costs beside none."""
-    found = span(row["ratios"][name] for row in table["rows"] for name in row["ratios"] if WITH_WINDOW in name)
-
-    def of(kind: str) -> Callable[[dict], dict]:
-        return lambda row: {
-            name: ratio for name, ratio in row["ratios"].items() if name.startswith(kind) and WITH_WINDOW in name
-        }
-
-    panels = {f"{kind}: {WITH_WINDOW} (lower is better)": of(kind) for kind in ("time", "memory")}
-    return draw(f"A given window takes {found} of the time and memory without one", table, panels)
-
-
 def main() -> None:
     args = PARSER.parse_args()
-    passes = [name for name in PASSES if name in args.passes]
-    if passes:
-        threads = list(dict.fromkeys(args.threads))
-        settings = product(threads, args.dtypes, passes, WINDOWS, args.tokens)
-        rows = reported(measure(*setting, args.repeats) for setting in settings)
-        setting = {"pseudo_heads": PSEUDO_HEADS, "threads": threads, "predicted_by": "the same products: 1"}
-        write(args.out, "any_decoder", rows, plot, **setting)
-    if "rows" in args.passes:
-        tokens = 2 * max(args.tokens)
-        parts = (lambda: rows_forward(tokens, args.repeats), lambda: rows_training(tokens))
-        rows = reported(with_ratios(part()) for part in parts)
-        predicted = "at most 1, and in memory one more output"
-        setting = {"pseudo_heads": PSEUDO_HEADS, "window": tokens // 8, "predicted_by": predicted}
-        write(args.out, "any_decoder_rows", rows, plot_rows, benchmark="any_decoder", **setting)
+    threads = list(dict.fromkeys(args.threads))
+    settings = product(threads, args.dtypes, PASSES, WINDOWS, args.tokens)
+    rows = reported(measure(*setting, args.repeats) for setting in settings)
+    setting = {"pseudo_heads": PSEUDO_HEADS, "threads": threads, "predicted_by": "the same products: 1"}
+    write(args.out, "any_decoder", rows, plot, **setting)
 
 
 if __name__ == "__main__":

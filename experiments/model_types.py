@@ -222,8 +222,7 @@ def try_type(model_type: str, auto_class: str, directory: Path) -> dict:
     try:
         model = tiny_model(model_type, auto_class)
         before, error_of_cache, trains = outputs(model), cache_error(model), trains_twice(model)
-        if "image" in before and not keeps_images(model, before["image"], getattr(transformers, auto_class)):
-            del before["image"]
+        check_base(model, before, getattr(transformers, auto_class))
     except Exception as error:
         return {"verdict": "not built", "reason": one_line(error)}
     try:
@@ -302,13 +301,18 @@ def load(rows: dict[Path, dict], auto_class: str) -> None:
             row["verdict"] = "DIFFERS"
 
 
-@torch.no_grad()
-def keeps_images(model: PreTrainedModel, expected: torch.Tensor, auto_class: type) -> bool:
-    """Return whether a base model reads an image as before once it was saved and loaded. GOT-OCR2 does not."""
+def check_base(model: PreTrainedModel, before: dict[str, torch.Tensor], auto_class: type) -> None:
+    """Raise a ValueError for a base model that computes something else once it was saved and loaded.
+
+    Drop the check of images where that alone differs, as it does for GOT-OCR2."""
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         loaded = auto_class.from_pretrained(directory)
-    return difference(expected, loaded(**image_inputs(loaded)).logits) <= EXACT
+    after = outputs(loaded, before.keys() & {"full", "image"})
+    if difference(before["full"], after["full"]) > EXACT:
+        raise ValueError("the base model itself computes something else once it was saved and loaded")
+    if "image" in before and difference(before["image"], after["image"]) > EXACT:
+        del before["image"]
 
 
 def trains_twice(model: PreTrainedModel) -> bool:
@@ -465,7 +469,7 @@ def _wrapped(text: str) -> str:
 def _not_interleaved(table: dict[str, dict]) -> str:
     reasons = defaultdict(list)
     for name, row in table.items():
-        reason = re.sub(r"^.*cannot be interleaved: \w+", "its attention", row["reason"])
+        reason = re.sub(r"^.*cannot be interleaved: \w+", "its attention", row.get("reason", "differs"))
         reason = re.sub(r"^\w+(?= is no class)", "its class", reason)
         reason = re.sub(r"^\S+ (?=does not )|, and is left as it was.$|, so its heads.*$", "", reason)
         reasons[row["verdict"], reason.rstrip(".").replace("|", "/")].append(name)

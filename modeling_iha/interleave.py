@@ -285,6 +285,8 @@ def _record_attention(model: PreTrainedModel) -> dict[torch.nn.Module, tuple[tor
             del ALL_ATTENTION_FUNCTIONS[core]
             if stock is not ALL_ATTENTION_FUNCTIONS.get(core):
                 ALL_ATTENTION_FUNCTIONS[core] = stock  # another library's, set in this way and not registered
+    if "reference_sliding_attention" in (getattr(model.config.get_text_config(decoder=True), "layer_types", ()) or ()):
+        problem = f"{model_type} cannot be interleaved: it caches a prompt beside a window, in layers of its own."
     if not modules:
         problem = (
             f"{model_type} does not call attention through the registry of Transformers, so its heads cannot be "

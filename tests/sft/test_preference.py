@@ -15,6 +15,7 @@ from trl import DPOConfig, GRPOConfig
 
 from common.command_io import UserError
 from modeling_iha import IHAForCausalLM
+from modeling_iha.mixing import mixing_parameters
 from sft import data, make_preference_pairs, make_reasoning_data, score_reasoning, train_dpo, train_grpo
 from sft.arguments import RecipeParser
 from sft.score_reasoning import is_right, read_rows
@@ -159,7 +160,10 @@ def test_replies_of_continuous_batching_are_those_of_generate(tiny, rows_file, t
         )  # fmt: skip
         prompts = [trainer.processing_class.encode(text) for text in ("1", "12 + 34 =", "a longer prompt")]
         before = trainer._generate_single_turn(prompts, None, {}, 1)[0]
-        trainer.train()
+        trainer.train()  # equal replies earn equal rewards, which teach nothing but rounding errors
+        generator = torch.Generator().manual_seed(0)
+        for weight in mixing_parameters(trainer.model):
+            weight.data += 0.02 * torch.randn(weight.shape, generator=generator)
         replies[batching] = before, trainer._generate_single_turn(prompts, None, {}, 1)[0]
     assert replies["true"] == replies["false"] and replies["true"][0] != replies["true"][1]
 

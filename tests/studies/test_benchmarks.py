@@ -11,6 +11,7 @@ from tiny_sources import tiny_source
 
 from benchmarks import (
     any_decoder,
+    any_decoder_rows,
     decode_model,
     default_form,
     gpu,
@@ -41,9 +42,9 @@ def results(tmp_path_factory):
         for sizes in (mechanisms.SIZES, training_plan.SIZES, any_decoder.SIZES):
             monkeypatch.setitem(sizes, "hidden_size", 128)
             monkeypatch.setitem(sizes, "intermediate_size", 128)
-        for script in (any_decoder, mechanisms, prefill, training_plan):  # one process less for each form
+        for script in (any_decoder_rows, mechanisms, prefill, training_plan):  # one process less for each form
             monkeypatch.setattr(script, "extra_bytes", lambda prepare, sizes, small: prepare(*small)() or 1)
-        for script in (*COMMANDS, any_decoder):
+        for script in (*COMMANDS, any_decoder, any_decoder_rows):
             tokens = 32 if script is mechanisms else TOKENS  # the pair kinds take a time of N^3
             options = ["--tokens", str(tokens), "--repeats", "1", "--out", str(directory)]
             options += ["--threads", "1", "--dtypes", "float32"] if script is any_decoder else []
@@ -53,7 +54,7 @@ def results(tmp_path_factory):
 
 
 def test_nothing_that_git_tracks_is_written_unless_told():
-    for script in (*COMMANDS, any_decoder, default_form, gpu):
+    for script in (*COMMANDS, any_decoder, any_decoder_rows, default_form, gpu):
         assert script.PARSER.parse_args([]).out.is_relative_to(ROOT / "outputs")
 
 
@@ -172,7 +173,8 @@ def test_what_the_default_is_compared_with(monkeypatch):
     runs["sdpa"]()
     assert calls == [(torch.bfloat16, 256)]
     runs["default"]()
-    assert calls[1:] == [(torch.float32, None), (torch.float32, 128 + 32)]
+    # The first 32 queries, a block of 128 with the 32 keys before it, and the 96 that are left.
+    assert calls[1:] == [(torch.float32, None), (torch.float32, 128 + 32), (torch.float32, 96 + 32)]
 
 
 def test_every_decoded_token_is_the_first_after_the_cached_ones(monkeypatch):
