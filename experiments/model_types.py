@@ -307,7 +307,10 @@ def check_base(model: PreTrainedModel, before: dict[str, torch.Tensor], auto_cla
     Drop the check of images where that alone differs, as it does for GOT-OCR2."""
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
-        loaded = auto_class.from_pretrained(directory)
+        try:
+            loaded = auto_class.from_pretrained(directory)
+        except ValueError:  # of another Auto class: `interleave_heads` refuses it
+            return
     after = outputs(loaded, before.keys() & {"full", "image"})
     if difference(before["full"], after["full"]) > EXACT:
         raise ValueError("the base model itself computes something else once it was saved and loaded")
