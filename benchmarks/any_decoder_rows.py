@@ -20,11 +20,10 @@ if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 
 import torch
-from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.any_decoder import PSEUDO_HEADS, SIZES
-from benchmarks.harness import draw, extra_bytes, medians, reported, span, write
+from benchmarks.harness import extra_bytes, medians, reported, write
 from modeling_iha import interleave_heads
 
 
@@ -85,19 +84,6 @@ def with_ratios(row: dict) -> dict:
     return {**row, "ratios": found}
 
 
-def plot(table: dict) -> Figure:
-    """Plot what a window costs beside none."""
-    found = span(row["ratios"][name] for row in table["rows"] for name in row["ratios"] if WITH_WINDOW in name)
-
-    def of(kind: str) -> Callable[[dict], dict]:
-        return lambda row: {
-            name: ratio for name, ratio in row["ratios"].items() if name.startswith(kind) and WITH_WINDOW in name
-        }
-
-    panels = {f"{kind}: {WITH_WINDOW} (lower is better)": of(kind) for kind in ("time", "memory")}
-    return draw(f"A given window takes {found} of the time and memory without one", table, panels)
-
-
 def main() -> None:
     args = PARSER.parse_args()
     tokens = max(args.tokens)
@@ -105,7 +91,7 @@ def main() -> None:
     rows = reported(with_ratios(part()) for part in parts)
     predicted = "at most 1, and in memory one more output"
     setting = {"pseudo_heads": PSEUDO_HEADS, "window": tokens // 8, "predicted_by": predicted}
-    write(args.out, "any_decoder_rows", rows, plot, **setting)
+    write(args.out, "any_decoder_rows", rows, None, **setting)
 
 
 if __name__ == "__main__":
