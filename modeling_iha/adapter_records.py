@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .configuration_interleaved import FIELDS
+from .configuration_interleaved import FIELDS, MIXING_MODULES
 from .interleaving import Mixing
 
 
@@ -123,5 +123,5 @@ def _save_config(config: Any, found_by: dict, with_mixing: bool, directory: str,
         targets[name] = sorted(value) if isinstance(value, set) else value
         setattr(saved, name, None)
     saved.target_modules = NO_TARGETS
-    saved.modules_to_save = ["q_mix", "k_mix", "v_mix", "collapse"] if with_mixing else None
+    saved.modules_to_save = list(MIXING_MODULES) if with_mixing else None
     saved.save_pretrained(directory, auto_mapping_dict={**found_by, "targets": targets}, **kwargs)

@@ -23,6 +23,7 @@ TASKS = (
     *("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
     *("ForImageTextToText", "ForMultimodalLM"),
 )
+MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 # What attention modules and masks read, from the configurations of their own models.
 FIELDS = ("num_pseudo_heads", "pseudo_collapse", "mixing_scale", "interleaved_window")
 AUTO_MAP = {

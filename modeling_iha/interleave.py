@@ -19,10 +19,9 @@ import transformers
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .configuration_interleaved import AUTO_MAP, FIELDS, TASKS, InterleavedConfig, config_class
+from .configuration_interleaved import AUTO_MAP, FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class
 from .mixing import values
 from .modeling_interleaved import (
-    MIXING_MODULES,
     attach_mixing,
     backbone_of,
     check_all_heads,

@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.import_utils import is_tracing
 
 from .adapter_records import watch_adapters
-from .configuration_interleaved import FIELDS, config_class
+from .configuration_interleaved import FIELDS, MIXING_MODULES, config_class
 from .interleaving import (
     MIN_BLOCK,
     HeadCollapse,
@@ -50,7 +50,6 @@ from .interleaving import (
 # By this name Trainer's label smoothing shifts the labels, and a pipeline knows the model.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForCausalLM"
 
-MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 # The numbers by which PyTorch names hooks count up in a process, and equal models would hash unequal (datasets).
 HOOK = "interleaving"
 
