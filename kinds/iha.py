@@ -12,7 +12,6 @@ import torch
 from modeling_iha import IHAConfig
 from modeling_iha.interleave import deviations as deviations_from_start
 from modeling_iha.interleave import exact_start
-from modeling_iha.masks import recomputes
 
 from . import Companion
 from .cost import Cost, score_products
@@ -94,14 +93,11 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     # SDPA keeps the output of the virtual tokens, and a collapse over all heads keeps it in another layout.
     copies = 1 if per_head else 2
     kept = base * (1 + virtual) + tokens * heads * (virtual * (copies * d + 1) + d)
-    if recomputes(form, virtual):
-        kept = base + tokens * heads * d
     return Cost(
         parameters=mixing + collapse,
         cache=2 * groups * d * cached,
         prefill=forward + linear_parts,
-        # Recomputation stops at the collapse, whose output the backward pass does not need.
-        training=training + 3 * linear_parts + (tokens * mixing * d if recomputes(form, virtual) else 0),
+        training=training + 3 * linear_parts,
         decode=decode,
         kept=kept,
     )

@@ -92,13 +92,12 @@ class LinearHyperAttention(TupleAttention):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        document_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         query, keys, values = query_states * self.scaling, self.split_keys(key_states), self.split_keys(value_states)
         (batch, heads, stack, num_keys, head_dim), length = keys.shape, query.shape[2]
         # Only an input without cached keys and without a mask is one running sum: see `query_offset`.
-        running = attention_mask is None and document_ids is None and length > 1
+        running = attention_mask is None and length > 1
         state = query.new_zeros(
             (batch, heads, stack, head_dim, head_dim), dtype=torch.promote_types(query.dtype, torch.float32)
         )
@@ -111,8 +110,7 @@ class LinearHyperAttention(TupleAttention):
                 output, state = recomputed(linear_step, len(blocks), *states)
             else:
                 offset = query_offset(length, num_keys)
-                where = (attention_mask, document_ids, rows, slice(0, num_keys), offset, None, query.device)
-                visible = block_bias(*where) > MASKED
+                visible = block_bias(attention_mask, rows, slice(0, num_keys), offset, query.device) > MASKED
                 output, state = recomputed(masked_step, len(blocks), state, query[:, :, rows], keys, values, visible)
             outputs.append(output)
         return join(outputs, dim=2).transpose(1, 2), None

@@ -4,22 +4,16 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaRMSNorm,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, apply_rotary_pos_emb
 
 from .configuration_iha import IHAConfig
-from .cpu_precision import in_product_dtype
-from .interleaving import maskless_attention
-from .mask_inputs import MaskInputs
+from .cpu_precision import in_product_dtype, product_dtype
 from .paged_requests import PagedRequests
+from .virtual_core import virtual_attention
 
 
 # The attention functions of vLLM and SGLang, which replace a layer's keys and values by those of their own cache.
@@ -33,7 +27,6 @@ class MultiHeadAttention(LlamaAttention):
 
     # Submodules that mix heads. Adapters train them in full (PEFT's `modules_to_save`).
     mixing_modules: tuple[str, ...] = ()
-    num_pseudo_heads, past_queries = 1, 0  # see `MaskKey`
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
     caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
 
@@ -57,8 +50,8 @@ class MultiHeadAttention(LlamaAttention):
                 "vllm_iha, or use generate or generate_batch of Transformers."
             )
 
-    def check_inputs(self, inputs: MaskInputs):
-        """Raise a ValueError for inputs that this kind of layer would compute wrongly."""
+    def check_padding(self, attention_mask: torch.Tensor):
+        """Raise a ValueError for a mask [batch, keys] under which this kind of layer would compute something else."""
 
     @classmethod
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> "MultiHeadAttention":
@@ -110,21 +103,15 @@ class MultiHeadAttention(LlamaAttention):
         query_states: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        document_ids: torch.Tensor | None = None,
-        document_bounds: tuple[torch.Tensor, int] | None = None,
+        attention_mask: Any,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute causal attention on the core of `config._attn_implementation`.
+        """Compute causal attention on the core of `config._attn_implementation` (see `virtual_attention`).
 
         Return the output [batch, queries, H, head_dim] and, where the core gives them, the weights [batch, H, queries,
         keys]. `kwargs` go to the core: `sliding_window`, and what only other kinds and cores read."""
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        if document_ids is not None:
-            attention_interface = partial(maskless_attention, attention_interface, document_bounds)
-        return attention_interface(
+        return virtual_attention(
+            self.config._attn_implementation or "eager",
             self,
             query_states,
             key_states,
@@ -132,14 +119,16 @@ class MultiHeadAttention(LlamaAttention):
             attention_mask,
             dropout=0.0 if not self.training else self.attention_dropout,
             scaling=self.scaling,
+            product_dtype=product_dtype(value_states),
             **kwargs,
         )
 
     def attend_in_product_dtype(self, query_states: torch.Tensor, *args, **kwargs):
         """Call `attend` with states in the dtype whose products are fast."""
         # Products with one query are fast in every dtype, and cached keys then need no copy.
-        one_query = query_states.shape[2] * self.num_pseudo_heads == 1 or kwargs.get("attention_form") == "absorbed"
-        return (self.attend if one_query else in_product_dtype(self.attend))(query_states, *args, **kwargs)
+        return (self.attend if query_states.shape[2] == 1 else in_product_dtype(self.attend))(
+            query_states, *args, **kwargs
+        )
 
     def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the heads [batch, N, H, head_dim] of the layer, made from those of `attend` and the layer's input."""
@@ -153,9 +142,7 @@ class MultiHeadAttention(LlamaAttention):
         past_key_values: Cache | PagedRequests | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run as Llama's attention does, with `position_embeddings` from `IHARotaryEmbedding.tables`.
-
-        Where attention builds no mask, `document_ids` and `document_bounds` replace it (see `LayerMask`)."""
+        """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `create_masks`."""
         self.check_core()
         states = self.project(hidden_states, position_embeddings, past_key_values)
         attend: Callable = self.attend_in_product_dtype

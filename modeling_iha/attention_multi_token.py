@@ -12,8 +12,8 @@ from transformers.utils.import_utils import is_tracing
 
 from .configuration_iha import IHAConfig
 from .interleaving import Mixing
-from .mask_inputs import MaskInputs
 from .score_matrix import MASKED, HeadMap, ScoreMatrixAttention
+from .virtual_core import LOWEST, has_first_keys
 
 
 class KeyQueryConvolution(Mixing):
@@ -58,9 +58,7 @@ class MultiTokenAttention(ScoreMatrixAttention):
     and gate. The paper has the convolution in every fourth layer (option `every`), and norm and gate in all layers.
 
     A convolution reads the rows of c_q - 1 earlier queries, each under its own mask. An earlier query's row counts as
-    zeros for a query that does not see its token: padding, another document, or a token outside the window. A window
-    layer takes values from the window alone. The rows of earlier queries bring in scores of up to `past_queries`
-    tokens before it.
+    zeros for a query that does not see its token: padding or another document.
 
     A layer that convolves over queries caches the query of every token beside its key, H * head_dim more numbers. Any
     stock cache thus holds the queries, crops and reorders them."""
@@ -91,11 +89,10 @@ class MultiTokenAttention(ScoreMatrixAttention):
         self.head_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if options.head_norm else None
         self.head_gate = nn.Linear(self.head_dim, 1) if options.head_gate else None
 
-    def check_inputs(self, inputs: MaskInputs):
+    def check_padding(self, attention_mask: torch.Tensor):
         """Raise a ValueError for hidden tokens between visible ones, which a convolution would take for neighbours."""
-        if not self.convolves or is_tracing(inputs.inputs_embeds) or inputs.inputs_embeds.is_meta:
-            return
-        if not inputs.has_custom_mask and inputs.has_holes:
+        real = attention_mask != 0
+        if self.convolves and ((real[:, 1:] > real[:, :-1]).sum(dim=1) + real[:, 0] > 1).any():
             raise ValueError(
                 "attention_mask hides tokens between others, and kind 'multi_token' convolves over neighbouring "
                 "tokens: leave these tokens out, and pad at the start or the end of a row."
@@ -124,19 +121,11 @@ class MultiTokenAttention(ScoreMatrixAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run as [`MultiHeadAttention.forward`] does, where a mask begins with rows for past queries (see `MaskKey`).
-
-        Raise a ValueError for cached tokens without such rows."""
-        place, length = 0, hidden_states.shape[1]
+        """Run as [`MultiHeadAttention.forward`] does, with the place of the first new token among the keys."""
+        place = 0
         if past_key_values is not None and self.past_queries > 0:  # before the cache takes the new tokens
-            _, first = past_key_values.get_mask_sizes(length, self.layer_idx)
+            _, first = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
             place = past_key_values.get_query_offset(self.layer_idx) - first
-            no_rows = attention_mask is None or attention_mask.shape[-2] == length
-            if isinstance(place, int) and place > 0 and no_rows:
-                raise ValueError(
-                    f"Layer {self.layer_idx} of kind 'multi_token' continues a cache, and its mask has no rows for "
-                    "past queries: pass attention_mask [batch, tokens], from which the model makes its masks."
-                )
         return super().forward(
             hidden_states, position_embeddings, attention_mask, past_key_values, place=place, **kwargs
         )
@@ -147,22 +136,29 @@ class MultiTokenAttention(ScoreMatrixAttention):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        place: int = 0,
+        place: int | torch.Tensor = 0,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend with the past queries for which the mask has rows; `place` is that of the first new one's key."""
+        """Attend with the past queries in front; `place` is that of the first new token among the keys."""
         key_states, cached = key_states.tensor_split((self.head_dim,), dim=-1)
-        past_rows = 0 if attention_mask is None else attention_mask.shape[-2] - query_states.shape[2]
         # Without a mask no token is hidden, so the convolution counts every row of scores.
-        kwargs["all_count"] = attention_mask is None and kwargs.get("document_ids") is None
-        if past_rows == 0:
+        kwargs["all_count"], length = attention_mask is None, query_states.shape[2]
+        causal = has_first_keys(attention_mask) or (attention_mask is None and length > 1)
+        # The place in a static cache is a tensor. Rows before the first token see nothing.
+        past_rows = min(self.past_queries, place) if isinstance(place, int) else self.past_queries
+        if causal or past_rows == 0:  # no token is cached
             return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
-        place = place - past_rows
-        # Before the first token there are no queries, and the mask hides all keys.
-        places = (torch.arange(past_rows, device=cached.device) + place).clamp_min(0)
-        past = cached.index_select(2, places).unflatten(3, (-1, self.head_dim)).transpose(2, 3).flatten(1, 2)
-        query_states = torch.cat((past, query_states), dim=2)
-        kwargs |= {"first_row": past_rows, "place": place}
+        places = torch.arange(past_rows, device=cached.device) + place - past_rows
+        past = cached.index_select(2, places.clamp_min(0)).unflatten(3, (-1, self.head_dim))
+        query_states = torch.cat((past.transpose(2, 3).flatten(1, 2), query_states), dim=2)
+        if attention_mask is None:
+            attention_mask = torch.ones(1, 1, 1, key_states.shape[2], dtype=torch.bool, device=cached.device)
+        # A past query sees what the first new one sees, up to itself.
+        later = torch.arange(key_states.shape[2], device=cached.device) > places[:, None]
+        hidden = False if attention_mask.dtype == torch.bool else LOWEST[attention_mask.dtype]
+        past_mask = attention_mask[..., :1, :].expand(*attention_mask.shape[:-2], past_rows, -1)
+        attention_mask = torch.cat((past_mask.masked_fill(later, hidden), attention_mask), dim=-2)
+        kwargs |= {"first_row": past_rows, "place": place - past_rows}
         return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
 
     def attend_block(

@@ -224,10 +224,10 @@ class IHAConfig(LlamaConfig):
                     f"sliding_window={self.sliding_window} would have no effect: no entry of layer_types is "
                     "'sliding_attention'. Add sliding layers, or leave sliding_window at None."
                 )
-        elif self.sliding_window is None or self.sliding_window < 1:
+        elif self.sliding_window is None or self.sliding_window < 2:
             raise ValueError(
                 f"sliding_window={self.sliding_window} with 'sliding_attention' in layer_types; it must be a number "
-                "of tokens, at least 1."
+                "of tokens, at least 2."
             )
 
     def _validate_mlp(self):

@@ -25,8 +25,6 @@ from .modeling_interleaved import (
     attach_mixing,
     backbone_of,
     check_all_heads,
-    core_function,
-    core_of,
     decoder_of,
     interleaved_class,
     is_mixing,
@@ -34,6 +32,7 @@ from .modeling_interleaved import (
     virtual_configs,
 )
 from .package import flop_matched_window
+from .virtual_core import core_function, core_of
 
 
 # The largest difference from the base model, as a share of the largest hidden state.

@@ -200,11 +200,6 @@ def virtual_kwargs(kwargs: dict, num_pseudo_heads: int) -> dict:
     virtual = dict(kwargs)
     if kwargs.get("position_ids") is not None:
         virtual["position_ids"] = virtual_positions(kwargs["position_ids"], num_pseudo_heads)
-    if kwargs.get("document_ids") is not None:
-        virtual["document_ids"] = kwargs["document_ids"].repeat_interleave(num_pseudo_heads, dim=1)
-    if kwargs.get("document_bounds") is not None:
-        bounds, longest = kwargs["document_bounds"]
-        virtual["document_bounds"] = bounds * num_pseudo_heads, longest * num_pseudo_heads
     for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
         if kwargs.get(name) is not None:
             virtual[name] = kwargs[name] * num_pseudo_heads
@@ -221,11 +216,12 @@ class Overlay:
         return self._overrides[name] if name in self._overrides else getattr(self._target, name)
 
 
-def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int, always=False) -> bool:
-    """Return whether `absorbed_attention` takes one new token: where it is faster, or `always` where it can."""
-    on_cpu = states.device.type == "cpu" and not always
+def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int) -> bool:
+    """Return whether `absorbed_attention` takes one new token: where it can and is faster."""
     # On a CPU, expanding is faster for few tokens (benchmarks/default_form.py). A comparison would bound exports.
-    few = on_cpu and (torch.compiler.is_exporting() or num_keys < 64 or len(states) * num_keys < 128)
+    few = states.device.type == "cpu" and (
+        torch.compiler.is_exporting() or num_keys < 64 or len(states) * num_keys < 128
+    )
     return core == "sdpa" and config.pseudo_collapse == "per_head" and not dropout and not few
 
 
@@ -236,7 +232,6 @@ def absorbed_attention(
     weights: IHAWeights,
     scaling: float,
     window: int | None = None,
-    document_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     product_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -257,7 +252,6 @@ def absorbed_attention(
         weights: those of the layer, with a collapse [H, P].
         scaling: factor of the scores.
         window: W in tokens, or `None`; ignored with a mask.
-        document_ids: int [batch or 1, N], equal where tokens may see each other, or `None`; ignored with a mask.
         attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.
         product_dtype: dtype of the products where those of the cache's own are slow, or `None`."""
     # Autocast would round what is in float32 on purpose.
@@ -268,7 +262,6 @@ def absorbed_attention(
         if attention_mask is None and window is not None:
             # For all pseudo-heads but the last, the window begins one token earlier.
             key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
-            document_ids = None if document_ids is None else document_ids[:, -window - 1 :]
         groups, num_keys = key.shape[1:3]
         query = query.to(fast_dtype)
         q_mix, k_mix, v_mix = (alpha.to(fast_dtype) for alpha in weights[:3])
@@ -297,9 +290,6 @@ def absorbed_attention(
             scores[..., -1] += hidden.triu(1)
             if window is not None and num_keys == window + 1:
                 scores[..., 0] += hidden.tril()
-            if document_ids is not None:
-                apart = document_ids != document_ids[:, -1:]
-                scores = scores.masked_fill(apart[:, None, None, None], -torch.inf)
         # The softmax is in float32 at least, as in the eager core.
         probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(fast_dtype, torch.float32))
 
@@ -334,11 +324,6 @@ def block_size(window: int) -> int:
     return max(MIN_BLOCK, window // 4)
 
 
-def beats_a_mask(length: int, window: int, varlen: bool) -> bool:
-    """Return whether windows of `window` keys go faster without a dense mask for `length` queries."""
-    return length - window > (0 if varlen else MIN_BLOCK)
-
-
 def window_attention(
     core: Callable,
     module: torch.nn.Module,
@@ -358,7 +343,7 @@ def window_attention(
     (batch, _, length, _), window = query.shape, sliding_window
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
-    if not beats_a_mask(length, window, varlen=False):
+    if length - window <= MIN_BLOCK:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         return core(module, query, key, value, mask[None, None], **kwargs)
     # Overlapping blocks of several rows are no view.

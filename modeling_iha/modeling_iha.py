@@ -25,15 +25,14 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .input_checks import check_inputs
 from .interleaving import keep_start
-from .mask_inputs import MaskInputs, MaskKey
-from .masks import LayerMask, choose_form, create_masks
+from .masks import check_inputs, create_masks
 from .paged_requests import PagedRequests, keep_page_edge, requests_config
 
 
@@ -119,10 +118,6 @@ class IHADecoderLayer(LlamaDecoderLayer):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    @property
-    def mask_key(self) -> MaskKey:
-        return MaskKey(self.self_attn.layer_type, self.self_attn.num_pseudo_heads, self.self_attn.past_queries)
-
 
 class IHAPreTrainedModel(LlamaPreTrainedModel):
     config_class = IHAConfig
@@ -154,15 +149,7 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
 
 
 class IHAModel(IHAPreTrainedModel):
-    """Run the decoder: token embedding, layers and final norm.
-
-    Attributes:
-        attention_form (`str`, *optional*): how "iha" layers compute; it is not saved. `None` leaves it to
-            `choose_form`. `"virtual"` is the algorithm as written at every length. `"base"` keeps base queries, keys
-            and values only, as multi-head attention does: training expands them again in the backward pass, and one
-            token is decoded from them."""
-
-    attention_form: str | None = None
+    """Run the decoder: token embedding, layers and final norm."""
 
     def __init__(self, config: IHAConfig):
         config.validate_architecture()  # fields may have been set since the config was built
@@ -183,25 +170,6 @@ class IHAModel(IHAPreTrainedModel):
         """Return whether all layers are full-attention "mha" layers, which Transformers' paged cores compute."""
         return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
 
-    def create_masks(
-        self, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs
-    ) -> dict[MaskKey, LayerMask]:
-        """Return the mask of every kind of layer. `kwargs` of the forward may declare documents."""
-        inputs = MaskInputs(
-            self.config, inputs_embeds, attention_mask, past_key_values, position_ids, self.attention_form
-        )
-        check_inputs(inputs, **kwargs)
-        for layer in self.layers:
-            layer.self_attn.check_inputs(inputs)
-        return create_masks(inputs, [layer.mask_key for layer in self.layers])
-
-    def prepared_mask(self, key: MaskKey, mask: torch.Tensor | None, inputs_embeds: torch.Tensor) -> LayerMask:
-        """Return the [`LayerMask`] that holds a mask over virtual tokens, [batch, 1, N * P, keys * P]."""
-        if mask is None:
-            return LayerMask()
-        inputs = MaskInputs(self.config, inputs_embeds, attention_form=self.attention_form)
-        return LayerMask(mask, attention_form=choose_form(inputs, key, mask.shape[-1] // key.num_pseudo_heads))
-
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -216,8 +184,8 @@ class IHAModel(IHAPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         r"""Run as [`LlamaModel.forward`] does, with every argument in tokens.
 
-        `attention_mask` is [batch, cached + N], [batch, 1, N, cached + N], or one mask over virtual tokens for each
-        [`MaskKey`]. The `attentions` of "iha" layers are over virtual tokens: see `token_attentions`."""
+        `attention_mask` is [batch, cached + N], [batch, heads or 1, N, cached + N], or a mask of `create_masks` for
+        each layer type. The `attentions` of "iha" layers are over virtual tokens: see `token_attentions`."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
@@ -234,23 +202,24 @@ class IHAModel(IHAPreTrainedModel):
 
         if "cache" in kwargs and not self.is_llama:  # continuous batching
             past_key_values = PagedRequests(self, inputs_embeds, position_ids, **kwargs)
-            masks: dict = {layer.mask_key: LayerMask() for layer in self.layers}  # each batch of requests has its own
+            masks = dict.fromkeys(self.config.layer_types)  # each batch of requests has its own
         elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
-            masks = {key: self.prepared_mask(key, mask, inputs_embeds) for key, mask in attention_mask.items()}
+            masks = attention_mask
         else:
-            masks = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
+            inputs = (inputs_embeds, attention_mask, past_key_values, position_ids)
+            check_inputs(self.config, *inputs, **kwargs)
+            if attention_mask is not None and attention_mask.ndim == 2 and not is_tracing(attention_mask):
+                for decoder_layer in self.layers:
+                    decoder_layer.self_attn.check_padding(attention_mask)
+            masks = create_masks(self.config, *inputs)
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb.tables(hidden_states, position_ids)
 
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
-            mask = masks[decoder_layer.mask_key]
             hidden_states = decoder_layer(
                 hidden_states,
-                attention_mask=mask.attention_mask,
-                document_ids=mask.document_ids,  # torch.fx unpacks no `**mask._asdict()`
-                document_bounds=mask.document_bounds,
-                attention_form=mask.attention_form,
+                attention_mask=masks[decoder_layer.self_attn.layer_type],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -321,8 +290,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         One token goes through a compiled forward, which takes tensors. For a prompt the forward makes masks."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
-        masks = self.model.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
-        return {key: mask.attention_mask for key, mask in masks.items()}
+        return create_masks(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
 
 
 class IHATaskHead:

@@ -2,49 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a decoder of Transformers with interleaved heads (IHA, Algorithm 1, with one RoPE position for each token).
 
-Transformers' models call attention and make masks through two registries. Here each attention core of Transformers,
-such as "sdpa", has a second name in both, such as "iha_sdpa". Under that name a mask is over virtual tokens, and an
-attention module with mixing weights attends over virtual tokens: `virtual_mask` and `virtual_attention`. All else is
-the base model's own: its projections, RoPE, cache, generation and parallel plans.
+Transformers' models call attention and make masks through two registries. Each attention core, such as "sdpa", gets a
+second name in both, such as "iha_sdpa" (virtual_core.py). Under that name a mask is over virtual tokens, and an
+attention module with mixing weights attends over virtual tokens. All else is the base model's own: its projections,
+RoPE, cache, generation and parallel plans.
 """
 
-import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache, partial
 from inspect import signature
 from threading import local
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.import_utils import is_tracing
 
 from .adapter_records import watch_adapters
 from .configuration_interleaved import FIELDS, MIXING_MODULES, config_class
-from .interleaving import (
-    MIN_BLOCK,
-    HeadCollapse,
-    HeadMixing,
-    IHAWeights,
-    Overlay,
-    absorbed_attention,
-    attend_interleaved,
-    is_absorbed,
-    keep_start,
-    keep_window_edge,
-    maskless_attention,
-    virtual_kwargs,
-    window_attention,
-)
+from .interleaving import HeadCollapse, HeadMixing, keep_start, keep_window_edge
+from .virtual_core import core_of, expand_mask, register_masks, virtual_attention
 
 
 # By this name Trainer's label smoothing shifts the labels, and a pipeline knows the model.
@@ -72,283 +55,18 @@ ATTENDED, COMPILED = Attended(), Compiled()
 
 def register_core(core: str) -> str:
     """Register attention and masks over virtual tokens on a core of Transformers, and return their name."""
-    if core not in ALL_MASK_ATTENTION_FUNCTIONS:
-        raise ValueError(f"attn_implementation={core!r} makes no masks, which an interleaved model needs.")
-    name = "iha_" + core.replace("/", "_")
-    while getattr(ALL_ATTENTION_FUNCTIONS.get(name), "func", virtual_attention) is not virtual_attention:
-        name += "_"  # the code of another checkpoint has the name
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(virtual_attention, core))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
+    name = register_masks(core)
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(noted_attention, core))
     return name
 
 
-def core_of(name: str) -> str:
-    """Return the core under a name of `register_core`, in this process or another, and any other name as it is."""
-    function = ALL_ATTENTION_FUNCTIONS.get(name)
-    return function.args[0] if isinstance(function, partial) else name.removeprefix("iha_").rstrip("_")
-
-
-def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
-    """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
-
-    Pseudo-head p of token n sees what token n sees, less the pseudo-heads after p of the oldest and of its own token,
-    and with these of the token before the oldest: in a window of W tokens, the last W * P virtual tokens.
-
-    For SDPA a mask of windows, documents and padding comes as the first key of each query (`_first_keys`)."""
-    make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config)
-    num_pseudo_heads = getattr(config, "num_pseudo_heads", 1)  # the towers of other media have none
-    of_tokens = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
-    if kwargs["q_length"] == 1 and core == "sdpa" and of_tokens() is None:
-        return None
-    if core == "sdpa" and num_pseudo_heads > 1:
-        first_keys = _first_keys(num_pseudo_heads, mask_function, attention_mask, **kwargs)
-        if first_keys is not None and first_keys.any():
-            return first_keys
-        if first_keys is not None and kwargs.get("allow_is_causal_skip", True):
-            return None  # causal from the first token on
-
-    def sees(batch, head, query, key):
-        token, cached, later = query // num_pseudo_heads, key // num_pseudo_heads, key % num_pseudo_heads
-        same = mask_function(batch, head, token, cached)
-        before = mask_function(batch, head, token - 1, cached) & mask_function(batch, head, token, token - 1)
-        before = (before & (cached < token)) | (same & (cached > token))  # tokens of an image may see later ones
-        seen = later <= query % num_pseudo_heads
-        return (seen & same) | (~seen & before)  # ONNX Runtime loads no `where` of three booleans
-
-    if attention_mask is not None:
-        attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
-    sizes = ("q_length", "kv_length", "q_offset", "kv_offset", "local_size")
-    kwargs |= {name: kwargs[name] * num_pseudo_heads for name in sizes if kwargs.get(name) is not None}
-    mask = make_mask(mask_function=sees, attention_mask=attention_mask, **kwargs)
-    if isinstance(mask, BlockMask):
-        mask.of_tokens = of_tokens()  # for layers that are not interleaved
-    return mask
-
-
-def _first_keys(
-    num_pseudo_heads: int,
-    mask_function: Callable,
-    attention_mask: torch.Tensor | None,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **kwargs,
-) -> torch.Tensor | None:
-    """Return the first key of each query if it sees all keys from there to its own, or `None` for another mask.
-
-    This is a mask [batch, 1, N * P, 1] in O(N). It is a tensor of numbers, because Transformers' models, hooks of
-    accelerate and FSDP, checkpointing and compiled layers take, slice, move and trace tensors: an object would be
-    refused, and what hangs on a tensor alone would be lost. It is int32, as no other mask is, and FSDP casts no int.
-
-    The mask function tells the documents: one begins where a token does not see the one before it. Both ends of what
-    each token sees, and tokens at distances of powers of two, are compared with the answer. Chunks are documents,
-    padding is a document of its own, and blocks that see each other both ways are none."""
-    place = torch.arange(q_length, device=device)
-    if q_length == 1 or kv_length < q_length or use_vmap or is_tracing(place) or place.is_meta:
-        return None
-    if q_offset != 0 or kv_offset != 0:
-        return None
-    rows, head = torch.arange(batch_size, device=device)[:, None], torch.zeros((), dtype=torch.long, device=device)
-    window = local_size or q_length
-
-    def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return mask_function(rows, head, query, key).expand(batch_size, -1)
-
-    def latest(begins: torch.Tensor) -> torch.Tensor:
-        return torch.where(begins, place, 0).cummax(dim=-1).values
-
-    begins = torch.nn.functional.pad(~sees(place[1:], place[:-1]), (1, 0), value=True)
-    first = torch.maximum(latest(begins), place - window + 1)
-    checks = [sees(place, first).all(), (~sees(place, (first - 1).clamp(min=0)) | (first == 0)).all()]
-    for distance in [0] + [2**power for power in range((q_length - 1).bit_length())]:
-        later, earlier = place[distance:], place[: q_length - distance]
-        checks.append((sees(later, earlier) == (first[:, distance:] <= earlier)).all())
-        checks.append(~sees(earlier, later).any() if distance else checks[0])
-    if attention_mask is not None:
-        real = torch.nn.functional.pad(attention_mask, (0, q_length - attention_mask.shape[-1])).to(device).bool()
-        before = real.cumsum(dim=-1) - real.long()
-        # Padding between tokens of one document parts them, and they see each other.
-        resumes = torch.nn.functional.pad(real[:, 1:] & ~real[:, :-1], (1, 0)) & ~begins
-        checks.append(~(resumes & (before > before.gather(1, latest(begins)))).any())
-        begins = begins | torch.nn.functional.pad(real[:, 1:] != real[:, :-1], (1, 0))
-    if not torch.stack(checks).all():
-        return None
-    virtual = torch.arange(q_length * num_pseudo_heads, device=device)
-    first = (latest(begins) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
-    return torch.maximum(first, virtual - window * num_pseudo_heads + 1).int()[:, None, :, None]
-
-
-def _has_first_keys(mask: Any) -> bool:
-    return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
-
-
-def virtual_attention(
-    core: str,
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output [batch, N, H, head_dim] and the weights of an attention module, as its core does.
-
-    Queries [batch, H, N, head_dim] and keys [batch, G, K, head_dim] are rotated and cached as in the base model. A
-    module without mixing weights attends as in the base model."""
-    num_pseudo_heads = getattr(module.config, "num_pseudo_heads", 1)
-    attend_tokens, view = core_function(core, module), _stock_view(module, core, num_pseudo_heads)
-    if _has_first_keys(attention_mask):  # in which the window of the base is, and no place of a static cache behind
-        attend_tokens, kwargs["sliding_window"] = partial(first_key_attention, attend_tokens), None
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    if not hasattr(module, "q_mix"):
-        return attend_tokens(view, query, key, value, _token_mask(attention_mask, num_pseudo_heads), **kwargs)
+def noted_attention(core: str, module: nn.Module, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call `virtual_attention`, and note that interleaved attention went through it."""
     if torch.compiler.is_compiling():
         COMPILED.any = True
-    else:
+    elif hasattr(module, "q_mix"):
         ATTENDED.module, ATTENDED.any = module, True
-    window, num_queries, num_keys = module.config.interleaved_window, query.shape[2], key.shape[2]
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[-1] > num_keys * num_pseudo_heads and window:
-        attention_mask = attention_mask[..., -num_keys * num_pseudo_heads :]  # other layers may cache more tokens
-    _check_mask(attention_mask, core, num_queries * num_pseudo_heads, num_keys * num_pseudo_heads)
-    if kwargs.get("s_aux") is not None:
-        kwargs["s_aux"] = view.sinks
-    if window is not None:
-        kwargs["sliding_window"] = min(window, kwargs.get("sliding_window") or window)
-        attention_mask = _in_window(attention_mask, window * num_pseudo_heads)
-    weights = IHAWeights(module.q_mix(query), module.k_mix(key), module.v_mix(value), module.collapse(query), None)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
-
-    if num_queries == 1 and is_absorbed(core, module.config, kwargs.get("dropout"), query, num_keys):
-        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        return absorbed_attention(query, key, value, weights, scaling, window, attention_mask=attention_mask), None
-    attend = partial(attend_tokens, view)
-    if attention_mask is None and "flash" not in core:
-        if num_queries == 1:
-            places = torch.ones(num_pseudo_heads, num_keys * num_pseudo_heads, dtype=torch.bool, device=query.device)
-            attention_mask = places.tril((num_keys - 1) * num_pseudo_heads)[None, None]
-            attention_mask = _in_window(attention_mask, window and window * num_pseudo_heads)
-        else:  # causal from position 0 on, whatever a static cache holds behind
-            key, value = key[:, :, :num_queries], value[:, :, :num_queries]
-            attend = partial(window_attention, attend_tokens, view)
-    kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
-    return attend_interleaved(attend, query, key, value, weights, attention_mask, **kwargs)
-
-
-class Documents(NamedTuple):
-    """Hold what a mask of first keys says of all its rows."""
-
-    bounds: torch.Tensor  # see `maskless_attention`
-    longest: int
-    reach: int  # the most keys that a query sees
-
-
-def documents_of(first_keys: torch.Tensor) -> Documents:
-    """Return the documents of a mask of first keys, found once and kept beside it. A GPU waits for the answer."""
-    if not hasattr(first_keys, "documents"):
-        first = first_keys[:, 0, :, 0]
-        seen = torch.arange(1, first.shape[1] + 1, device=first.device) - first
-        bounds = torch.nn.functional.pad((seen == 1).flatten().nonzero().flatten(), (0, 1), value=seen.numel()).int()
-        longest, reach = torch.stack((bounds.diff().max(), seen.max())).tolist()
-        first_keys.documents = Documents(bounds, longest, reach)
-    return first_keys.documents
-
-
-def first_key_attention(
-    core: Callable,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first_keys: torch.Tensor,
-    sliding_window: int | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output of attention under a mask of first keys, int32 [batch, 1, L, 1], and a window.
-
-    Query v sees the keys u with first_keys[v] <= u <= v and v - sliding_window < u."""
-    length = query.shape[2]
-    if not torch.compiler.is_compiling() and length > MIN_BLOCK:
-        documents = documents_of(first_keys)
-        window = min(documents.reach, sliding_window or documents.reach)  # as long as a document, it hides nothing
-        return maskless_attention(core, documents[:2], module, query, key, value, None, window, **kwargs)
-    place = torch.arange(length, device=query.device)
-    distance = place[:, None] - place
-    mask = (distance >= 0) & (place >= first_keys)
-    if sliding_window is not None:
-        mask = mask & (distance < sliding_window)
-    return core(module, query, key, value, mask, **kwargs)
-
-
-def core_function(core: str, module: nn.Module) -> Callable:
-    """Return the attention function of a core; "eager" is in the modeling file of the base model."""
-    if core == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS[core]
-
-
-def _stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
-    """Show a module to its core: flash cores read their own name, and a sink stands beside P copies of each key."""
-    overrides: dict = {}
-    if "flash" in core:
-        overrides["config"] = Overlay(module.config, _attn_implementation=core)
-    if hasattr(module, "q_mix") and getattr(module, "sinks", None) is not None:
-        overrides["sinks"] = module.sinks + math.log(num_pseudo_heads)
-    return Overlay(module, **overrides) if overrides else module
-
-
-def _token_mask(mask: Any, num_pseudo_heads: int) -> Any:
-    """Return the mask over tokens for a layer that is not interleaved: that of the last pseudo-heads."""
-    if mask is None or num_pseudo_heads == 1:
-        return mask
-    if not isinstance(mask, torch.Tensor):
-        return mask.of_tokens
-    if _has_first_keys(mask):
-        tokens = mask[:, :, num_pseudo_heads - 1 :: num_pseudo_heads] // num_pseudo_heads
-        if not torch.compiler.is_compiling():
-            tokens.documents = Documents(*(each // num_pseudo_heads for each in documents_of(mask)))
-        return tokens
-    last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
-    return mask[:, last] if mask.ndim == 2 else mask[..., last, last]
-
-
-def _in_window(mask: Any, window: int | None) -> Any:
-    """Return a mask that also hides what is `window` keys back, made once for all layers.
-
-    A core of first keys gets the window by itself. Else the last keys are the queries' own, unless a static cache has
-    more places: then a query's own key is the last that it sees."""
-    if mask is None or window is None or _has_first_keys(mask) or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
-        return mask
-    if not isinstance(mask, torch.Tensor):
-        raise ValueError("flex_attention takes no sliding_window of interleaved layers: use sdpa, eager or flash.")
-    if (made := getattr(mask, "in_window", None)) is not None:
-        return made
-    (length, width), device = mask.shape[-2:], mask.device
-    places = torch.arange(width, dtype=torch.int32, device=device)
-    own = torch.arange(width - length, width, dtype=torch.int32, device=device)[:, None]
-    if width > length:
-        visible = mask if mask.dtype == torch.bool else mask == 0
-        own = torch.minimum(own, torch.where(visible, places, 0).amax(dim=-1, keepdim=True))
-    recent = places > own - window
-    made = mask & recent if mask.dtype == torch.bool else mask.masked_fill(~recent, torch.finfo(mask.dtype).min)
-    if not is_tracing(mask):
-        mask.in_window = made
-    return made
-
-
-def _check_mask(mask, core: str, num_queries: int, num_keys: int) -> None:
-    """Raise a ValueError for a dense mask that is not over the virtual tokens."""
-    if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
-        return
-    if mask.shape[-2:] != (num_queries, 1 if _has_first_keys(mask) else num_keys):
-        raise ValueError(
-            f"attention_mask is {list(mask.shape)} for {num_queries} x {num_keys} virtual tokens on {core!r}: pass "
-            "attention_mask [batch, tokens] to an interleaved model; it takes no mask of its own for each query."
-        )
+    return virtual_attention(core, module, *args, **kwargs)
 
 
 class InterleavedPreTrainedModel:
@@ -533,7 +251,9 @@ def is_mixing(name: str) -> bool:
 
 
 def _prepare_decoder(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Keep what windows reach, in the cache that the decoder gets, or would make if the base model has windows."""
+    """Keep what windows reach, in the cache that the decoder gets, or would make if the base model has windows.
+
+    A user's mask [batch, 1, N, K] becomes one over virtual tokens."""
     if not torch.compiler.is_compiling():
         ATTENDED.any = False
     kwargs |= fixed
@@ -542,7 +262,13 @@ def _prepare_decoder(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs:
     # RecurrentGemma resets its states where it makes a cache.
     if use_cache and not decoder._is_stateful and kwargs.get("past_key_values") is None and _window(decoder):
         kwargs["past_key_values"] = DynamicCache(config=decoder.config)
-    keep_windows(decoder, kwargs.get("past_key_values"))
+    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    keep_windows(decoder, cache)
+    tokens = kwargs.get("inputs_embeds", kwargs.get("input_ids", args[0] if args else None))
+    # A model around the decoder, and `generate` with a static cache, give masks over virtual tokens.
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and tokens is not None and mask.shape[2] == tokens.shape[1]:
+        past = 0 if cache is None else cache.get_seq_length()
+        kwargs["attention_mask"] = expand_mask(mask, decoder.config.num_pseudo_heads, past, decoder.dtype)
     return args, kwargs
 
 

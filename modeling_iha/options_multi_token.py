@@ -64,6 +64,11 @@ class MultiTokenOptions(KindOptions):
                 f"{where} convolution=None and head_mixing=None, which leaves the scores alone: set one of them, or "
                 "use kind 'mha'."
             )
+        if any(of == ("sliding_attention", kind) for of in zip(config.layer_types, config.attention_kinds)):
+            raise ValueError(
+                f"Kind {kind!r} has no window, and layer_types has 'sliding_attention' in a layer of it: use "
+                "'full_attention' there."
+            )
         layers = [i for i, name in enumerate(config.attention_kinds) if name == kind]
         if self.convolution is not None and not any(self.in_layer(i).convolution for i in layers):
             raise ValueError(

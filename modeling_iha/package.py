@@ -40,6 +40,7 @@ INTERLEAVED_FILES = (
     "adapter_records.py",
     "configuration_interleaved.py",
     "interleaving.py",
+    "virtual_core.py",
     "modeling_interleaved.py",
 )
 PACKAGE = Path(__file__).resolve().parent

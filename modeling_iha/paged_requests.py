@@ -16,8 +16,7 @@ import torch
 from transformers import ContinuousBatchingConfig
 
 from .interleaving import Overlay
-from .mask_inputs import MaskInputs, MaskKey
-from .masks import LayerMask, create_masks
+from .masks import create_masks
 
 
 class RequestBatch(NamedTuple):
@@ -25,7 +24,7 @@ class RequestBatch(NamedTuple):
 
     tokens: torch.Tensor  # [rows, N], the places of the new tokens in the packed row
     keys: dict[str, torch.Tensor]  # [rows, keys] by layer type, their places among the keys of all requests
-    masks: dict[MaskKey, LayerMask]
+    masks: dict[str, Any]  # by layer type
 
 
 class KeyLengths:
@@ -66,13 +65,13 @@ class PagedRequests:
         cache: Any,
         **kwargs,
     ):
-        self.cache, self.kwargs, self.mask_keys = cache, kwargs, [layer.mask_key for layer in model.layers]
+        self.cache, self.kwargs, self.layer_types = cache, kwargs, model.config.layer_types
         # Transformers 5.17 takes the indices alone, and returns [keys, G, head_dim].
         self.takes_indices = "kwargs" not in inspect.signature(cache.update).parameters
         starts, lengths = cu_seq_lens_q[:-1].long(), cu_seq_lens_q.diff()
         past = position_ids[0, starts.clamp_max(position_ids.shape[1] - 1)]
         # The cached tokens that pages keep for each request, by layer type. A window's keep W: see `keep_page_edge`.
-        kept = {key.layer_type: past for key in self.mask_keys}
+        kept = dict.fromkeys(self.layer_types, past)
         if "sliding_attention" in kept:
             kept["sliding_attention"] = past.clamp(max=model.config.sliding_window)
         # A fork whose prompt is in shared pages has no new token: no position tells its past, and `read` does.
@@ -82,7 +81,7 @@ class PagedRequests:
         ends = {name: count.cumsum(0) for name, count in counts.items()}
         self.num_keys = {name: int(end[-1]) for name, end in ends.items()}
         # The row as a whole is not causal, so Transformers says is_causal=False for the time of the forward.
-        config = Overlay(model.config, is_causal=True)
+        config: Any = Overlay(model.config, is_causal=True)
         self.batches = []
         for length in lengths[lengths > 0].unique().tolist():
             rows = lengths == length
@@ -91,10 +90,10 @@ class PagedRequests:
             longest, padding = int(past[rows].max()), None
             if bool((past[rows] != longest).any()):
                 padding = torch.arange(longest + length, device=starts.device) >= longest - past[rows, None]
-            cached = KeyLengths(longest, [keys[key.layer_type].shape[1] for key in self.mask_keys])
+            cached: Any = KeyLengths(longest, [keys[layer_type].shape[1] for layer_type in self.layer_types])
             embeds = inputs_embeds.new_empty(*tokens.shape, 0)
-            inputs = MaskInputs(config, embeds, padding, cached, attention_form=model.attention_form)  # type: ignore[arg-type]
-            self.batches.append(RequestBatch(tokens, keys, create_masks(inputs, self.mask_keys)))
+            masks = create_masks(config, embeds, padding, cached, None)
+            self.batches.append(RequestBatch(tokens, keys, masks))
         self.order = torch.cat([batch.tokens.flatten() for batch in self.batches]).argsort()
 
     def update(
@@ -109,7 +108,7 @@ class PagedRequests:
             states = [pages.transpose(0, 1).unsqueeze(0) for pages in states]
         else:
             states = self.cache.update(key_states, value_states, layer_idx, dict(self.kwargs))
-        expected = self.num_keys[self.mask_keys[layer_idx].layer_type]
+        expected = self.num_keys[self.layer_types[layer_idx]]
         if states[0].shape[2] != expected:
             raise RuntimeError(
                 f"The pages of layer {layer_idx} hold {states[0].shape[2]} keys, and its requests need {expected}: "
@@ -132,12 +131,12 @@ class PagedRequests:
         """Return the output [1, T, ...] of `attend` for queries [1, H, T, head_dim].
 
         Keys and values are those that `update` returned. `packed` describes the row as a whole and is left out."""
-        key, outputs = self.mask_keys[layer_idx], []
+        layer_type, outputs = self.layer_types[layer_idx], []
         for batch in self.batches:
-            keys = batch.keys[key.layer_type]
+            keys = batch.keys[layer_type]
             states = (_pick(query_states, batch.tokens), _pick(key_states, keys), _pick(value_states, keys))
-            mask = batch.masks[key]._asdict()
-            outputs.append(attend(*states, **mask, sliding_window=sliding_window, rotation=rotation)[0].flatten(0, 1))
+            output, _ = attend(*states, batch.masks[layer_type], sliding_window=sliding_window, rotation=rotation)
+            outputs.append(output.flatten(0, 1))
         return torch.cat(outputs)[self.order].unsqueeze(0), None
 
 

@@ -16,6 +16,7 @@ from transformers.utils.import_utils import is_tracing
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .interleaving import Mixing
+from .virtual_core import documents_of, has_first_keys, token_mask, virtual_tokens
 
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
@@ -25,39 +26,27 @@ MASKED = -9984.0
 
 
 def block_bias(
-    mask: torch.Tensor | None,
-    document_ids: torch.Tensor | None,
-    rows: slice,
-    columns: slice,
-    offset: int,
-    window: int | None,
-    device: torch.device,
+    mask: torch.Tensor | None, rows: slice, columns: slice, offset: int, device: torch.device
 ) -> torch.Tensor:
     """Return the float32 mask [batch or 1, 1 or H, rows, columns] to add to a block of scores, 0 for a visible key.
 
     Args:
-        mask: boolean or additive [batch or 1, 1 or H, N, keys], `None` for causal attention.
-        document_ids: int [batch or 1, keys], equal where tokens may see each other, `None` if all may; ignored with a
-            mask.
-        offset: position of the first query among the keys; ignored with a mask.
-        window: in tokens, `None` for all; ignored with a mask.
+        mask: boolean or additive [batch or 1, 1 or H, N, keys], of first keys [batch, 1, N, 1], or `None` for causal
+            attention.
+        offset: position of the first query among the keys; ignored with a dense mask.
     """
     lowest = torch.finfo(torch.float32).min
-    if mask is not None:
+    if mask is not None and not has_first_keys(mask):
         block = mask[..., rows, columns]
         if block.dtype != torch.bool:
             return block.float()
         return torch.zeros_like(block, dtype=torch.float32).masked_fill(~block, lowest)
     i = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     j = torch.arange(columns.start, columns.stop, device=device)
-    visible = j <= i
-    if window is not None:
-        visible &= j > i - window
-    visible = visible[None]
-    if document_ids is not None:
-        query_ids = document_ids[:, rows.start + offset : rows.stop + offset]
-        visible = visible & (query_ids[:, :, None] == document_ids[:, None, columns])
-    return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest).unsqueeze(1)
+    visible = (j <= i)[None, None]
+    if mask is not None:
+        visible = visible & (j >= mask[:, :, rows])
+    return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest)
 
 
 def query_blocks(query: torch.Tensor, size: int, first: int = 0) -> list[slice]:
@@ -78,10 +67,10 @@ def query_offset(length: int, num_keys: int) -> int:
 
 
 def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: int | None, num_keys: int) -> slice:
-    """Return the keys that any query of a block may see, from the arguments of `block_bias`.
+    """Return the keys that any query of a block may see, of those in a window of `window` keys.
 
-    With a mask they are all keys."""
-    if mask is not None:
+    With a dense mask they are all keys."""
+    if mask is not None and not has_first_keys(mask):
         return slice(0, num_keys)
     first = 0 if window is None else max(0, rows.start + offset - window + 1)
     return slice(first, min(rows.stop + offset, num_keys))
@@ -126,6 +115,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
     The backward pass recomputes each block, so scores are never kept for all queries, except inside `torch.compile`.
     Masks are those of SDPA or the eager core. A flash core or FlexAttention never builds the scores and is refused.
     """
+
+    past_queries = 0  # queries before a row of scores that changes of the row need
 
     def check_core(self):
         super().check_core()
@@ -175,22 +166,24 @@ class ScoreMatrixAttention(MultiHeadAttention):
         output = torch.matmul(weights, repeat_kv(value, self.num_key_value_groups))
         return output.transpose(1, 2), weights
 
+    def attend_in_product_dtype(self, query_states, key_states, value_states, attention_mask, **kwargs):
+        """Attend as [`MultiHeadAttention.attend_in_product_dtype`] does, under the mask over tokens."""
+        attention_mask = token_mask(attention_mask, virtual_tokens(self.config))
+        return super().attend_in_product_dtype(query_states, key_states, value_states, attention_mask, **kwargs)
+
     def attend(
         self,
         query_states: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        document_ids: torch.Tensor | None = None,
-        sliding_window: int | None = None,
         first_row: int = 0,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with the queries from `first_row` on; those before it are past queries."""
         length, num_keys, device = query_states.shape[2], key_states.shape[2], query_states.device
         offset = query_offset(length, num_keys)
-        # A mask holds the window. No mask is made where the window reaches every key.
-        window = None if document_ids is None else sliding_window
+        window = documents_of(attention_mask).reach if has_first_keys(attention_mask) else None
 
         blocks = query_blocks(query_states, BLOCK, first_row)
         outputs, weights = [], []
@@ -198,7 +191,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
             reached = slice(max(0, rows.start - self.past_queries), rows.stop)
             columns = block_columns(attention_mask, reached, offset, window, num_keys)
             states = (query_states[:, :, reached], key_states[:, :, columns], value_states[:, :, columns])
-            bias = partial(block_bias, attention_mask, document_ids, reached, columns, offset, window, device)
+            bias = partial(block_bias, attention_mask, reached, columns, offset, device)
             output, block_weights = recomputed(self.attend_block, len(blocks), *states, bias, rows, columns, **kwargs)
             outputs.append(output)
             if self.config._attn_implementation == "eager":

@@ -118,7 +118,6 @@ class PairAttention(TupleAttention):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        document_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         keys, values = self.split_keys(key_states), self.split_keys(value_states)
@@ -133,7 +132,7 @@ class PairAttention(TupleAttention):
             columns = [block_columns(attention_mask, rows, offset, window, num_keys) for window in self.windows]
             biases = []
             for span, window in zip(columns, self.windows):
-                bias = block_bias(attention_mask, document_ids, rows, span, offset, None, query_states.device)
+                bias = block_bias(attention_mask, rows, span, offset, query_states.device)
                 biases.append(nearest(bias, window))
             j, k = (torch.arange(span.start, span.stop, device=query_states.device) for span in columns)
             arguments = (

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from common.command_io import ROOT, run_cli
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
+from modeling_iha import IHAConfig, IHAForCausalLM, virtual_core
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.interleaving import is_absorbed
 from modeling_iha.kind_options import OPTIONS_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
@@ -83,12 +84,15 @@ GEOMETRIES = {
     "one_pseudo_head": {"num_pseudo_heads": 1},
     "no_gqa": {"num_key_value_heads": 4, "pseudo_collapse": "all_heads"},
     "window": {"layer_types": "sliding_attention", "sliding_window": 3},
-    "window_of_1": {"layer_types": "sliding_attention", "sliding_window": 1},
     "window_mha": {"layer_types": "sliding_attention", "sliding_window": 3, "attention_kinds": "mha"},
     "hybrid": {**HYBRID, "sliding_window": 4},
-    "hybrid_window_of_1": {**HYBRID, "sliding_window": 1},
+    "hybrid_window_of_2": {**HYBRID, "sliding_window": 2},
     **{
-        kind: {"attention_kinds": kind, "attention_options": {kind: options.example}, **_WINDOW_AND_GLOBAL}
+        kind: {
+            "attention_kinds": kind,
+            "attention_options": {kind: options.example},
+            **(_WINDOW_AND_GLOBAL if kind != "multi_token" else {}),
+        }
         for kind, options in OPTIONS_CLASSES.items()
         if kind not in ("mha", "iha")
     },
@@ -97,19 +101,17 @@ GEOMETRIES = {
         "attention_options": {"hyper": {"order": 4, "sharing": False, "linear": True}},
     },
 }
-# Of "iha" layers, what the mechanism suite lacks: P, windows of one token, a collapse over all heads, two kinds in one
-# model.
-IHA_GEOMETRIES = ["one_pseudo_head", "no_gqa", "window_of_1", "hybrid", "hybrid_window_of_1"]
+# Of "iha" layers, what the mechanism suite lacks: P, a collapse over all heads, two kinds in one model.
+IHA_GEOMETRIES = ["one_pseudo_head", "no_gqa", "hybrid", "hybrid_window_of_2"]
 # Of the other kinds than "iha".
 OTHER_KINDS = [name for name, fields in GEOMETRIES.items() if isinstance(fields.get("attention_kinds"), str)]
 
 
 # What a checkpoint of "iha" and "mha" layers ships.
 IHA_CODE = {
-    *("configuration_iha.py", "modeling_iha.py", "masks.py", "mask_inputs.py"),
+    *("configuration_iha.py", "modeling_iha.py", "masks.py", "virtual_core.py"),
     *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
-    *("interleaving.py", "cpu_precision.py", "input_checks.py"),
-    "paged_requests.py",
+    *("interleaving.py", "cpu_precision.py", "paged_requests.py"),
 }
 
 
@@ -152,19 +154,33 @@ def random_ids(*shape, vocab_size=61, seed=1):
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def set_core(model, core):
-    """Set the attention implementation, and for "iha" layers the `attention_form`.
+# Whether "iha" layers decode from base states, by the id of a configuration; without an entry `is_absorbed` decides.
+ABSORBS: dict[int, bool] = {}
 
-    "base" is SDPA that keeps base states only and decodes from them at every length; "sdpa" and all others compute on
-    the virtual sequence.
+
+def chosen_form(core, config, dropout, states, num_keys):
+    """Take the place of `is_absorbed`, which goes by the number of cached tokens."""
+    if id(config) not in ABSORBS:
+        return is_absorbed(core, config, dropout, states, num_keys)
+    return ABSORBS[id(config)] and core == "sdpa" and config.pseudo_collapse == "per_head" and not dropout
+
+
+virtual_core.is_absorbed = chosen_form
+
+
+def set_core(model, core):
+    """Set the attention implementation, and whether "iha" layers decode from base states.
+
+    "base" is SDPA with decoding from base states at every length; "sdpa" and all others compute on the virtual
+    sequence.
     """
     model.set_attn_implementation("sdpa" if core == "base" else core)
-    model.base_model.attention_form = "base" if core == "base" else "virtual"
+    ABSORBS[id(model.config)] = core == "base"
 
 
 def keep_base_states(monkeypatch):
-    """Let "iha" layers keep base states only, and decode from them however few are cached."""
-    monkeypatch.setattr(IHAModel, "attention_form", "base")
+    """Let "iha" layers decode from base states, however few are cached."""
+    monkeypatch.setattr(virtual_core, "is_absorbed", lambda core, *_: core == "sdpa")
 
 
 def learn_one_batch(model, optimizer):

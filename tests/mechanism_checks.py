@@ -40,7 +40,7 @@ from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
 # (window, length): one token, odd lengths, and lengths around where a window begins to bind.
-LENGTHS = [(None, 1), (None, 7), (1, 5), (4, 4), (4, 5), (4, 7)]
+LENGTHS = [(None, 1), (None, 7), (2, 5), (4, 4), (4, 5), (4, 7)]
 LENGTH = 7
 # Root mean squares of the difference over that of the logits. Seen: 0.034 and 0.0099 of "dcmha", which norms vectors
 # of few entries; 0.017 and 0.0016 of the others.
@@ -51,7 +51,7 @@ BLOCKS = [(None, window, inputs) for window in (None, 3) for inputs in INPUTS] +
 # The appended token is alone in its forward, inside and outside the window; on a cache, chunks longer and shorter than
 # the window of 3.
 CHUNKS = [[6, 1], [1] * LENGTH, [1, 4, 2]]
-WINDOWS_AND_CHUNKS = [(None, [1, 4, 2]), (1, [6, 1]), *((3, chunks) for chunks in CHUNKS)]
+WINDOWS_AND_CHUNKS = [(None, [1, 4, 2]), (2, [6, 1]), *((3, chunks) for chunks in CHUNKS)]
 # None of them is allowed by every option, and every option allows at most two.
 NONSENSE = [-1, 0, 0.5, float("nan"), "nonsense", [0, 1], {}, None, True]
 
@@ -89,13 +89,14 @@ class Mechanism:
             pytest.skip(str(error).splitlines()[-1])
 
     def hybrid_config(self, **overrides):
-        """Return a config with a window layer below a global one."""
+        """Return a config with a window layer below a global one, if the kind takes windows."""
+        if self.kind == "multi_token":
+            return self.config(**overrides)
         return self.config(layer_types=["sliding_attention", "full_attention"], sliding_window=3, **overrides)
 
     def forms(self):
         """Return the values of `set_core` to test: None for the model's own choice, and "base" where it differs."""
-        num_pseudo_heads = random_model(self.config()).model.layers[0].self_attn.num_pseudo_heads
-        return [None, "base"] if num_pseudo_heads > 1 else [None]
+        return [None, "base"] if self.kind == "iha" else [None]
 
     def is_refused_on(self, core):
         """Return whether the kind needs scores that the core never builds."""

@@ -86,7 +86,7 @@ def test_a_cache_cut_too_short_is_refused():
 # generate()
 
 
-@pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "window_of_1", "hybrid", *OTHER_KINDS]))
+@pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid_window_of_2", "hybrid", *OTHER_KINDS]))
 def test_left_padded_batch_equals_each_row_alone(cpu_cores, core, geometry):
     positions = "shared" if geometry == "global" else "interleaved"
     config = small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})

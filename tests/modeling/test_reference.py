@@ -132,7 +132,7 @@ def test_attention_matches_reference_in_bfloat16(form, num_pseudo_heads, collaps
         {"attention_bias": True, "mlp_bias": True},
         {"gated_mlp": False, "mlp_bias": True, "hidden_act": "gelu", "tie_word_embeddings": True},
         {"head_dim": 6, "pseudo_positions": "shared", "pseudo_collapse": "all_heads"},
-        {**HYBRID, "sliding_window": 1, "use_qk_norm": True, "attention_bias": True, "mlp_bias": True},
+        {**HYBRID, "sliding_window": 2, "use_qk_norm": True, "attention_bias": True, "mlp_bias": True},
         {"attention_kinds": ["iha", "mha", "talking_heads", "diff"], "num_hidden_layers": 4},
     ],
     ids=["qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid_everything", "four_kinds"],

@@ -1,0 +1,364 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Make masks over virtual tokens, and attend under them on the attention cores of Transformers.
+
+Transformers' models make masks through one registry and call attention through another. Here each core, such as
+"sdpa", has a second name for masks, such as "iha_sdpa", under which a mask is over P virtual tokens for each token
+(`virtual_mask`). `virtual_attention` takes such a mask for every layer of a model, interleaved or not.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
+
+from .interleaving import (
+    MIN_BLOCK,
+    IHAWeights,
+    Overlay,
+    absorbed_attention,
+    attend_interleaved,
+    is_absorbed,
+    maskless_attention,
+    virtual_kwargs,
+    window_attention,
+)
+
+
+# These values hide a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where the
+# lowest float64 is -inf, and a row of -inf becomes NaN.
+LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+LOWEST[torch.float64] = LOWEST[torch.float32]
+
+
+def register_masks(core: str) -> str:
+    """Register masks over virtual tokens for a core of Transformers, and return their name."""
+    if core not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ValueError(f"attn_implementation={core!r} makes no masks, which interleaved heads need.")
+    name = "iha_" + core.replace("/", "_")
+    while getattr(ALL_MASK_ATTENTION_FUNCTIONS.get(name), "func", virtual_mask) is not virtual_mask:
+        name += "_"  # the code of another checkpoint has the name
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
+    return name
+
+
+def core_of(name: str) -> str:
+    """Return the core under a name of `register_masks`, in this process or another, and any other name as it is."""
+    function = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    return function.args[0] if isinstance(function, partial) else name.removeprefix("iha_").rstrip("_")
+
+
+def virtual_tokens(config: PreTrainedConfig) -> int:
+    """Return the number of virtual tokens that masks have for each token of a model."""
+    if "iha" not in getattr(config, "attention_kinds", ("iha",)):
+        return 1
+    return getattr(config, "num_pseudo_heads", 1)  # the towers of other media have none
+
+
+def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
+    """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
+
+    Pseudo-head p of token n sees what token n sees, less the pseudo-heads after p of the oldest and of its own token,
+    and with these of the token before the oldest: in a window of W tokens, the last W * P virtual tokens.
+
+    For SDPA a mask of windows, documents and padding comes as the first key of each query (`_first_keys`)."""
+    make_mask, num_pseudo_heads = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config), virtual_tokens(config)
+    of_tokens = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+    if kwargs["q_length"] == 1 and core == "sdpa" and of_tokens() is None:
+        return None
+    if core == "sdpa" and hasattr(config, "num_pseudo_heads"):
+        first_keys = _first_keys(num_pseudo_heads, mask_function, attention_mask, **kwargs)
+        if first_keys is not None and first_keys.any():
+            return first_keys
+        if first_keys is not None and kwargs.get("allow_is_causal_skip", True):
+            return None  # causal from the first token on
+    if num_pseudo_heads == 1:
+        return of_tokens()
+
+    def sees(batch, head, query, key):
+        token, cached, later = query // num_pseudo_heads, key // num_pseudo_heads, key % num_pseudo_heads
+        same = mask_function(batch, head, token, cached)
+        before = mask_function(batch, head, token - 1, cached) & mask_function(batch, head, token, token - 1)
+        before = (before & (cached < token)) | (same & (cached > token))  # tokens of an image may see later ones
+        seen = later <= query % num_pseudo_heads
+        return (seen & same) | (~seen & before)  # ONNX Runtime loads no `where` of three booleans
+
+    if attention_mask is not None:
+        attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
+    sizes = ("q_length", "kv_length", "q_offset", "kv_offset", "local_size")
+    kwargs |= {name: kwargs[name] * num_pseudo_heads for name in sizes if kwargs.get(name) is not None}
+    mask = make_mask(mask_function=sees, attention_mask=attention_mask, **kwargs)
+    if isinstance(mask, BlockMask):
+        mask.of_tokens = of_tokens()  # for layers that are not interleaved
+    return mask
+
+
+def _first_keys(
+    num_pseudo_heads: int,
+    mask_function: Callable,
+    attention_mask: torch.Tensor | None,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> torch.Tensor | None:
+    """Return the first key of each query if it sees all keys from there to its own, or `None` for another mask.
+
+    This is a mask [batch, 1, N * P, 1] in O(N). It is a tensor of numbers, because Transformers' models, hooks of
+    accelerate and FSDP, checkpointing and compiled layers take, slice, move and trace tensors: an object would be
+    refused, and what hangs on a tensor alone would be lost. It is int32, as no other mask is, and FSDP casts no int.
+
+    The mask function tells the documents: one begins where a token does not see the one before it. Both ends of what
+    each token sees, and tokens at distances of powers of two, are compared with the answer. Chunks are documents,
+    padding is a document of its own, and blocks that see each other both ways are none."""
+    place = torch.arange(q_length, device=device)
+    if q_length == 1 or kv_length < q_length or use_vmap or is_tracing(place) or place.is_meta:
+        return None
+    if q_offset != 0 or kv_offset != 0:
+        return None
+    rows, head = torch.arange(batch_size, device=device)[:, None], torch.zeros((), dtype=torch.long, device=device)
+    window = local_size or q_length
+
+    def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return mask_function(rows, head, query, key).expand(batch_size, -1)
+
+    def latest(begins: torch.Tensor) -> torch.Tensor:
+        return torch.where(begins, place, 0).cummax(dim=-1).values
+
+    begins = torch.nn.functional.pad(~sees(place[1:], place[:-1]), (1, 0), value=True)
+    first = torch.maximum(latest(begins), place - window + 1)
+    checks = [sees(place, first).all(), (~sees(place, (first - 1).clamp(min=0)) | (first == 0)).all()]
+    for distance in [0] + [2**power for power in range((q_length - 1).bit_length())]:
+        later, earlier = place[distance:], place[: q_length - distance]
+        checks.append((sees(later, earlier) == (first[:, distance:] <= earlier)).all())
+        checks.append(~sees(earlier, later).any() if distance else checks[0])
+    if attention_mask is not None:
+        real = torch.nn.functional.pad(attention_mask, (0, q_length - attention_mask.shape[-1])).to(device).bool()
+        before = real.cumsum(dim=-1) - real.long()
+        # Padding between tokens of one document parts them, and they see each other.
+        resumes = torch.nn.functional.pad(real[:, 1:] & ~real[:, :-1], (1, 0)) & ~begins
+        checks.append(~(resumes & (before > before.gather(1, latest(begins)))).any())
+        begins = begins | torch.nn.functional.pad(real[:, 1:] != real[:, :-1], (1, 0))
+    if not torch.stack(checks).all():
+        return None
+    virtual = torch.arange(q_length * num_pseudo_heads, device=device)
+    first = (latest(begins) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
+    return torch.maximum(first, virtual - window * num_pseudo_heads + 1).int()[:, None, :, None]
+
+
+def has_first_keys(mask: Any) -> bool:
+    """Return whether a mask is of first keys (see `_first_keys`)."""
+    return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
+
+
+def virtual_attention(
+    core: str,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+    product_dtype: torch.dtype | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output [batch, N, H, head_dim] and the weights of an attention module, as its core does.
+
+    Queries [batch, H, N, head_dim] and keys [batch, G, K, head_dim] are rotated and cached as in the base model. A
+    module without mixing weights attends as in the base model.
+
+    Args:
+        attention_mask: mask of `virtual_mask` for the core.
+        rotation: that of pseudo-heads within their token (see `IHAWeights`), `None` for shared positions.
+        product_dtype: dtype of products with the cache where those of its own are slow, or `None`.
+        kwargs: keyword arguments of the core, in tokens.
+    """
+    num_pseudo_heads = virtual_tokens(module.config)
+    attend_tokens, view = core_function(core, module), _stock_view(module, core, num_pseudo_heads)
+    if has_first_keys(attention_mask):  # in which the window of the base is, and no place of a static cache behind
+        attend_tokens, kwargs["sliding_window"] = partial(first_key_attention, attend_tokens), None
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    if not hasattr(module, "q_mix"):
+        return attend_tokens(view, query, key, value, token_mask(attention_mask, num_pseudo_heads), **kwargs)
+    window, num_queries, num_keys = getattr(module.config, "interleaved_window", None), query.shape[2], key.shape[2]
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[-1] > num_keys * num_pseudo_heads and window:
+        attention_mask = attention_mask[..., -num_keys * num_pseudo_heads :]  # other layers may cache more tokens
+    _check_mask(attention_mask, core, num_queries * num_pseudo_heads, num_keys * num_pseudo_heads)
+    if kwargs.get("s_aux") is not None:
+        kwargs["s_aux"] = view.sinks
+    if window is not None:
+        kwargs["sliding_window"] = min(window, kwargs.get("sliding_window") or window)
+        attention_mask = in_window(attention_mask, window * num_pseudo_heads)
+    mixing = (module.q_mix(query), module.k_mix(key), module.v_mix(value))
+    weights = IHAWeights(*mixing, module.collapse(query), rotation)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
+
+    if num_queries == 1 and is_absorbed(core, module.config, kwargs.get("dropout"), query, num_keys):
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        states = (query, key, value, weights, scaling)
+        return absorbed_attention(*states, window, attention_mask, product_dtype), None
+    attend = partial(attend_tokens, view)
+    if attention_mask is None and "flash" not in core:
+        if num_queries == 1:
+            places = torch.ones(num_pseudo_heads, num_keys * num_pseudo_heads, dtype=torch.bool, device=query.device)
+            attention_mask = places.tril((num_keys - 1) * num_pseudo_heads)[None, None]
+            attention_mask = in_window(attention_mask, window and window * num_pseudo_heads)
+        else:  # causal from position 0 on, whatever a static cache holds behind
+            key, value = key[:, :, :num_queries], value[:, :, :num_queries]
+            attend = partial(window_attention, attend_tokens, view)
+    kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
+    return attend_interleaved(attend, query, key, value, weights, attention_mask, **kwargs)
+
+
+class Documents(NamedTuple):
+    """Hold what a mask of first keys says of all its rows."""
+
+    bounds: torch.Tensor  # see `maskless_attention`
+    longest: int
+    reach: int  # the most keys that a query sees
+
+
+def documents_of(first_keys: torch.Tensor) -> Documents:
+    """Return the documents of a mask of first keys, found once and kept beside it. A GPU waits for the answer."""
+    if not hasattr(first_keys, "documents"):
+        first = first_keys[:, 0, :, 0]
+        seen = torch.arange(1, first.shape[1] + 1, device=first.device) - first
+        bounds = torch.nn.functional.pad((seen == 1).flatten().nonzero().flatten(), (0, 1), value=seen.numel()).int()
+        longest, reach = torch.stack((bounds.diff().max(), seen.max())).tolist()
+        first_keys.documents = Documents(bounds, longest, reach)
+    return first_keys.documents
+
+
+def first_key_attention(
+    core: Callable,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first_keys: torch.Tensor,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output of attention under a mask of first keys, int32 [batch, 1, L, 1], and a window.
+
+    Query v sees the keys u with first_keys[v] <= u <= v and v - sliding_window < u."""
+    length = query.shape[2]
+    if not torch.compiler.is_compiling() and length > MIN_BLOCK:
+        documents = documents_of(first_keys)
+        window = min(documents.reach, sliding_window or documents.reach)  # as long as a document, it hides nothing
+        return maskless_attention(core, documents[:2], module, query, key, value, None, window, **kwargs)
+    place = torch.arange(length, device=query.device)
+    distance = place[:, None] - place
+    mask = (distance >= 0) & (place >= first_keys)
+    if sliding_window is not None:
+        mask = mask & (distance < sliding_window)
+    return core(module, query, key, value, mask, **kwargs)
+
+
+def core_function(core: str, module: nn.Module) -> Callable:
+    """Return the attention function of a core; "eager" is in the modeling file of the base model."""
+    if core == "eager":
+        files = (sys.modules[each.__module__] for each in type(module).__mro__)  # a subclass may stand elsewhere
+        return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
+    return ALL_ATTENTION_FUNCTIONS[core]
+
+
+def _stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
+    """Show a module to its core: flash cores read their own name, and a sink stands beside P copies of each key."""
+    overrides: dict = {}
+    if "flash" in core:
+        overrides["config"] = Overlay(module.config, _attn_implementation=core)
+    if hasattr(module, "q_mix") and getattr(module, "sinks", None) is not None:
+        overrides["sinks"] = module.sinks + math.log(num_pseudo_heads)
+    return Overlay(module, **overrides) if overrides else module
+
+
+def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
+    """Return the mask over tokens for a layer that is not interleaved: that of the last pseudo-heads."""
+    if mask is None or num_pseudo_heads == 1:
+        return mask
+    if not isinstance(mask, torch.Tensor):
+        return mask.of_tokens
+    if has_first_keys(mask):
+        tokens = mask[:, :, num_pseudo_heads - 1 :: num_pseudo_heads] // num_pseudo_heads
+        if not torch.compiler.is_compiling():
+            tokens.documents = Documents(*(each // num_pseudo_heads for each in documents_of(mask)))
+        return tokens
+    last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
+    return mask[:, last] if mask.ndim == 2 else mask[..., last, last]
+
+
+def in_window(mask: Any, window: int | None) -> Any:
+    """Return a mask that also hides what is `window` keys back, made once for all layers.
+
+    A core of first keys gets the window by itself. Else the last keys are the queries' own, unless a static cache has
+    more places: then a query's own key is the last that it sees."""
+    if mask is None or window is None or has_first_keys(mask) or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        return mask
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError("flex_attention takes no sliding_window of interleaved layers: use sdpa, eager or flash.")
+    if (made := getattr(mask, "in_window", None)) is not None:
+        return made
+    (length, width), device = mask.shape[-2:], mask.device
+    places = torch.arange(width, dtype=torch.int32, device=device)
+    own = torch.arange(width - length, width, dtype=torch.int32, device=device)[:, None]
+    if width > length:
+        visible = mask if mask.dtype == torch.bool else mask == 0
+        own = torch.minimum(own, torch.where(visible, places, 0).amax(dim=-1, keepdim=True))
+    recent = places > own - window
+    made = mask & recent if mask.dtype == torch.bool else mask.masked_fill(~recent, torch.finfo(mask.dtype).min)
+    if not is_tracing(mask):
+        mask.in_window = made
+    return made
+
+
+def expand_mask(
+    mask: torch.Tensor, num_pseudo_heads: int, past: int | torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a user's mask over tokens [batch, heads or 1, N, K] as an additive one over virtual tokens.
+
+    The mask does not order the virtual tokens of one token, so they stay causal. `past` tokens are cached. A boolean
+    mask becomes one of `dtype`. Raise a ValueError for a mask of another shape or dtype."""
+    if mask.ndim != 4 or mask.dtype not in (torch.bool, *LOWEST):
+        raise ValueError(
+            f"attention_mask is {mask.dtype} {list(mask.shape)}: pass one [batch, tokens], or a boolean or additive "
+            "floating-point one [batch, 1, queries, keys]."
+        )
+    if mask.dtype == torch.bool:
+        # The eager and flex cores add the mask to the scores: True would be 1.
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, LOWEST[dtype])
+    mask = mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
+    query = torch.arange(mask.shape[-2], device=mask.device)[:, None] + past * num_pseudo_heads
+    key = torch.arange(mask.shape[-1], device=mask.device)
+    later = (key > query) & (key // num_pseudo_heads == query // num_pseudo_heads)
+    return mask.masked_fill(later, LOWEST[mask.dtype])
+
+
+def _check_mask(mask, core: str, num_queries: int, num_keys: int) -> None:
+    """Raise a ValueError for a dense mask on a flash core, and for one that is not over the virtual tokens."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
+        return
+    if "flash" in core:
+        raise ValueError(
+            f"attn_implementation={core!r} takes no custom mask [batch, 1, queries, keys]: pass attention_mask "
+            "[batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
+        )
+    if mask.shape[-2:] != (num_queries, 1 if has_first_keys(mask) else num_keys):
+        raise ValueError(
+            f"attention_mask is {list(mask.shape)} for {num_queries} x {num_keys} virtual tokens on {core!r}: pass "
+            "attention_mask [batch, tokens] or [batch, 1, queries, keys] to the model by its name."
+        )
