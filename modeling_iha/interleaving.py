@@ -4,7 +4,7 @@
 
 P pseudo-heads turn token n into the P consecutive virtual tokens n * P .. n * P + P - 1. A stock attention core runs
 over the virtual sequence. The algorithm comes first. `absorbed_attention` then computes one new token faster, and
-`maskless_attention` windows and documents without a dense mask.
+`first_key_attention` windows and documents without a dense mask.
 """
 
 import inspect
@@ -222,7 +222,8 @@ def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, nu
     few = states.device.type == "cpu" and (
         torch.compiler.is_exporting() or num_keys < 64 or len(states) * num_keys < 128
     )
-    return core == "sdpa" and config.pseudo_collapse == "per_head" and not dropout and not few
+    can = config.num_pseudo_heads > 1 and config.pseudo_collapse == "per_head" and not dropout
+    return core == "sdpa" and can and not few
 
 
 def absorbed_attention(
@@ -394,57 +395,92 @@ def has_varlen(states: torch.Tensor, head_dim: int, dropout: float) -> bool:
     return allowed and dtype in (torch.float16, torch.bfloat16)
 
 
-def maskless_attention(
+def has_first_keys(mask: Any) -> bool:
+    """Return whether a mask is of first keys, int32 [batch, 1, L, 1], as no other mask is.
+
+    Query v sees the keys u with first_keys[v] <= u <= v."""
+    return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
+
+
+class Documents(NamedTuple):
+    """Hold what a mask of first keys says of all its rows."""
+
+    # The starts of documents among the batch * L tokens of all rows, and the last end, int32 [documents + 1].
+    bounds: torch.Tensor
+    longest: int
+    reach: int  # the most keys that a query sees
+
+
+def documents_of(first_keys: torch.Tensor) -> Documents:
+    """Return the documents of a mask of first keys, found once and kept beside it. A GPU waits for the answer."""
+    if not hasattr(first_keys, "documents"):
+        first = first_keys[:, 0, :, 0]
+        seen = torch.arange(1, first.shape[1] + 1, device=first.device) - first
+        bounds = torch.nn.functional.pad((seen == 1).flatten().nonzero().flatten(), (0, 1), value=seen.numel()).int()
+        longest, reach = torch.stack((bounds.diff().max(), seen.max())).tolist()
+        first_keys.documents = Documents(bounds, longest, reach)
+    return first_keys.documents
+
+
+def first_key_attention(
     core: Callable,
-    document_bounds: tuple[torch.Tensor, int] | None,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None = None,
+    first_keys: torch.Tensor,
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output [batch, L, H, head_dim] of attention within documents and windows, without a dense mask.
+    """Return the output [batch, L, H, head_dim] of attention under a mask of first keys and a window.
 
-    Query v sees the keys u of its own document with v - sliding_window < u <= v. Documents go one by one, or on a GPU
-    in half precision in one call of PyTorch's FlashAttention. In an "iha" layer the cost is O(N W P^2).
+    Query v sees the keys u with first_keys[v] <= u <= v and v - sliding_window < u. The mask is that of documents and
+    a window. Documents go one by one, or on a GPU in half precision in one call of PyTorch's FlashAttention, and no
+    dense mask is made of more than MIN_BLOCK queries. In an "iha" layer the cost is O(N W P^2).
 
     Args:
         core: an attention function of Transformers that takes a boolean mask.
-        document_bounds: the starts of documents among the batch * L tokens of all rows and the last end, int32
-            [documents + 1], and the longest length; `None` where every row is one document.
         query, key, value: [batch, H or G, L, head_dim].
     """
-    if document_bounds is None:
-        return window_attention(core, module, query, key, value, None, sliding_window, **kwargs)
+    batch, _, length, _ = query.shape
+    if torch.compiler.is_compiling() or length <= MIN_BLOCK:
+        place = torch.arange(length, device=query.device)
+        distance = place[:, None] - place
+        mask = (distance >= 0) & (place >= first_keys)
+        if sliding_window is not None:
+            mask = mask & (distance < sliding_window)
+        return core(module, query, key, value, mask, **kwargs)
+    documents = documents_of(first_keys)
+    window = min(documents.reach, sliding_window or documents.reach)  # as long as a document, it hides nothing
     if query.shape[-1] == value.shape[-1] and has_varlen(query, query.shape[-1], kwargs.get("dropout", 0)):
-        return varlen_attention(document_bounds, module, query, key, value, sliding_window, **kwargs)
+        return varlen_attention(documents, module, query, key, value, window, **kwargs)
+    if documents.longest == length and len(documents.bounds) == batch + 1:
+        return window_attention(core, module, query, key, value, None, window, **kwargs)
     # The gradient of a split is one concatenation; that of each slice would be a tensor as long as all documents.
-    lengths = document_bounds[0].diff().tolist()
-    documents = zip(*(states.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for states in (query, key, value)))
+    lengths = documents.bounds.diff().tolist()
+    rows = zip(*(states.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for states in (query, key, value)))
     outputs = [
         # Blocks copy the queries. One document that keeps a view would keep all of them for the backward pass.
-        window_attention(core, module, q[None].contiguous(), k[None], v[None], None, sliding_window, **kwargs)[0]
-        for q, k, v in documents
+        window_attention(core, module, q[None].contiguous(), k[None], v[None], None, window, **kwargs)[0]
+        for q, k, v in rows
     ]
-    return torch.cat(outputs, dim=1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:]), None
+    return torch.cat(outputs, dim=1).view(batch, length, *outputs[0].shape[2:]), None
 
 
 def varlen_attention(
-    document_bounds: tuple[torch.Tensor, int],
+    documents: Documents,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    window: int | None,
+    window: int,
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Compute `maskless_attention` by one call of FlashAttention on the tokens of all rows."""
-    bounds, longest = document_bounds
+    """Compute `first_key_attention` by one call of FlashAttention on the tokens of all rows."""
+    bounds, longest = documents.bounds, documents.longest
     batch, length = query.shape[0], query.shape[2]
-    options: dict = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    options: dict = {"scale": scaling, "window_size": (-1 if window >= longest else window - 1, 0)}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     else:

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +22,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from .interleaving import (
-    MIN_BLOCK,
+    Documents,
     IHAWeights,
     Overlay,
     absorbed_attention,
     attend_interleaved,
+    documents_of,
+    first_key_attention,
+    has_first_keys,
     is_absorbed,
-    maskless_attention,
     virtual_kwargs,
     window_attention,
 )
@@ -160,11 +162,6 @@ def _first_keys(
     return torch.maximum(first, virtual - window * num_pseudo_heads + 1).int()[:, None, :, None]
 
 
-def has_first_keys(mask: Any) -> bool:
-    """Return whether a mask is of first keys (see `_first_keys`)."""
-    return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
-
-
 def virtual_attention(
     core: str,
     module: Any,
@@ -222,51 +219,6 @@ def virtual_attention(
             attend = partial(window_attention, attend_tokens, view)
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
     return attend_interleaved(attend, query, key, value, weights, attention_mask, **kwargs)
-
-
-class Documents(NamedTuple):
-    """Hold what a mask of first keys says of all its rows."""
-
-    bounds: torch.Tensor  # see `maskless_attention`
-    longest: int
-    reach: int  # the most keys that a query sees
-
-
-def documents_of(first_keys: torch.Tensor) -> Documents:
-    """Return the documents of a mask of first keys, found once and kept beside it. A GPU waits for the answer."""
-    if not hasattr(first_keys, "documents"):
-        first = first_keys[:, 0, :, 0]
-        seen = torch.arange(1, first.shape[1] + 1, device=first.device) - first
-        bounds = torch.nn.functional.pad((seen == 1).flatten().nonzero().flatten(), (0, 1), value=seen.numel()).int()
-        longest, reach = torch.stack((bounds.diff().max(), seen.max())).tolist()
-        first_keys.documents = Documents(bounds, longest, reach)
-    return first_keys.documents
-
-
-def first_key_attention(
-    core: Callable,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first_keys: torch.Tensor,
-    sliding_window: int | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output of attention under a mask of first keys, int32 [batch, 1, L, 1], and a window.
-
-    Query v sees the keys u with first_keys[v] <= u <= v and v - sliding_window < u."""
-    length = query.shape[2]
-    if not torch.compiler.is_compiling() and length > MIN_BLOCK:
-        documents = documents_of(first_keys)
-        window = min(documents.reach, sliding_window or documents.reach)  # as long as a document, it hides nothing
-        return maskless_attention(core, documents[:2], module, query, key, value, None, window, **kwargs)
-    place = torch.arange(length, device=query.device)
-    distance = place[:, None] - place
-    mask = (distance >= 0) & (place >= first_keys)
-    if sliding_window is not None:
-        mask = mask & (distance < sliding_window)
-    return core(module, query, key, value, mask, **kwargs)
 
 
 def core_function(core: str, module: nn.Module) -> Callable:

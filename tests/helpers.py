@@ -180,7 +180,11 @@ def set_core(model, core):
 
 def keep_base_states(monkeypatch):
     """Let "iha" layers decode from base states, however few are cached."""
-    monkeypatch.setattr(virtual_core, "is_absorbed", lambda core, *_: core == "sdpa")
+
+    def is_absorbed(core, config, dropout, *_):
+        return core == "sdpa" and config.pseudo_collapse == "per_head" and not dropout
+
+    monkeypatch.setattr(virtual_core, "is_absorbed", is_absorbed)
 
 
 def learn_one_batch(model, optimizer):

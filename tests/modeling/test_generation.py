@@ -61,15 +61,15 @@ def test_cache_bytes_are_llamas(num_pseudo_heads, positions, dtype):
 @pytest.mark.parametrize("chunks", [[LENGTH], [1] * LENGTH], ids=["prefill", "decode"])
 @pytest.mark.parametrize("window", [2, 4])
 def test_window_layers_keep_the_window(form, window, chunks):
-    """Keep of the past what the next query sees: W - 1 tokens in an "mha" layer, and W in an "iha" layer.
+    """Keep W tokens of the past, which the next query of an "iha" layer sees; one mask serves all window layers.
 
-    There the W * P virtual keys reach from (n, p) back to (n - W, p + 1), so all but the last pseudo-head see part of
-    W tokens.
+    The W * P virtual keys reach from (n, p) back to (n - W, p + 1), so all but the last pseudo-head see part of W
+    tokens.
     """
     model = random_model(small_config(num_pseudo_heads=3, **HYBRID, sliding_window=window))
     cache = DynamicCache(config=model.config)
     logits_in_chunks(model, random_ids(2, LENGTH), chunks, cache)
-    assert [layer.keys.shape[-2] for layer in cache.layers] == [window, window - 1, LENGTH, LENGTH]
+    assert [layer.keys.shape[-2] for layer in cache.layers] == [window, window, LENGTH, LENGTH]
     assert [layer.values.shape for layer in cache.layers] == [layer.keys.shape for layer in cache.layers]
 
 
@@ -232,7 +232,7 @@ BAD_CONFIGS = [
     ({"attention_kinds": ["iha"] * 3}, "attention_kinds has 3 entries.*num_hidden_layers=2"),
     ({"layer_types": "chunked_attention"}, "layer_types.*'chunked_attention'.*'full_attention', 'sliding_attention'"),
     ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries.*num_hidden_layers=2"),
-    ({"layer_types": "sliding_attention", "sliding_window": 0}, "sliding_window=0.*at least 1"),
+    ({"layer_types": "sliding_attention", "sliding_window": 0}, "sliding_window=0.*at least 2"),
     ({"pseudo_collapse": "mean"}, "pseudo_collapse='mean'.*'per_head', 'all_heads'"),
     ({"attention_options": {"linear": {}}}, "attention_options.*'linear'.*'mha', 'iha'"),
     ({"attention_options": {"iha": None}}, "attention_options.*'iha'.*None.*dict"),

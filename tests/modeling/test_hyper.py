@@ -252,7 +252,6 @@ def test_presets_have_the_size_of_gpt3_small(preset, extra):
         ({"linear": True, "windows": [2, 3], "window": 3}, "linear=True.*windows must not be set"),
         ({"linear": True, "window": 3}, "linear=True.*must be 'full_attention'"),
         ({"windows": [2, 3]}, r"windows=\[2, 3\]; its layers must be 'sliding_attention', with sliding_window=3"),
-        ({"strict_order": True, "window": 1}, "strict_order=True with a window of 1 token for k"),
         ({"strict_order": True, "windows": [3, 1], "window": 3}, "strict_order=True with a window of 1 token for k"),
         ({"kind": "simplicial", "sharing": True}, "the option 'sharing'; options of this kind: 'windows'"),
     ],

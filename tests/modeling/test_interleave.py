@@ -73,6 +73,7 @@ from modeling_iha.configuration_interleaved import TASKS
 from modeling_iha.interleaving import MIN_BLOCK
 from modeling_iha.mixing import mixing_parameters, values
 from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core, remove_hooks
+from modeling_iha.virtual_core import in_window
 
 
 SCALE = 40.0  # the default
@@ -533,7 +534,13 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
         expected[str(tmp_path / name)] = logits(model, input_ids=tokens)
         model.save_pretrained(tmp_path / name)
         assert {path.name for path in (tmp_path / name).glob("*.py")} == {
-            *("adapter_records.py", "configuration_interleaved.py", "modeling_interleaved.py", "interleaving.py")
+            *(
+                "adapter_records.py",
+                "configuration_interleaved.py",
+                "modeling_interleaved.py",
+                "interleaving.py",
+                "virtual_core.py",
+            )
         }
     answers = run_in_clean_process(LOAD, {"tokens": tokens.tolist(), "places": list(expected)})
     for place, answer in answers.items():
@@ -817,7 +824,7 @@ def test_what_first_keys_cannot_say_keeps_a_dense_mask(window, sdpa_masks):
     assert_close(*found)
     # What token 12 sees of its image does not depend on a window that is longer than the image.
     if window is not None:
-        seen = (modeling_interleaved._in_window(mask, 3 * window) == 0)[0, 0, 3 * 12 + 2].nonzero().flatten()
+        seen = (in_window(mask, 3 * window) == 0)[0, 0, 3 * 12 + 2].nonzero().flatten()
         assert seen.tolist() == [*range(3 * 12 + 3 - 3 * window, 3 * 17), *range(3 * 30, 3 * 34)]
 
 
@@ -896,7 +903,7 @@ def test_every_checkpoint_keeps_its_own_attention(tmp_path):
     places = [tmp_path / "own", tmp_path / "other"]
     for place in places:
         model.save_pretrained(place)
-    code = places[1] / "modeling_interleaved.py"
+    code = places[1] / "virtual_core.py"
     own = "attend_interleaved(attend, query, key, value, weights, attention_mask, **kwargs)"
     assert own in code.read_text()
     code.write_text(

@@ -23,7 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_iha.mask_inputs import MaskKey
+from modeling_iha.interleaving import documents_of, has_first_keys
+from modeling_iha.masks import create_masks
 
 
 FLASH = "flash_attention_2"
@@ -275,21 +276,37 @@ def test_packing_on_top_of_a_cache_is_refused(core):
         model(random_ids(1, 10), position_ids=POSITIONS, past_key_values=cache)
 
 
-def masks_for(core, geometry, length, attention_mask=None, cache=None, device="meta"):
+def masks_for(core, geometry, length, attention_mask=None, cache=None, device="meta", positions=None):
     """Return the masks of a P = 2 model for one sequence of `length` tokens; no layer runs."""
     model = random_model(small_config(**GEOMETRIES[geometry]))
     set_core(model, core)
-    masks = model.model.create_masks(torch.empty(1, length, 0, device=device), attention_mask, cache, None)
-    assert all(mask.document_ids is None for mask in masks.values())
-    return {key: mask.attention_mask for key, mask in masks.items()}
+    embeds = torch.empty(1 if positions is None else len(positions), length, 0, device=device)
+    return create_masks(model.config, embeds, attention_mask, cache, positions)
 
 
 def test_causal_attention_over_the_whole_input_builds_no_mask():
     """Build none on flash cores, and on SDPA none without windows and padding; nothing is allocated on `meta`."""
-    no_mask = {MaskKey("full_attention", 2): None}
+    no_mask = {"full_attention": None}
     assert masks_for("sdpa", "global", 65536) == no_mask
     cache = StaticCache(config=small_config(), max_cache_len=70000)
     assert masks_for("sdpa", "global", 65536, cache=cache) == no_mask
     hybrid = masks_for(FLASH, "hybrid", 65536)
-    assert len(hybrid) == 4 and not any(mask is not None for mask in hybrid.values())
+    assert len(hybrid) == 2 and not any(mask is not None for mask in hybrid.values())
     assert masks_for("sdpa", "global", 10, ONES, device="cpu") == no_mask
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_documents_and_windows_build_no_dense_mask_on_sdpa(geometry, rows):
+    positions = torch.cat([torch.arange(length) for length in (200, 100, 1)]).expand(rows, -1)
+    for mask in masks_for("sdpa", geometry, 301, device="cpu", positions=positions).values():
+        assert has_first_keys(mask) and len(documents_of(mask).bounds) == 3 * rows + 1
+    for layer_type, mask in masks_for("sdpa", geometry, 301, device="cpu").items():
+        assert (mask is None) == (layer_type == "full_attention")
+
+
+@pytest.mark.parametrize("window", [10, 11])
+def test_a_window_that_reaches_every_token_is_no_window(window):
+    config = small_config(layer_types="sliding_attention", sliding_window=window)
+    config._attn_implementation = "sdpa"
+    assert create_masks(config, torch.empty(1, 10, 0), None, None, None) == {"sliding_attention": None}

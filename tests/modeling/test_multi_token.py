@@ -41,11 +41,9 @@ OPTIONS = {
 }
 
 
-def multi_token(options=None, window=None, **overrides):
+def multi_token(options=None, **overrides):
     return small_config(
         attention_kinds="multi_token",
-        layer_types="full_attention" if window is None else "sliding_attention",
-        sliding_window=window,
         attention_options={"multi_token": options or {}},
         **{"num_hidden_layers": 1, "rms_norm_eps": 0.1, **overrides},
     )
@@ -53,9 +51,9 @@ def multi_token(options=None, window=None, **overrides):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_option_matches_reference(options):
-    """Compare a window layer on a cache of either type, too."""
+    """Compare a layer on a cache of either type, too."""
     layers = 2 if options == "other layers" else 1
-    config = multi_token(OPTIONS[options], 5, num_hidden_layers=layers, num_key_value_heads=1, use_qk_norm=True)
+    config = multi_token(OPTIONS[options], num_hidden_layers=layers, num_key_value_heads=1, use_qk_norm=True)
     assert_attention_matches(config, FP64, dtype=torch.float64, length=8)
     model, input_ids = random_model(config, dtype=torch.float64), random_ids(2, 19)
     expected = uncached_logits(model, input_ids)
@@ -65,10 +63,9 @@ def test_every_option_matches_reference(options):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("window", [None, 5])
-def test_blocks_of_any_size_compute_the_same(monkeypatch, window, size):
+def test_blocks_of_any_size_compute_the_same(monkeypatch, size):
     """Compare packed documents in blocks of queries with a single block, forward and backward."""
-    model, input_ids = random_model(multi_token({"query_kernel": 4}, window), dtype=torch.float64), random_ids(1, 17)
+    model, input_ids = random_model(multi_token({"query_kernel": 4}), dtype=torch.float64), random_ids(1, 17)
     leaves, results = dict(model.named_parameters()), []
     for block in (64, size):
         monkeypatch.setattr(score_matrix, "BLOCK", block)
@@ -90,17 +87,13 @@ def test_the_convolution_is_that_of_pytorch():
 
 
 REAL = torch.tensor([[False] * 4 + [True] * 10])
-REACH = 4 + 2 * (3 - 1)  # a window of 4 tokens, and two convolutions over the 2 queries before a query
-# Inputs, window, token with the signal, and which of the 14 tokens must not see it; those in the last column do.
+# Inputs, token with the signal, and which of the 14 tokens must not see it; those in the last column do.
 SIGNALS = {
-    "future": ({}, None, 8, range(8), [8, 9, 13]),
-    "next document": (packing((6, 1, 7))[0], None, 7, range(7), [7, 13]),
-    "earlier document": (packing((6, 1, 7))[0], None, 5, range(6, 14), [5]),
-    "document of one token": (packing((6, 1, 7))[0], None, 6, [*range(6), *range(7, 14)], [6]),
-    "padding": (padding(REAL)[0], None, 3, range(4, 14), []),
-    "outside the window": ({}, 4, 2, [0, 1, *range(2 + REACH, 14)], range(2, 2 + REACH)),
-    "earlier document in the window": (packing((6, 1, 7))[0], 4, 5, range(6, 14), [5]),
-    "padding in the window": (padding(REAL)[0], 4, 3, range(4, 14), []),
+    "future": ({}, 8, range(8), [8, 9, 13]),
+    "next document": (packing((6, 1, 7))[0], 7, range(7), [7, 13]),
+    "earlier document": (packing((6, 1, 7))[0], 5, range(6, 14), [5]),
+    "document of one token": (packing((6, 1, 7))[0], 6, [*range(6), *range(7, 14)], [6]),
+    "padding": (padding(REAL)[0], 3, range(4, 14), []),
 }
 
 
@@ -108,10 +101,10 @@ SIGNALS = {
 @pytest.mark.parametrize("name", SIGNALS)
 @torch.no_grad()
 def test_nothing_leaks(name, core):
-    inputs, window, position, blind, seeing = SIGNALS[name]
+    inputs, position, blind, seeing = SIGNALS[name]
     # Kernels wider than the distance to every border.
-    kernels = {"query_kernel": 3, "key_kernel": 5} if window else {"query_kernel": 6, "key_kernel": 11}
-    model, input_ids = random_model(multi_token(kernels, window), dtype=torch.float64), random_ids(1, 14)
+    kernels = {"query_kernel": 6, "key_kernel": 11}
+    model, input_ids = random_model(multi_token(kernels), dtype=torch.float64), random_ids(1, 14)
     set_core(model, core)
     other = input_ids.clone()
     other[:, position] = 3 + (other[:, position] - 2) % 50
@@ -140,13 +133,9 @@ def test_norm_and_gate_are_no_multi_head_attention():
         assert exact < found.keys() and not any(found[name].any() for name in exact)
 
 
-def test_a_mask_without_past_queries_is_refused():
-    """Continue a cache with a mask of one's own making, which the model takes as it is."""
-    model, input_ids = random_model(multi_token()), random_ids(1, 5)
-    cache = model(input_ids[:, :3]).past_key_values
-    masks = {model.model.layers[0].mask_key: torch.ones(1, 1, 2, 5, dtype=torch.bool).tril(3)}
-    with pytest.raises(ValueError, match="continues a cache, and its mask has no rows for past queries: pass"):
-        model(input_ids[:, 3:], attention_mask=masks, past_key_values=cache)
+def test_a_window_is_refused():
+    with pytest.raises(Exception, match="'multi_token' has no window.*use 'full_attention'"):
+        multi_token(layer_types="sliding_attention", sliding_window=4)
 
 
 @pytest.mark.parametrize("options", [{}, OPTIONS["one query"]], ids=["default", "one query"])

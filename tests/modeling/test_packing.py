@@ -102,21 +102,6 @@ def test_a_packed_batch_is_learned_as_its_documents_alone(geometry, core, cpu_co
         assert_gradients_match(*gradients, FP64)
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("form", [None, "virtual", "base"])
-def test_packed_layers_build_no_mask_on_sdpa(geometry, form):
-    model = model_of(geometry, "sdpa")
-    model.base_model.attention_form = form
-    position_ids = torch.cat([torch.arange(length) for length in (200, 100, 1)])[None]
-    for mask in model.base_model.create_masks(torch.empty(1, 301, 0), None, None, position_ids).values():
-        assert mask.attention_mask is None and mask.document_ids.unique().numel() == 3
-    # One document, and several rows of documents, keep the mask that Transformers makes.
-    for positions in (position_ids.expand(2, -1), torch.arange(301)[None]):
-        embeds = torch.empty(len(positions), 301, 0)
-        for key, mask in model.base_model.create_masks(embeds, None, None, positions).items():
-            assert key.is_sliding or mask.document_ids is None
-
-
 def test_cores_that_are_not_known_to_keep_documents_apart_are_refused(monkeypatch, tmp_path):
     fake_flash.install(monkeypatch)
     model, args = random_model(small_config()), SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)

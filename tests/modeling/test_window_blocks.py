@@ -11,17 +11,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_iha import interleaving
-from modeling_iha import masks as masks_module
-from modeling_iha.interleaving import MIN_BLOCK, maskless_attention, window_attention
-from modeling_iha.mask_inputs import MaskInputs, MaskKey, find_document_bounds
-from modeling_iha.masks import create_masks
+from modeling_iha.interleaving import MIN_BLOCK, first_key_attention, window_attention
 
 
 # Several blocks, the last one short.
 LENGTH = MIN_BLOCK + 22
 CONFIGS = {
     "iha": {"layer_types": "sliding_attention", "sliding_window": 5, "num_pseudo_heads": 3},
-    "iha_window_of_1": {"layer_types": "sliding_attention", "sliding_window": 1},
+    "iha_window_of_2": {"layer_types": "sliding_attention", "sliding_window": 2},
     "mha": {"layer_types": "sliding_attention", "sliding_window": 5, "attention_kinds": "mha"},
     "diff": {"layer_types": "sliding_attention", "sliding_window": 5, "attention_kinds": "diff"},
     "hybrid": {**HYBRID, "sliding_window": 9},
@@ -94,12 +91,9 @@ def test_blocks_equal_single_queries(small_blocks, length, window, packed):
     module = torch.nn.Module()
     module.config, module.num_key_value_groups = small_config(), 2
     weight = torch.randn(2, length, 4, 6, generator=generator, dtype=torch.float64)
-    output, _ = maskless_attention(
-        sdpa_attention_forward,
-        find_document_bounds(documents) if packed else None,
-        *(module, query, key, value),
-        sliding_window=window,
-        scaling=6**-0.5,
+    first_keys = torch.searchsorted(documents, documents).int()[:, None, :, None]
+    output, _ = first_key_attention(
+        sdpa_attention_forward, module, query, key, value, first_keys, sliding_window=window, scaling=6**-0.5
     )
     expected = naive(query, key, value, documents, length if window is None else window)
     torch.testing.assert_close(output, expected)
@@ -109,7 +103,7 @@ def test_blocks_equal_single_queries(small_blocks, length, window, packed):
 
 
 @pytest.mark.parametrize("case", ["cache", "left_padding", "right_padding", "packed"])
-@pytest.mark.parametrize("name", ["iha", "iha_window_of_1", "hybrid"])
+@pytest.mark.parametrize("name", ["iha", "iha_window_of_2", "hybrid"])
 def test_equal_to_a_dense_mask(name, case, blocks):
     model = random_model(small_config(**CONFIGS[name]))
     assert_sdpa_is_eager(model, **inputs_of(case, 2, LENGTH))
@@ -140,7 +134,7 @@ def test_a_hidden_token_between_others(name, blocks):
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["iha_window_of_1", "diff", "hybrid"])
+@pytest.mark.parametrize("name", ["iha_window_of_2", "diff", "hybrid"])
 def test_generation_after_a_long_prompt(name, cache, blocks):
     model = random_model(small_config(**CONFIGS[name])).eval()
     inputs = {"input_ids": random_ids(2, LENGTH), "attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
@@ -156,7 +150,7 @@ def test_generation_after_a_long_prompt(name, cache, blocks):
     assert len(blocks) == model.config.layer_types.count("sliding_attention") * calls
 
 
-@pytest.mark.parametrize("name", ["iha_window_of_1", "diff", "hybrid"])
+@pytest.mark.parametrize("name", ["iha_window_of_2", "diff", "hybrid"])
 @torch.no_grad()
 def test_a_long_chunk_on_a_cache(name, blocks):
     """Take the core's own mask for keys that reach back into the cache."""
@@ -203,8 +197,7 @@ def varlen(request, monkeypatch):
 
     counted.__signature__ = inspect.signature(request.param)
     monkeypatch.setattr(interleaving, "varlen_attn", counted)
-    for module in (interleaving, masks_module):
-        monkeypatch.setattr(module, "has_varlen", lambda *args: True)
+    monkeypatch.setattr(interleaving, "has_varlen", lambda *args: True)
     return lengths
 
 
@@ -220,7 +213,7 @@ def varlen(request, monkeypatch):
     ],
     indirect=["varlen"],
 )
-def test_varlen_equals_a_dense_mask(name, case, varlen):
+def test_varlen_equals_a_dense_mask(name, case, varlen, small_blocks):
     """Compare forward and gradients; each layer that has a window or documents makes one call."""
     fields = {"num_pseudo_heads": 3} if name == "global" else CONFIGS[name]
     model = random_model(small_config(**fields))
@@ -252,19 +245,3 @@ def test_where_varlen_is_taken(monkeypatch):
     assert takes(dtype=torch.float32)
     capability = (7, 5)
     assert not takes()
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("case", ["plain", "packed_row"])
-def test_a_window_that_reaches_every_token_is_no_window(name, case, blocks):
-    """Build no dense mask for it, though Transformers does where the row is just as long."""
-    for beyond in (0, 1):
-        config = small_config(**{**CONFIGS[name], "sliding_window": LENGTH + beyond})
-        config._attn_implementation = "sdpa"
-        inputs = inputs_of(case, 1, LENGTH)
-        key = MaskKey("sliding_attention", config.num_pseudo_heads)
-        mask = create_masks(
-            MaskInputs(config, torch.empty(1, LENGTH, 0), None, None, inputs.get("position_ids")), [key]
-        )
-        assert mask[key].attention_mask is None and (mask[key].document_ids is not None) == (case == "packed_row")
-        assert_sdpa_is_eager(random_model(config), **inputs)

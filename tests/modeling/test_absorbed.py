@@ -1,79 +1,34 @@
-"""Test in which form an "iha" layer computes, and which inputs build no dense mask."""
+"""Test when one new token is decoded from base states, and that it computes the same."""
 
 import pytest
 import torch
 from helpers import assert_close, causal_4d, logits_in_chunks, random_ids, random_model, set_core, small_config
-from transformers import DynamicCache
 
-from modeling_iha import attention_iha
-from modeling_iha.mask_inputs import MaskInputs, MaskKey
-from modeling_iha.masks import create_masks
+from modeling_iha import virtual_core
+from modeling_iha.interleaving import is_absorbed
 
 
-def chosen(length, pseudo_heads=4, batch=1, cached=0, grad=False, form=None, core="sdpa", **overrides):
-    """Return the form for `length` new tokens. No layer runs."""
-    config = small_config(num_pseudo_heads=pseudo_heads, **overrides)
-    config._attn_implementation = core
-    key, cache = MaskKey(config.layer_types[0], pseudo_heads), None
-    if cached:
-        cache = DynamicCache(config=config)
-        cache.update(*torch.zeros(2, batch, 2, cached, 8), 0)
-    with torch.set_grad_enabled(grad):
-        inputs = MaskInputs(config, torch.empty(batch, length, 0), None, cache, None, form)
-        return create_masks(inputs, [key])[key].attention_form
+def takes(num_keys, batch=1, core="sdpa", dropout=0.0, **fields):
+    return is_absorbed(core, small_config(**fields), dropout, torch.empty(batch, 4, 1, 8), num_keys)
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_one_token(grad):
-    """Take the absorbed form from 64 cached keys in a row and 128 in the batch on."""
-    assert chosen(1, cached=126, grad=grad) is None
-    assert chosen(1, cached=127, grad=grad) == "absorbed"
-    assert chosen(1, cached=63, batch=2, grad=grad) == "absorbed"
-    assert chosen(1, cached=62, batch=64, grad=grad) is None
-    assert chosen(2, cached=500, grad=grad) is None
-
-
-def test_a_mask_that_is_passed_counts_as_many_keys():
-    model = random_model(small_config()).base_model
-    key = model.layers[0].mask_key
-    for keys, form in ((127, None), (128, "absorbed")):
-        mask = torch.ones(1, 1, key.num_pseudo_heads, keys * key.num_pseudo_heads, dtype=torch.bool)
-        assert model.prepared_mask(key, mask, torch.empty(1, 1, 32)).attention_form == form
-
-
-@torch.compiler.set_stance("force_eager")  # FlexAttention's block mask would be compiled
-def test_the_switch():
-    assert chosen(1, cached=4096, form="virtual") is None and chosen(1, cached=1, form="base") == "absorbed"
-    assert chosen(512) is None and chosen(512, grad=True) is None
-    for core in ("sdpa", "eager", "flex_attention"):
-        assert chosen(5, form="base", core=core) is None
-        assert chosen(5, form="base", core=core, grad=True) == "recomputed"
-        assert chosen(5, form="base", core=core, grad=True, pseudo_heads=1) is None
-    assert random_model(small_config()).base_model.attention_form is None
-    with pytest.raises(ValueError, match='attention_form is \'collapse_first\': expected None, "virtual" or "base"'):
-        chosen(5, form="collapse_first")
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [{"pseudo_collapse": "all_heads"}, {"attention_dropout": 0.1}, {"pseudo_heads": 1}, {"core": "eager"}],
-    ids=str,
-)
-def test_what_is_not_absorbed(overrides):
-    assert chosen(1, cached=4096, **overrides) is None
-    assert chosen(1, cached=1, form="base", **overrides) is None
+def test_one_token():
+    """Decode from base states from 64 keys in a row and 128 in the batch on."""
+    assert takes(128) and takes(64, batch=2) and not takes(127) and not takes(63, batch=64)
+    assert not takes(4096, core="eager") and not takes(4096, dropout=0.1)
+    assert not takes(4096, pseudo_collapse="all_heads") and not takes(4096, num_pseudo_heads=1)
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Record (queries, keys) of each layer that attends to one token from its base states."""
-    calls, absorbed = [], attention_iha.absorbed_attention
+    calls, absorbed = [], virtual_core.absorbed_attention
 
     def spied(query, key, *args, **kwargs):
         calls.append((query.shape[2], key.shape[2]))
         return absorbed(query, key, *args, **kwargs)
 
-    monkeypatch.setattr(attention_iha, "absorbed_attention", spied)
+    monkeypatch.setattr(virtual_core, "absorbed_attention", spied)
     return calls
 
 
@@ -86,10 +41,10 @@ def test_generation_with_a_cache_of_any_kind(implementation, window, calls):
     inputs = {"input_ids": random_ids(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     inputs["attention_mask"][0, :4] = 0
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    model.base_model.attention_form = "virtual"
+    set_core(model, "sdpa")
     expected = model.generate(**inputs, **settings, output_logits=True, return_dict_in_generate=True)
     assert not calls
-    model.base_model.attention_form = "base"
+    set_core(model, "base")
     settings |= {"cache_implementation": implementation, "disable_compile": True}
     actual = model.generate(**inputs, **settings, output_logits=True, return_dict_in_generate=True)
     assert torch.equal(actual.sequences, expected.sequences) and len(calls) == 2 * 7
@@ -101,12 +56,12 @@ def test_one_token_under_a_custom_mask(calls):
     model = random_model(small_config(num_hidden_layers=1), dtype=torch.float64)
     input_ids, hidden = random_ids(1, 6), causal_4d(torch.tensor([[1, 1, 0, 1, 1, 1]]), "additive").double()
     logits = {}
-    for form in ("virtual", "base"):
-        model.base_model.attention_form = form
+    for form in ("sdpa", "base"):
+        set_core(model, form)
         cache = model(input_ids[:, :5], use_cache=True).past_key_values
         logits[form] = model(input_ids[:, 5:], attention_mask=hidden[..., 5:, :], past_key_values=cache).logits
     assert calls == [(1, 6)]
-    assert_close(logits["base"], logits["virtual"], 1e-10)
+    assert_close(logits["base"], logits["sdpa"], 1e-10)
 
 
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
@@ -142,11 +97,9 @@ def test_gradients_under_autocast():
     assert errors["base"] < 1.2 * errors["eager"] < 0.1
 
 
-@pytest.mark.parametrize("form", [None, "base"])
-def test_frozen_backbone_and_offloaded_mixing(form):
+def test_frozen_backbone_and_offloaded_mixing():
     """Train the mixing alone, and read its weights through forward, where a wrapper acts."""
     model = random_model(small_config(num_hidden_layers=1))
-    model.base_model.attention_form = form
     expected = torch.autograd.grad(model(random_ids(1, 9)).logits.sum(), model.model.layers[0].self_attn.k_mix.weight)
     model.requires_grad_(False)
     k_mix = model.model.layers[0].self_attn.k_mix
