@@ -13,7 +13,7 @@ help:
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (4 minutes)"
 	@echo "make vllm   set up .venv-vllm, where vLLM serves converted models on a CPU (vllm_iha/README.md)"
 	@echo "make test-vllm   the tests of the vLLM plugin, in .venv-vllm"
-	@echo "make bench  measure speed and memory; writes benchmarks/results (15 minutes on one core; leave the machine alone)"
+	@echo "make bench  measure speed and memory; writes research/benchmarks/results (15 minutes on one core; leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests and measurements"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make experiments  run the studies that need no checkpoint (hours on one core); an interrupted run goes on"
@@ -88,24 +88,24 @@ test-vllm: .venv-vllm/installed
 # From the cheapest to the dearest, so that what is broken shows early.
 bench: .venv/installed
 	@set -e; for name in default_form decode_model layer prefill schedule mechanisms any_decoder any_decoder_rows training_plan report; do \
-		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m benchmarks.$$name --out benchmarks/results; \
+		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m research.benchmarks.$$name --out research/benchmarks/results; \
 	done
 
 # The environment of a GPU is taken as it is.
 gpu:
 	$(PYTHON) -m pytest tests/gpu/test_gpu.py
-	$(PYTHON) -m benchmarks.gpu --out benchmarks/results/gpu
+	$(PYTHON) -m research.benchmarks.gpu --out research/benchmarks/results/gpu
 
 checkpoints: .venv/test-installed
-	OMP_NUM_THREADS=1 $(RUN) -m checkpoints.make_checkpoints
+	OMP_NUM_THREADS=1 $(RUN) -m research.checkpoints.make_checkpoints
 
 # From the cheapest to the dearest. Studies that fine-tune SmolLM2 for hours run by name only.
 STUDIES := theorem2_inclusion colliding_agents hyper_attention cpm3 polynomial_filters dcmha_tasks dcmha_ablation relation_composition ladder \
 	equal_cache language_models
 experiments: .venv/installed
-	OMP_NUM_THREADS=1 $(RUN) -m experiments.model_types
+	OMP_NUM_THREADS=1 $(RUN) -m research.experiments.model_types
 	@set -e; for name in $(STUDIES); do \
-		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m experiments.$$name --results experiments/results; \
+		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m research.experiments.$$name --results research/experiments/results; \
 	done
 
 clean:

@@ -30,8 +30,8 @@ setup(
         "Typing :: Typed",
     ],
     packages=["modeling_iha", "configuration_iha", "iha_commands", *(f"iha_commands.{room}" for room in ROOMS)],
-    py_modules=["iha_commands.benchmarks.cost"],
-    package_dir={f"iha_commands.{room}": room for room in (*ROOMS, "benchmarks")},
+    py_modules=["iha_commands.research.benchmarks.cost"],
+    package_dir={f"iha_commands.{room}": room for room in (*ROOMS, "research")},
     package_data={
         "modeling_iha": ["py.typed"],
         "configuration_iha": ["*.json", "py.typed"],

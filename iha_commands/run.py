@@ -25,7 +25,7 @@ COMMANDS = {
     "push": "conversion_scripts.push_to_hub",
     "pull": "conversion_scripts.pull_from_hub",
     "list": "conversion_scripts.list_checkpoints",
-    "cost": "benchmarks.cost",
+    "cost": "research.benchmarks.cost",
     "export": "conversion_scripts.export",
     "serve": "conversion_scripts.serve",
 }

@@ -289,9 +289,10 @@ def _cost(config: IHAConfig) -> str:
         for title, a, b in zip(titles, astuple(ours), astuple(mha))
     ]
     about = (
-        f"Predicted by the cost model (`python -m benchmarks.cost`) for one sequence of {tokens:,} tokens, beside the "
-        'same model with ordinary attention ("mha") over all tokens in every layer. Products of matrices are counted, '
-        "in attention those of the pairs that causal mask and window leave; norms, rotations and softmax are not. "
+        "Predicted by the cost model (`python -m research.benchmarks.cost`) for one sequence of "
+        f'{tokens:,} tokens, beside the same model with ordinary attention ("mha") over all tokens in every layer. '
+        "Products of matrices are counted, in attention those of the pairs that causal mask and window leave; norms, "
+        "rotations and softmax are not. "
         "These are no measurements of time."
     )
     return f"{about}\n\n{markdown_table(['', 'this model', 'mha', 'ratio'], rows)}".rstrip()

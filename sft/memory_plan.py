@@ -1,7 +1,7 @@
 """Plan what a training run takes in memory on each device, and refuse a run that cannot fit before it starts.
 
 `python -m sft.memory_plan --config RECIPE` prints the plan of a recipe and of other layouts. It reads the model's
-configuration only. benchmarks/training_plan.py compares the plan with the peaks of real processes.
+configuration only. research/benchmarks/training_plan.py compares the plan with the peaks of real processes.
 """
 
 import os

@@ -22,7 +22,7 @@ from modeling_iha.kind_options import OPTIONS_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
-PLACES = ("*.md", "docs/*.md", "*/README.md", "sft/recipes/README.md", "benchmarks/results/**/README.md")
+PLACES = ("*.md", "docs/*.md", "*/README.md", "sft/recipes/README.md", "research/**/README.md")
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for place in PLACES for path in ROOT.glob(place))
 
 

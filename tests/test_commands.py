@@ -24,8 +24,8 @@ LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
 ROOMS = (
     *("iha_commands", "modeling_iha", "configuration_iha", "common", "kinds", "model_cards", "hub"),
-    *("conversion_scripts", "sft", "evaluation", "benchmarks", "experiments", "checkpoints"),
-    "vllm_iha",
+    *("conversion_scripts", "sft", "evaluation"),
+    *("research/benchmarks", "research/experiments", "research/checkpoints", "vllm_iha"),
 )
 BY_PATH = ("sft/train.py", "sft/train_dpo.py", "sft/train_grpo.py", "evaluation/run.py")
 COMMANDS = sorted(
@@ -50,9 +50,10 @@ def documented_options(command: str) -> set[str]:
 
 
 def test_a_command_by_path_finds_its_own_checkout(tmp_path):
+    names = {room.partition("/")[0] for room in ROOMS}
     for path in BY_PATH:
         before, line, _ = (ROOT / path).read_text(encoding="utf-8").partition(LINE)
-        assert line and not any(f"\n{word} {name}" in before for word in ("from", "import") for name in ROOMS), path
+        assert line and not any(f"\n{word} {name}" in before for word in ("from", "import") for name in names), path
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, ROOT / "sft/train.py", "--help"]
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -62,9 +63,11 @@ def test_a_command_by_path_finds_its_own_checkout(tmp_path):
 def test_imports_go_downwards():
     upward = []
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
-        rank = ROOMS.index(path.relative_to(ROOT).parts[0])
-        modules = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        upward += [(path.name, room) for room in modules if room in ROOMS and ROOMS.index(room) > rank]
+        parts = path.relative_to(ROOT).parts
+        rank = ROOMS.index("/".join(parts[: 2 if parts[0] == "research" else 1]))
+        modules = re.findall(r"^ *(?:from|import) (research\.\w+|\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        rooms = [module.replace(".", "/") for module in modules]
+        upward += [(path.name, room) for room in rooms if room in ROOMS and ROOMS.index(room) > rank]
     assert not upward
 
 
@@ -84,7 +87,7 @@ json.dump(helps, sys.stdout)
 
 
 def test_a_command_answers_help_without_pytorch():
-    names = sorted(f"{path.parent.name}.{path.stem}" for path in COMMANDS)
+    names = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in COMMANDS)
     process = subprocess.run(
         [sys.executable, "-c", HELP], input=json.dumps([*names, "demo"]), cwd=ROOT, capture_output=True, text=True
     )
@@ -147,7 +150,7 @@ def test_a_hint_names_an_extra_that_exists():
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert "modeling-iha[serve]" in process.stderr
     extras = re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)
-    for path in (*(ROOT / document for document in DOCUMENTS), *ROOT.glob("*/*.py")):
+    for path in (*(ROOT / document for document in DOCUMENTS), *ROOT.glob("*/*.py"), *ROOT.glob("research/*/*.py")):
         named = re.findall(r'"(?:modeling-iha|\.)\[([\w,]+)\]', path.read_text(encoding="utf-8"))
         assert {extra for each in named for extra in each.split(",")} <= {*extras}, path
 

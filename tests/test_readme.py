@@ -20,10 +20,10 @@ from tiny_training import byte_tokenizer, preset_config, saved
 import modeling_iha
 from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
 from common.command_io import ROOT, UserError, read_json
-from experiments import first_screen
-from experiments.redraw import FIGURES, TABLES
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
+from research.experiments import first_screen
+from research.experiments.redraw import FIGURES, TABLES
 from sft.arguments import RecipeParser
 
 
@@ -40,7 +40,7 @@ TINY_ARGUMENTS = {
 }
 # Examples of helps that run here. Of the others the arguments are read: they take hours, a GPU or a network, or are
 # recipes, which tests/sft trains.
-RUN = ("sft.make_", "sft.score_reasoning", "sft.memory_plan", "experiments.explore_attention")
+RUN = ("sft.make_", "sft.score_reasoning", "sft.memory_plan", "research.experiments.explore_attention")
 
 
 def anchor(heading: str) -> str:
@@ -69,9 +69,9 @@ def test_what_is_linked_or_named_exists_and_code_stands_in_fences(document):
         elif fragment:
             headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
             missing += [f"{target}#{fragment}"] * (fragment not in map(anchor, headings))
-    for name in re.findall(r"(?<![\w-])(?:conversion_scripts|sft|tests|benchmarks|docs)/[\w/.]*\w", text):
+    for name in re.findall(r"(?<![\w-])(?:conversion_scripts|sft|tests|research|docs)/[\w/.]*\w", text):
         missing += [name] * ("NAME" not in Path(name).parts and not (ROOT / name).exists())
-    for name in re.findall(r"python -m ((?:conversion_scripts|sft|benchmarks|experiments)[\w.]*)", text):
+    for name in re.findall(r"python -m ((?:conversion_scripts|sft|research)[\w.]*)", text):
         known = name.endswith(".NAME") or (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
         missing += [name] * (not known)
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -88,8 +88,8 @@ def test_the_tests_of_the_support_matrix_exist():
 
 
 def test_speed_figures_are_those_of_the_report():
-    results = (ROOT / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\|(.+)\| \[(\w+)\]\(benchmarks/results/README\.md#\2\) \|$", README, re.MULTILINE)
+    results = (ROOT / "research" / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|(.+)\| \[(\w+)\]\(research/benchmarks/results/README\.md#\2\) \|$", README, re.MULTILINE)
     assert rows
     for cells, name in rows:
         figures = re.findall(r"\b\d+\.\d{3}\b", cells)

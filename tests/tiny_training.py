@@ -24,9 +24,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from checkpoints import untrained
 from common.command_io import ROOT
 from modeling_iha import IHAConfig
+from research.checkpoints import untrained
 
 
 TEMPLATES = ROOT / "sft" / "chat_templates"

@@ -41,11 +41,11 @@ import vllm
 from matplotlib.figure import Figure
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks.harness import environment
 from common import plots
 from common.checkpoint_io import load_model, smollm2_gguf
 from common.command_io import run_module, write_json
 from modeling_iha import IHAForCausalLM
+from research.benchmarks.harness import environment
 
 
 ONE_BY_ONE = 4  # Their rate does not depend on their number.

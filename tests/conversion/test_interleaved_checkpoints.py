@@ -24,10 +24,10 @@ from conversion_scripts import (
     serve,
     verify_conversion,
 )
-from experiments import explore_attention
 from model_cards.render import render_card
 from modeling_iha import interleave_heads
 from modeling_iha.package import INTERLEAVED_FILES
+from research.experiments import explore_attention
 from sft.score_reasoning import generate_replies
 
 

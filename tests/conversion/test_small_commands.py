@@ -9,9 +9,9 @@ from helpers import last_line, random_model, small_config
 from tiny_training import with_template
 from transformers import LlamaConfig
 
-from benchmarks import cost
 from common.command_io import UserError, run_module
 from conversion_scripts import serve
+from research.benchmarks import cost
 from sft import make_reasoning_data, score_reasoning
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import last_line
 
-from benchmarks import gpu
+from research.benchmarks import gpu
 
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the dry sizes are for a CPU")

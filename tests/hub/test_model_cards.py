@@ -19,7 +19,6 @@ from helpers import random_model, small_config
 from huggingface_hub import ModelCard
 from tiny_training import byte_tokenizer
 
-from checkpoints import make_checkpoints
 from common.checkpoint_io import fingerprint
 from common.command_io import UserError, read_json
 from conversion_scripts import list_checkpoints, push_to_hub
@@ -28,6 +27,7 @@ from kinds.model_cost import model as cost_of_model
 from model_cards import render
 from model_cards.render import render_card, schedule, with_name, with_results
 from modeling_iha import IHAConfig
+from research.checkpoints import make_checkpoints
 
 
 # Characters that end a line, a cell, a heading, a code span or a string, that open markup, or that are no UTF-8.
@@ -294,7 +294,7 @@ def test_the_commands_name_no_place_of_this_machine(made, monkeypatch):
 
 
 def test_a_fine_tuned_model_stands_beside_its_twin(tmp_path, index):
-    """Read a run directory as experiments/warm_start.py leaves it."""
+    """Read a run directory as research/experiments/warm_start.py leaves it."""
     for variant, correct, loss in (("iha_2", 20, 0.125), ("mha", 10, 0.25)):
         run = tmp_path / "runs" / f"{variant}-1"
         random_model(small_config()).save_pretrained(run / "final")

@@ -33,7 +33,7 @@ CONVERTERS = {
 # "mha" and "iha" are what the model is about.
 @pytest.mark.parametrize("kind", sorted(ATTENTION_CLASSES.keys() - {"mha", "iha"}))
 def test_a_kind_stands_in_its_own_files_and_one_line_of_each_table(kind):
-    folders = ("modeling_iha", "kinds", "conversion_scripts", "sft", "benchmarks", "model_cards")
+    folders = ("modeling_iha", "kinds", "conversion_scripts", "sft", "research/benchmarks", "model_cards")
     lines = {
         path.name if path.parent.name != "kinds" else f"kinds/{path.name}": len(found)
         for folder in folders

@@ -10,12 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 
 import kinds.iha
-from benchmarks import cost as cost_command
 from common.command_io import UserError
 from configuration_iha import PRESETS
 from kinds import model_cost as cost
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.package import flop_matched_window
+from research.benchmarks import cost as cost_command
 
 
 VARIANTS = {

@@ -66,7 +66,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
-from checkpoints.untrained import byte_tokenizer
 from common.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, modeling_interleaved, remove_interleaving
 from modeling_iha.configuration_interleaved import TASKS
@@ -74,6 +73,7 @@ from modeling_iha.interleaving import MIN_BLOCK
 from modeling_iha.mixing import mixing_parameters, values
 from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core, remove_hooks
 from modeling_iha.virtual_core import in_window
+from research.checkpoints.untrained import byte_tokenizer
 
 
 SCALE = 40.0  # the default

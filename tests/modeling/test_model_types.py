@@ -1,6 +1,6 @@
 """Interleave tiny models whose code differs most, and check every refusal and the page of all model types.
 
-`python -m experiments.model_types` tries all types; `try_type` of this command compares one with itself.
+`python -m research.experiments.model_types` tries all types; `try_type` of this command compares one with itself.
 """
 
 import copy
@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIP
 
 from common.checkpoint_io import run_in_clean_process
 from common.command_io import ROOT, UserError
-from experiments import model_types
-from experiments.model_types import (
+from modeling_iha import interleave_heads, remove_interleaving
+from modeling_iha.mixing import mixing_parameters
+from research.experiments import model_types
+from research.experiments.model_types import (
     CAUSAL,
     MULTIMODAL,
     TYPES,
@@ -29,8 +31,6 @@ from experiments.model_types import (
     tiny_model,
     try_type,
 )
-from modeling_iha import interleave_heads, remove_interleaving
-from modeling_iha.mixing import mixing_parameters
 
 
 EXACT = {
@@ -283,7 +283,9 @@ def test_command_fails_on_a_difference(monkeypatch, capsys):
 
 
 def test_page():
-    record = json.loads((ROOT / "experiments" / "results" / "model_types.json").read_text(encoding="utf-8"))
+    record = json.loads(
+        (ROOT / "research" / "experiments" / "results" / "model_types.json").read_text(encoding="utf-8")
+    )
     tables = record.pop("types")
     assert (ROOT / "docs" / "MODEL_TYPES.md").read_text(encoding="utf-8") == document(tables, record)
     for auto_class, least in {CAUSAL: 138, MULTIMODAL: 40}.items():

@@ -320,7 +320,7 @@ def test_the_documented_memory_is_that_of_the_plan(start):
 
 def test_the_documented_shares_of_the_measured_peak_are_those_of_the_table():
     text = " ".join((ROOT / "sft" / "recipes" / "README.md").read_text(encoding="utf-8").split())
-    results = read_json(ROOT / "benchmarks" / "results" / "training_plan.json")
+    results = read_json(ROOT / "research" / "benchmarks" / "results" / "training_plan.json")
     ratios = {(name, row["tokens"]): ratio for row in results["rows"] for name, ratio in row["ratios"].items()}
     halves = [f"{ratio:.3f}" for (name, _), ratio in ratios.items() if "autocast" in name]
     others = [f"{ratio:.3f}" for (name, _), ratio in ratios.items() if "autocast" not in name]

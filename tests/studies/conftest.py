@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from common.command_io import UserError, sole_writer
-from experiments import language_models, protocol
+from research.experiments import language_models, protocol
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,7 +9,9 @@ import pytest
 import torch
 from tiny_sources import tiny_source
 
-from benchmarks import (
+from common.command_io import ROOT, UserError
+from modeling_iha import cpu_precision
+from research.benchmarks import (
     any_decoder,
     any_decoder_rows,
     decode_model,
@@ -23,8 +25,6 @@ from benchmarks import (
     schedule,
     training_plan,
 )
-from common.command_io import ROOT, UserError
-from modeling_iha import cpu_precision
 
 
 TOKENS = 128
@@ -60,9 +60,9 @@ def test_nothing_that_git_tracks_is_written_unless_told():
 
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.__name__)
 def test_results(results, script):
-    name = script.__name__.removeprefix("benchmarks.")
+    name = script.__name__.removeprefix("research.benchmarks.")
     table = json.loads((results / f"{name}.json").read_text())
-    assert table["command"].startswith(f"python -m benchmarks.{name} ")
+    assert table["command"].startswith(f"python -m research.benchmarks.{name} ")
     assert table["threads"] in (1, [1])
     assert table["torch"] == torch.__version__ and table["predicted_by"]
     assert not hasattr(script, "plot") or (results / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -14,7 +14,8 @@ import torch
 from helpers import random_model, small_config
 
 from evaluation import data
-from experiments import (
+from modeling_iha import IHAForCausalLM
+from research.experiments import (
     dcmha_ablation,
     dcmha_tasks,
     head_diversity,
@@ -22,8 +23,7 @@ from experiments import (
     relation_composition,
     study,
 )
-from experiments.dcmha_tasks import ANSWERS, NAMES, SET_PATTERNS, TASKS, TOKENS
-from modeling_iha import IHAForCausalLM
+from research.experiments.dcmha_tasks import ANSWERS, NAMES, SET_PATTERNS, TASKS, TOKENS
 
 
 # The full data files are no part of the repository.

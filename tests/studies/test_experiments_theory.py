@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from common.command_io import UserError
-from experiments import colliding_agents, cpm3, hyper_attention, polynomial_filters, theorem2_inclusion
-from experiments.colliding_agents import EMBEDDINGS, LinearSelfAttention, constructed, examples, interactions
-from experiments.study import run_once, train
+from research.experiments import colliding_agents, cpm3, hyper_attention, polynomial_filters, theorem2_inclusion
+from research.experiments.colliding_agents import EMBEDDINGS, LinearSelfAttention, constructed, examples, interactions
+from research.experiments.study import run_once, train
 
 
 @pytest.fixture(autouse=True)

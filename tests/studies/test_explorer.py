@@ -19,9 +19,9 @@ from helpers import EVERY_KIND, HYBRID, LLAMA, command, last_line, random_ids, r
 from tiny_training import byte_tokenizer
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from experiments import explore_attention
-from experiments.explore_attention import LayerShape, Recorded, page, token_limit
 from modeling_iha import IHAForCausalLM
+from research.experiments import explore_attention
+from research.experiments.explore_attention import LayerShape, Recorded, page, token_limit
 
 
 EXPECTED_SKIPS = ["no Chromium"]

@@ -17,17 +17,17 @@ import pytest
 
 from common import plots
 from common.command_io import ROOT, read_json
-from experiments import equal_cache, language_models, relation_composition, warm_start, warm_start_variants
-from experiments.protocol import BUDGETS, COUNTS, budgets
-from experiments.redraw import STUDIES, TABLES, study_of
-from experiments.study import correct_by_holm, detectable, differences, interval
 from kinds.model_cost import model as cost_of_model
 from kinds.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
+from research.experiments import equal_cache, language_models, relation_composition, warm_start, warm_start_variants
+from research.experiments.protocol import BUDGETS, COUNTS, budgets
+from research.experiments.redraw import STUDIES, TABLES, study_of
+from research.experiments.study import correct_by_holm, detectable, differences, interval
 
 
-RESULTS = ROOT / "experiments" / "results"
+RESULTS = ROOT / "research" / "experiments" / "results"
 PAPER, QUESTIONS = read_json(ROOT / "evaluation" / "paper.json"), {"GSM8K": 1319, "MATH-500": 500}
 FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?)(?: ± (\d+(?:\.\d+)?))?(%?)")
 # What a table has of single seeds and steps, which no document shows.
@@ -97,7 +97,7 @@ def unknown(content: str, studies: tuple[str, ...], more: list[Number], given: t
     return missing
 
 
-# What sections of experiments/README.md say beyond their tables
+# What sections of research/experiments/README.md say beyond their tables
 
 
 def warm_start_more() -> list[Number]:
@@ -266,7 +266,7 @@ def section(document: str, heading: str) -> str:
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_figures_of_the_studies_are_those_of_their_tables(heading):
     studies, more, given = SECTIONS[heading]
-    assert unknown(section("experiments/README.md", heading), studies, more(), given) == []
+    assert unknown(section("research/experiments/README.md", heading), studies, more(), given) == []
 
 
 # The other documents
@@ -301,7 +301,7 @@ def test_the_first_screen_has_quality_and_cost():
     ahead, beside = (iha["iha_4"][key]["steps"]["difference"] for key in ("minus_base", "minus_control"))
     behind = [iha["iha_4"]["minus_control"][budget]["difference"] for budget in ("time", *COUNTS.values())]
     assert all(each["mean"] > each["half_width"] for each in behind)
-    schedule = read_json(ROOT / "benchmarks" / "results" / "schedule.json")["rows"]
+    schedule = read_json(ROOT / "research" / "benchmarks" / "results" / "schedule.json")["rows"]
     model = span([ratio for row in schedule if row["part"].startswith("model") for ratio in row["ratios"].values()])
     two, four = (f"{iha[name]['minus_base']['time']['cost']:.2f}" for name in ("iha_2", "iha_4"))
     for phrase in (

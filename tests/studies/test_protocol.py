@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from common.command_io import UserError
-from experiments import equal_cache, ladder, language_models, protocol
-from experiments.language_models import VARIANTS, config_of, size_of
 from kinds.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
+from research.experiments import equal_cache, ladder, language_models, protocol
+from research.experiments.language_models import VARIANTS, config_of, size_of
 
 
 TINY = language_models.sized(width=16, ffn=48, layers=5, heads=4, tokens_per_step=64, tokens=32, steps=4)

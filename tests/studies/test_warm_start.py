@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM
 from common.checkpoint_io import load_model
 from common.command_io import write_json
 from conversion_scripts.convert_llama_to_iha import convert
-from experiments import warm_start
-from experiments import warm_start_variants as study
+from research.experiments import warm_start
+from research.experiments import warm_start_variants as study
 from sft import train as sft_train
 
 
@@ -59,7 +59,7 @@ def test_the_table_holds_intervals_over_seeds_and_its_command(commands, run_stud
     assert row["loss_minus_mha"]["mean"] == pytest.approx(0.1) and "loss_minus_mha" not in table["rows"][0]
     assert row["seeds"] == [0, 1] and row["gcd"]["values"] == [20 / warm_start.TEST_ROWS] * 2
     assert row["accuracy"]["values"] == [25 / 150] * 2
-    words = f"experiments.warm_start --seeds 0 1 --output runs --results {tmp_path.name}"
+    words = f"research.experiments.warm_start --seeds 0 1 --output runs --results {tmp_path.name}"
     assert table["command"] == f"python -m {words}"
 
 

@@ -1,0 +1,210 @@
+"""Compare the default of an "iha" layer with plain SDPA on the virtual sequence under dense masks.
+
+One attention module with the same weights runs a forward pass, a training step (forward and backward), and one token
+after N cached ones, of one row and of 16 (batch decoding). It has width 512 and 8 heads of 64. The paper's schedule
+(four window layers and a global "mha" layer) is compared with five "mha" layers.
+
+Idle, the default may take at most 1.05 of SDPA's time, and beside busy processes 1.2: the command fails where it takes
+more. Results are kept for each CPU, in default_form/.
+
+example: python -m research.benchmarks.default_form --threads 1 2 8 --busy 0 2 --dtypes float32 bfloat16
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from unittest import mock
+
+from common.command_io import run_cli
+from research.benchmarks.options import arguments
+
+
+PARSER = arguments(__doc__, [], repeats=3)
+PARSER.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count(), 8], help="numbers of threads")
+PARSER.add_argument("--busy", type=int, nargs="+", default=[0, os.cpu_count()], help="numbers of busy processes")
+PARSER.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
+PARSER.add_argument("--cases", nargs="+", help="parts to measure, such as forward or 'batch decoding' (all)")
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.figure import Figure
+from transformers.cache_utils import DynamicCache
+
+from common import plots
+from common.command_io import UserError, read_json
+from modeling_iha import attention_mha, masks
+from research.benchmarks.harness import (
+    Attention,
+    inference,
+    medians,
+    processor,
+    reported,
+    training,
+    wall_seconds,
+    write,
+)
+from research.benchmarks.schedule import BASE, schedules
+
+
+IDLE_LIMIT, BUSY_LIMIT = 1.05, 1.2
+RATIO = "default / sdpa"
+# What the runs of a case take together, if they are not fewer than --repeats.
+SECONDS = 5
+# Part, tokens, pseudo-heads, window in tokens.
+CASES = [
+    *((part, 512, virtual, None) for part in ("forward", "training") for virtual in (2, 4)),
+    ("forward", 2048, 4, None),
+    *((part, 1024, 4, 64) for part in ("forward", "training")),
+    *(("decoding", tokens, virtual, None) for tokens in (512, 8192) for virtual in (2, 4)),
+    *(("batch decoding", tokens, 4, None) for tokens in (8, 64, 512)),
+]
+SCHEDULE_TOKENS = (4096, 8192)
+# What tells the rows of a CPU apart.
+SETTING = ("dtype", "threads", "busy", "pass", "tokens", "pseudo_heads", "window")
+# Variables by which PyTorch and oneDNN make as if the CPU had fewer instructions.
+ISA_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+
+
+@contextlib.contextmanager
+def plain_sdpa() -> Iterator[None]:
+    """Give every layer Transformers' mask, and leave the states in their own dtype."""
+    with (
+        mock.patch.object(masks, "_maskless", lambda *_: None),
+        mock.patch.object(attention_mha, "in_product_dtype", lambda attend: attend),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Keep `count` cores busy."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def prepare(module: Attention, states: torch.Tensor, part: str) -> Callable[[], None]:
+    if part == "training":
+        return training(module, [states.clone()], module.leaves())
+    if part == "forward":
+        return inference(module, states)
+    cache, token = DynamicCache(), states[:, :1]
+    cache.update(*torch.randn(2, len(states), 8, states.shape[1], 64, dtype=states.dtype), 0)
+
+    @torch.no_grad()
+    def step() -> None:
+        module.attend(token, cache)(token)
+        cache.crop(-1)
+
+    return step
+
+
+def forms(dtype: torch.dtype, part: str, tokens: int, virtual: int, window: int | None) -> dict[str, Callable]:
+    """Return the default and SDPA as functions of no arguments."""
+    if part == "schedule":
+        modules = {name: Attention(dtype=dtype, **fields) for name, fields in schedules(tokens, virtual).items()}
+        runs = {name: inference(module, torch.randn(1, tokens, 512, dtype=dtype)) for name, module in modules.items()}
+        return {"sdpa": runs.pop(BASE), "default": runs.popitem()[1]}
+    fields = {"num_pseudo_heads": virtual}
+    if window is not None:
+        fields |= {"layer_types": "sliding_attention", "sliding_window": window}
+    modules = {name: Attention(form, dtype, **fields) for name, form in (("default", None), ("sdpa", "virtual"))}
+    modules["default"].load_state_dict(modules["sdpa"].state_dict())
+    states = torch.randn(16 if part == "batch decoding" else 1, tokens, 512, dtype=dtype)
+    runs = {name: prepare(module, states, part) for name, module in modules.items()}
+    return {"default": runs["default"], "sdpa": plain_sdpa()(runs["sdpa"])}
+
+
+def measure(dtype: str, threads: int, busy: int, case: tuple, repeats: int) -> dict:
+    torch.set_num_threads(threads)
+    runs = forms(getattr(torch, dtype), *case)
+    with busy_processes(busy):
+        once = sum(map(wall_seconds, runs.values()))  # and warms up
+        seconds = medians(runs, max(repeats, min(30, int(SECONDS / once))))
+    setting = dict(zip(SETTING, (dtype, threads, busy, *case), strict=True))
+    return {**setting, "seconds": seconds, "ratios": {RATIO: seconds["default"] / seconds["sdpa"]}, "predicted": {}}
+
+
+def cpu_name() -> str:
+    """Return the name of this CPU and of the instructions that PyTorch uses, as a file name."""
+    names = {
+        "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        "fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    products = [name for name, supported in names.items() if supported]
+    words = [processor(), torch.backends.cpu.get_cpu_capability(), *products]
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
+
+
+def over_the_limit(rows: list[dict]) -> list[dict]:
+    """Return the rows over the limit; the schedule has no limit."""
+    limit = {True: BUSY_LIMIT, False: IDLE_LIMIT}
+    return [row for row in rows if row["pass"] != "schedule" and row["ratios"][RATIO] > limit[row["busy"] > 0]]
+
+
+def plot(table: dict) -> Figure:
+    """Plot the default's time over SDPA's, with a panel for each number of busy processes."""
+    rows = table["rows"]
+    limited = [row for row in rows if row["pass"] != "schedule"]
+    over = len(over_the_limit(rows))
+    message = f"The default takes more than its limit of SDPA's time in {over} of {len(limited)} settings"
+    busy = sorted({row["busy"] for row in rows})
+    names_of = [
+        f"{row['pass']}, N = {row['tokens']:,}, P = {row['pseudo_heads']}"
+        + f", W = {row['window']}" * bool(row["window"])
+        for row in rows
+    ]
+    names = list(dict.fromkeys(names_of))
+    figure, all_axes = plots.panels(message, len(busy), len(busy), 1 + 0.38 * len(names), sharey=True)
+    for axes, count in zip(all_axes, busy):
+        series = {}
+        for name, row in sorted(zip(names_of, rows), key=lambda pair: (pair[1]["dtype"], pair[1]["threads"])):
+            values = series.setdefault(f"{row['dtype']}, threads: {row['threads']}", [None] * len(names))
+            if row["busy"] == count:
+                values[names.index(name)] = row["ratios"][RATIO]
+        plots.dots(axes, names, series, mark=BUSY_LIMIT if count else IDLE_LIMIT)
+        label = "time / SDPA's (lower is better;\nthe line is the limit)"
+        axes.set(title=f"{count} busy processes", xscale="log", xlabel=label)
+    return figure
+
+
+def main() -> None:
+    """Measure, or raise a `UserError` where the default loses."""
+    args = PARSER.parse_args()
+    cases = CASES + [("schedule", tokens, 4, None) for tokens in args.tokens or SCHEDULE_TOKENS]
+    cases = [case for case in cases if args.cases is None or case[0] in args.cases]
+    path = args.out / "default_form" / f"{cpu_name()}.json"
+    rows = read_json(path)["rows"] if path.exists() else []
+    settings = product(args.dtypes, dict.fromkeys(args.threads), dict.fromkeys(args.busy), cases)
+    for row in reported(
+        measure(dtype, threads, busy, case, args.repeats)
+        for dtype, threads, busy, case in settings
+        if case[0] != "schedule" or (not busy and threads <= os.cpu_count())
+    ):
+        rows = [old for old in rows if any(old[key] != row[key] for key in SETTING)] + [row]
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    limits = [f"{name}={os.environ[name]}" for name in ISA_LIMITS if name in os.environ]
+    machine = ", ".join([processor(), torch.backends.cpu.get_cpu_capability(), *limits])
+    threads = sorted({row["threads"] for row in rows})
+    write(path.parent, path.stem, rows, plot, threads=threads, machine=machine, benchmark="default_form")
+    if losses := over_the_limit(rows):
+        worst = max(losses, key=lambda row: row["ratios"][RATIO])
+        raise UserError(
+            f"{len(losses)} of {len(rows)} settings take more than {IDLE_LIMIT} of SDPA's time idle or {BUSY_LIMIT} "
+            f"beside busy processes; the worst {worst['ratios'][RATIO]:.2f}: "
+            f"{ {key: worst[key] for key in SETTING} }."
+        )
+
+
+if __name__ == "__main__":
+    run_cli(main)

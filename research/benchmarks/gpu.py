@@ -1,0 +1,436 @@
+"""Measure on a GPU, in bfloat16: layers, schedules, whole decoders, training steps and decoded tokens.
+
+A form is timed and written to gpu.json, in a directory named after the device, before the next one begins, and is not
+repeated: the same command goes on. A form that raises, or ends the process, stays in `failed` until --retry. On a CPU
+`--dry` runs tiny sizes, whose figures mean nothing.
+
+example: python -m research.benchmarks.gpu --parts layer schedule --seconds 540 --out outputs/gpu
+"""
+
+import argparse
+import faulthandler
+import gc
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+from common.command_io import UserError, one_line, read_json, run_cli, sole_writer, write_json
+from research.benchmarks.options import OUTPUTS
+
+
+# What is measured, from the cheapest to the dearest.
+PARTS = ("layer", "schedule", "decoder", "training", "decoding")
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (all)")
+PARSER.add_argument("--seconds", type=float, default=float("inf"), help="begin no form after so many (no limit)")
+PARSER.add_argument("--retry", action="store_true", help="try again what failed")
+PARSER.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too")
+where = "directory of the results (outputs/benchmarks/gpu)"
+PARSER.add_argument("--out", type=Path, default=OUTPUTS / "gpu", help=where)
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.utils import is_flash_attn_4_available
+
+from kinds import model_cost as cost
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, interleaving, masks
+from modeling_iha.package import flop_matched_window
+from research.benchmarks import harness
+from research.benchmarks.harness import Attention, inference, training
+from research.benchmarks.schedule import schedules
+
+
+DTYPE = torch.bfloat16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CORES = ["sdpa", *["flash_attention_4"] * (DEVICE == "cuda" and is_flash_attn_4_available())]
+# TFLOP of dense bfloat16 products and GB of memory traffic per second, by the data sheets.
+PEAKS = {"NVIDIA H100 80GB HBM3": {"TFLOP": 989, "GB": 3350}, "NVIDIA H200": {"TFLOP": 989, "GB": 4800}}
+# Global attention over more virtual tokens takes seconds per run.
+LONGEST = 131072
+ENDED = "ended the process, or was stopped"
+# The longest that a form may take. A kernel or a compiler that hangs hears no signal: the process ends.
+FORM_SECONDS = 90
+# Seconds that the timed runs of a form take, of which there are 3 to 20.
+TIMED_SECONDS = 0.5 if DEVICE == "cuda" else 0
+# About 10 ms on a GPU.
+SLEEP_CYCLES = 20_000_000
+
+
+class Work(NamedTuple):
+    """Hold a function to time and its computed amounts: "TFLOP", "GB" that it reads, "tokens"."""
+
+    run: Callable[[], None]
+    amounts: dict[str, float]
+
+
+Forms = dict[str, Callable[[], Work]]  # by name; each builds what it needs, on the device. The first is the base.
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=DTYPE, device=DEVICE)
+
+
+def sizes(case: dict) -> dict:
+    heads = case["heads"]
+    return {"hidden_size": heads * case["head_dim"], "num_attention_heads": heads, "num_key_value_heads": heads}
+
+
+# Attention layers
+
+
+def layers(case: dict, core: str, **fields) -> Work:
+    """Build attention modules on random hidden states, one layer unless `fields` say otherwise.
+
+    A model makes masks and rotary tables once for all of its layers, so they are made here and not timed."""
+    with torch.device(DEVICE):
+        attention = Attention(dtype=DTYPE, attn_implementation=core, **sizes(case), **fields)
+    config, tokens = attention.model.config, case["tokens"]
+    costs = [cost.attention(config, *kind, tokens, "sdpa") for kind in zip(config.attention_kinds, config.layer_types)]
+    products = sum(one.training if case["backward"] else one.prefill for one in costs)
+    states = draw(1, tokens, config.hidden_size)
+    return Work(timed(case, attention.attend(states), states, attention.leaves()), {"TFLOP": 2e-12 * products})
+
+
+def timed(case: dict, function: Callable, states: torch.Tensor, parameters: list) -> Callable[[], None]:
+    return training(function, [states], parameters) if case["backward"] else inference(function, states)
+
+
+def in_blocks(case: dict, **fields) -> Work:
+    """Build a layer on SDPA whose windows go in blocks, as without `varlen_attn`."""
+    without_varlen = partial(mock.patch.multiple, has_varlen=mock.Mock(return_value=False))
+    with without_varlen(masks):
+        work = layers(case, "sdpa", **fields)
+
+    def run() -> None:
+        with without_varlen(interleaving):
+            work.run()
+
+    return Work(run, work.amounts)
+
+
+def layer_forms(case: dict) -> Forms:
+    """Compare one layer of each kind and core."""
+    forms = {f"mha: {core}": partial(layers, case, core, attention_kinds="mha") for core in CORES}
+    for virtual in case["pseudo_heads"]:
+        window = flop_matched_window(case["tokens"], virtual)
+        sliding = {"layer_types": "sliding_attention", "sliding_window": window, "num_pseudo_heads": virtual}
+        for core in CORES:
+            forms[f"iha, P = {virtual}, window {window}: {core}"] = partial(layers, case, core, **sliding)
+            if case["tokens"] * virtual <= LONGEST:
+                forms[f"iha, P = {virtual}: {core}"] = partial(layers, case, core, num_pseudo_heads=virtual)
+        forms[f"iha, P = {virtual}, window {window}: in blocks"] = partial(in_blocks, case, **sliding)
+    return forms
+
+
+def schedule_forms(case: dict) -> Forms:
+    """Compare the paper's schedule with five global "mha" layers.
+
+    In training its layers keep their virtual tokens: more than 100 GB at 65536 tokens and P = 20. The form "base"
+    expands them again in the backward pass."""
+    five = {"attention_kinds": "mha", "num_hidden_layers": 5}
+    forms = {f"5 mha: {core}": partial(layers, case, core, **five) for core in CORES}
+    for virtual, core, form in product(case["pseudo_heads"], CORES, [None, "base"][: 1 + case["backward"]]):
+        fields = schedules(case["tokens"], virtual)["4 iha + 1 mha"]
+        name = f"4 iha + 1 mha, P = {virtual}: {core}{', base' if form else ''}"
+        forms[name] = partial(layers, case, core, form=form, **fields)
+    return forms
+
+
+# Any decoder
+
+
+DECODERS = {"llama": (LlamaForCausalLM, LlamaConfig), "olmo2": (Olmo2ForCausalLM, Olmo2Config)}
+
+
+def decoder(case: dict, core: str, virtual: int, window: str | None) -> Work:
+    """Build a decoder of Transformers with random weights, interleaved unless `virtual` is 1."""
+    model_class, config_class = DECODERS[case["decoder"]]
+    config = config_class(
+        vocab_size=1024,
+        intermediate_size=4 * case["heads"] * case["head_dim"],
+        num_hidden_layers=case["layers"],
+        max_position_embeddings=case["tokens"],
+        **sizes(case),
+    )
+    with torch.device(DEVICE):
+        model = model_class._from_config(config, dtype=DTYPE, attn_implementation=core)
+    if virtual > 1:
+        interleave_heads(model, virtual, sliding_window=window, layers="paper" if window else None)
+    states = draw(1, case["tokens"], config.hidden_size)
+
+    def run(hidden_states: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=hidden_states, use_cache=False, logits_to_keep=1).logits
+
+    return Work(timed(case, run, states, list(model.base_model.layers.parameters())), {"tokens": case["tokens"]})
+
+
+def decoder_forms(case: dict) -> Forms:
+    return {
+        f"{name}: {core}": partial(decoder, case, core, *arguments)
+        for name, arguments in {
+            "plain": (1, None),
+            "interleaved, P = 2": (2, None),
+            "interleaved, P = 2, schedule": (2, "paper"),
+        }.items()
+        for core in CORES
+    }
+
+
+# The paper's models
+
+
+def paper_model(case: dict, preset: str) -> IHAForCausalLM:
+    """Build the preset at the length and depth of the case, with random weights."""
+    fields = {"num_hidden_layers": case["layers"], "max_position_embeddings": case["tokens"], **sizes(case)}
+    if case["heads"] == 4:
+        fields |= {"vocab_size": 64, "intermediate_size": 32}
+    if preset == "iha":
+        fields["num_pseudo_heads"] = case["pseudo_heads"]
+    with torch.device(DEVICE):
+        return IHAForCausalLM._from_config(IHAConfig.from_preset(f"paper-2.4b-{preset}", **fields), dtype=DTYPE)
+
+
+def train_step(case: dict, preset: str) -> Work:
+    """Build a whole training step of AdamW on random tokens, with activation checkpointing."""
+    model = paper_model(case, preset).train()
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    input_ids = torch.randint(model.config.vocab_size, (1, case["tokens"]), device=DEVICE)
+
+    def step() -> None:
+        model(input_ids=input_ids, labels=input_ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    products = cost.model(model.config, case["tokens"], "sdpa").training
+    return Work(step, {"tokens": case["tokens"], "TFLOP": 2e-12 * products})
+
+
+class InPlaceLayer(DynamicLayer):
+    """Cache `tokens` random tokens and write each new one into the last place.
+
+    A full static ring does the same, without a mask. A window keeps what its layer sees."""
+
+    def __init__(self, model: IHAModel, index: int, batch: int, tokens: int):
+        super().__init__()
+        config, key = model.config, model.layers[index].mask_key
+        self.tokens, self.is_sliding, self.is_initialized = tokens, key.is_sliding, True
+        self.sliding_window = config.sliding_window + (key.num_pseudo_heads > 1) if key.is_sliding else tokens + 1
+        shape = (batch, config.num_key_value_heads, self.sliding_window, config.head_dim)
+        self.keys, self.values = draw(*shape), draw(*shape)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple:
+        self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.sliding_window, self.tokens + 1 - self.sliding_window
+
+
+def replayed(function: Callable[[], None]) -> Callable[[], None]:
+    """Capture the function as a CUDA graph, which takes no time in Python. On a CPU return the function itself."""
+    if DEVICE == "cpu":
+        return function
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.reads = function  # the graph holds addresses only, so what it reads must live as long
+    return replay
+
+
+def decode_step(case: dict, preset: str, form: str | None = None) -> Work:
+    """Build one new token after `tokens` cached ones."""
+    model, batch = paper_model(case, preset).eval(), case["batch"]
+    model.model.attention_form = form
+    layers = [InPlaceLayer(model.model, index, batch, case["tokens"]) for index in range(len(model.model.layers))]
+    past_key_values = Cache(layers=layers)
+    read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
+    position_ids = torch.full((1, 1), case["tokens"], device=DEVICE)
+    prepared = model.model.create_masks(draw(batch, 1, 1), None, past_key_values, position_ids)
+    # Transformers takes the capture of a graph for tracing, under which masks are dense.
+    model.model.create_masks = lambda *_, **__: prepared
+    step = partial(model, position_ids=position_ids, past_key_values=past_key_values)
+    run = inference(step, torch.zeros(batch, 1, dtype=torch.int, device=DEVICE))
+    return Work(replayed(run), {"tokens": batch, "GB": sum(tensor.nbytes for tensor in read) / 1e9})
+
+
+def paper_forms(work: Callable[..., Work], case: dict) -> Forms:
+    forms = {preset: partial(work, case, preset) for preset in ("global", "global-local", "iha")}
+    if work is decode_step:
+        forms["iha, virtual tokens rebuilt"] = partial(work, case, "iha", "virtual")
+    return forms
+
+
+# Cases
+
+
+FORMS: dict[str, Callable[[dict], Forms]] = {
+    "layer": layer_forms,
+    "schedule": schedule_forms,
+    "decoder": decoder_forms,
+    "training": partial(paper_forms, train_step),
+    "decoding": partial(paper_forms, decode_step),
+}
+
+
+def cases(part: str, dry: bool) -> list[dict]:
+    """Return the cases of a part, the cheapest first; in a dry run tiny ones."""
+    paper, tiny = {"heads": 20, "head_dim": 128}, {"tokens": 64, "heads": 4, "head_dim": 8, "layers": 5}
+    backward = [{"backward": False}, {"backward": True}]
+    full = {
+        "layer": [
+            {"tokens": tokens, "pseudo_heads": [2, 4, 20], **each}
+            for tokens, each in product((2048, 8192, 65536), backward)
+        ],
+        "schedule": [
+            {"tokens": tokens, "pseudo_heads": [4, 20], **each}
+            for tokens, each in product((8192, 32768, 65536), backward)
+        ],
+        "decoder": [
+            {"decoder": name, "tokens": 8192, "layers": 16, "heads": 16, "head_dim": 128, **each}
+            for name, each in product(("llama", "olmo2"), backward)
+        ],
+        "training": [{"tokens": 8192, "layers": layers, "pseudo_heads": 20} for layers in (10, 26)],
+        "decoding": [{"tokens": 65536, "layers": 26, "pseudo_heads": 20, "batch": batch} for batch in (1, 4)],
+    }[part]
+    if dry:
+        virtual = {"pseudo_heads": [2] if part in ("layer", "schedule") else 2}
+        first, last = ({**each, **tiny, **virtual} for each in (full[0], full[-1]))
+        return [first, last] if first != last else [first]
+    return [{**paper, **each} for each in full]
+
+
+# Measuring
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else harness.processor()
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(function: Callable[[], None]) -> float:
+    """Time a run by CUDA events, or on a CPU by the wall clock."""
+    if DEVICE == "cpu":
+        return harness.wall_seconds(function)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP_CYCLES)  # meanwhile Python runs ahead, so that its launches are not timed
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def measure(work: Work) -> dict[str, float]:
+    """Return the median time of a form, the peak of memory with weights and inputs, and what follows from them."""
+    work.run()  # warms up
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = [seconds_of(work.run)]
+    repeats = max(3, min(20, int(TIMED_SECONDS / times[0])))
+    times += [seconds_of(work.run) for _ in range(repeats - 1)]
+    figures = {"seconds": statistics.median(times), "peak_bytes": torch.cuda.max_memory_allocated()}
+    for unit, amount in work.amounts.items():
+        figures[f"{unit} per second"] = amount / figures["seconds"]
+        if peak := PEAKS.get(device_name(), {}).get(unit):
+            figures[f"% of {unit} peak"] = 100 * figures[f"{unit} per second"] / peak
+    return figures
+
+
+@contextmanager
+def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iterator[None]:
+    """Record in `failed` what a form raises here, or that it ended the process, as it does when it hangs."""
+    failed[name] = ENDED
+    save()
+    faulthandler.dump_traceback_later(FORM_SECONDS, exit=True, file=sys.__stderr__)
+    try:
+        yield
+        synchronize()
+        del failed[name]
+    except KeyboardInterrupt:
+        del failed[name]
+        raise
+    except Exception as error:  # of a compiler, a kernel, the allocator: the other forms go on
+        failed[name] = one_line(error)[:300]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        save()
+    synchronize()  # an error that leaves the GPU unusable ends the command
+
+
+def run_case(row: dict, forms: Forms, until: float, save: Callable[[], None]) -> None:
+    """Measure the forms of a case that have no figures and have not failed."""
+    for name, prepare in forms.items():
+        if name in row["seconds"] or name in row["failed"] or time.monotonic() > until:
+            continue
+        with attempt(name, row["failed"], save):
+            for figure, value in measure(prepare()).items():
+                row.setdefault(figure, {})[name] = value
+            base = row["seconds"].get(next(iter(forms)))
+            row["ratios"] = {form: value / base for form, value in row["seconds"].items()} if base else {}
+        print(f"  {name}: {row['seconds'].get(name, row['failed'].get(name))}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Measure what is left of the parts of the command line, or raise a `UserError`."""
+    args = PARSER.parse_args()
+    until = time.monotonic() + args.seconds
+    if DEVICE == "cpu" and not args.dry:
+        raise UserError("PyTorch sees no CUDA device here: --dry runs tiny sizes on a CPU.")
+    shared = {"dry": args.dry, "device": device_name(), **harness.versions()}
+    directory = args.out / re.sub("[^a-z0-9]+", "-", device_name().lower()).strip("-")
+    path = directory / "gpu.json"
+    with sole_writer(directory):
+        table = read_json(path) if path.exists() else {**shared, "rows": []}
+        for key, value in shared.items():
+            if table.get(key) != value:
+                raise UserError(
+                    f"{path} was measured with {key} {table.get(key)}, and this is {value}: name another --out."
+                )
+        save = partial(write_json, path, table)
+        for part in args.parts:
+            for case in cases(part, args.dry):
+                case = {"part": part, **case}
+                row = next((row for row in table["rows"] if case.items() <= row.items()), None)
+                if row is None:
+                    row = {**case, "failed": {}, "seconds": {}, "ratios": {}}
+                    table["rows"].append(row)
+                if args.retry:
+                    row["failed"] = {}
+                print(", ".join(f"{key} {value}" for key, value in case.items()), flush=True)
+                run_case(row, FORMS[part](case), until, save)
+        save()
+    print(f"Wrote {path}", flush=True)
+
+
+if __name__ == "__main__":
+    run_cli(main)

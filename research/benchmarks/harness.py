@@ -1,0 +1,245 @@
+"""Share what benchmarks and studies need: layers of one size, times, peaks of memory, tables and plots."""
+
+import multiprocessing
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+import transformers
+from matplotlib.figure import Figure
+from transformers.cache_utils import Cache
+
+from common import plots
+from common.command_io import read_json, write_json
+from common.plots import save_plot
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
+
+
+# Imported once for all processes that measure memory.
+PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.figure"]
+
+
+class Attention(torch.nn.Module):
+    """Run the attention modules of a model of width 512, with 8 heads and one layer.
+
+    `overrides` change fields of the config. `form` is that of `IHAModel.attention_form`."""
+
+    def __init__(self, form: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
+        super().__init__()
+        sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
+        config = IHAConfig.from_preset("tiny", **{**sizes, "num_hidden_layers": 1, **overrides})
+        self.model = IHAModel._from_config(config, dtype=dtype).eval()
+        self.model.attention_form = form
+
+    def leaves(self) -> list[torch.nn.Parameter]:
+        return [parameter for layer in self.model.layers for parameter in layer.self_attn.parameters()]
+
+    def attend(
+        self, states: torch.Tensor, past_key_values: Cache | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that applies the attention of every layer in turn to hidden states [batch, N, 512].
+
+        Masks and rotary tables are made beforehand, for the shape of `states`."""
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        positions = torch.arange(past, past + states.shape[1], device=states.device)[None]
+        masks = self.model.create_masks(states, None, past_key_values, positions)
+        tables = self.model.rotary_emb.tables(states, positions)
+
+        def run(hidden_states: torch.Tensor) -> torch.Tensor:
+            for layer in self.model.layers:
+                mask = masks[layer.mask_key]._asdict()
+                arguments = {"past_key_values": past_key_values, "position_ids": positions, **mask}
+                hidden_states, _ = layer.self_attn(hidden_states, tables, **arguments)
+            return hidden_states
+
+        return run
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the output [batch, N, 512], with masks and rotary tables made here."""
+        return self.attend(hidden_states)(hidden_states)
+
+    def bare(self, length: int, device: str = "cpu") -> Callable[..., torch.Tensor]:
+        """Return the core of an "mha" layer, a function of queries, keys and values [1, heads, length, head_dim]."""
+        layer, positions = self.model.layers[0], torch.arange(length, device=device)[None]
+        states = self.model.embed_tokens.weight.new_empty(1, length, 0)
+        mask = self.model.create_masks(states, None, None, positions)[layer.mask_key]._asdict()
+        options = {"sliding_window": layer.self_attn.sliding_window, "position_ids": positions, **mask}
+        return lambda query, key, value: layer.self_attn.attend(query, key, value, **options)[0]
+
+
+def causal_lm(config: IHAConfig) -> IHAForCausalLM:
+    return IHAForCausalLM._from_config(config).eval()
+
+
+def inference(function: Callable, *inputs) -> Callable[[], None]:
+    """Return a function of no arguments that runs `function(*inputs)` without gradients."""
+
+    @torch.no_grad()
+    def run() -> None:
+        function(*inputs)
+
+    return run
+
+
+def training(
+    function: Callable, inputs: list[torch.Tensor], parameters: list[torch.Tensor] = ()
+) -> Callable[[], None]:
+    """Return a function of no arguments that runs a forward and a backward to the inputs and parameters."""
+    inputs = [states.requires_grad_() for states in inputs]
+
+    def run() -> None:
+        output = function(*inputs)
+        torch.autograd.grad(output, [*inputs, *parameters], torch.ones_like(output))
+
+    return run
+
+
+def wall_seconds(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def medians(
+    forms: dict[str, Callable[[], None]], repeats: int, timer: Callable[[Callable], float] = wall_seconds
+) -> dict[str, float]:
+    """Return the median of the seconds that each function takes by `timer`, in `repeats` interleaved runs.
+
+    One run before them warms up, unless there is a single run."""
+    seconds = {name: [] for name in forms}
+    for repeat in range(repeats + (repeats > 1)):
+        for name, function in forms.items():
+            elapsed = timer(function)
+            if repeat or repeats == 1:
+                seconds[name].append(elapsed)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def _memory(field: str) -> int:
+    """Return a figure of this process in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def _extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
+    torch.set_num_threads(1)
+    prepare(*small)()
+    function = prepare(*sizes)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
+    before = _memory("VmRSS")
+    function()
+    return max(0, _memory("VmHWM") - before)
+
+
+def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
+    """Return the bytes that the function `prepare(*sizes)` takes at its peak beyond what its process held before.
+
+    It runs in a new process (on Linux), after `prepare(*small)()`. `prepare` is a module's function, to be pickled."""
+    # malloc takes blocks of this size and larger from the system, so that memory freed earlier hides no peak.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_extra_bytes, prepare, sizes, small).result()
+
+
+def ratios(values: dict[str, float], base: str, what: str = "") -> dict[str, float]:
+    """Return each value over that of `base`, or nothing if that is zero. `what` opens the name of each ratio."""
+    others = {name: value for name, value in values.items() if name != base and values[base]}
+    return {f"{what}{name} / {base}": value / values[base] for name, value in others.items()}
+
+
+def reported(rows: Iterable[dict]) -> list[dict]:
+    """Return the rows as a list, and print a line of progress as soon as each is measured.
+
+    They are measured on one thread, and draw the same in every run.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    kept = []
+    for row in rows:
+        kept.append(row)
+        setting = ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, dict))
+        measured = "; ".join(f"{name} {value:.3g}" for name, value in {**row["seconds"], **row["ratios"]}.items())
+        print(f"{setting}: {measured}", flush=True)
+    return kept
+
+
+def processor() -> str:
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def environment(command: str, device: str = "cpu") -> dict:
+    """Return the command, the machine and the versions that a table records."""
+    return {
+        "command": f"python -m {command}",
+        "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        **versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def write_table(path: Path, table: dict, plot: Callable[[dict], Figure] | None) -> None:
+    """Write {path}.json and, unless `plot` is `None`, {path}.png, and print what the plot says above.
+
+    `plot` draws what was written, so that the table alone gives the plot again (research/experiments/redraw.py).
+    """
+    write_json(path.with_suffix(".json"), table)
+    if plot is None:
+        print(f"Wrote {path}.json", flush=True)
+        return
+    figure = plot(read_json(path.with_suffix(".json")))
+    save_plot(figure, path.with_suffix(".png"))
+    print(f"{figure.get_suptitle()}\nWrote {path}.json and .png", flush=True)
+
+
+def write(
+    out: Path, name: str, rows: list[dict], plot: Callable[[dict], Figure] | None, benchmark: str = "", **setting
+) -> None:
+    """Write {name}.json and, unless `plot` is `None`, {name}.png to the directory `out`.
+
+    Args:
+        rows: the measurements; report.py says what a row holds.
+        benchmark: its module, where the file has another name.
+        setting: what all rows have in common. Command, machine and versions are added.
+    """
+    command = " ".join([f"research.benchmarks.{benchmark or name}", *sys.argv[1:]])
+    write_table(out / name, {**environment(command), **setting, "rows": rows}, plot)
+
+
+def draw(message: str, table: dict, panels: dict[str, Callable[[dict], dict]]) -> Figure:
+    """Return a plot of lines over the tokens of the rows of a table.
+
+    `panels` has for each panel the label of its vertical axis and a function from a row to {line: value}."""
+    figure, all_axes = plots.panels(message, len(panels), min(2, len(panels)))
+    styles = {}
+    for axes, (label, values) in zip(all_axes, panels.items()):
+        lines = {}
+        for row in table["rows"]:
+            for line, value in values(row).items():
+                lines.setdefault(line, []).append((row["tokens"], value))
+        for line, points in lines.items():
+            style = styles.setdefault(line, plots.line_style(len(styles)))
+            axes.loglog(*zip(*sorted(points)), style, marker="o", markersize=4, label=line)
+        axes.set(xlabel="tokens")
+        axes.set_title(label, fontsize="medium")
+        plots.ticks(axes, "x", [row["tokens"] for row in table["rows"]])
+    return figure
+
+
+def span(values: Iterable[float]) -> str:
+    """Return the lowest and the highest of some ratios as text."""
+    values = list(values)
+    return f"{min(values):.2f} to {max(values):.2f}" if len(values) > 1 else f"{values[0]:.2f}"

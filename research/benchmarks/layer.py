@@ -1,0 +1,92 @@
+"""Compare an "iha" layer (width 512, 8 heads, fp32) with bare SDPA on its virtual sequence and with a Llama layer.
+
+The form "bare SDPA" runs on random queries, keys and values of the N * P virtual tokens. "layer" is the whole layer
+with projections, RoPE, mixing and collapse. "mha layer" is Llama's.
+
+example: python -m research.benchmarks.layer --tokens 512 2048 --pseudo-heads 4 8
+"""
+
+from itertools import product
+
+from common.command_io import run_cli
+from research.benchmarks.options import arguments
+
+
+PARSER = arguments(__doc__, [512, 2048])
+PARSER.add_argument("--pseudo-heads", type=int, nargs="+", default=[4, 8], help="numbers of pseudo-heads ([4, 8])")
+if __name__ == "__main__":
+    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.figure import Figure
+
+from kinds.cost import score_products
+from kinds.model_cost import attention
+from research.benchmarks.harness import Attention, draw, inference, medians, ratios, reported, span, training, write
+
+
+RATIO = "layer / bare SDPA"
+LONGEST_BACKWARD = 8192  # in virtual tokens
+
+
+def bare_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def measure(tokens: int, pseudo_heads: int, backward: bool, repeats: int) -> dict:
+    iha, mha = Attention(num_pseudo_heads=pseudo_heads), Attention(attention_kinds="mha")
+    forms = {
+        "bare SDPA": (bare_sdpa, [torch.randn(1, 8, tokens * pseudo_heads, 64) for _ in range(3)], []),
+        "layer": (iha, [torch.randn(1, tokens, 512)], iha.leaves()),
+        "mha layer": (mha, [torch.randn(1, tokens, 512)], mha.leaves()),
+    }
+    prepared = {
+        name: training(function, inputs, parameters) if backward else inference(function, *inputs)
+        for name, (function, inputs, parameters) in forms.items()
+    }
+    seconds = medians(prepared, repeats)
+
+    def products(model: Attention, kind: str) -> float:
+        cost = attention(model.model.config, kind, "full_attention", tokens)
+        return cost.training if backward else cost.prefill
+
+    predicted = {
+        "bare SDPA": 512 * score_products("sdpa", tokens, pseudo_heads, training=backward),
+        "layer": products(iha, "iha"),
+        "mha layer": products(mha, "mha"),
+    }
+    return {
+        "tokens": tokens,
+        "pseudo_heads": pseudo_heads,
+        "pass": "forward + backward" if backward else "forward",
+        "seconds": seconds,
+        "ratios": {**ratios(seconds, "bare SDPA"), **ratios(seconds, "mha layer")},
+        "predicted": {**ratios(predicted, "bare SDPA"), **ratios(predicted, "mha layer")},
+    }
+
+
+def plot(table: dict) -> Figure:
+    """Plot how much longer the whole layer takes than its SDPA, as measured and as predicted."""
+
+    def lines(row: dict) -> dict:
+        line = f"{row['pass']}, P = {row['pseudo_heads']}"
+        return {line: row["ratios"][RATIO], f"{line}, predicted": row["predicted"][RATIO]}
+
+    found = span(row["ratios"][RATIO] for row in table["rows"])
+    message = f"An 'iha' layer takes {found} times as long as SDPA alone on its virtual tokens"
+    return draw(message, table, {"time / that of bare SDPA (lower is better)": lines})
+
+
+def main() -> None:
+    args = PARSER.parse_args()
+    rows = reported(
+        measure(tokens, pseudo_heads, backward, args.repeats)
+        for backward, tokens, pseudo_heads in product((False, True), args.tokens, args.pseudo_heads)
+        if not backward or tokens * pseudo_heads <= LONGEST_BACKWARD
+    )
+
+    write(args.out, "layer", rows, plot, dtype="float32", predicted_by="multiply-adds")
+
+
+if __name__ == "__main__":
+    run_cli(main)

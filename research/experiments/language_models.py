@@ -1,0 +1,283 @@
+"""Train language models with every attention kind and schedule from scratch, and compare their losses on real text.
+
+"Interleaved Head Attention" compares global attention, global and local attention, talking heads, Diff Transformer and
+its own schedule, four layers with a window of N / (2 P^2) to one global layer, at equal FLOPs (Section 5, Appendix C).
+DCMHA claims a lower loss than Llama's attention (its Figure 4 and Table 4). Here these and the other kinds learn the
+bytes of a text in rows of N under the protocol of protocol.py. All have the same number of parameters: a
+variant with more of them has a narrower FFN. The tables of other lengths than 256 have the length in their name.
+
+- `mha_stretched` is "mha" with positions times 4, which "iha" with P = 4 has for its virtual tokens: the control for
+  positions that are wider apart.
+- "hyper" and "simplicial" attend to pairs of tokens. They are left out: at N = 256 they cost 256 times "mha".
+
+The text is the source of Python's standard library, in the order of its modules. Its last tenth is held out. The loss
+is also given for each eighth of a row.
+
+example: python -m research.experiments.language_models --tokens 512 --kinds mha iha_2
+"""
+
+import argparse
+import hashlib
+import math
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.command_io import UserError, run_cli
+from research.experiments.options import protocol_parser
+
+
+# Variant -> its fields beside those of the size. Four layers in five have a window, the length divided by `windows`.
+# `control` is another variant that it is compared with, besides the first.
+SCHEDULE = {"attention_kinds": "iha", "control": "global_local"}
+VARIANTS: dict[str, dict] = {
+    "mha": {},
+    "mha_stretched": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 0.25}},
+    "global_local": {"windows": 16},
+    "global_local_32": {"windows": 32, "control": "iha_4"},
+    "iha_2": {**SCHEDULE, "num_pseudo_heads": 2, "windows": 8},
+    "iha_4": {**SCHEDULE, "num_pseudo_heads": 4, "windows": 32},
+    **{kind: {"attention_kinds": kind} for kind in ("talking_heads", "diff", "diff_v2", "gated", "knocking_heads")},
+    **{kind: {"attention_kinds": kind} for kind in ("hyper_feature", "dcmha")},
+    "multi_token": {  # the authors' model: every fourth layer convolves, norm and gate are on
+        "attention_kinds": "multi_token",
+        "attention_options": {"multi_token": {"every": 4, "head_norm": True, "head_gate": True}},
+    },
+}
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = protocol_parser(__doc__, "language_models", 0.02, VARIANTS)
+    parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
+    args = parser.parse_args(argv)
+    if args.tokens != 256:
+        args.study += f"_{args.tokens}"
+    return args
+
+
+if __name__ == "__main__":
+    run_cli(parse_arguments)  # before the imports below, which take seconds
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch.nn.functional import cross_entropy
+
+from common import plots
+from kinds.model_cost import model as cost_of
+from modeling_iha import IHAConfig, IHAForCausalLM
+from research.experiments.protocol import BUDGETS, COUNTS, Rates, budgets, by_seed, compare_tuned, fit, new_model
+from research.experiments.study import begin, correct_by_holm, interval, points, write
+
+
+def sized(width: int, ffn: int, layers: int, heads: int, **training: int) -> dict:
+    """Return the fields of a config, and what is trained at this size."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return {"fields": dict(zip(names, (width, ffn, layers, heads))), **training}
+
+
+SMALL = sized(width=64, ffn=176, layers=5, heads=4, tokens_per_step=2048, steps=400)
+FULL = sized(width=512, ffn=1408, layers=10, heads=8, tokens_per_step=32768, steps=10000)
+EVALUATIONS, HELD_OUT_ROWS, PARTS = 10, 64, 8
+
+
+def read_text() -> torch.Tensor:
+    """Return the bytes of the modules of Python's standard library, as uint8."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray().join(module.read_bytes() for module in modules), dtype=torch.uint8)
+
+
+def setting_of(args: argparse.Namespace, size: dict, text: torch.Tensor) -> dict:
+    """Return all that a run depends on besides its variant, its rates and its seed."""
+    return {**size, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest(), "device": args.device}
+
+
+def build(size: dict, **fields) -> IHAConfig:
+    """Return the config of a variant at a size; with `windows` in `fields` four layers in five have one.
+
+    The layers with a window are of the kind that `attention_kinds` names, the others "mha".
+    """
+    fields = {"attention_kinds": "mha", **size["fields"], **fields}
+    fields.pop("control", None)
+    heads = fields["num_attention_heads"]
+    special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
+    every = {"num_key_value_heads": heads, "num_pseudo_heads": heads, "max_position_embeddings": size["tokens"]}
+    if windows := fields.pop("windows", None):
+        fields["sliding_window"] = size["tokens"] // windows
+        fields["attention_kinds"] = [fields["attention_kinds"]] * 4 + ["mha"]
+        fields["layer_types"] = ["sliding_attention"] * 4 + ["full_attention"]
+    return IHAConfig(**{**special, **every, **fields})
+
+
+def as_large_as(target: IHAConfig, size: dict, **fields) -> IHAConfig:
+    """Return the config of a variant at a size, whose FFN is as wide as the parameters of `target` allow."""
+    more = cost_of(build(size, **fields), 1).parameters - cost_of(target, 1).parameters
+    per_channel = 3 * size["fields"]["hidden_size"] * size["fields"]["num_hidden_layers"]
+    width = size["fields"]["intermediate_size"] - round(more / per_channel)
+    return build(size, **{**fields, "intermediate_size": width})
+
+
+def config_of(size: dict, **fields) -> IHAConfig:
+    """Return the config of a variant with the parameters of "mha"."""
+    return as_large_as(build(size), size, **fields)
+
+
+def rows_of(text: torch.Tensor, starts: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return rows of `tokens` and the one after them, int64 [rows, tokens + 1]."""
+    return text[starts[:, None] + torch.arange(tokens + 1, device=text.device)].long()
+
+
+def losses_of(model: IHAForCausalLM, rows: torch.Tensor) -> torch.Tensor:
+    """Return the losses in nats per byte, [rows, tokens]."""
+    logits = model(rows[:, :-1], use_cache=False).logits
+    return cross_entropy(logits.transpose(1, 2).float(), rows[:, 1:], reduction="none")
+
+
+def train(
+    name: str, model: IHAForCausalLM, seed: int, size: dict, text: torch.Tensor, rate: float, mixing: float
+) -> dict:
+    """Train a model, where it is, on the rows of a seed, with a rate and a multiple of it for the mixing.
+
+    Return the seconds, and a curve of the step, the held-out loss, and the losses in PARTS of the row in their order.
+    """
+    held_out, generator = len(text) // 10, torch.Generator().manual_seed(seed)
+    device, tokens, steps = model.device.type, size["tokens"], size["steps"]
+    starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS).long()
+    validation = rows_of(text, starts, tokens).to(device)
+
+    def loss() -> torch.Tensor:
+        chosen = torch.randint(len(text) - held_out - tokens, (size["batch"],), generator=generator)
+        return losses_of(model, rows_of(text, chosen, tokens).to(device)).mean()
+
+    def evaluate(averaged: torch.nn.Module, step: int) -> list[float]:
+        losses = torch.cat([losses_of(averaged, rows) for rows in validation.chunk(4)]).mean(dim=0)
+        mean = losses.mean().item()
+        print(f"{name}, seed {seed}: step {step} of {steps}, held-out loss {mean:.4f}", flush=True)
+        return [mean, *(part.mean().item() for part in losses.chunk(PARTS))]
+
+    curve, seconds = fit(model, loss, evaluate, steps, rate, mixing, EVALUATIONS)
+    return {"curve": curve, "seconds": seconds}
+
+
+def one_run(
+    fields: dict, size: dict, text: torch.Tensor, device: str, name: str, seed: int, rate: float, mixing: float
+) -> dict:
+    """Train a new model of a variant, `name`, as `train` does."""
+    model = new_model(config_of(size, **fields), build(size), seed).to(device)
+    return train(name, model, seed, size, text, rate, mixing)
+
+
+def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list[dict]], fields: dict) -> dict:
+    """Return a row of the table, with the differences from the first variant and from the variant's own control."""
+    config, seconds = config_of(size, **fields[name]), [run["seconds"] for run in runs[name]]
+    row = {
+        "tokens": size["tokens"],
+        "variant": name,
+        "parameters": cost_of(config, 1).parameters,
+        "intermediate_size": config.intermediate_size,
+        **rates[name]._asdict(),
+        "loss": by_seed(runs[name], 1),
+        "by_part": [by_seed(runs[name], 2 + part) for part in range(PARTS)],
+        "seconds": interval(seconds) if all(seconds) else {"values": seconds},
+        "control": fields[name].get("control"),
+    }
+    for key, other in (("minus_base", next(iter(runs))), ("minus_control", row["control"])):
+        if other in runs and other != name:
+            configs = [config_of(size, **fields[each]) for each in (name, other)]
+            costs = [[cost_of(config, size["tokens"], form).training for config in configs] for form in COUNTS]
+            row[key] = budgets(runs, name, other, (ours / theirs for ours, theirs in costs))
+    return row
+
+
+def summaries(size: dict, rates: dict[str, Rates], runs: dict[str, list], variants: dict[str, dict]) -> list[dict]:
+    """Return the rows of the table, with p-values."""
+    rows = [summary(name, size, rates, runs, variants) for name in runs]
+    compared = [row[key] for row in rows for key in ("minus_base", "minus_control") if key in row]
+    correct_by_holm([each["difference"] for budgets_of in compared for each in budgets_of.values()])
+    return rows
+
+
+def summaries_of(table: dict, variants: dict[str, dict]) -> list[dict]:
+    """Return the rows of a table again, from the curves, the times and the rates that it keeps."""
+    rates = {row["variant"]: Rates(row["rate"], row["mixing"], row["tried"]) for row in table["rows"]}
+    runs = {
+        row["variant"]: [
+            {"curve": curve, "seconds": seconds}
+            for curve, seconds in zip(table["runs"][row["variant"]], row["seconds"]["values"], strict=True)
+        ]
+        for row in table["rows"]
+    }
+    return summaries(table, rates, runs, variants)
+
+
+def compare(args: argparse.Namespace, size: dict, variants: dict[str, dict]) -> dict:
+    """Run the protocol for the chosen `variants` at a size, and return the table."""
+    text = read_text()
+    setting = setting_of(args, size, text)
+
+    def run(name: str, *seed_and_rates) -> dict:
+        return one_run(variants[name], size, text, args.device, name, *seed_and_rates)
+
+    def config(name: str) -> IHAConfig:
+        return config_of(size, **variants[name])
+
+    rates, runs = compare_tuned(args, setting, run, config)
+    curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
+    return {**setting, "rows": summaries(size, rates, runs, variants), "runs": curves}
+
+
+def plot_differences(axes: Axes, rows: list[dict], limits: tuple[float, float] = (-math.inf, math.inf)) -> None:
+    """Plot the differences of losses from base and controls, by budget."""
+    compared = {
+        f"{row['variant']} - {other}": row[key]
+        for row in rows
+        for key, other in (("minus_base", rows[0]["variant"]), ("minus_control", row["control"]))
+        if key in row
+    }
+    series = {
+        f"equal {budget}{' within the windows' * (budget == COUNTS['sdpa'])}": points(
+            [each.get(budget, {}).get("difference") for each in compared.values()]
+        )
+        for budget in BUDGETS
+    }
+    plots.dots(axes, list(compared), series, limits, mark=0)
+    axes.set(xlabel="difference of losses, nats per byte, 95% interval (below 0 the first is better)")
+
+
+def plot(table: dict) -> Figure:
+    """Plot the differences of losses by budget."""
+    rows = {row["variant"]: row for row in table["rows"]}
+
+    def apart(difference: dict) -> str:
+        return f"{abs(difference['mean']):.2f} {'ahead' if difference['mean'] < 0 else 'behind'}"
+
+    messages = [
+        f"P = 4 is {apart(rows['iha_4'][key]['steps']['difference'])} of {other} at equal steps, and "
+        f"{apart(rows['iha_4'][key][COUNTS['paper']]['difference'])} at equal FLOPs as the paper counts"
+        for key, other in (("minus_base", table["rows"][0]["variant"]), ("minus_control", "global_local"))
+        if key in rows.get("iha_4", {})
+    ]
+    compared = sum(key in row for row in table["rows"] for key in ("minus_base", "minus_control"))
+    message = f"Rows of {table['tokens']} bytes. {'. '.join(messages) or 'Losses by budget'}"
+    figure, (axes,) = plots.panels(message, height=1 + 0.38 * compared)
+    plot_differences(axes, table["rows"], (-0.6, 0.65))
+    return figure
+
+
+def size_of(size: dict, tokens: int) -> dict:
+    """Return a size with the length of its rows, and as many of them as a step's tokens allow. Raise `UserError`."""
+    if not 32 <= tokens <= size["tokens_per_step"]:
+        raise UserError(f"--tokens {tokens}: expected at least 32, at most {size['tokens_per_step']}.")
+    return {**size, "tokens": tokens, "batch": size["tokens_per_step"] // tokens}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results. Raise `UserError`."""
+    args = parse_arguments(argv)
+    begin(args)
+    size = size_of(FULL if args.full else SMALL, args.tokens)
+    write(args, plot, **compare(args, size, VARIANTS))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,66 @@
+"""Declare the command-line options that studies share, without PyTorch, for which `--help` must not wait."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from common.command_io import ROOT, path_from_root
+
+
+RESULTS = ROOT / "research" / "experiments" / "results"  # the tables and plots that git tracks
+
+
+class StudyParser(argparse.ArgumentParser):
+    """Keep the command line as `command`. Of an absolute path it holds the name alone: no table names a machine."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        words = sys.argv[1:] if args is None else map(str, args)
+        parsed = super().parse_args(args, namespace)
+        shown = [Path(word).name if Path(word).is_absolute() else word for word in words]
+        parsed.command = shlex.join([f"research.experiments.{parsed.study}", *shown])
+        return parsed
+
+
+def study_parser(
+    doc: str, study: str, seeds: int = 0, keeps_runs: bool = True, has_sizes: bool = False
+) -> argparse.ArgumentParser:
+    """Return a parser with the options of all studies.
+
+    Args:
+        doc: the description, which ends with an example; what a study writes and keeps is added here.
+        study: the name of the module.
+        seeds: how many there are by default; a study without any has no option for them.
+        keeps_runs: the study keeps finished runs.
+        has_sizes: gives the study a large size besides the small one.
+    """
+    writes = f"Writes {study}.json and {study}.png." + " A finished run is not repeated." * keeps_runs
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = StudyParser(description=doc, epilog=writes, formatter_class=formatter)
+    parser.set_defaults(study=study, full=False, device="cpu")
+    if seeds:
+        parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
+    if keeps_runs:
+        parser.add_argument("--output", type=path_from_root, help=f"where runs are kept (outputs/{study})")
+    where = (
+        f"where the table and the plot are written (outputs/{study}; git tracks those of research/experiments/results)"
+    )
+    parser.add_argument("--results", type=path_from_root, help=where)
+    if has_sizes:
+        parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
+        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    return parser
+
+
+def protocol_parser(doc: str, study: str, effect: float, variants: Iterable[str]) -> argparse.ArgumentParser:
+    """Return a parser with the options of studies that keep to the protocol of protocol.py.
+
+    `effect` is the smallest one worth having, in the unit of the loss; the first of the `variants` is the base.
+    """
+    variants = list(variants)
+    parser = study_parser(doc, study, has_sizes=True)
+    parser.add_argument("--kinds", nargs="+", choices=variants, default=variants, metavar="VARIANT")
+    parser.add_argument("--most-seeds", type=int, default=12, help=f"where intervals are wider than ± {effect} (12)")
+    parser.set_defaults(effect=effect)
+    return parser

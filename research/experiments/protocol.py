@@ -1,0 +1,249 @@
+"""Compare variants of a model under one protocol, the same for every study.
+
+1. Every variant learns at the best rate that was found for it on TUNING_SEED, which is not used again, and its mixing
+   modules at the best multiple of that rate. What was tried is kept.
+2. On every seed all variants start from the weights that they share with the first, and read the same rows in the same
+   order.
+3. There are at least FEWEST_SEEDS, and more until the 95% interval of each difference from the first variant is no
+   wider than the smallest effect worth having to both sides, or there are `--most-seeds`. This rule looks at the width
+   of the intervals and not at the differences, so that it favours no result. But it stops where they happen to be
+   narrow: with 6 to 12 seeds they hold the true difference in 93 to 95% of the cases (simulated for normal losses).
+4. The rate is constant after a warm-up, and what is evaluated is a running mean of the weights. So one run tells the
+   loss for four budgets: equal steps, equal FLOPs within the windows, equal FLOPs as the paper of IHA counts them
+   (`counted_pairs` in kinds/cost.py has both counts), and equal time on this machine.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import count
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from common.command_io import UserError, sole_writer
+from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.mixing import mixing_parameters
+from research.experiments.study import differences, interval, run_once
+
+
+TUNING_SEED, FEWEST_SEEDS = 1000, 6
+FIRST_RATE, RATE_FACTOR, MIXING_FACTOR = 4e-3, 2.0, 4.0
+# Form of the cost model -> the budget that it counts.
+COUNTS = {"sdpa": "FLOPs", "paper": "FLOPs as the paper counts"}
+BUDGETS = ("steps", *COUNTS.values(), "time")
+WARM_UP = 40  # steps
+AVERAGE = 0.98  # of the running mean of the weights, by step
+
+
+class Rates(NamedTuple):
+    """Hold the learning rate of a variant, the multiple of it for its mixing modules, and what was tried.
+
+    `tried` lists the rate, the multiple and the loss at the end of each run of the tuning.
+    """
+
+    rate: float
+    mixing: float
+    tried: list[list[float]]
+
+
+def start_like(model: nn.Module, base: nn.Module) -> None:
+    """Copy to a model what it shares with `base`: of each parameter of one name the entries that both have."""
+    shared = dict(base.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in shared:
+                common = tuple(slice(min(sizes)) for sizes in zip(parameter.shape, shared[name].shape))
+                parameter[common] = shared[name][common]
+
+
+def new_model(config: IHAConfig, base: IHAConfig, seed: int) -> IHAForCausalLM:
+    """Build a variant's model of a seed, with the weights that it shares with the first variant's model, `base`."""
+    torch.manual_seed(seed)
+    like = IHAForCausalLM(base)
+    torch.manual_seed(seed)
+    model = IHAForCausalLM(config)
+    start_like(model, like)
+    return model
+
+
+def has_mixing(config: IHAConfig) -> bool:
+    """Return if a model has mixing modules, which learn at a rate of their own."""
+    with torch.device("meta"):
+        return bool(mixing_parameters(IHAForCausalLM(config)))
+
+
+def fit(
+    model: nn.Module,
+    loss: Callable[[], torch.Tensor],
+    evaluate: Callable[[nn.Module, int], list[float]],
+    steps: int,
+    rate: float,
+    mixing: float,
+    evaluations: int,
+) -> tuple[list[list[float]], float]:
+    """Train a model with AdamW, and evaluate a running mean of its weights.
+
+    Args:
+        loss: gives the loss of the next batch.
+        evaluate: gives what the curve says of a model at a step; it is called without gradients.
+        rate: is constant after WARM_UP steps.
+        mixing: the multiple of the rate with which the mixing modules learn.
+        evaluations: how many there are, besides that of the end.
+
+    Returns:
+        the curve, [step, *evaluate(model, step)] each, and the seconds of training, without evaluations.
+    """
+    device = next(model.parameters()).device.type
+    mixes = mixing_parameters(model)
+    found = set(mixes)
+    others = [weight for weight in model.parameters() if weight not in found]
+    groups = [{"params": others, "lr": rate}, {"params": mixes, "lr": rate * mixing}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGE))
+    curve, seconds, start = [], 0.0, clock(device)
+    for step in range(steps + 1):
+        if step % max(1, steps // evaluations) == 0 or step == steps:
+            seconds += clock(device) - start
+            with torch.no_grad():
+                curve.append([step, *evaluate(average.module, step)])
+            start = clock(device)
+        if step == steps:
+            break
+        optimizer.zero_grad()
+        loss().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        average.update_parameters(model)
+    return curve, seconds
+
+
+def clock(device: str) -> float:
+    """Return the seconds that this process has taken on the CPU, or those of the clock on a GPU.
+
+    Other processes on the machine do not lengthen the former.
+    """
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.monotonic()
+
+
+def walk(loss_at: Callable[[float], float], start: float, factor: float) -> float:
+    """Return the best of the values start * factor^n: go up, or else down, as long as the loss falls."""
+    losses = {start: loss_at(start)}
+    for step in (factor, 1 / factor):
+        best = start
+        while True:
+            losses[best * step] = loss_at(best * step)
+            if not losses[best * step] < losses[best]:
+                break
+            best *= step
+        if best != start:
+            return best
+    return start
+
+
+def tune(end_of: Callable[[float, float], float], mixes: bool, first_rate: float | None = None) -> Rates:
+    """Return the best rates by the loss at the end of a run, a function of the rate and of the mixing's multiple."""
+    tried = []
+
+    def loss_at(rate: float, mixing: float = 1.0) -> float:
+        loss = end_of(rate, mixing)
+        tried.append([rate, mixing, loss])
+        return loss if math.isfinite(loss) else math.inf
+
+    rate = walk(loss_at, first_rate or FIRST_RATE, RATE_FACTOR)
+    return Rates(rate, walk(partial(loss_at, rate), 1.0, MIXING_FACTOR) if mixes else 1.0, tried)
+
+
+def compare_tuned(
+    args: argparse.Namespace,
+    setting: dict,
+    run: Callable[[str, int, float, float], dict],
+    config_of: Callable[[str], IHAConfig],
+) -> tuple[dict[str, Rates], dict[str, list[dict]]]:
+    """Tune each of `args.kinds`, the variants, and run it on seeds 0, 1, ... as the protocol says.
+
+    Args:
+        run: returns from a variant, a seed, a rate and a multiple for the mixing a record with a "curve", whose last
+            entry ends with the loss, [step, loss, ...], and the "seconds" of training.
+        config_of: returns the config of a variant.
+
+    Returns:
+        the rates, and the runs by seed, of each variant.
+
+    Raises:
+        UserError: for too few seeds.
+    """
+    if args.most_seeds < FEWEST_SEEDS:
+        raise UserError(f"--most-seeds {args.most_seeds}: expected at least {FEWEST_SEEDS}.")
+
+    def result(name: str, seed: int, rate: float, mixing: float) -> dict:
+        path = args.output / f"{name}-{rate:g}-{mixing:g}-{seed}.json"
+        return run_once(path, partial(run, name, seed, rate, mixing), setting)
+
+    with sole_writer(args.output):
+        rates = {
+            name: tune(lambda *rates: end(result(name, TUNING_SEED, *rates)), has_mixing(config_of(name)))
+            for name in args.kinds
+        }
+        runs = {name: [] for name in args.kinds}
+        for seed in count():
+            for name, of_variant in runs.items():
+                of_variant.append(result(name, seed, rates[name].rate, rates[name].mixing))
+            if seed + 1 >= args.most_seeds or (seed + 1 >= FEWEST_SEEDS and widest(runs) <= args.effect):
+                return rates, runs
+
+
+def end(run: dict) -> float:
+    """Return the loss at the end of a run."""
+    return run["curve"][-1][1]
+
+
+def widest(runs: dict[str, list[dict]]) -> float:
+    """Return the largest half width of the intervals of the differences from the first variant; 0 if there is one."""
+    base, *others = [[end(run) for run in of_variant] for of_variant in runs.values()]
+    return max((differences(losses, base)["half_width"] or math.inf for losses in others), default=0.0)
+
+
+def loss_at(curve: list, step: float) -> float:
+    """Return the loss at a step, on a line between the evaluations around it."""
+    steps, losses = zip(*(point[:2] for point in curve))
+    return float(np.interp(step, steps, losses))
+
+
+def budgets(runs: dict[str, list[dict]], name: str, base: str, flops: Iterable[float]) -> dict[str, dict]:
+    """Return how a variant compares with `base` by each of BUDGETS.
+
+    Args:
+        runs: by variant; where one has no "seconds", because they do not compare, equal time is left out.
+        flops: of a step of the variant, in steps of `base`, by each of COUNTS.
+
+    Returns:
+        for each budget what a step of the variant costs in steps of `base`, and the interval of its loss minus that of
+        `base`, taken where the dearer of the two has spent what the cheaper one spends in all its steps.
+    """
+    costs, compared = [1.0, *flops], {}
+    if all(run["seconds"] for each in (name, base) for run in runs[each]):
+        ours, theirs = (median(run["seconds"] for run in runs[each]) for each in (name, base))
+        costs.append(ours / theirs)
+    for budget, cost in zip(BUDGETS, costs):
+        steps = runs[name][0]["curve"][-1][0]
+        losses = [loss_at(run["curve"], steps * min(1.0, 1 / cost)) for run in runs[name]]
+        of_base = [loss_at(run["curve"], steps * min(1.0, cost)) for run in runs[base]]
+        compared[budget] = {"cost": cost, "difference": differences(losses, of_base)}
+    return compared
+
+
+def by_seed(runs: Sequence[dict], index: int) -> dict:
+    """Return the interval of an entry of the last evaluation."""
+    return interval([run["curve"][-1][index] for run in runs])

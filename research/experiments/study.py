@@ -1,0 +1,206 @@
+"""Share what studies do the same way: runs that are not repeated, training, spreads over seeds, tables and plots."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy import stats
+from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
+
+from common import plots
+from common.command_io import ROOT, UserError, check_output_file, read_json, sole_writer, write_json
+from research.benchmarks.harness import environment, write_table
+
+
+# Runs and results
+
+
+def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
+    """Check and complete the options of a study, and go to the root of the checkout.
+
+    A study on a CPU takes that many threads, or with `None` PyTorch's own number, as the processes that it starts do.
+    Raise `UserError`.
+    """
+    if args.device == "cpu" and threads:
+        torch.set_num_threads(threads)
+    os.chdir(ROOT)
+    args.name = args.study + "_full" * args.full
+    if hasattr(args, "kinds"):
+        args.kinds = list(dict.fromkeys(args.kinds))
+    if hasattr(args, "seeds"):
+        args.seeds = list(dict.fromkeys(args.seeds))
+    if hasattr(args, "output"):
+        args.output = args.output or Path("outputs") / args.name
+    args.results = args.results or Path("outputs") / args.name
+    for suffix in ("json", "png"):
+        check_output_file(args.results / f"{args.name}.{suffix}", replace=True)
+
+
+def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = None) -> dict:
+    """Return what `compute()` returned: a run whose result is in `path` is not repeated.
+
+    The result depends on the name of `path` and on `setting`. Raise `UserError` for a file of another setting, and for
+    a damaged one.
+    """
+    if not path.exists():
+        write_json(path, {"setting": setting, **compute()})
+        print(f"{path.stem} done", flush=True)
+    try:
+        record = read_json(path)
+    except UserError as error:
+        raise UserError(f"{error} Remove the file: its run is then made again.") from error
+    if record.pop("setting", "missing") != setting:
+        raise UserError(f"{path} comes from a run of another setting: remove it, or choose another --output.")
+    return record
+
+
+def learned_rows(
+    args: argparse.Namespace, learned: Callable[..., dict], cases: Iterable[dict], steps: int
+) -> list[dict]:
+    """Return a row for each case: its fields, and what `learned(*fields, seeds)` returned, lists as spreads."""
+    rows = []
+    with sole_writer(args.output):
+        for case in cases:
+            name = "-".join(map(str, [*case.values(), "seeds", *args.seeds]))
+            compute = partial(learned, *case.values(), args.seeds)
+            found = run_once(args.output / f"{name}.json", compute, {"steps": steps})
+            rows.append({**case, **{key: spread(v) if isinstance(v, list) else v for key, v in found.items()}})
+    return rows
+
+
+def by_heads(numbers: dict[str, Sequence[int]]) -> list[dict]:
+    """Return the cases of `learned_rows` for each kind and each of its numbers of heads."""
+    return [{"kind": kind, "heads": heads} for kind, of_kind in numbers.items() for heads in of_kind]
+
+
+def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> None:
+    """Write the table `content`, with the command line, the machine and the versions, and its plot."""
+    write_table(args.results / args.name, {**environment(args.command, args.device), **content}, plot)
+
+
+# Training
+
+
+def seeded(seeds: list[int], build: Callable[[], nn.Module]) -> list[nn.Module]:
+    """Build a model for each seed."""
+    models = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models.append(build())
+    return models
+
+
+def train(
+    models: list[nn.Module],
+    draw: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    steps: int,
+    rate: float,
+    share: Callable[[int, int], float] | None = None,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Train models of one shape at once with Adam: small ones take little more time together than one by itself.
+
+    Args:
+        models: they differ in their weights only.
+        draw: gives new inputs and targets, [models, rows, ...].
+        loss: a number from the outputs and targets of one model.
+        rate: of learning, the highest. Gradients are clipped to a norm of 1.
+        share: returns the share of the rate at a step of so many. `None` lets the rate fall to 0 along a cosine.
+
+    Returns:
+        A function from inputs [models, rows, ...] to the outputs of the trained models.
+    """
+    weights, buffers = stack_module_state(models)
+    optimizer = torch.optim.Adam(weights.values(), lr=rate)
+    if share is None:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    else:
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share(step, steps))
+
+    def outputs(inputs: torch.Tensor) -> torch.Tensor:
+        return vmap(lambda w, b, x: functional_call(models[0], (w, b), (x,)))(weights, buffers, inputs)
+
+    for _ in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = draw()
+        vmap(loss)(outputs(inputs), targets).sum().backward()
+        gradients = [weight.grad.flatten(1) for weight in weights.values() if weight.grad is not None]
+        shrink = 1 / torch.cat(gradients, dim=1).norm(dim=1, keepdim=True).clamp_min(1)
+        for gradient in gradients:
+            gradient.mul_(shrink)
+        optimizer.step()
+        schedule.step()
+    return torch.no_grad()(outputs)
+
+
+def rise_and_fall(step: int, steps: int) -> float:
+    """Return the share of the rate at a step: it rises for a twentieth of the steps, then falls to 0 on a line."""
+    return min(20 * (step + 1) / steps, 1 - step / steps)
+
+
+# Spreads over seeds
+
+
+def spread(values: Sequence[float]) -> dict:
+    """Return the mean over the runs, the lowest and the highest, and the values."""
+    return {"mean": fmean(values), "min": min(values), "max": max(values), "values": list(values)}
+
+
+def interval(values: Sequence[float]) -> dict:
+    """Return the mean, half the width of its 95% interval by Student's t (`None` for one value), and the values."""
+    if len(values) < 2:
+        return {"mean": values[0], "half_width": None, "values": list(values)}
+    half_width = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+    return {"mean": fmean(values), "half_width": half_width, "values": list(values)}
+
+
+def differences(values: Sequence[float], base: Sequence[float]) -> dict:
+    """Return the interval of how much each value is above that of the base on the same seed."""
+    return interval([value - other for value, other in zip(values, base)])
+
+
+def detectable(difference: dict) -> float:
+    """Return the smallest effect that a test at 5% finds in 80% of the cases, by the spread of these differences."""
+    degrees = len(difference["values"]) - 1
+    return float(stats.sem(difference["values"]) * (stats.t.ppf(0.975, degrees) + stats.t.ppf(0.8, degrees)))
+
+
+def correct_by_holm(compared: Sequence[dict]) -> None:
+    """Add to each of these `differences` its p-value, `p_holm`, corrected for their number (Holm, 1979).
+
+    The p-values are those of Student's t against 0. Differences of one value, of equal ones, or with a run that
+    diverged get none.
+    """
+    tested = [each for each in compared if (each["half_width"] or 0) > 0]  # no NaN, which would spoil the order
+    p_values = [float(stats.ttest_1samp(each["values"], 0).pvalue) for each in tested]
+    highest = 0.0
+    for rank, (p_value, each) in enumerate(sorted(zip(p_values, tested), key=lambda pair: pair[0])):
+        highest = max(highest, min(1.0, p_value * (len(tested) - rank)))
+        each["p_holm"] = highest
+
+
+# Plots
+
+
+def points(values: list[dict | None]) -> list[plots.Point | None]:
+    """Return the mean of a `spread` or an `interval` each, and how far it goes down and up, for `plots.dots`."""
+
+    def point(value: dict) -> plots.Point:
+        half_width = value.get("half_width") or 0.0
+        low, high = value.get("min", value["mean"] - half_width), value.get("max", value["mean"] + half_width)
+        return value["mean"], value["mean"] - low, high - value["mean"]
+
+    return [value and point(value) for value in values]
+
+
+def plot_spread(axes: Axes, rows: list[dict], x: str, name: str, style: str, label: str) -> None:
+    """Plot the mean of `name` by the field `x`, with bars from the lowest to the highest seed."""
+    means, *errors = zip(*points([row[name] for row in rows]))
+    axes.errorbar([row[x] for row in rows], means, yerr=errors, fmt=style, label=label, capsize=2)
