@@ -170,6 +170,17 @@ class IHAModel(IHAPreTrainedModel):
         """Return whether all layers are full-attention "mha" layers, which Transformers' paged cores compute."""
         return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
 
+    def create_masks(
+        self, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs
+    ) -> dict[str, torch.Tensor | None]:
+        """Check the inputs, and return the mask of each layer type. `kwargs` of the forward may declare documents."""
+        inputs = (self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        check_inputs(*inputs, **kwargs)
+        if attention_mask is not None and attention_mask.ndim == 2 and not is_tracing(attention_mask):
+            for layer in self.layers:
+                layer.self_attn.check_padding(attention_mask)
+        return create_masks(*inputs)
+
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -206,12 +217,7 @@ class IHAModel(IHAPreTrainedModel):
         elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
             masks = attention_mask
         else:
-            inputs = (inputs_embeds, attention_mask, past_key_values, position_ids)
-            check_inputs(self.config, *inputs, **kwargs)
-            if attention_mask is not None and attention_mask.ndim == 2 and not is_tracing(attention_mask):
-                for decoder_layer in self.layers:
-                    decoder_layer.self_attn.check_padding(attention_mask)
-            masks = create_masks(self.config, *inputs)
+            masks = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb.tables(hidden_states, position_ids)
@@ -290,7 +296,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         One token goes through a compiled forward, which takes tensors. For a prompt the forward makes masks."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
-        return create_masks(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        return self.model.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
 
 
 class IHATaskHead:

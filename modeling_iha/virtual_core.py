@@ -75,7 +75,10 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     For SDPA a mask of windows, documents and padding comes as the first key of each query (`_first_keys`)."""
     make_mask, num_pseudo_heads = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config), virtual_tokens(config)
     of_tokens = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
-    if kwargs["q_length"] == 1 and core == "sdpa" and of_tokens() is None:
+    # Where Transformers needs no mask none is made, and a GPU need not wait for an answer.
+    whole = attention_mask is None and kwargs["q_length"] == kwargs["kv_length"] and kwargs.get("local_size") is None
+    skips = whole and kwargs.get("allow_is_causal_skip", True)
+    if core == "sdpa" and (skips or kwargs["q_length"] == 1) and of_tokens() is None:
         return None
     if core == "sdpa" and hasattr(config, "num_pseudo_heads"):
         first_keys = _first_keys(num_pseudo_heads, mask_function, attention_mask, **kwargs)

@@ -209,7 +209,7 @@ def attend_by_position(model: PreTrainedModel) -> None:
     decoder = model.get_base_model().base_model if isinstance(model, PeftModel) else model.base_model
     if decoder.config.model_type != "iha":
         return
-    no_masks = {layer.mask_key: None for layer in decoder.layers}
+    no_masks = dict.fromkeys(decoder.config.layer_types)
     decoder.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "attention_mask": no_masks} if module.training else kwargs),
         with_kwargs=True,

@@ -37,9 +37,10 @@ from transformers.cache_utils import DynamicCache
 
 from common import plots
 from common.command_io import UserError, read_json
-from modeling_iha import attention_mha, masks
+from modeling_iha import attention_mha, virtual_core
 from research.benchmarks.harness import (
     Attention,
+    expanded,
     inference,
     medians,
     processor,
@@ -74,7 +75,8 @@ ISA_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 def plain_sdpa() -> Iterator[None]:
     """Give every layer Transformers' mask, and leave the states in their own dtype."""
     with (
-        mock.patch.object(masks, "_maskless", lambda *_: None),
+        expanded(),
+        mock.patch.object(virtual_core, "_first_keys", lambda *_, **__: None),
         mock.patch.object(attention_mha, "in_product_dtype", lambda attend: attend),
     ):
         yield
@@ -117,7 +119,7 @@ def forms(dtype: torch.dtype, part: str, tokens: int, virtual: int, window: int 
     fields = {"num_pseudo_heads": virtual}
     if window is not None:
         fields |= {"layer_types": "sliding_attention", "sliding_window": window}
-    modules = {name: Attention(form, dtype, **fields) for name, form in (("default", None), ("sdpa", "virtual"))}
+    modules = {name: Attention(dtype, **fields) for name in ("default", "sdpa")}
     modules["default"].load_state_dict(modules["sdpa"].state_dict())
     states = torch.randn(16 if part == "batch decoding" else 1, tokens, 512, dtype=dtype)
     runs = {name: prepare(module, states, part) for name, module in modules.items()}

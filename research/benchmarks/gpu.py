@@ -44,10 +44,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import is_flash_attn_4_available
 
 from kinds import model_cost as cost
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, interleaving, masks
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, interleaving
+from modeling_iha.masks import create_masks
 from modeling_iha.package import flop_matched_window
+from modeling_iha.virtual_core import virtual_tokens
 from research.benchmarks import harness
-from research.benchmarks.harness import Attention, inference, training
+from research.benchmarks.harness import Attention, expanded, inference, training
 from research.benchmarks.schedule import schedules
 
 
@@ -108,15 +110,9 @@ def timed(case: dict, function: Callable, states: torch.Tensor, parameters: list
 
 def in_blocks(case: dict, **fields) -> Work:
     """Build a layer on SDPA whose windows go in blocks, as without `varlen_attn`."""
-    without_varlen = partial(mock.patch.multiple, has_varlen=mock.Mock(return_value=False))
-    with without_varlen(masks):
-        work = layers(case, "sdpa", **fields)
-
-    def run() -> None:
-        with without_varlen(interleaving):
-            work.run()
-
-    return Work(run, work.amounts)
+    work = layers(case, "sdpa", **fields)
+    without_varlen = mock.patch.object(interleaving, "has_varlen", lambda *_: False)
+    return Work(without_varlen(work.run), work.amounts)
 
 
 def layer_forms(case: dict) -> Forms:
@@ -136,14 +132,14 @@ def layer_forms(case: dict) -> Forms:
 def schedule_forms(case: dict) -> Forms:
     """Compare the paper's schedule with five global "mha" layers.
 
-    In training its layers keep their virtual tokens: more than 100 GB at 65536 tokens and P = 20. The form "base"
-    expands them again in the backward pass."""
+    In training its layers keep their virtual tokens: more than 100 GB at 65536 tokens and P = 20. Gradient
+    checkpointing computes them again in the backward pass."""
     five = {"attention_kinds": "mha", "num_hidden_layers": 5}
     forms = {f"5 mha: {core}": partial(layers, case, core, **five) for core in CORES}
-    for virtual, core, form in product(case["pseudo_heads"], CORES, [None, "base"][: 1 + case["backward"]]):
+    for virtual, core, again in product(case["pseudo_heads"], CORES, [False, True][: 1 + case["backward"]]):
         fields = schedules(case["tokens"], virtual)["4 iha + 1 mha"]
-        name = f"4 iha + 1 mha, P = {virtual}: {core}{', base' if form else ''}"
-        forms[name] = partial(layers, case, core, form=form, **fields)
+        name = f"4 iha + 1 mha, P = {virtual}: {core}{', checkpointed' if again else ''}"
+        forms[name] = partial(layers, case, core, checkpointing=again, **fields)
     return forms
 
 
@@ -224,9 +220,10 @@ class InPlaceLayer(DynamicLayer):
 
     def __init__(self, model: IHAModel, index: int, batch: int, tokens: int):
         super().__init__()
-        config, key = model.config, model.layers[index].mask_key
-        self.tokens, self.is_sliding, self.is_initialized = tokens, key.is_sliding, True
-        self.sliding_window = config.sliding_window + (key.num_pseudo_heads > 1) if key.is_sliding else tokens + 1
+        config = model.config
+        self.tokens, self.is_initialized = tokens, True
+        self.is_sliding = config.layer_types[index] == "sliding_attention"
+        self.sliding_window = config.sliding_window + (virtual_tokens(config) > 1) if self.is_sliding else tokens + 1
         shape = (batch, config.num_key_value_heads, self.sliding_window, config.head_dim)
         self.keys, self.values = draw(*shape), draw(*shape)
 
@@ -261,26 +258,24 @@ def replayed(function: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-def decode_step(case: dict, preset: str, form: str | None = None) -> Work:
-    """Build one new token after `tokens` cached ones."""
+def decode_step(case: dict, preset: str, in_form: Callable = lambda run: run) -> Work:
+    """Build one new token after `tokens` cached ones; `in_form` decorates its run."""
     model, batch = paper_model(case, preset).eval(), case["batch"]
-    model.model.attention_form = form
     layers = [InPlaceLayer(model.model, index, batch, case["tokens"]) for index in range(len(model.model.layers))]
     past_key_values = Cache(layers=layers)
     read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
     position_ids = torch.full((1, 1), case["tokens"], device=DEVICE)
-    prepared = model.model.create_masks(draw(batch, 1, 1), None, past_key_values, position_ids)
     # Transformers takes the capture of a graph for tracing, under which masks are dense.
-    model.model.create_masks = lambda *_, **__: prepared
-    step = partial(model, position_ids=position_ids, past_key_values=past_key_values)
-    run = inference(step, torch.zeros(batch, 1, dtype=torch.int, device=DEVICE))
+    masks = create_masks(model.config, draw(batch, 1, 1), None, past_key_values, position_ids)
+    step = partial(model, attention_mask=masks, position_ids=position_ids, past_key_values=past_key_values)
+    run = in_form(inference(step, torch.zeros(batch, 1, dtype=torch.int, device=DEVICE)))
     return Work(replayed(run), {"tokens": batch, "GB": sum(tensor.nbytes for tensor in read) / 1e9})
 
 
 def paper_forms(work: Callable[..., Work], case: dict) -> Forms:
     forms = {preset: partial(work, case, preset) for preset in ("global", "global-local", "iha")}
     if work is decode_step:
-        forms["iha, virtual tokens rebuilt"] = partial(work, case, "iha", "virtual")
+        forms["iha, virtual tokens rebuilt"] = partial(work, case, "iha", expanded())
     return forms
 
 

@@ -9,17 +9,21 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import transformers
 from matplotlib.figure import Figure
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
 from common import plots
 from common.command_io import read_json, write_json
 from common.plots import save_plot
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_core
+from modeling_iha.masks import create_masks
 
 
 # Imported once for all processes that measure memory.
@@ -29,14 +33,13 @@ PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.fi
 class Attention(torch.nn.Module):
     """Run the attention modules of a model of width 512, with 8 heads and one layer.
 
-    `overrides` change fields of the config. `form` is that of `IHAModel.attention_form`."""
+    `overrides` change fields of the config. With `checkpointing` the backward pass runs each layer again."""
 
-    def __init__(self, form: str | None = None, dtype: torch.dtype = torch.float32, **overrides):
+    def __init__(self, dtype: torch.dtype = torch.float32, checkpointing: bool = False, **overrides):
         super().__init__()
         sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
         config = IHAConfig.from_preset("tiny", **{**sizes, "num_hidden_layers": 1, **overrides})
-        self.model = IHAModel._from_config(config, dtype=dtype).eval()
-        self.model.attention_form = form
+        self.model, self.checkpointing = IHAModel._from_config(config, dtype=dtype).eval(), checkpointing
 
     def leaves(self) -> list[torch.nn.Parameter]:
         return [parameter for layer in self.model.layers for parameter in layer.self_attn.parameters()]
@@ -49,14 +52,15 @@ class Attention(torch.nn.Module):
         Masks and rotary tables are made beforehand, for the shape of `states`."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         positions = torch.arange(past, past + states.shape[1], device=states.device)[None]
-        masks = self.model.create_masks(states, None, past_key_values, positions)
+        masks = create_masks(self.model.config, states, None, past_key_values, positions)
         tables = self.model.rotary_emb.tables(states, positions)
 
         def run(hidden_states: torch.Tensor) -> torch.Tensor:
             for layer in self.model.layers:
-                mask = masks[layer.mask_key]._asdict()
-                arguments = {"past_key_values": past_key_values, "position_ids": positions, **mask}
-                hidden_states, _ = layer.self_attn(hidden_states, tables, **arguments)
+                arguments = {"past_key_values": past_key_values, "position_ids": positions}
+                attend = partial(checkpoint, layer.self_attn, use_reentrant=False)
+                attend = attend if self.checkpointing else layer.self_attn
+                hidden_states, _ = attend(hidden_states, tables, masks[layer.self_attn.layer_type], **arguments)
             return hidden_states
 
         return run
@@ -69,9 +73,18 @@ class Attention(torch.nn.Module):
         """Return the core of an "mha" layer, a function of queries, keys and values [1, heads, length, head_dim]."""
         layer, positions = self.model.layers[0], torch.arange(length, device=device)[None]
         states = self.model.embed_tokens.weight.new_empty(1, length, 0)
-        mask = self.model.create_masks(states, None, None, positions)[layer.mask_key]._asdict()
-        options = {"sliding_window": layer.self_attn.sliding_window, "position_ids": positions, **mask}
+        mask = create_masks(self.model.config, states, None, None, positions)[layer.self_attn.layer_type]
+        options = {
+            "attention_mask": mask,
+            "sliding_window": layer.self_attn.sliding_window,
+            "position_ids": positions,
+        }
         return lambda query, key, value: layer.self_attn.attend(query, key, value, **options)[0]
+
+
+def expanded() -> mock._patch:
+    """Return a context in which "iha" layers decode from rebuilt virtual tokens, however many are cached."""
+    return mock.patch.object(virtual_core, "is_absorbed", lambda *_: False)
 
 
 def causal_lm(config: IHAConfig) -> IHAForCausalLM:

@@ -42,6 +42,7 @@ from torch import nn
 
 from common import plots
 from modeling_iha import IHAConfig, IHAModel
+from modeling_iha.virtual_core import virtual_tokens
 from research.experiments.study import begin, correct_by_holm, differences, interval, points, run_once, write
 
 
@@ -129,11 +130,12 @@ class RelationModel(nn.Module):
     def forward(self, batch: Examples) -> torch.Tensor:
         """Return logits [batch, length]."""
         states = self.entry(batch.entries) + self.row(batch.rows) + self.column(batch.columns)
-        key = self.model.layers[0].mask_key
-        visible = batch.is_real.repeat_interleave(key.num_pseudo_heads, dim=1)
+        visible = batch.is_real.repeat_interleave(virtual_tokens(self.model.config), dim=1)
         mask = visible[:, None, None, :].expand(-1, 1, visible.shape[1], -1)
         positions = torch.zeros_like(batch.entries[:1])  # RoPE turns nothing
-        states = self.model(inputs_embeds=states, attention_mask={key: mask}, position_ids=positions, use_cache=False)
+        states = self.model(
+            inputs_embeds=states, attention_mask={"full_attention": mask}, position_ids=positions, use_cache=False
+        )
         return self.head(states.last_hidden_state).squeeze(-1)
 
 

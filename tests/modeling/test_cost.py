@@ -58,8 +58,6 @@ OTHER_KINDS = {
                 **{"head_norm": True, "head_gate": True},
             }
         },
-        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
-        "sliding_window": 4,
     },
     "hyper_feature": {
         "attention_kinds": "hyper_feature",
@@ -181,18 +179,6 @@ def test_eager_products(variant, windows):
     assert counted == expected.training
 
 
-def test_recomputed_products():
-    """Count what "base" adds to training: the forward between the projections once more."""
-    config, tokens = small_config(num_hidden_layers=1, num_pseudo_heads=3), 64
-    model, ids, counted = random_model(config), random_ids(1, tokens), {}
-    for form in ("virtual", "base"):
-        model.base_model.attention_form = form
-        counted[form] = multiply_adds(lambda: model(ids, use_cache=False).logits.sum().backward())
-    mixed = cost.model(config, tokens, "base").training - cost.model(config, tokens, "sdpa").training
-    pairs = 2 * 4 * 8 * kinds.cost.visible_pairs(tokens, 3)
-    assert counted["base"] - counted["virtual"] == mixed - pairs
-
-
 # The products of SDPA are not counted, so what is counted does without.
 @pytest.mark.parametrize(
     "variant, form", [*((variant, "eager") for variant in VARIANTS), *((name, "base") for name in list(VARIANTS)[:2])]
@@ -211,14 +197,11 @@ def test_decode_and_cache(monkeypatch, variant, windows, form):
     assert counted == expected.decode
 
 
-@pytest.mark.parametrize("form", ["base", "sdpa"])
 @pytest.mark.parametrize("variant", ["grouped", "all_heads", "mha", "diff_v2", "gated", "knocking_heads"])
 @pytest.mark.parametrize("gated", [True, False])
-def test_kept_for_the_backward(monkeypatch, variant, gated, form):
-    keep_base_states(monkeypatch)
+def test_kept_for_the_backward(variant, gated):
     config, tokens = small_config(**{**VARIANTS[variant], "gated_mlp": gated, "num_key_value_heads": 4}), 500
     model = random_model(config)
-    set_core(model, form)
     parameters, kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, {}
 
     def pack(tensor):
@@ -230,7 +213,7 @@ def test_kept_for_the_backward(monkeypatch, variant, gated, form):
     counted = sum(kept[address].untyped_storage().nbytes() // 4 for address in kept.keys() - parameters)
     # Besides, once in a model: its input ids, int64, and rotary tables. And a few copies of mixing weights.
     counted -= tokens * (2 + 2 * config.head_dim)
-    assert 0 <= counted - cost.model(config, tokens, form).kept < tokens
+    assert 0 <= counted - cost.model(config, tokens, "sdpa").kept < tokens
 
 
 def test_unknown_kind_is_refused(monkeypatch):

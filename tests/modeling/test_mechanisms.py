@@ -5,7 +5,7 @@ The kinds are the entries of `ATTENTION_CLASSES`: nothing here names one."""
 import mechanism_checks as checks
 import pytest
 import torch
-from helpers import CORES, EVERY_KIND, HALVES, random_ids, random_model, small_config, uncached_logits
+from helpers import CORES, EVERY_KIND, HALVES, random_ids, random_model, set_core, small_config, uncached_logits
 
 from common.checkpoint_io import run_in_clean_process
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
@@ -113,7 +113,7 @@ def test_options(kind):
     checks.check_options(kind)
 
 
-@pytest.mark.parametrize("form", [None, "base", "virtual"])
+@pytest.mark.parametrize("form", ["base", "sdpa"])
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
 def test_layers_without_rope_have_no_position(positions, form):
     """Compare layers without RoPE, of every kind, with layers whose RoPE has the frequency 0."""
@@ -121,7 +121,8 @@ def test_layers_without_rope_have_no_position(positions, form):
     kinds = len(EVERY_KIND["attention_kinds"])
     model = random_model(small_config(**geometry, no_rope_layers=[0] * kinds))
     rotated = random_model(small_config(**geometry))
-    model.base_model.attention_form = rotated.base_model.attention_form = form
+    for each in (model, rotated):
+        set_core(each, form)
     input_ids, prompt = random_ids(2, 9), random_ids(2, 5)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     assert (uncached_logits(model, input_ids) - uncached_logits(rotated, input_ids)).abs().max() > 1e-2
