@@ -110,8 +110,9 @@ def test_backward(geometry, inputs):
         "padded": {"attention_mask": torch.tensor([[0, 0] + [1] * 6])},
         "packed": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
     }[inputs]
-    # What padding computes depends on the form of the mask, and a loss leaves it out.
-    labels = input_ids.masked_fill(arguments.get("attention_mask", torch.ones_like(input_ids)) == 0, -100)
+    # What padding computes depends on the form of the mask. The loss leaves it out, and the token that it predicts.
+    real = arguments.get("attention_mask", torch.ones_like(input_ids))
+    labels = input_ids.masked_fill(torch.nn.functional.pad(real[:, :-1], (1, 0), value=1) * real == 0, -100)
     arguments |= {"labels": labels, "use_cache": False}
     model(input_ids, **arguments).loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}

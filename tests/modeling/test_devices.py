@@ -86,8 +86,8 @@ def test_a_tensor_on_another_device_is_refused():
         torch.ones(2, device=FIRST) + torch.ones(2, device=SECOND)
 
 
-# Positions are looked at once, and by Transformers once for each layer type. On "sdpa" two waits find the first keys of
-# a window or of padding, and two its documents.
+# Positions are looked at once, and by Transformers once for each layer type. On "sdpa" two waits find the first keys
+# of a window or of padding, and two its documents.
 @pytest.mark.parametrize(
     ("core", "inputs", "count"),
     [("sdpa", "plain", 3 + 4), ("eager", "plain", 3), ("eager", "padded", 1), ("sdpa", "padded", 1 + 2 * 4)],
