@@ -138,9 +138,9 @@ def interleave_heads(
         sliding_window = flop_matched_window(length, num_pseudo_heads)
     if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
         raise ValueError(f'sliding_window is {sliding_window!r}: expected at least 2 tokens, "paper" or None.')
-    chosen = _choose(_record_attention(model), layers, model)
+    modules, expected = _record_attention(model)
+    chosen = _choose(modules, layers, model)
     model_class = interleaved_class(_class_name(model), config_class(config.model_type))
-    expected = _probe(model)
     try:
         _attach(model, model_class, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
         difference = _difference(expected, _probe(model))
@@ -253,11 +253,12 @@ def _class_name(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _record_attention(model: PreTrainedModel) -> dict[torch.nn.Module, tuple[torch.Tensor, tuple[int, int, int]]]:
-    """Return queries and numbers of heads by the attention modules that call the registry in a forward."""
+def _record_attention(model: PreTrainedModel) -> tuple[dict, list[torch.Tensor]]:
+    """Return queries and heads by the attention modules that call the registry, and the hidden states of the probe."""
     core = model.config.get_text_config(decoder=True)._attn_implementation
     modules: dict[torch.nn.Module, tuple[torch.Tensor, tuple[int, int, int]]] = {}
     model_type, problem, own = model.config.model_type, None, set(model.modules())
+    states: list[torch.Tensor] = []
 
     def record(module, query, key, value, *args, **kwargs):
         nonlocal problem
@@ -276,7 +277,7 @@ def _record_attention(model: PreTrainedModel) -> dict[torch.nn.Module, tuple[tor
         stock = ALL_ATTENTION_FUNCTIONS.get(core)
         ALL_ATTENTION_FUNCTIONS[core] = record
         try:
-            _probe(model)
+            states = _probe(model)
         except Exception as error:  # whatever the base model's code does with a mask or a cache
             problem = problem or f"{model_type} does not run with a padding mask and a cache: {_one_line(error)}"
         finally:
@@ -292,7 +293,7 @@ def _record_attention(model: PreTrainedModel) -> dict[torch.nn.Module, tuple[tor
         )
     if problem is not None:
         raise ValueError(problem)
-    return modules
+    return modules, states
 
 
 def _one_line(error: Exception) -> str:

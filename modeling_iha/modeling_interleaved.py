@@ -264,9 +264,10 @@ def _prepare_decoder(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs:
         kwargs["past_key_values"] = DynamicCache(config=decoder.config)
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     keep_windows(decoder, cache)
-    tokens = kwargs.get("inputs_embeds", kwargs.get("input_ids", args[0] if args else None))
+    inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
+    length = next((each.shape[1] for each in inputs if each is not None), None)
     # A model around the decoder, and `generate` with a static cache, give masks over virtual tokens.
-    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and tokens is not None and mask.shape[2] == tokens.shape[1]:
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] == length:
         past = 0 if cache is None else cache.get_seq_length()
         kwargs["attention_mask"] = expand_mask(mask, decoder.config.num_pseudo_heads, past, decoder.dtype)
     return args, kwargs

@@ -14,6 +14,7 @@ from datasets.fingerprint import Hasher
 from helpers import (
     assert_close,
     assert_gradients_match,
+    causal_4d,
     loss_and_gradients,
     random_ids,
     random_model,
@@ -826,6 +827,40 @@ def test_what_first_keys_cannot_say_keeps_a_dense_mask(window, sdpa_masks):
     if window is not None:
         seen = (in_window(mask, 3 * window) == 0)[0, 0, 3 * 12 + 2].nonzero().flatten()
         assert seen.tolist() == [*range(3 * 12 + 3 - 3 * window, 3 * 17), *range(3 * 30, 3 * 34)]
+
+
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_mask_of_the_users_own(core, window):
+    """Express padding by a boolean mask at once, and by an additive one in chunks on a cache of either type."""
+    model = train_mixing(interleave_heads(decoder("llama", core), 3, layers=[0, 1], sliding_window=window))
+    inputs = padded(length=12)
+    real = inputs["attention_mask"].bool()
+    mask = causal_4d(inputs["attention_mask"], "bool")
+    places = {"position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)}
+    expected = logits(model, **inputs, **places)[real]
+    assert_close(logits(model, input_ids=inputs["input_ids"], attention_mask=mask, **places)[real], expected)
+    mask, cache, found = (
+        causal_4d(inputs["attention_mask"], "additive"),
+        transformers.DynamicCache(config=model.config),
+        [],
+    )
+    for start, end in ((0, 5), (5, 11), (11, 12)):
+        part = {"attention_mask": mask[:, :, start:end, :end], "past_key_values": cache}
+        part |= {"position_ids": places["position_ids"][:, start:end]}
+        with torch.no_grad():
+            found.append(model(input_ids=inputs["input_ids"][:, start:end], **part).logits)
+    assert_close(torch.cat(found, dim=1)[real], expected)
+
+
+def test_a_mask_of_both_ways_means_what_it_means_to_the_base():
+    """Let the first four tokens see each other, as a prefix does."""
+    model, tokens = decoder("llama"), random_ids(2, 9)
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    mask[..., :4, :4] = True
+    expected = logits(model, input_ids=tokens, attention_mask=mask)
+    assert (logits(model, input_ids=tokens) - expected).abs().max() > 1e-3
+    assert_close(logits(interleave_heads(model, 2), input_ids=tokens, attention_mask=mask), expected)
 
 
 def test_first_keys_are_plain_numbers():

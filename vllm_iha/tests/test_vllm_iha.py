@@ -51,7 +51,7 @@ CASES = {
     "global": ({}, {}),
     "three_pseudo_heads": ({"num_pseudo_heads": 3}, {}),
     "windows": (WINDOWS, {}),
-    "window_of_one_token": ({**WINDOWS, "sliding_window": 1, "num_pseudo_heads": 3}, {}),
+    "window_of_two_tokens": ({**WINDOWS, "sliding_window": 2, "num_pseudo_heads": 3}, {}),
     "schedule": (SCHEDULE, {}),
     "schedule_shared": ({**SCHEDULE, "pseudo_positions": "shared", "num_pseudo_heads": 4, "sliding_window": 32}, {}),
     "schedule_all_heads": ({**SCHEDULE, "pseudo_collapse": "all_heads", "num_pseudo_heads": 3}, {}),
