@@ -38,12 +38,12 @@ from common.plots import save_plot
 
 
 def study_of(name: str) -> str:
-    """Return the module of a table, whose name may end with a setting: a number, "full" or both.
+    """Return the module of a table, whose name may end with a number.
 
     The tables of a benchmark for several CPUs lie in a directory of its name."""
     folder = TABLES[name].parent
     if folder == RESULTS:
-        return "research.experiments." + re.sub(r"(_\d+)?(_full)?$", "", name)
+        return "research.experiments." + re.sub(r"_\d+$", "", name)
     return f"research.benchmarks.{name if folder == BENCHMARKS else folder.name}"
 
 

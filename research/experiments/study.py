@@ -31,16 +31,15 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
     if args.device == "cpu" and threads:
         torch.set_num_threads(threads)
     os.chdir(ROOT)
-    args.name = args.study + "_full" * args.full
     if hasattr(args, "kinds"):
         args.kinds = list(dict.fromkeys(args.kinds))
     if hasattr(args, "seeds"):
         args.seeds = list(dict.fromkeys(args.seeds))
     if hasattr(args, "output"):
-        args.output = args.output or Path("outputs") / args.name
-    args.results = args.results or Path("outputs") / args.name
+        args.output = args.output or Path("outputs") / args.study
+    args.results = args.results or Path("outputs") / args.study
     for suffix in ("json", "png"):
-        check_output_file(args.results / f"{args.name}.{suffix}", replace=True)
+        check_output_file(args.results / f"{args.study}.{suffix}", replace=True)
 
 
 def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = None) -> dict:
@@ -82,7 +81,7 @@ def by_heads(numbers: dict[str, Sequence[int]]) -> list[dict]:
 
 def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> None:
     """Write the table `content`, with the command line, the machine and the versions, and its plot."""
-    write_table(args.results / args.name, {**environment(args.command, args.device), **content}, plot)
+    write_table(args.results / args.study, {**environment(args.command, args.device), **content}, plot)
 
 
 # Training
@@ -103,7 +102,6 @@ def train(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     steps: int,
     rate: float,
-    share: Callable[[int, int], float] | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Train models of one shape at once with Adam: small ones take little more time together than one by itself.
 
@@ -111,18 +109,14 @@ def train(
         models: they differ in their weights only.
         draw: gives new inputs and targets, [models, rows, ...].
         loss: a number from the outputs and targets of one model.
-        rate: of learning, the highest. Gradients are clipped to a norm of 1.
-        share: returns the share of the rate at a step of so many. `None` lets the rate fall to 0 along a cosine.
+        rate: of learning, the highest; it falls to 0 along a cosine. Gradients are clipped to a norm of 1.
 
     Returns:
         A function from inputs [models, rows, ...] to the outputs of the trained models.
     """
     weights, buffers = stack_module_state(models)
     optimizer = torch.optim.Adam(weights.values(), lr=rate)
-    if share is None:
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    else:
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share(step, steps))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
     def outputs(inputs: torch.Tensor) -> torch.Tensor:
         return vmap(lambda w, b, x: functional_call(models[0], (w, b), (x,)))(weights, buffers, inputs)
@@ -138,11 +132,6 @@ def train(
         optimizer.step()
         schedule.step()
     return torch.no_grad()(outputs)
-
-
-def rise_and_fall(step: int, steps: int) -> float:
-    """Return the share of the rate at a step: it rises for a twentieth of the steps, then falls to 0 on a line."""
-    return min(20 * (step + 1) / steps, 1 - step / steps)
 
 
 # Spreads over seeds
