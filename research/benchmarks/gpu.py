@@ -20,7 +20,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 from common.command_io import UserError, one_line, read_json, run_cli, sole_writer, write_json
 from research.benchmarks.options import OUTPUTS
@@ -44,7 +43,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import is_flash_attn_4_available
 
 from kinds import model_cost as cost
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, interleaving, masks
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.package import flop_matched_window
 from research.benchmarks import harness
 from research.benchmarks.harness import Attention, inference, training
@@ -106,19 +105,6 @@ def timed(case: dict, function: Callable, states: torch.Tensor, parameters: list
     return training(function, [states], parameters) if case["backward"] else inference(function, states)
 
 
-def in_blocks(case: dict, **fields) -> Work:
-    """Build a layer on SDPA whose windows go in blocks, as without `varlen_attn`."""
-    without_varlen = partial(mock.patch.multiple, has_varlen=mock.Mock(return_value=False))
-    with without_varlen(masks):
-        work = layers(case, "sdpa", **fields)
-
-    def run() -> None:
-        with without_varlen(interleaving):
-            work.run()
-
-    return Work(run, work.amounts)
-
-
 def layer_forms(case: dict) -> Forms:
     """Compare one layer of each kind and core."""
     forms = {f"mha: {core}": partial(layers, case, core, attention_kinds="mha") for core in CORES}
@@ -129,21 +115,16 @@ def layer_forms(case: dict) -> Forms:
             forms[f"iha, P = {virtual}, window {window}: {core}"] = partial(layers, case, core, **sliding)
             if case["tokens"] * virtual <= LONGEST:
                 forms[f"iha, P = {virtual}: {core}"] = partial(layers, case, core, num_pseudo_heads=virtual)
-        forms[f"iha, P = {virtual}, window {window}: in blocks"] = partial(in_blocks, case, **sliding)
     return forms
 
 
 def schedule_forms(case: dict) -> Forms:
-    """Compare the paper's schedule with five global "mha" layers.
-
-    In training its layers keep their virtual tokens: more than 100 GB at 65536 tokens and P = 20. The form "base"
-    expands them again in the backward pass."""
+    """Compare the paper's schedule with five global "mha" layers."""
     five = {"attention_kinds": "mha", "num_hidden_layers": 5}
     forms = {f"5 mha: {core}": partial(layers, case, core, **five) for core in CORES}
-    for virtual, core, form in product(case["pseudo_heads"], CORES, [None, "base"][: 1 + case["backward"]]):
+    for virtual, core in product(case["pseudo_heads"], CORES):
         fields = schedules(case["tokens"], virtual)["4 iha + 1 mha"]
-        name = f"4 iha + 1 mha, P = {virtual}: {core}{', base' if form else ''}"
-        forms[name] = partial(layers, case, core, form=form, **fields)
+        forms[f"4 iha + 1 mha, P = {virtual}: {core}"] = partial(layers, case, core, **fields)
     return forms
 
 
@@ -261,10 +242,9 @@ def replayed(function: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-def decode_step(case: dict, preset: str, form: str | None = None) -> Work:
+def decode_step(case: dict, preset: str) -> Work:
     """Build one new token after `tokens` cached ones."""
     model, batch = paper_model(case, preset).eval(), case["batch"]
-    model.model.attention_form = form
     layers = [InPlaceLayer(model.model, index, batch, case["tokens"]) for index in range(len(model.model.layers))]
     past_key_values = Cache(layers=layers)
     read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
@@ -278,10 +258,7 @@ def decode_step(case: dict, preset: str, form: str | None = None) -> Work:
 
 
 def paper_forms(work: Callable[..., Work], case: dict) -> Forms:
-    forms = {preset: partial(work, case, preset) for preset in ("global", "global-local", "iha")}
-    if work is decode_step:
-        forms["iha, virtual tokens rebuilt"] = partial(work, case, "iha", "virtual")
-    return forms
+    return {preset: partial(work, case, preset) for preset in ("global", "global-local", "iha")}
 
 
 # Cases

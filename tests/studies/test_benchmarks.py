@@ -1,6 +1,5 @@
 """Run every benchmark at tiny sizes, from its command line to its report, and test what its figures rest on."""
 
-import dataclasses
 import json
 import re
 import sys
@@ -75,26 +74,28 @@ def test_results(results, script):
     assert not list(results.glob(".*"))
 
 
-def tiny(target):
-    setting = {**target.setting, **({"tokens": TOKENS} if "tokens" in target.setting else {})}
-    return dataclasses.replace(target, setting=setting)
-
-
 def test_report(results, monkeypatch):
-    targets = [tiny(target) for target in report.TARGETS]
-    reached, missed = (
-        dataclasses.replace(target, limit=limit, why="for a reason") for target, limit in zip(targets, (1e9, 1e-9))
-    )
-    monkeypatch.setattr(report, "TARGETS", [reached, missed, *targets[2:]])
     monkeypatch.setattr(sys, "argv", ["report.py", "--out", str(results)])
     report.main()
-    lines = (results / "README.md").read_text().splitlines()
-    linked = set(re.findall(r"\]\((\w+\.\w+)\)", "".join(lines)))
+    text = (results / "README.md").read_text()
+    linked = set(re.findall(r"\]\((\w+\.\w+)\)", text))
     assert linked == {path.name for path in results.iterdir() if path.suffix in (".json", ".png")}
-    first, second = (next(line for line in lines if f"| {target.title} |" in line) for target in (reached, missed))
-    assert first.endswith("| yes |  |") and second.endswith("| **no** | for a reason |")
-    for target in targets[2:]:
-        assert sum(f"| {target.title} | `{target.ratio}` |" in line for line in lines) == 1
+    (row,) = json.loads((results / "decode_model.json").read_text())["rows"]
+    ratio = f"{row['ratios']['iha / llama']:.3f}"
+    assert f"| / llama | {TOKENS} tokens, P = 2 |\n|---|---|\n| iha | {ratio} |\n" in text
+
+
+def test_settings_that_are_left_together_show_their_span():
+    rows = [
+        {"pass": "forward", "window": "none", "tokens": tokens, "ratios": {"a / b": ratio, "memory: a / b": 2.0}}
+        for tokens, ratio in ((512, 0.5), (1024, 1.25))
+    ]
+    lines = report.benchmark_lines("any_decoder", {"rows": rows, "command": "run"}, has_plot=False)
+    assert lines[-3:] == [
+        "| / b | forward, window: none | memory, forward, window: none |",
+        "|---|---|---|",
+        "| a | 0.500 to 1.250 | 2.000 |",
+    ]
 
 
 def test_medians(monkeypatch):
@@ -156,7 +157,7 @@ def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):
         default_form.main()
     assert len(json.loads(path.read_text())["rows"]) == 7
     lines = report.default_lines([json.loads(path.read_text())])
-    assert any(line.startswith("| training | 2 | 200 | 16 | float32 | ") for line in lines)
+    assert any(line.startswith("| training, 200 tokens, P = 2, window: 16 | ") for line in lines)
 
 
 def test_what_the_default_is_compared_with(monkeypatch):
