@@ -24,11 +24,10 @@ if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 
 import torch
-from matplotlib.figure import Figure
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
-from research.benchmarks.harness import draw, medians, ratios, reported, span, training, wall_seconds, write
+from research.benchmarks.harness import medians, ratios, reported, training, wall_seconds, write
 
 
 SIZES = {
@@ -105,25 +104,13 @@ def measure(threads: int, dtype: str, name: str, window: str, tokens: int, repea
     return {**setting, "seconds": seconds, "ratios": kept}
 
 
-def plot(table: dict) -> Figure:
-    """Plot the time beside `IHAForCausalLM` by pass."""
-    found = span(row["ratios"][RATIO] for row in table["rows"])
-    message = f"An interleaved decoder takes {found} times as long as {BASE}"
-
-    def of(name: str) -> Callable[[dict], dict]:
-        line = lambda row: f"window {row['window']}, {row['dtype']}, threads {row['threads']}"  # noqa: E731
-        return lambda row: {line(row): row["ratios"][RATIO]} if row["pass"] == name else {}
-
-    return draw(message, table, {f"{name}: time / {BASE} (lower is better)": of(name) for name in PASSES})
-
-
 def main() -> None:
     args = PARSER.parse_args()
     threads = list(dict.fromkeys(args.threads))
     settings = product(threads, args.dtypes, PASSES, WINDOWS, args.tokens)
     rows = reported(measure(*setting, args.repeats) for setting in settings)
     setting = {"pseudo_heads": PSEUDO_HEADS, "threads": threads, "predicted_by": "the same products: 1"}
-    write(args.out, "any_decoder", rows, plot, **setting)
+    write(args.out, "any_decoder", rows, **setting)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def main() -> None:
     rows = reported(with_ratios(part()) for part in parts)
     predicted = "at most 1, and in memory one more output"
     setting = {"pseudo_heads": PSEUDO_HEADS, "window": tokens // 8, "predicted_by": predicted}
-    write(args.out, "any_decoder_rows", rows, None, **setting)
+    write(args.out, "any_decoder_rows", rows, **setting)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def setting_of(row: dict, fields: tuple[str, ...]) -> str:
     return ", ".join(words.get(field, "{}").format(row[field]) for field in fields if row[field] is not None)
 
 
-def benchmark_lines(name: str, result: dict, has_plot: bool) -> list[str]:
+def benchmark_lines(name: str, result: dict) -> list[str]:
     """Return the section of a benchmark: how it was measured, and its ratios."""
     values: dict[str, dict[str, list[float]]] = {}
     columns: dict[str, None] = {}
@@ -66,8 +66,12 @@ def benchmark_lines(name: str, result: dict, has_plot: bool) -> list[str]:
         ratio.removesuffix(base): [span(found.get(column, [])) for column in columns]
         for ratio, found in values.items()
     }
-    links = f"[Figures]({name}.json)" + f", [plot]({name}.png)" * has_plot
-    return [f"## {name}", f"{links}: `{result['command']}`", "", *table([base.strip(), *columns], lines)]
+    return [
+        f"## {name}",
+        f"[Figures]({name}.json): `{result['command']}`",
+        "",
+        *table([base.strip(), *columns], lines),
+    ]
 
 
 def measured_on(result: dict) -> str:
@@ -94,10 +98,10 @@ def default_lines(results: list[dict]) -> list[str]:
     return [DEFAULT, "", *table(["", *columns], lines)]
 
 
-def render(results: dict[str, dict], defaults: list[dict], plots: set[str]) -> str:
-    """Return the README as Markdown, from the results by name, those of default_form on each CPU, and the plots."""
+def render(results: dict[str, dict], defaults: list[dict]) -> str:
+    """Return the README as Markdown, from the results by name and those of default_form on each CPU."""
     about = f"{ABOUT}\nMeasured on: {'; '.join(dict.fromkeys(map(measured_on, results.values())))}."
-    sections = [benchmark_lines(name, result, name in plots) for name, result in results.items()]
+    sections = [benchmark_lines(name, result) for name, result in results.items()]
     return "\n\n".join([about, *("\n".join(section) for section in [default_lines(defaults), *sections])]) + "\n"
 
 
@@ -106,7 +110,7 @@ def main() -> None:
     results = {path.stem: read_json(path) for path in sorted(args.out.glob("*.json"))}
     defaults = [read_json(path) for path in sorted(args.out.glob("default_form/*.json"))]
     with whole_file(args.out / "README.md") as path:
-        path.write_text(render(results, defaults, {path.stem for path in args.out.glob("*.png")}), encoding="utf-8")
+        path.write_text(render(results, defaults), encoding="utf-8")
     print(f"Wrote {args.out / 'README.md'}")
 
 

@@ -16,7 +16,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from common import plots
 from common.command_io import ROOT, UserError, check_output_file, read_json, sole_writer, write_json
-from research.benchmarks.harness import environment, write_table
+from research.benchmarks.harness import environment
 
 
 # Runs and results
@@ -80,8 +80,15 @@ def by_heads(numbers: dict[str, Sequence[int]]) -> list[dict]:
 
 
 def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> None:
-    """Write the table `content`, with the command line, the machine and the versions, and its plot."""
-    write_table(args.results / args.study, {**environment(args.command, args.device), **content}, plot)
+    """Write the table `content`, with the command line, the machine and the versions, and its plot.
+
+    `plot` draws what was written, so that the table alone gives the plot again (redraw.py).
+    """
+    path = args.results / args.study
+    write_json(path.with_suffix(".json"), {**environment(args.command, args.device), **content})
+    figure = plot(read_json(path.with_suffix(".json")))
+    plots.save_plot(figure, path.with_suffix(".png"))
+    print(f"{figure.get_suptitle()}\nWrote {path}.json and .png", flush=True)
 
 
 # Training

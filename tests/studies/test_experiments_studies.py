@@ -1,23 +1,18 @@
 """Test the studies that train from scratch: their data, their tables, and that they go on where they stopped."""
 
 import math
-import os
 import random
-import re
 from pathlib import Path
 from statistics import mean
 
 import pytest
 import torch
 
-from evaluation import data
 from modeling_iha import IHAForCausalLM
 from research.experiments import dcmha_tasks, language_models, study
 from research.experiments.dcmha_tasks import ANSWERS, NAMES, SET_PATTERNS, TASKS, TOKENS
 
 
-# The full data files are no part of the repository.
-DATA = Path(os.environ.get("EVALUATION_DATA", Path(__file__).parents[3] / "shared" / "data"))
 TINY_TEXT = language_models.sized(width=16, ffn=48, layers=1, heads=2, tokens=32, batch=2, steps=4)
 TINY_TASKS = {**TINY_TEXT, "tokens": 4, "test": 1}
 
@@ -56,45 +51,6 @@ def test_p_values_are_corrected_for_their_number():
 
 
 # The tasks
-
-
-def kind_of(question: str) -> tuple[str, str]:
-    patterns = {
-        r"Which is not": "not the named",
-        r"Which is different": "different",
-        r"Who (does|did|is) not": "who not",
-        r"Who": "who",
-        r"(does|did|is) not": "other person",
-        r"": "same person",
-    }
-    transformations = {
-        r"kind of": "class",
-        r"city in": "country",
-        r"that can": "capability",
-        r"opposite of": "opposite",
-        r"just before": "next",
-        r"just after": "previous",
-        r"": "copy",
-    }
-    return tuple(
-        next(names[text] for text in names if re.search(text, question)) for names in (patterns, transformations)
-    )
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason="no data files: see test_evaluation.py")
-def test_the_tasks_are_the_released_ones_in_their_order():
-    assert len(TASKS) == 74
-    rows = data.rows("dcformer/synthetic_dataset.jsonl", DATA)
-    assert {entry["task_id"] for entry in rows} == {f"task{index}" for index in range(74)}
-    for entry in rows:
-        task = TASKS[int(entry["task_id"].removeprefix("task"))]
-        copies = all(word == answer for word, answer in ANSWERS[task.transformation].items())
-        for line in entry["texts"].strip().split("\n"):
-            facts, question = re.fullmatch(r"(.*?\.) (?:>\. )?((?:Which|(?<=>\. )).*)", line).groups()
-            expected = (task.pattern, "copy" if copies else task.transformation)
-            assert kind_of(question) == expected, line
-            name_first = re.match(r"< \w+ (has|likes|arrived|is [\w-]+\.)", facts) is not None
-            assert name_first == task.fact.startswith("{name}"), line
 
 
 @pytest.mark.parametrize("new", [False, True], ids=["seen", "new"])

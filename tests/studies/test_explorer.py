@@ -300,33 +300,13 @@ def test_in_a_browser(browser, checkpoints, tmp_path):
     tab.click("#heads canvas[data-layer='1'][data-head='1']")
     assert opened.chosen("layer", "head") == ["1", "1"]
     assert tab.get_attribute("#heads .chosen", "title") == "layer 1 (iha), head 1"
-    tab.evaluate("new Promise(resolve => setTimeout(resolve))")  # after the tiles
-    tile = "document.querySelector('#heads .chosen').getContext('2d').getImageData(0, 0, 8, 8).data"
-    opacity = torch.tensor(tab.evaluate(f"[...{tile}].filter((_, i) => i % 4 === 3)")).view(8, 8) / 255
-    changes = (weights[1][1] - weights[1][0])[1].mean(1).sum(-1)
-    torch.testing.assert_close(opacity.square(), changes.abs(), rtol=0, atol=0.02)
     opened.click_cell("change", 3, 0)
     assert opened.chosen("layer", "head", "query") == ["0", "3", "0"]
     most = max(w.item() for layer in weights for w in (layer[1] - layer[0]).abs().sum((3, 4)).mean((1, 2)) / 2)
     assert float(opened.rows("changed")[0][2]) == pytest.approx(most, abs=1e-3)
 
-    # Hovering names the tokens and the weight.
-    tab.mouse.move(0, 0)
-    opened.click_cell("pattern", 0, 5)
-    tab.wait_for_selector("#pattern .hoverlayer text")
-    hover = tab.text_content("#pattern .hoverlayer")
-    assert "query “↵” (6)" in hover and "key “a” (1)" in hover
-
-    # By keyboard alone: the first field, a letter of the wanted option, the next field.
-    tab.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
-    tab.focus("#layer")
-    tab.keyboard.press("ArrowDown")
-    tab.keyboard.press("Tab")
-    tab.keyboard.press("ArrowUp")
-    assert opened.chosen("layer", "head") == ["1", "2"]
-    assert tab.evaluate("document.activeElement.id") == "head"
-
     # Matrices: less their start, and how far they moved.
+    tab.select_option("#layer", "1")
     tab.select_option("#shown", "B")
     tab.select_option("#less", "start")
     alpha = checkpoints[1]["tuned"].model.layers[1].self_attn.q_mix.value().detach()
@@ -339,52 +319,3 @@ def test_in_a_browser(browser, checkpoints, tmp_path):
     assert float(opened.rows("distances")[1][1]) == pytest.approx(distance.item(), rel=0.01)
 
     assert opened.problems == [] and opened.requests == [(tmp_path / "page.html").as_uri()]
-
-
-def channels(colour):
-    """Return the red, green and blue of a colour as a browser computes it, from 0 to 1."""
-    return [int(channel) / 255 for channel in re.findall(r"\d+", colour)[:3]]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_phone(scheme, browser, checkpoints, tmp_path):
-    """Fit the screen, leave the curve free of its legend, and have the colours that the system asks for."""
-    explored(checkpoints, tmp_path, "per_head", PROMPT)
-    opened = Opened(browser, tmp_path / "page.html", viewport={"width": 390, "height": 844}, color_scheme=scheme)
-    tab = opened.tab
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
-    curve, title, legend = (
-        tab.locator(f"#moved {part}").bounding_box() for part in (".nsewdrag", ".xtitle", ".legend")
-    )
-    assert curve["height"] > 150 and legend["y"] >= title["y"] + title["height"] > curve["y"] + curve["height"]
-    style = "getComputedStyle(document.querySelector('{}')).{}"
-    paper, ink, drawn = (
-        sum(channels(tab.evaluate(style.format(*place)))) / 3
-        for place in (("body", "backgroundColor"), ("body", "color"), ("#moved .xtick text", "fill"))
-    )
-    assert drawn == ink and abs(ink - paper) > 0.7 and (ink > paper) == (scheme == "dark")
-    assert opened.problems == []
-
-
-def test_every_control_and_chart_has_a_name(browser, checkpoints, tmp_path):
-    """Find what a screen reader reads: labels of fields, texts of charts that lead to tables, captions of tables."""
-    explored(checkpoints, tmp_path, "every_kind", PROMPT)
-    opened = Opened(browser, tmp_path / "page.html")
-    tab, kinds = opened.tab, CONFIGS["every_kind"].attention_kinds
-    for layer, kind in enumerate(kinds):
-        tab.select_option("#layer", str(layer))
-        assert opened.status().startswith(f"Layer {layer}, head 0")
-        assert tab.locator("#q_mix").is_visible() == tab.locator("#tiles").is_visible() == (kind == "iha")
-        assert tab.locator("#query").is_disabled() == (kind != "iha")
-        unnamed = tab.evaluate(
-            """() => [
-              ...[...document.querySelectorAll("select")].filter(field => !field.labels[0]?.textContent.trim()),
-              ...[...document.querySelectorAll("[role=img], [role=region], form")].filter(
-                part => part.checkVisibility() && !part.getAttribute("aria-label")),
-              ...[...document.querySelectorAll("table")].filter(
-                part => part.checkVisibility() && !(part.caption?.textContent && part.querySelector("th[scope=col]"))),
-            ].map(part => part.id || part.className)"""
-        )
-        assert unnamed == []
-    assert tab.get_attribute("html", "lang") == "en" and tab.get_attribute("#status", "role") == "status"
-    assert opened.problems == []

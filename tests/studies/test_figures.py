@@ -22,7 +22,7 @@ from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
 from research.experiments import language_models, warm_start
 from research.experiments.protocol import BUDGETS, COUNTS
-from research.experiments.redraw import STUDIES, TABLES, study_of
+from research.experiments.redraw import TABLES, study_of
 from research.experiments.study import detectable, differences, interval
 
 
@@ -272,7 +272,7 @@ def spreads(value) -> list[dict]:
     return own + [each for part in parts for each in spreads(part)]
 
 
-@pytest.mark.parametrize("study", STUDIES)
+@pytest.mark.parametrize("study", TABLES)
 def test_a_table_names_its_command_and_has_the_value_of_every_seed(study):
     assert table(study)["command"] == "not recorded" or study_of(study) in table(study)["command"]
     for each in spreads(table(study)):
