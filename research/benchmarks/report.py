@@ -82,10 +82,11 @@ def measured_on(result: dict) -> str:
 def default_lines(results: list[dict]) -> list[str]:
     """Return the default of an "iha" layer over SDPA on each CPU, idle and beside busy processes."""
     columns = {
-        f"{result['machine']}, {name}": [row for row in result["rows"] if (row["busy"] > 0) == busy]
-        for result in results
+        f"CPU {number}, {name}": [row for row in result["rows"] if (row["busy"] > 0) == busy]
+        for number, result in enumerate(results, 1)
         for name, busy in (("idle", False), ("busy", True))
     }
+    machines = [f"CPU {number}: {result['machine']}." for number, result in enumerate(results, 1)]
     fields = ("pass", "tokens", "pseudo_heads", "window")
     settings = dict.fromkeys(setting_of(row, fields) for rows in columns.values() for row in rows)
     lines = {
@@ -95,7 +96,7 @@ def default_lines(results: list[dict]) -> list[str]:
         ]
         for setting in settings
     }
-    return [DEFAULT, "", *table(["", *columns], lines)]
+    return [DEFAULT, *machines, "", *table(["", *columns], lines)]
 
 
 def render(results: dict[str, dict], defaults: list[dict]) -> str:

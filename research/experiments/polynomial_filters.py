@@ -16,8 +16,9 @@ example: python -m research.experiments.polynomial_filters
 import argparse
 import math
 from collections.abc import Sequence
+from functools import partial
 
-from common.command_io import run_cli
+from common.command_io import run_cli, sole_writer
 from research.experiments.options import study_parser
 
 
@@ -36,7 +37,7 @@ from torch import nn
 
 from common import plots
 from research.experiments.bare_attention import BareAttention, relative_error
-from research.experiments.study import begin, by_heads, learned_rows, plot_spread, seeded, train, write
+from research.experiments.study import begin, points, run_once, seeded, spread, train, write
 
 
 GRAPHS = {
@@ -181,7 +182,10 @@ def plot(table: dict) -> Figure:
         chosen = [row for row in counts if row["kind"] == kind]
         heads.plot([row["k"] for row in chosen], [row["heads"] for row in chosen], style, label=kind)
         parameters.plot([row["k"] for row in chosen], [row["parameters"] for row in chosen], style, label=kind)
-        plot_spread(error, [row for row in rows if row["kind"] == kind], "parameters", "error", style, kind)
+        of_kind = [row for row in rows if row["kind"] == kind]
+        means, *errors = zip(*points([row["error"] for row in of_kind]))
+        places = [row["parameters"] for row in of_kind]
+        error.errorbar(places, means, yerr=errors, fmt=style, label=kind, capsize=2)
     heads.set(title="constructed", xlabel="k", ylabel="heads (fewer is better)")
     parameters.set(title="constructed", xlabel="k", ylabel="parameters, karate club (fewer is better)")
     error.set(title=f"learned, k = {LEARNED_FILTERS}", xlabel="parameters", yscale="log")
@@ -218,7 +222,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in ("mha", "iha")
         for k in FILTERS
     ]
-    rows = learned_rows(args, learned, by_heads(LEARNED_HEADS), STEPS)
+    rows = []
+    with sole_writer(args.output):
+        for kind, heads in ((kind, heads) for kind, of_kind in LEARNED_HEADS.items() for heads in of_kind):
+            name = "-".join(map(str, [kind, heads, "seeds", *args.seeds]))
+            compute = partial(learned, kind, heads, args.seeds)
+            found = run_once(args.output / f"{name}.json", compute, {"steps": STEPS})
+            rows.append({"kind": kind, "heads": heads, **found, "error": spread(found["error"])})
     setting = {"features": FEATURES, "dtype_of_constructions": "float64", "seeds": args.seeds, "steps": STEPS}
     tables = {"exactness": exactness, "counts": counts, "learned": rows}
     write(args, plot, **setting, **tables)

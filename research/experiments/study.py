@@ -2,20 +2,18 @@
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from common import plots
-from common.command_io import ROOT, UserError, check_output_file, read_json, sole_writer, write_json
+from common.command_io import ROOT, UserError, check_output_file, read_json, write_json
 from research.benchmarks.harness import environment
 
 
@@ -58,25 +56,6 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
     if record.pop("setting", "missing") != setting:
         raise UserError(f"{path} comes from a run of another setting: remove it, or choose another --output.")
     return record
-
-
-def learned_rows(
-    args: argparse.Namespace, learned: Callable[..., dict], cases: Iterable[dict], steps: int
-) -> list[dict]:
-    """Return a row for each case: its fields, and what `learned(*fields, seeds)` returned, lists as spreads."""
-    rows = []
-    with sole_writer(args.output):
-        for case in cases:
-            name = "-".join(map(str, [*case.values(), "seeds", *args.seeds]))
-            compute = partial(learned, *case.values(), args.seeds)
-            found = run_once(args.output / f"{name}.json", compute, {"steps": steps})
-            rows.append({**case, **{key: spread(v) if isinstance(v, list) else v for key, v in found.items()}})
-    return rows
-
-
-def by_heads(numbers: dict[str, Sequence[int]]) -> list[dict]:
-    """Return the cases of `learned_rows` for each kind and each of its numbers of heads."""
-    return [{"kind": kind, "heads": heads} for kind, of_kind in numbers.items() for heads in of_kind]
 
 
 def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> None:
@@ -194,9 +173,3 @@ def points(values: list[dict | None]) -> list[plots.Point | None]:
         return value["mean"], value["mean"] - low, high - value["mean"]
 
     return [value and point(value) for value in values]
-
-
-def plot_spread(axes: Axes, rows: list[dict], x: str, name: str, style: str, label: str) -> None:
-    """Plot the mean of `name` by the field `x`, with bars from the lowest to the highest seed."""
-    means, *errors = zip(*points([row[name] for row in rows]))
-    axes.errorbar([row[x] for row in rows], means, yerr=errors, fmt=style, label=label, capsize=2)
