@@ -6,9 +6,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-import torch
 
-from modeling_iha import IHAForCausalLM
 from research.experiments import dcmha_tasks, language_models, study
 from research.experiments.dcmha_tasks import ANSWERS, NAMES, SET_PATTERNS, TASKS, TOKENS
 
@@ -83,38 +81,6 @@ def test_new_examples_combine_a_task_with_words_of_other_tasks():
         assert new and not seen & new and seen | new == set(ANSWERS[task.transformation])
         elsewhere = [i for i, other in enumerate(TASKS) if other.transformation == task.transformation and i != index]
         assert new <= {word for i in elsewhere for word in dcmha_tasks.sources(i, False)}
-
-
-def test_a_line_is_the_sum_of_its_words():
-    """Expect the same whatever the other examples of the batch are."""
-    torch.manual_seed(0)
-    model = IHAForCausalLM(dcmha_tasks.config_of_kind(TINY_TASKS, "dcmha")).eval()
-    examples = [dcmha_tasks.draw(index, False, random.Random(index)) for index in (0, 61)]
-    table = model.model.embed_tokens.weight
-    with torch.no_grad():
-        together = dcmha_tasks.logits_of(model, dcmha_tasks.encode(examples, "cpu")[0])
-        for logits, (lines, _) in zip(together, examples):
-            sums = torch.stack([sum(table[TOKENS[word]] for word in line.split()) for line in lines])
-            torch.testing.assert_close(logits, model(inputs_embeds=sums[None]).logits[0, -1])
-
-
-def test_kinds_learn_the_same_examples_and_no_new_ones(monkeypatch):
-    drawn, draw = [], dcmha_tasks.draw
-
-    def watch(index, new, generator):
-        drawn.append((index, new, draw(index, new, generator), torch.is_grad_enabled()))
-        return drawn[-1][2]
-
-    monkeypatch.setattr(dcmha_tasks, "draw", watch)
-    by_kind = {}
-    for kind in ("mha", "talking_heads"):
-        drawn.clear()
-        dcmha_tasks.train(TINY_TASKS, "cpu", kind, 0, 1e-2, 1.0)
-        by_kind[kind] = list(drawn)
-    assert by_kind["mha"] == by_kind["talking_heads"]
-    tested, trained = drawn[: 2 * 74], drawn[2 * 74 :]
-    assert len(trained) == 4 * 2 and not any(new for _, new, *_ in trained)
-    assert [(index, new) for index, new, *_ in tested] == [(i, new) for new in (False, True) for i in range(74)]
 
 
 def test_the_tasks_compare_on_equal_seeds_and_go_on_where_they_stopped(run_protocol, monkeypatch):

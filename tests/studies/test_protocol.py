@@ -205,16 +205,3 @@ def test_the_held_out_text_is_never_trained_on(monkeypatch):
     monkeypatch.setattr(language_models, "losses_of", watch)
     one_run({**size_of(TINY, 32), "batch": 200}, text)
     assert seen == {True: {0}, False: {1}}
-
-
-def test_evaluations_do_not_count_as_training_time(monkeypatch):
-    """Let a step take a second, and a batch of an evaluation a hundred."""
-    now, losses_of = [0], language_models.losses_of
-
-    def slow(model, rows):
-        now[0] += 1 if torch.is_grad_enabled() else 100
-        return losses_of(model, rows)
-
-    monkeypatch.setattr(language_models, "losses_of", slow)
-    monkeypatch.setattr(protocol, "clock", lambda device: now[0])
-    assert one_run(size_of(TINY, 32), TEXT)["seconds"] == TINY["steps"]
