@@ -50,9 +50,9 @@ from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
 from common.checkpoint_io import fingerprint
-from kinds import Companion, companion_of, described, own_modules
-from kinds.model_cost import model as cost_of_model
-from kinds.model_cost import with_mha
+from kind_facts import Companion, companion_of, described, own_modules
+from kind_facts.model_cost import model as cost_of_model
+from kind_facts.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from common.checkpoint_io import load_model, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert
-from kinds.model_cost import attention
+from kind_facts.model_cost import attention
 from research.benchmarks.harness import medians, ratios, reported, write
 
 

@@ -42,7 +42,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCau
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import is_flash_attn_4_available
 
-from kinds import model_cost as cost
+from kind_facts import model_cost as cost
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.package import flop_matched_window
 from research.benchmarks import harness

@@ -19,8 +19,8 @@ if __name__ == "__main__":
 
 import torch
 
-from kinds.cost import score_products
-from kinds.model_cost import attention
+from kind_facts.cost import score_products
+from kind_facts.model_cost import attention
 from research.benchmarks.harness import Attention, inference, medians, reported, training, write
 
 

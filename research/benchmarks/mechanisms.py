@@ -23,8 +23,8 @@ if __name__ == "__main__":
 import torch
 from transformers import DynamicCache
 
-from kinds import all_companions
-from kinds.model_cost import model
+from kind_facts import all_companions
+from kind_facts.model_cost import model
 from modeling_iha import IHAConfig
 from research.benchmarks.harness import causal_lm, extra_bytes, inference, medians, ratios, reported, write
 

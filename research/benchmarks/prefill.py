@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import torch
 
-from kinds.model_cost import head, model
+from kind_facts.model_cost import head, model
 from modeling_iha import IHAConfig
 from research.benchmarks.harness import causal_lm, extra_bytes, inference, medians, ratios, reported, write
 

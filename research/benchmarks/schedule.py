@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 import torch
 
-from kinds.model_cost import attention, model
+from kind_facts.model_cost import attention, model
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
 from research.benchmarks.harness import (

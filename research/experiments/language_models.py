@@ -62,7 +62,7 @@ from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 
 from common import plots
-from kinds.model_cost import model as cost_of
+from kind_facts.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.protocol import BUDGETS, COUNTS, Rates, budgets, by_seed, compare_tuned, fit, new_model
 from research.experiments.study import begin, correct_by_holm, interval, points, write

@@ -17,7 +17,7 @@ from tiny_training import byte_tokenizer
 
 from common.checkpoint_io import fingerprint
 from common.command_io import UserError, read_json
-from kinds.model_cost import model as cost_of_model
+from kind_facts.model_cost import model as cost_of_model
 from model_cards import render
 from model_cards.render import render_card, schedule, with_name, with_results
 from modeling_iha import IHAConfig

@@ -16,8 +16,8 @@ import pytest
 
 from common import plots
 from common.command_io import ROOT, read_json
-from kinds.model_cost import model as cost_of_model
-from kinds.model_cost import with_mha
+from kind_facts.model_cost import model as cost_of_model
+from kind_facts.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
 from research.experiments import language_models, warm_start

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from common.command_io import UserError
-from kinds.model_cost import model as cost_of
+from kind_facts.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
 from research.experiments import language_models, protocol

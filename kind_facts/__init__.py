@@ -1,6 +1,6 @@
 """Describe each attention mechanism to cards, converters and benchmarks; a checkpoint ships none of this.
 
-The file `kinds/<kind>.py` of a kind of `ATTENTION_CLASSES` has the name of the kind. A kind without a file has
+The file `kind_facts/<kind>.py` of a kind of `ATTENTION_CLASSES` has the name of the kind. A kind without a file has
 the defaults of `Companion`.
 """
 
