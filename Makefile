@@ -100,8 +100,7 @@ checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.checkpoints.make_checkpoints
 
 # From the cheapest to the dearest. Studies that fine-tune SmolLM2 for hours run by name only.
-STUDIES := theorem2_inclusion colliding_agents hyper_attention cpm3 polynomial_filters dcmha_tasks dcmha_ablation relation_composition ladder \
-	equal_cache language_models
+STUDIES := theorem2_inclusion cpm3 polynomial_filters dcmha_tasks language_models
 experiments: .venv/installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.experiments.model_types
 	@set -e; for name in $(STUDIES); do \

@@ -6,7 +6,7 @@ from setuptools import setup
 
 HERE = Path(__file__).resolve().parent
 # The commands that `iha` runs come along inside iha_commands: their names are too common for anybody's site-packages.
-ROOMS = ["common", "kinds", "model_cards", "hub", "conversion_scripts"]
+ROOMS = ["common", "kind_facts", "model_cards", "hub", "conversion_scripts"]
 
 setup(
     name="modeling-iha",

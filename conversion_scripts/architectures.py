@@ -16,7 +16,7 @@ from transformers import (
 
 from common.command_io import UserError
 from conversion_scripts.conversion import check_fields
-from kinds import is_interleaved
+from kind_facts import is_interleaved
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from common.checkpoint_io import (
     note_rounding,
 )
 from common.command_io import UserError, new_directory, one_line, progress, typed
-from kinds import is_ours
+from kind_facts import is_ours
 from model_cards.render import markdown, render_card, source_license, source_name
 from modeling_iha.configuration_iha import SIZES
 

@@ -1,8 +1,8 @@
 """Convert an IHA checkpoint to a stock architecture that computes the same.
 
 This is possible while every layer computes multi-head attention: its kind is "mha", or a kind with `deviations` in its
-file of kinds/ whose parameters are still at the exact start of `convert_llama_to_iha.py`, or fold into the projections
-(`to_mha`). The command refuses anything else and names the first parameter that has moved.
+file of kind_facts/ whose parameters are still at the exact start of `convert_llama_to_iha.py`, or fold into the
+projections (`to_mha`). The command refuses anything else and names the first parameter that has moved.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
 from conversion_scripts.conversion import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
-from kinds import companion_of
+from kind_facts import companion_of
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import values
 

@@ -1,7 +1,7 @@
 """Convert a pretrained Llama-like checkpoint to "iha" or another attention kind without changing what it computes.
 
-The source is a qwen2, llama, mistral, ministral, qwen3 or smollm3. The file of a kind in kinds/ gives the values at
-which its parameters start.
+The source is a qwen2, llama, mistral, ministral, qwen3 or smollm3. The file of a kind in kind_facts/ gives the values
+at which its parameters start.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from common.command_io import ROOT, UserError, refusing, run_cli, typed
 from conversion_scripts.options import add_dtype, converter_parser
 
 
-# The kinds whose file in kinds/ has an exact start; they are read without PyTorch, for which --help must not wait.
+# The kinds whose file in kind_facts/ has an exact start, read without PyTorch, for which --help must not wait.
 KINDS = sorted(
-    path.stem for path in ROOT.glob("kinds/*.py") if re.search(r"^    start=", path.read_text(), re.MULTILINE)
+    path.stem for path in ROOT.glob("kind_facts/*.py") if re.search(r"^    start=", path.read_text(), re.MULTILINE)
 )
 
 
@@ -98,7 +98,7 @@ from conversion_scripts.conversion import (
     read_source,
     write_checkpoint,
 )
-from kinds import companion_of
+from kind_facts import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.interleaving import keep_start

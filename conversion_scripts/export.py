@@ -66,7 +66,7 @@ from common.foreign_code import note_foreign_code
 from conversion_scripts import run_exported
 from conversion_scripts.conversion import check_ours
 from conversion_scripts.verify_conversion import Comparison, Run, compare
-from kinds import described
+from kind_facts import described
 
 
 README = """# {name}

@@ -32,7 +32,7 @@ from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 from common.checkpoint_io import load_config, weight_shapes
 from hub.checks import EVAL_RESULTS
 from hub.client import check_repo_id, hub_api, hub_errors, status_of
-from kinds import described
+from kind_facts import described
 from model_cards.render import MAX_CARD, parse_card
 from modeling_iha import IHAConfig
 from modeling_iha.configuration_interleaved import InterleavedConfig

@@ -47,7 +47,7 @@ from common.checkpoint_io import load_config, load_in_clean_process
 from common.foreign_code import CUSTOM_GENERATE, refuse_foreign_code
 from hub.checks import EVAL_RESULTS, LOADED_NAMES, check_checkpoint, check_links, check_secrets, checkpoint_files
 from hub.client import check_repo_id, commit_of, download, hub_api, hub_errors, snippet
-from kinds import is_ours
+from kind_facts import is_ours
 from model_cards.render import MAX_CARD, parse_card, render_card, with_name
 from modeling_iha.package import PACKAGE
 

@@ -54,7 +54,7 @@ from common.checkpoint_io import load_config, load_model, load_tokenizer
 from common.foreign_code import note_foreign_code
 from conversion_scripts.architectures import exact_length
 from conversion_scripts.conversion import check_iha
-from kinds import companion_of, is_interleaved
+from kind_facts import companion_of, is_interleaved
 from modeling_iha.modeling_interleaved import backbone_of
 
 

@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 from common.command_io import (
-    ROOT,
     UserError,
     parse_yaml,
     read_json,
     read_text,
     refusing,
     run_cli,
-    typed,
     whole_file,
 )
 
@@ -44,18 +42,17 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
-import yaml
 from annotated_types import Ge, Interval
-from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers import AutoModel
 from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
 from common.checkpoint_io import fingerprint
-from kinds import Companion, companion_of, described, own_modules
-from kinds.model_cost import model as cost_of_model
-from kinds.model_cost import with_mha
+from kind_facts import Companion, companion_of, described, own_modules
+from kind_facts.model_cost import model as cost_of_model
+from kind_facts.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
@@ -66,13 +63,6 @@ VLLM = (
     'vLLM serves "iha" and "mha" layers with the plugin of the code (vllm_iha), and caches virtual tokens of "iha"; '
 )
 NOT_EVALUATED = "Not evaluated."
-# Tasks of evaluation/ whose benchmark has a leaderboard on the Hub: dataset, its task, our metric, and the test rows.
-HUB_BENCHMARKS = {
-    "gsm8k": ("openai/gsm8k", "gsm8k", "pass@1", "gsm8k/test.jsonl"),
-    "gsm8k_5shot": ("openai/gsm8k", "gsm8k", "exact_match", "gsm8k/test.jsonl"),
-}
-
-
 # A results.json of `python -m evaluation.run`, as far as cards and comparisons read it
 
 
@@ -92,18 +82,6 @@ class Task(TypedDict):
     truncated_prompts: Count
     unfinished_replies: Count
     note: NotRequired[str]
-
-
-class Generation(TypedDict):
-    max_gen_toks: Count
-    temperature: NotRequired[Number]
-
-
-class Benchmark(Task):
-    """Name what a leaderboard of the Hub needs of a task beside its figures."""
-
-    shots: Count
-    generation: Generation
 
 
 class Results(TypedDict):
@@ -367,13 +345,13 @@ def with_name(card: str, name: str) -> str:
     return str(edited)
 
 
-def with_results(card: str, name: str, results: dict, twin: tuple[str, dict] | None = None) -> str:
+def with_results(card: str, name: str, results: dict) -> str:
     """Return the `card` with `results` of `python -m evaluation.run` as its section on evaluation.
 
-    Its metadata gets the figures of `_model_index`. `twin` is the title and the results of a model to set beside.
+    Its metadata gets the figures of `_model_index`.
     """
     edited = parse_card(card)
-    section = f"## Evaluation\n\n{_evaluation(results, twin)}\n\n"
+    section = f"## Evaluation\n\n{_evaluation(results)}\n\n"
     edited.text, replaced = re.subn(
         r"^## Evaluation\n.*?(?=^## |\Z)", lambda _: section, edited.text, count=1, flags=re.MULTILINE | re.DOTALL
     )
@@ -385,62 +363,31 @@ def with_results(card: str, name: str, results: dict, twin: tuple[str, dict] | N
     return str(edited)
 
 
-def _evaluation(results: dict, twin: tuple[str, dict] | None) -> str:
+def _evaluation(results: dict) -> str:
     """Return a table with a row for each metric, and a line on how the figures were measured."""
-    rows, (other, beside) = [], twin or (None, {"tasks": {}})
+    rows = []
     for name, task in results["tasks"].items():
         remarks = [task["note"]] if "note" in task else []
         for key, what in (("truncated_prompts", "prompts cut to fit"), ("unfinished_replies", "replies unfinished")):
             remarks += [f"{task[key]} {what}"] if task[key] else []
         counts = [str(task["examples"]), str(task["samples_each"]), markdown("; ".join(remarks))]
         for metric, figure in task["metrics"].items():
-            figures = [figure, *([beside["tasks"].get(name, {}).get("metrics", {}).get(metric)] if twin else [])]
-            cells = [figure_text(each, "loss" not in metric) for each in figures]
-            rows.append([markdown(name), markdown(metric), *cells, *counts])
-    header = ["task", "metric", "this model ± s.e.", *([markdown(other)] if twin else [])]
+            rows.append([markdown(name), markdown(metric), figure_text(figure, "loss" not in metric), *counts])
+    header = ["task", "metric", "this model ± s.e.", "examples", "samples each", "remarks"]
     versions = ", ".join(f"{library} {number}" for library, number in results["versions"].items())
     about = (
         "± is the standard error over the examples; figures are percentages, losses are in nats. Suite "
         f"{results['suite']}, seed {results['seed']}, {results['model_dtype']} on {results['device']}, code of commit "
         f"{results['commit'][:12]}; {versions}."
     )
-    return f"{markdown_table([*header, 'examples', 'samples each', 'remarks'], rows)}\n{markdown(about)}"
-
-
-def _is_whole_benchmark(name: str, task: dict, results: dict) -> bool:
-    """Tell if a task was run on all rows of its published test set, with no prompt cut."""
-    file = HUB_BENCHMARKS[name][3]
-    published = read_json(ROOT / "evaluation" / "data_manifest.json")[file]
-    # Rows from the Hub, which evaluation.run counts, have no hash.
-    its_rows = results["data_sha256"].get(file, published["sha256"]) == published["sha256"]
-    return its_rows and task["examples"] == published["rows"] and not task["truncated_prompts"]
-
-
-def hub_entries(results: dict) -> dict[str, list[dict]]:
-    """Return the content of each file of `.eval_results/`, by name: the whole benchmarks of a Hub leaderboard."""
-    files = {}
-    for name, (dataset, task_id, metric, _) in HUB_BENCHMARKS.items():
-        task = results["tasks"].get(name)
-        if task and task["samples_each"] == 1:
-            metric = "exact_match"  # pass@1 of one sample
-        if task and metric in task["metrics"] and _is_whole_benchmark(name, task, results):
-            value = round(100 * task["metrics"][metric]["value"], 2)
-            settings = typed(task, Benchmark, f"task {name}")["generation"]
-            notes = (
-                f"{task['shots']}-shot, {task['samples_each']} sample(s) a question at temperature "
-                f"{settings.get('temperature', 0)}, replies of at most {settings['max_gen_toks']} tokens, of which "
-                f"{task['unfinished_replies']} were unfinished, {metric}"
-            )
-            entry = EvalResultEntry(dataset_id=dataset, task_id=task_id, value=value, notes=notes)
-            files[f"{name}.yaml"] = eval_result_entries_to_yaml([entry])
-    return files
+    return f"{markdown_table(header, rows)}\n{markdown(about)}"
 
 
 def _model_index(results: dict) -> list[EvalResult]:
     """Return the figures for the card's metadata.
 
-    They exclude the smoke suite, which says nothing of a model, the leaderboards' tasks, which `hub_entries` holds,
-    and figures that are not comparable with published ones.
+    They exclude the smoke suite, which says nothing of a model, and figures that are not comparable with published
+    ones.
     """
     return [
         EvalResult(
@@ -453,28 +400,25 @@ def _model_index(results: dict) -> list[EvalResult]:
         )
         for name, task in results["tasks"].items()
         for metric, figure in task["metrics"].items()
-        if results["suite"] != "smoke" and name not in HUB_BENCHMARKS and "note" not in task
+        if results["suite"] != "smoke" and "note" not in task
     ]
 
 
-def update(directory: Path, name: str | None = None, results: dict | None = None, twin=None) -> None:
+def update(directory: Path, name: str | None = None, results: dict | None = None) -> None:
     """Rewrite the card of the checkpoint `directory` with another name, or with results.
 
-    With results, write the files of `.eval_results/` too. Raise `UserError` for results of another checkpoint.
+    Raise `UserError` for results of another checkpoint.
     """
-    path, folder = directory / "README.md", directory / ".eval_results"
-    if links := [place for place in (path, folder, *folder.glob("*")) if place.is_symlink()]:
-        raise UserError(f"{links[0]} is a link, and a file elsewhere would change: put the file itself there.")
+    path = directory / "README.md"
+    if path.is_symlink():
+        raise UserError(f"{path} is a link, and a file elsewhere would change: put the file itself there.")
     card = read_text(path, MAX_CARD)
     if name is not None:
         card = with_name(card, name)
     if results is not None:
         if results["checkpoint"] != fingerprint(directory):
             raise UserError(f"The results are of another checkpoint than {directory}: evaluate this one.")
-        card = with_results(card, name or directory.name, results, twin)
-        for file, entries in hub_entries(results).items():
-            with whole_file(folder / file) as temporary:
-                temporary.write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
+        card = with_results(card, name or directory.name, results)
     with whole_file(path) as temporary:
         temporary.write_text(card, encoding="utf-8")
 

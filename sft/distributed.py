@@ -15,7 +15,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from common.checkpoint_io import load_config
 from common.command_io import UserError, refusing
-from kinds import is_interleaved
+from kind_facts import is_interleaved
 from sft.arguments import RunArguments
 
 

@@ -36,8 +36,8 @@ from trl import SFTConfig
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE
 
 from configuration_iha import PRESETS
-from kinds import companion_of
-from kinds.model_cost import attention, ffn, norm
+from kind_facts import companion_of
+from kind_facts.model_cost import attention, ffn, norm
 from modeling_iha import IHAConfig
 from modeling_iha.interleaving import beats_a_mask, block_size
 
@@ -335,7 +335,7 @@ def run_setting(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) ->
 def no_plan(config: PreTrainedConfig, args: SFTConfig) -> str:
     """Say for what `run_setting` knows no memory."""
     costless = [kind for kind in getattr(config, "attention_kinds", ()) if companion_of(kind).cost is None]
-    missing = f" The cost of kind {costless[0]!r} is missing in kinds/{costless[0]}.py." if costless else ""
+    missing = f" The cost of kind {costless[0]!r} is missing in kind_facts/{costless[0]}.py." if costless else ""
     return (
         f"Note: what this run takes in memory is not planned. Plans are for 'iha' and plain 'llama' models with optim "
         f"{', '.join(STATES)}; this is {config.model_type!r} with {args.optim.value}.{missing}"

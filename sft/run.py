@@ -34,7 +34,7 @@ from common.command_io import (
     write_json,
 )
 from conversion_scripts.push_to_hub import publish
-from kinds import is_ours
+from kind_facts import is_ours
 from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
 from sft.arguments import UNUSED_KEYS, RecipeParser, RunArguments, chat_template, check_values
 from sft.data import local_files, sources

@@ -23,7 +23,7 @@ from modeling_iha import convert
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
 ROOMS = (
-    *("iha_commands", "modeling_iha", "configuration_iha", "common", "kinds", "model_cards", "hub"),
+    *("iha_commands", "modeling_iha", "configuration_iha", "common", "kind_facts", "model_cards", "hub"),
     *("conversion_scripts", "sft", "evaluation"),
     *("research/benchmarks", "research/experiments", "research/checkpoints", "vllm_iha"),
 )

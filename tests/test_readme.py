@@ -23,7 +23,7 @@ from common.command_io import ROOT, UserError, read_json
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
 from research.experiments import first_screen
-from research.experiments.redraw import FIGURES, TABLES
+from research.experiments.redraw import FIGURES
 from sft.arguments import RecipeParser
 
 
@@ -123,7 +123,7 @@ def test_the_model_types_are_counted():
 
 
 def test_the_plot_of_the_first_screen_shows_its_tables():
-    losses, prefill = (read_json(TABLES[name]) for name in FIGURES["first_screen"])
+    losses, prefill = map(read_json, FIGURES["first_screen"])
     figure, rows = first_screen.plot(losses, prefill), {row["variant"]: row for row in losses["rows"]}
     drawn = {"mha": "5 mha", "global_local": "4 local mha + 1 mha", "iha_2": "4 iha + 1 mha", "iha_4": None}
     for index, (label, (variant, form)) in enumerate(zip(first_screen.LINES, drawn.items())):

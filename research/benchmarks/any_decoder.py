@@ -24,11 +24,10 @@ if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 
 import torch
-from matplotlib.figure import Figure
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
-from research.benchmarks.harness import draw, medians, ratios, reported, span, training, wall_seconds, write
+from research.benchmarks.harness import medians, reported, training, wall_seconds, write
 
 
 SIZES = {
@@ -43,7 +42,6 @@ SIZES = {
 PSEUDO_HEADS, WINDOW, NEW_TOKENS = 2, 64, 8
 WINDOWS = ("none", "given", "own")
 BASE = "IHAForCausalLM"
-RATIO = f"interleaved / {BASE}"
 PASSES = ("forward", "training", "decoding")
 AGREES = {"float32": 1e-4, "bfloat16": 0.02}
 
@@ -101,20 +99,8 @@ def measure(threads: int, dtype: str, name: str, window: str, tokens: int, repea
     # Every run has a cache of its own, because the place of a cache in memory moved a ratio by a tenth.
     seconds = medians(make, repeats, timer=lambda form: wall_seconds(form()))
     setting = {"threads": threads, "dtype": dtype, "pass": name, "window": window, "tokens": tokens}
-    kept = {RATIO: ratios(seconds, BASE)[RATIO], **ratios(seconds, "plain")}
+    kept = {f"interleaved / {base}": seconds["interleaved"] / seconds[base] for base in (BASE, "plain")}
     return {**setting, "seconds": seconds, "ratios": kept}
-
-
-def plot(table: dict) -> Figure:
-    """Plot the time beside `IHAForCausalLM` by pass."""
-    found = span(row["ratios"][RATIO] for row in table["rows"])
-    message = f"An interleaved decoder takes {found} times as long as {BASE}"
-
-    def of(name: str) -> Callable[[dict], dict]:
-        line = lambda row: f"window {row['window']}, {row['dtype']}, threads {row['threads']}"  # noqa: E731
-        return lambda row: {line(row): row["ratios"][RATIO]} if row["pass"] == name else {}
-
-    return draw(message, table, {f"{name}: time / {BASE} (lower is better)": of(name) for name in PASSES})
 
 
 def main() -> None:
@@ -123,7 +109,7 @@ def main() -> None:
     settings = product(threads, args.dtypes, PASSES, WINDOWS, args.tokens)
     rows = reported(measure(*setting, args.repeats) for setting in settings)
     setting = {"pseudo_heads": PSEUDO_HEADS, "threads": threads, "predicted_by": "the same products: 1"}
-    write(args.out, "any_decoder", rows, plot, **setting)
+    write(args.out, "any_decoder", rows, **setting)
 
 
 if __name__ == "__main__":

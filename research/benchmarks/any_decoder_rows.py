@@ -33,7 +33,6 @@ ROWS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
     "padded": lambda tokens: {"attention_mask": (torch.arange(tokens) >= 8)[None].long()},
     "packed": lambda tokens: {"position_ids": torch.arange(tokens)[None] % (tokens // 2)},
 }
-WITH_WINDOW = "window / none"
 
 
 def deep(window: int | None) -> torch.nn.Module:
@@ -77,10 +76,10 @@ def rows_training(tokens: int) -> dict:
 
 def with_ratios(row: dict) -> dict:
     """Add what a window costs beside none, and what padding and documents cost beside a whole row."""
-    values, what = row.get("extra_bytes") or row["seconds"], "memory" if "extra_bytes" in row else "time"
-    found = {f"{what}, {one}: {WITH_WINDOW}": values[f"window, {one}"] / values[f"none, {one}"] for one in ROWS}
+    values, what = row.get("extra_bytes") or row["seconds"], "memory: " if "extra_bytes" in row else ""
+    found = {f"{what}window, {one} / none, {one}": values[f"window, {one}"] / values[f"none, {one}"] for one in ROWS}
     for name, one in product(("none", "window"), ("padded", "packed")):
-        found[f"{what}, {name}: {one} / whole"] = values[f"{name}, {one}"] / values[f"{name}, whole"]
+        found[f"{what}{name}, {one} / {name}, whole"] = values[f"{name}, {one}"] / values[f"{name}, whole"]
     return {**row, "ratios": found}
 
 
@@ -91,7 +90,7 @@ def main() -> None:
     rows = reported(with_ratios(part()) for part in parts)
     predicted = "at most 1, and in memory one more output"
     setting = {"pseudo_heads": PSEUDO_HEADS, "window": tokens // 8, "predicted_by": predicted}
-    write(args.out, "any_decoder_rows", rows, None, **setting)
+    write(args.out, "any_decoder_rows", rows, **setting)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Print the parameters, FLOPs, cached values and values kept for the backward pass of a model.
 
 The table gives each kind of layer, the whole model, and ratios to the same model with "mha" in every layer. The
-figures are those of kinds/model_cost.py.
+figures are those of kind_facts/model_cost.py.
 """
 
 import argparse
@@ -41,8 +41,8 @@ if __name__ == "__main__":
 
 from common.checkpoint_io import load_config
 from configuration_iha import PRESETS
-from kinds.cost import Cost
-from kinds.model_cost import attention, ffn, head, model, with_mha
+from kind_facts.cost import Cost
+from kind_facts.model_cost import attention, ffn, head, model, with_mha
 from modeling_iha import IHAConfig
 
 

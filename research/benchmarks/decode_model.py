@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from common.checkpoint_io import load_model, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert
-from kinds.model_cost import attention
+from kind_facts.model_cost import attention
 from research.benchmarks.harness import medians, ratios, reported, write
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     rows = reported(measure(llama, iha, tokens, args.repeats) for tokens in args.tokens)
     setting = {"new_tokens": NEW_TOKENS, "checkpoint": "SmolLM2-135M-Instruct"}
     predicted_by = "values of weights and cache that are read"
-    write(args.out, "decode_model", rows, None, dtype="float32", **setting, predicted_by=predicted_by)
+    write(args.out, "decode_model", rows, dtype="float32", **setting, predicted_by=predicted_by)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,8 @@ if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 
 import torch
-from matplotlib.figure import Figure
 from transformers.cache_utils import DynamicCache
 
-from common import plots
 from common.command_io import UserError, read_json
 from modeling_iha import attention_mha, virtual_core
 from research.benchmarks.harness import (
@@ -153,32 +151,6 @@ def over_the_limit(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["pass"] != "schedule" and row["ratios"][RATIO] > limit[row["busy"] > 0]]
 
 
-def plot(table: dict) -> Figure:
-    """Plot the default's time over SDPA's, with a panel for each number of busy processes."""
-    rows = table["rows"]
-    limited = [row for row in rows if row["pass"] != "schedule"]
-    over = len(over_the_limit(rows))
-    message = f"The default takes more than its limit of SDPA's time in {over} of {len(limited)} settings"
-    busy = sorted({row["busy"] for row in rows})
-    names_of = [
-        f"{row['pass']}, N = {row['tokens']:,}, P = {row['pseudo_heads']}"
-        + f", W = {row['window']}" * bool(row["window"])
-        for row in rows
-    ]
-    names = list(dict.fromkeys(names_of))
-    figure, all_axes = plots.panels(message, len(busy), len(busy), 1 + 0.38 * len(names), sharey=True)
-    for axes, count in zip(all_axes, busy):
-        series = {}
-        for name, row in sorted(zip(names_of, rows), key=lambda pair: (pair[1]["dtype"], pair[1]["threads"])):
-            values = series.setdefault(f"{row['dtype']}, threads: {row['threads']}", [None] * len(names))
-            if row["busy"] == count:
-                values[names.index(name)] = row["ratios"][RATIO]
-        plots.dots(axes, names, series, mark=BUSY_LIMIT if count else IDLE_LIMIT)
-        label = "time / SDPA's (lower is better;\nthe line is the limit)"
-        axes.set(title=f"{count} busy processes", xscale="log", xlabel=label)
-    return figure
-
-
 def main() -> None:
     """Measure, or raise a `UserError` where the default loses."""
     args = PARSER.parse_args()
@@ -198,7 +170,7 @@ def main() -> None:
     limits = [f"{name}={os.environ[name]}" for name in ISA_LIMITS if name in os.environ]
     machine = ", ".join([processor(), torch.backends.cpu.get_cpu_capability(), *limits])
     threads = sorted({row["threads"] for row in rows})
-    write(path.parent, path.stem, rows, plot, threads=threads, machine=machine, benchmark="default_form")
+    write(path.parent, path.stem, rows, threads=threads, machine=machine, benchmark="default_form")
     if losses := over_the_limit(rows):
         worst = max(losses, key=lambda row: row["ratios"][RATIO])
         raise UserError(

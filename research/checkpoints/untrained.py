@@ -1,6 +1,6 @@
 """Write a tiny untrained model and a tokenizer of bytes, which model_cards/tiny.yaml trains.
 
-Every layer has the same attention kind, with the first settings that the kind's file in kinds/ measures.
+Every layer has the same attention kind, with the first settings that the kind's file in kind_facts/ measures.
 
 example: python -m research.checkpoints.untrained iha outputs/tiny-iha
 """
@@ -26,7 +26,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kinds import companion_of
+from kind_facts import companion_of
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
 

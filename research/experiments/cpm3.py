@@ -10,9 +10,6 @@ counts of parameters are checked. A second construction has 2 heads of multi-hea
 (`histogram_layer`, `histogram_count`). Its weights are for one N, as those of the others are, and as in the theorem
 the vocabulary is of the order of N.
 
-Learned: one layer of either kind and an MLP are trained on random sequences for the counts, by number of heads. This
-takes a few minutes of one core.
-
 example: python -m research.experiments.cpm3
 """
 
@@ -26,7 +23,7 @@ from research.experiments.options import study_parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return study_parser(__doc__, "cpm3", seeds=3).parse_args(argv)
+    return study_parser(__doc__, "cpm3", seeds=3, keeps_runs=False).parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -35,20 +32,15 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from torch import nn
 
 from common import plots
 from research.experiments.bare_attention import BareAttention
 from research.experiments.polynomial_filters import constructed, filter_bank, root
-from research.experiments.study import begin, by_heads, learned_rows, plot_spread, seeded, train, write
+from research.experiments.study import begin, write
 
 
 LENGTHS = (4, 9, 16, 25)  # N
 SEQUENCES = 20  # for each length and seed
-# The learned layers: N, M and G, and the width of a head
-TOKENS, MODULUS, FACTOR, HEAD_DIM = 9, 3, 8, 8
-LEARNED_HEADS = {"mha": (1, 2, 3, 9), "iha": (2, 3)}
-STEPS, BATCH = 600, 64
 
 
 def brute_force(x: list[int], factor: int, modulus: int) -> list[int]:
@@ -124,7 +116,7 @@ def proof_count(kind: str, x: list[int], factor: int, modulus: int) -> torch.Ten
 
 
 CONSTRUCTIONS = {
-    "IHA, ceil(sqrt(N)) heads": partial(proof_count, "iha"),
+    "IHA, ceil(sqrt(N)) heads": partial(proof_count, "mha"),
     "MHA, N heads": partial(proof_count, "mha"),
     "MHA, 2 heads": histogram_count,
 }
@@ -198,56 +190,11 @@ def first_length_with_fewer_parameters() -> int:
     return next(length for length in range(1, 1000) if 37 * length**2.5 < 3 * length**3)
 
 
-class CountingLayer(nn.Module):
-    """Put a bare layer on one-hot tokens and positions, and an MLP on its input and output."""
-
-    def __init__(self, kind: str, heads: int):
-        super().__init__()
-        width = MODULUS + TOKENS
-        # The eager core without a mask is not causal.
-        self.attention = BareAttention(kind, width, heads, HEAD_DIM, core="eager")
-        self.mlp = nn.Sequential(nn.Linear(width + heads * HEAD_DIM, 128), nn.ReLU(), nn.Linear(128, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return counts [batch, N], in standard deviations, of one-hot tokens [batch, N, M]."""
-        x = torch.cat((x, torch.eye(TOKENS).expand(len(x), -1, -1)), dim=-1)
-        return self.mlp(torch.cat((x, self.attention(x)), dim=-1)).squeeze(-1)
-
-
-def cpm3(x: torch.Tensor) -> torch.Tensor:
-    """Return the counts [..., N] of one-hot tokens [..., N, M] by the number of tokens with each residue."""
-    numbers = x.sum(dim=-2)
-    residue = torch.arange(MODULUS)
-    other = (-FACTOR * residue - residue[:, None]) % MODULUS  # [x_i, x_j1]: the x_j2 that completes them
-    by_own = (numbers[..., None, :] * numbers[..., other]).sum(dim=-1)
-    return torch.einsum("...nr,...r->...n", x, by_own)
-
-
-def learned(kind: str, heads: int, seeds: list[int]) -> dict:
-    """Train layers for the counts; return the shares of new tokens whose count, rounded, is right."""
-    models = seeded(seeds, lambda: CountingLayer(kind, heads))
-
-    def draw(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.eye(MODULUS)[torch.randint(MODULUS, (len(seeds), rows, TOKENS))]
-        return x, (cpm3(x) - mean) / deviation
-
-    mean, deviation = 0.0, 1.0
-    counts = draw(4096)[1]
-    mean, deviation = counts.mean().item(), counts.std().item()
-    trained = train(models, draw, nn.functional.mse_loss, STEPS, rate=3e-3)
-    x, target = draw(1024)
-    outputs = trained(x)
-    right = ((outputs - target).abs() * deviation < 0.5).float().flatten(1).mean(dim=1).tolist()
-    unexplained = (outputs - target).square().flatten(1).mean(dim=1).tolist()
-    parameters = sum(weight.numel() for weight in models[0].attention.parameters())
-    return {"right": right, "unexplained": unexplained, "attention_parameters": parameters}
-
-
 def plot(table: dict) -> Figure:
-    """Plot heads and parameters of the constructions, and the right counts of learned layers by their parameters."""
-    rows, counts = table["learned"], table["counts"]
+    """Plot heads and parameters of the constructions."""
+    counts = table["counts"]
     message = "Interleaved heads count ordered pairs with ceil(sqrt(N)) heads, but so do two ordinary ones by residues"
-    figure, (heads, parameters, right) = plots.panels(message, 3, 3, 3.8)
+    figure, (heads, parameters) = plots.panels(message, 2, 2, 3.8)
     lengths = [row["length"] for row in counts if row["kind"] == "mha"]
     heads.plot(lengths, lengths, "C0o-", label="mha")
     heads.plot(lengths, [root(length) for length in lengths], "C1s-", label="iha")
@@ -255,12 +202,8 @@ def plot(table: dict) -> Figure:
     for kind, style in (("mha", "C0o-"), ("iha", "C1s-")):
         chosen = [row["attention_parameters"] for row in counts if row["kind"] == kind]
         parameters.plot(lengths, chosen, style, label=kind)
-        of_kind = [row for row in rows if row["kind"] == kind]
-        plot_spread(right, of_kind, "attention_parameters", "right", style, kind)
     heads.set(title="constructed", xlabel="N", ylabel="heads (fewer is better)")
     parameters.set(title="constructed", xlabel="N", ylabel="parameters of attention (fewer is better)")
-    right.set(title=f"learned, N = {TOKENS}", xlabel="parameters of attention", ylim=(0, 1.02))
-    right.set(ylabel="share of right counts, all seeds")
     return figure
 
 
@@ -283,15 +226,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in ("mha", "iha")
         for length in LENGTHS
     ]
-    rows = learned_rows(args, learned, by_heads(LEARNED_HEADS), STEPS)
-    setting = {"sequences_per_length": SEQUENCES * len(args.seeds), "seeds": args.seeds, "steps": STEPS}
+    setting = {"sequences_per_length": SEQUENCES * len(args.seeds), "seeds": args.seeds}
     tables = {
         "paper_example": paper_example(),
         "exactness": exactness,
         "largest_difference_with_a_token_less": shorter,
         "counts": counts,
         "first_length_with_fewer_parameters_by_the_bounds": first_length_with_fewer_parameters(),
-        "learned": rows,
     }
     write(args, plot, **setting, **tables)
 

@@ -16,8 +16,8 @@ position, the sum of its words: that a name stands beside a word takes longer to
 
 In each task an eighth of the words are never the source of an answer in training, though they are in other tasks:
 "new" examples are those, "seen" ones combine a task and a source that training has combined, among other facts. The
-kinds are compared under the protocol of protocol.py, at equal steps and parameters (a kind with more of
-them has a narrower FFN). The rate of each is the best for the seen examples.
+kinds are compared under the protocol of protocol.py, at equal steps and parameters (a kind with more of them
+has a narrower FFN). The rate of each is the best for the seen examples.
 
 example: python -m research.experiments.dcmha_tasks --kinds mha dcmha
 """
@@ -55,7 +55,6 @@ from research.experiments.study import begin, correct_by_holm, differences, inte
 
 
 SMALL = sized(width=64, ffn=192, layers=2, heads=4, tokens=4, batch=64, steps=2000, test=32)
-FULL = sized(width=256, ffn=768, layers=4, heads=8, tokens=4, batch=256, steps=20000, test=256)
 EVALUATIONS, HELD_OUT = 10, 8
 
 NAMES = (
@@ -360,9 +359,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    size = FULL if args.full else SMALL
-    setting = {**size, "device": args.device}
-    rates, runs = compare_tuned(args, setting, partial(train, size, args.device), partial(config_of_kind, size))
+    setting = {**SMALL, "device": args.device}
+    rates, runs = compare_tuned(args, setting, partial(train, SMALL, args.device), partial(config_of_kind, SMALL))
     rows = [summary(kind, rates, runs) for kind in args.kinds]
     groups_of = [group for row in rows for group in row["groups"].values()]
     correct_by_holm([each for group in groups_of for key, each in group.items() if key.endswith("_more_than_mha")])

@@ -38,7 +38,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from common.checkpoint_io import check_finite, load_config, load_model, load_tokenizer
-from kinds import described
+from kind_facts import described
 from model_cards.render import source_name
 from modeling_iha.interleave import identity_mixing, last_pseudo_head
 

@@ -12,7 +12,7 @@ from statistics import median
 from matplotlib.figure import Figure
 
 from common import plots
-from kinds.model_cost import model as cost_of
+from kind_facts.model_cost import model as cost_of
 from research.experiments.language_models import VARIANTS, config_of
 from research.experiments.study import interval
 

@@ -3,8 +3,8 @@
 "Interleaved Head Attention" compares global attention, global and local attention, talking heads, Diff Transformer and
 its own schedule, four layers with a window of N / (2 P^2) to one global layer, at equal FLOPs (Section 5, Appendix C).
 DCMHA claims a lower loss than Llama's attention (its Figure 4 and Table 4). Here these and the other kinds learn the
-bytes of a text in rows of N under the protocol of protocol.py. All have the same number of parameters: a
-variant with more of them has a narrower FFN. The tables of other lengths than 256 have the length in their name.
+bytes of a text in rows of N under the protocol of protocol.py. All have the same number of parameters: a variant with
+more of them has a narrower FFN. The tables of other lengths than 256 have the length in their name.
 
 - `mha_stretched` is "mha" with positions times 4, which "iha" with P = 4 has for its virtual tokens: the control for
   positions that are wider apart.
@@ -18,9 +18,9 @@ example: python -m research.experiments.language_models --tokens 512 --kinds mha
 
 import argparse
 import hashlib
-import math
 import sysconfig
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from common.command_io import UserError, run_cli
@@ -38,7 +38,6 @@ VARIANTS: dict[str, dict] = {
     "iha_2": {**SCHEDULE, "num_pseudo_heads": 2, "windows": 8},
     "iha_4": {**SCHEDULE, "num_pseudo_heads": 4, "windows": 32},
     **{kind: {"attention_kinds": kind} for kind in ("talking_heads", "diff", "diff_v2", "gated", "knocking_heads")},
-    **{kind: {"attention_kinds": kind} for kind in ("hyper_feature", "dcmha")},
     "multi_token": {  # the authors' model: every fourth layer convolves, norm and gate are on
         "attention_kinds": "multi_token",
         "attention_options": {"multi_token": {"every": 4, "head_norm": True, "head_gate": True}},
@@ -59,12 +58,11 @@ if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 
 from common import plots
-from kinds.model_cost import model as cost_of
+from kind_facts.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.protocol import BUDGETS, COUNTS, Rates, budgets, by_seed, compare_tuned, fit, new_model
 from research.experiments.study import begin, correct_by_holm, interval, points, write
@@ -77,7 +75,6 @@ def sized(width: int, ffn: int, layers: int, heads: int, **training: int) -> dic
 
 
 SMALL = sized(width=64, ffn=176, layers=5, heads=4, tokens_per_step=2048, steps=400)
-FULL = sized(width=512, ffn=1408, layers=10, heads=8, tokens_per_step=32768, steps=10000)
 EVALUATIONS, HELD_OUT_ROWS, PARTS = 10, 64, 8
 
 
@@ -85,11 +82,6 @@ def read_text() -> torch.Tensor:
     """Return the bytes of the modules of Python's standard library, as uint8."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return torch.frombuffer(bytearray().join(module.read_bytes() for module in modules), dtype=torch.uint8)
-
-
-def setting_of(args: argparse.Namespace, size: dict, text: torch.Tensor) -> dict:
-    """Return all that a run depends on besides its variant, its rates and its seed."""
-    return {**size, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest(), "device": args.device}
 
 
 def build(size: dict, **fields) -> IHAConfig:
@@ -109,17 +101,12 @@ def build(size: dict, **fields) -> IHAConfig:
     return IHAConfig(**{**special, **every, **fields})
 
 
-def as_large_as(target: IHAConfig, size: dict, **fields) -> IHAConfig:
-    """Return the config of a variant at a size, whose FFN is as wide as the parameters of `target` allow."""
-    more = cost_of(build(size, **fields), 1).parameters - cost_of(target, 1).parameters
+def config_of(size: dict, **fields) -> IHAConfig:
+    """Return the config of a variant at a size, whose FFN is as wide as the parameters of "mha" allow."""
+    more = cost_of(build(size, **fields), 1).parameters - cost_of(build(size), 1).parameters
     per_channel = 3 * size["fields"]["hidden_size"] * size["fields"]["num_hidden_layers"]
     width = size["fields"]["intermediate_size"] - round(more / per_channel)
     return build(size, **{**fields, "intermediate_size": width})
-
-
-def config_of(size: dict, **fields) -> IHAConfig:
-    """Return the config of a variant with the parameters of "mha"."""
-    return as_large_as(build(size), size, **fields)
 
 
 def rows_of(text: torch.Tensor, starts: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -159,17 +146,15 @@ def train(
     return {"curve": curve, "seconds": seconds}
 
 
-def one_run(
-    fields: dict, size: dict, text: torch.Tensor, device: str, name: str, seed: int, rate: float, mixing: float
-) -> dict:
+def one_run(size: dict, text: torch.Tensor, device: str, name: str, seed: int, rate: float, mixing: float) -> dict:
     """Train a new model of a variant, `name`, as `train` does."""
-    model = new_model(config_of(size, **fields), build(size), seed).to(device)
+    model = new_model(config_of(size, **VARIANTS[name]), build(size), seed).to(device)
     return train(name, model, seed, size, text, rate, mixing)
 
 
-def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list[dict]], fields: dict) -> dict:
+def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list[dict]]) -> dict:
     """Return a row of the table, with the differences from the first variant and from the variant's own control."""
-    config, seconds = config_of(size, **fields[name]), [run["seconds"] for run in runs[name]]
+    config, seconds = config_of(size, **VARIANTS[name]), [run["seconds"] for run in runs[name]]
     row = {
         "tokens": size["tokens"],
         "variant": name,
@@ -179,25 +164,25 @@ def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list
         "loss": by_seed(runs[name], 1),
         "by_part": [by_seed(runs[name], 2 + part) for part in range(PARTS)],
         "seconds": interval(seconds) if all(seconds) else {"values": seconds},
-        "control": fields[name].get("control"),
+        "control": VARIANTS[name].get("control"),
     }
     for key, other in (("minus_base", next(iter(runs))), ("minus_control", row["control"])):
         if other in runs and other != name:
-            configs = [config_of(size, **fields[each]) for each in (name, other)]
+            configs = [config_of(size, **VARIANTS[each]) for each in (name, other)]
             costs = [[cost_of(config, size["tokens"], form).training for config in configs] for form in COUNTS]
             row[key] = budgets(runs, name, other, (ours / theirs for ours, theirs in costs))
     return row
 
 
-def summaries(size: dict, rates: dict[str, Rates], runs: dict[str, list], variants: dict[str, dict]) -> list[dict]:
+def summaries(size: dict, rates: dict[str, Rates], runs: dict[str, list]) -> list[dict]:
     """Return the rows of the table, with p-values."""
-    rows = [summary(name, size, rates, runs, variants) for name in runs]
+    rows = [summary(name, size, rates, runs) for name in runs]
     compared = [row[key] for row in rows for key in ("minus_base", "minus_control") if key in row]
     correct_by_holm([each["difference"] for budgets_of in compared for each in budgets_of.values()])
     return rows
 
 
-def summaries_of(table: dict, variants: dict[str, dict]) -> list[dict]:
+def summaries_of(table: dict) -> list[dict]:
     """Return the rows of a table again, from the curves, the times and the rates that it keeps."""
     rates = {row["variant"]: Rates(row["rate"], row["mixing"], row["tried"]) for row in table["rows"]}
     runs = {
@@ -207,41 +192,7 @@ def summaries_of(table: dict, variants: dict[str, dict]) -> list[dict]:
         ]
         for row in table["rows"]
     }
-    return summaries(table, rates, runs, variants)
-
-
-def compare(args: argparse.Namespace, size: dict, variants: dict[str, dict]) -> dict:
-    """Run the protocol for the chosen `variants` at a size, and return the table."""
-    text = read_text()
-    setting = setting_of(args, size, text)
-
-    def run(name: str, *seed_and_rates) -> dict:
-        return one_run(variants[name], size, text, args.device, name, *seed_and_rates)
-
-    def config(name: str) -> IHAConfig:
-        return config_of(size, **variants[name])
-
-    rates, runs = compare_tuned(args, setting, run, config)
-    curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
-    return {**setting, "rows": summaries(size, rates, runs, variants), "runs": curves}
-
-
-def plot_differences(axes: Axes, rows: list[dict], limits: tuple[float, float] = (-math.inf, math.inf)) -> None:
-    """Plot the differences of losses from base and controls, by budget."""
-    compared = {
-        f"{row['variant']} - {other}": row[key]
-        for row in rows
-        for key, other in (("minus_base", rows[0]["variant"]), ("minus_control", row["control"]))
-        if key in row
-    }
-    series = {
-        f"equal {budget}{' within the windows' * (budget == COUNTS['sdpa'])}": points(
-            [each.get(budget, {}).get("difference") for each in compared.values()]
-        )
-        for budget in BUDGETS
-    }
-    plots.dots(axes, list(compared), series, limits, mark=0)
-    axes.set(xlabel="difference of losses, nats per byte, 95% interval (below 0 the first is better)")
+    return summaries(table, rates, runs)
 
 
 def plot(table: dict) -> Figure:
@@ -257,10 +208,22 @@ def plot(table: dict) -> Figure:
         for key, other in (("minus_base", table["rows"][0]["variant"]), ("minus_control", "global_local"))
         if key in rows.get("iha_4", {})
     ]
-    compared = sum(key in row for row in table["rows"] for key in ("minus_base", "minus_control"))
+    compared = {
+        f"{row['variant']} - {other}": row[key]
+        for row in table["rows"]
+        for key, other in (("minus_base", table["rows"][0]["variant"]), ("minus_control", row["control"]))
+        if key in row
+    }
     message = f"Rows of {table['tokens']} bytes. {'. '.join(messages) or 'Losses by budget'}"
-    figure, (axes,) = plots.panels(message, height=1 + 0.38 * compared)
-    plot_differences(axes, table["rows"], (-0.6, 0.65))
+    figure, (axes,) = plots.panels(message, height=1 + 0.38 * len(compared))
+    series = {
+        f"equal {budget}{' within the windows' * (budget == COUNTS['sdpa'])}": points(
+            [each.get(budget, {}).get("difference") for each in compared.values()]
+        )
+        for budget in BUDGETS
+    }
+    plots.dots(axes, list(compared), series, (-0.6, 0.65), mark=0)
+    axes.set(xlabel="difference of losses, nats per byte, 95% interval (below 0 the first is better)")
     return figure
 
 
@@ -275,8 +238,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     args = parse_arguments(argv)
     begin(args)
-    size = size_of(FULL if args.full else SMALL, args.tokens)
-    write(args, plot, **compare(args, size, VARIANTS))
+    size, text = size_of(SMALL, args.tokens), read_text()
+    # All that a run depends on besides its variant, its rates and its seed.
+    setting = {**size, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest(), "device": args.device}
+    run = partial(one_run, size, text, args.device)
+    rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]))
+    curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
+    write(args, plot, **setting, rows=summaries(size, rates, runs), runs=curves)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ from transformers.models.auto.modeling_auto import (
 
 from common.checkpoint_io import run_in_clean_process
 from common.command_io import ROOT, UserError, write_json
-from model_cards.render import markdown_table
 from modeling_iha import interleave_heads
 from modeling_iha.mixing import mixing_parameters
 from research.benchmarks.harness import environment
@@ -426,11 +425,13 @@ def one_line(error: Exception) -> str:
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
-LACKING = {
-    "static": "These base models take no static cache:",
-    "packed": "These base models do not keep packed documents apart by their positions:",
-    "learned": "These base models keep a state that ends a second training step, or take no labels:",
-    "cached": "These base models do not compute the same with and without a cache:",
+# Mark of an exact type -> the check that its base model does not take, or "image", which it does; and what this means.
+MARKS = {
+    "¹": ("static", "takes no static cache"),
+    "²": ("packed", "does not keep packed documents apart by their positions"),
+    "³": ("learned", "keeps a state that ends a second training step, or takes no labels"),
+    "⁴": ("cached", "does not compute the same with and without a cache"),
+    "⁵": ("image", "compared with an image in the batch too"),
 }
 
 
@@ -444,40 +445,46 @@ def stop(*_) -> None:
 
 def document(tables: dict[str, dict[str, dict]], setting: dict) -> str:
     """Return the tables of the Auto classes as Markdown: the exact types in one list, and the others by reason."""
-    count = sum(map(len, tables.values()))
+    marks = "; ".join(f"{mark} {about}" for mark, (_, about) in MARKS.items())
     parts = [
         "# Model types",
-        f"What `interleave_heads` makes of a tiny random model of each of {count} types. `{setting['command']}` "
-        "writes this page, and its docstring says what is compared and trained "
-        f"({setting['machine']}, torch {setting['torch']}, transformers {setting['transformers']}). The "
-        "[differences](../research/experiments/results/model_types.json) of an exact type are rounding errors.",
+        f"What `interleave_heads` makes of a tiny random model of each type. `{setting['command']}` writes this page, "
+        f"and its docstring says what is compared ({setting['machine']}, torch {setting['torch']}, transformers "
+        f"{setting['transformers']}). The [record](../research/experiments/results/model_types.json) has the "
+        "differences of the exact types, which are rounding errors, and why a type was not built here. Of a base "
+        f"model: {marks}.",
     ]
     for auto_class, table in tables.items():
         exact = [name for name, row in table.items() if row["verdict"] == "exact"]
-        parts += [f"## {auto_class}: {len(exact)} of {len(table)} types are exact", ", ".join(exact) + "."]
-        if images := [name for name in exact if "image" in table[name]]:
-            parts.append(f"With an image in the batch too: {', '.join(images)}.")
-        for check, about in LACKING.items():
-            if lacking := [name for name in exact if check not in table[name]]:
-                parts.append(f"{about} {', '.join(lacking)}.")
-        parts.append(_not_interleaved({name: row for name, row in table.items() if name not in exact}))
-    wrapped = [part if part.startswith("#") or "|" in part else _wrapped(part) for part in parts]
-    return "\n\n".join(wrapped) + "\n"
+        parts += [
+            f"## {auto_class}: {len(exact)} of {len(table)} types are exact",
+            ", ".join(name + _marks(table[name]) for name in exact) + ".",
+        ]
+        reasons = defaultdict(list)
+        for name, row in table.items():
+            if row["verdict"] != "exact":
+                reasons[_reason(row)].append(name)
+        parts += [f"{reason[0].upper()}{reason[1:]}: {', '.join(names)}." for reason, names in sorted(reasons.items())]
+    return "\n\n".join(part if part.startswith("#") else _wrapped(part) for part in parts) + "\n"
+
+
+def _marks(row: dict) -> str:
+    return "".join(mark for mark, (check, _) in MARKS.items() if (check in row) == (check == "image"))
 
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False)
 
 
-def _not_interleaved(table: dict[str, dict]) -> str:
-    reasons = defaultdict(list)
-    for name, row in table.items():
-        reason = re.sub(r"^.*cannot be interleaved: \w+", "its attention", row.get("reason", "differs"))
-        reason = re.sub(r"^\w+(?= is no class)", "its class", reason)
-        reason = re.sub(r"^\S+ (?=does not )|, and is left as it was.$|, so its heads.*$", "", reason)
-        reasons[row["verdict"], reason.rstrip(".").replace("|", "/")].append(name)
-    rows = [[", ".join(names), verdict, reason] for (verdict, reason), names in sorted(reasons.items())]
-    return markdown_table(["types", "verdict", "reason"], rows).strip()
+def _reason(row: dict) -> str:
+    """Return why a type is not exact, the same words for types of one reason."""
+    if row["verdict"] == "not built":
+        return "not built here"
+    reason = re.sub(r"^.*cannot be interleaved: \w+", "its attention", row.get("reason", "differs"))
+    reason = re.sub(r"^\w+(?= is no class)", "its class", reason)
+    noise = r"^\S+ (?=does not )|( \(.*)?, and is left as it was.$|, so its heads.*$|: a saved .*$"
+    reason = re.sub(noise, "", reason)
+    return f"{row['verdict']}, {reason.rstrip('.')}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

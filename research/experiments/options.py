@@ -23,9 +23,7 @@ class StudyParser(argparse.ArgumentParser):
         return parsed
 
 
-def study_parser(
-    doc: str, study: str, seeds: int = 0, keeps_runs: bool = True, has_sizes: bool = False
-) -> argparse.ArgumentParser:
+def study_parser(doc: str, study: str, seeds: int = 0, keeps_runs: bool = True) -> argparse.ArgumentParser:
     """Return a parser with the options of all studies.
 
     Args:
@@ -33,12 +31,11 @@ def study_parser(
         study: the name of the module.
         seeds: how many there are by default; a study without any has no option for them.
         keeps_runs: the study keeps finished runs.
-        has_sizes: gives the study a large size besides the small one.
     """
     writes = f"Writes {study}.json and {study}.png." + " A finished run is not repeated." * keeps_runs
     formatter = argparse.RawDescriptionHelpFormatter
     parser = StudyParser(description=doc, epilog=writes, formatter_class=formatter)
-    parser.set_defaults(study=study, full=False, device="cpu")
+    parser.set_defaults(study=study, device="cpu")
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
     if keeps_runs:
@@ -47,9 +44,6 @@ def study_parser(
         f"where the table and the plot are written (outputs/{study}; git tracks those of research/experiments/results)"
     )
     parser.add_argument("--results", type=path_from_root, help=where)
-    if has_sizes:
-        parser.add_argument("--full", action="store_true", help="the large size, for a GPU")
-        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     return parser
 
 
@@ -59,7 +53,8 @@ def protocol_parser(doc: str, study: str, effect: float, variants: Iterable[str]
     `effect` is the smallest one worth having, in the unit of the loss; the first of the `variants` is the base.
     """
     variants = list(variants)
-    parser = study_parser(doc, study, has_sizes=True)
+    parser = study_parser(doc, study)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kinds", nargs="+", choices=variants, default=variants, metavar="VARIANT")
     parser.add_argument("--most-seeds", type=int, default=12, help=f"where intervals are wider than ± {effect} (12)")
     parser.set_defaults(effect=effect)

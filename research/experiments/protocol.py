@@ -10,7 +10,7 @@
    narrow: with 6 to 12 seeds they hold the true difference in 93 to 95% of the cases (simulated for normal losses).
 4. The rate is constant after a warm-up, and what is evaluated is a running mean of the weights. So one run tells the
    loss for four budgets: equal steps, equal FLOPs within the windows, equal FLOPs as the paper of IHA counts them
-   (`counted_pairs` in kinds/cost.py has both counts), and equal time on this machine.
+   (`counted_pairs` in kind_facts/cost.py has both counts), and equal time on this machine.
 """
 
 import argparse

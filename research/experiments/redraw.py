@@ -1,8 +1,8 @@
-"""Draw the plots of studies and benchmarks again from their tables, beside them, without running anything.
+"""Draw the plots of studies again from their tables, beside them, without running anything.
 
 "first_screen" is the README's plot, of two tables, in docs/figures.
 
-example: python -m research.experiments.redraw polynomial_filters language_models schedule first_screen
+example: python -m research.experiments.redraw polynomial_filters language_models first_screen
 """
 
 import argparse
@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from common.command_io import ROOT, read_json, run_cli
+from research.benchmarks.options import RESULTS as BENCHMARKS
 from research.experiments.options import RESULTS
 
 
-BENCHMARKS = ROOT / "research" / "benchmarks" / "results"
-PATHS = [*sorted(RESULTS.glob("*.json")), *sorted(BENCHMARKS.rglob("*.json"))]
 FROM_HISTORY = ["mixing_rate"]  # git keeps the command
-# Name -> path of every table that has a plot.
-TABLES = {path.stem: path for path in PATHS if path.with_suffix(".png").exists() and path.stem not in FROM_HISTORY}
+# Name -> path of every table that has a plot beside it.
+TABLES = {
+    path.stem: path
+    for path in sorted(RESULTS.glob("*.json"))
+    if path.with_suffix(".png").exists() and path.stem not in FROM_HISTORY
+}
 # Figure of docs/figures -> the tables that it is drawn from.
-FIGURES = {"first_screen": ("language_models", "prefill")}
-STUDIES = [name for name, path in TABLES.items() if path.parent == RESULTS]
+FIGURES = {"first_screen": [RESULTS / "language_models.json", BENCHMARKS / "prefill.json"]}
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,25 +40,17 @@ from common.plots import save_plot
 
 
 def study_of(name: str) -> str:
-    """Return the module of a table, whose name may end with a setting: a number, "full" or both.
-
-    The tables of a benchmark for several CPUs lie in a directory of its name."""
-    folder = TABLES[name].parent
-    if folder == RESULTS:
-        return "research.experiments." + re.sub(r"(_\d+)?(_full)?$", "", name)
-    return f"research.benchmarks.{name if folder == BENCHMARKS else folder.name}"
+    """Return the module of a table, whose name may end with a number."""
+    return "research.experiments." + re.sub(r"_\d+$", "", name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw the plots and write them."""
     args = parse_arguments(argv)
     for name in args.names:
-        module, folder = f"research.experiments.{name}", ROOT / "docs" / "figures"
-        if name not in FIGURES:
-            module, folder = study_of(name), TABLES[name].parent
-        tables = [read_json(TABLES[table]) for table in FIGURES.get(name, (name,))]
-        path = folder / f"{name}.png"
-        save_plot(import_module(module).plot(*tables), path)
+        tables = FIGURES.get(name) or [TABLES[name]]
+        path = (ROOT / "docs" / "figures" if name in FIGURES else RESULTS) / f"{name}.png"
+        save_plot(import_module(study_of(name)).plot(*map(read_json, tables)), path)
         print(f"Wrote {path}", flush=True)
 
 

@@ -2,21 +2,19 @@
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from common import plots
-from common.command_io import ROOT, UserError, check_output_file, read_json, sole_writer, write_json
-from research.benchmarks.harness import environment, write_table
+from common.command_io import ROOT, UserError, check_output_file, read_json, write_json
+from research.benchmarks.harness import environment
 
 
 # Runs and results
@@ -31,16 +29,15 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
     if args.device == "cpu" and threads:
         torch.set_num_threads(threads)
     os.chdir(ROOT)
-    args.name = args.study + "_full" * args.full
     if hasattr(args, "kinds"):
         args.kinds = list(dict.fromkeys(args.kinds))
     if hasattr(args, "seeds"):
         args.seeds = list(dict.fromkeys(args.seeds))
     if hasattr(args, "output"):
-        args.output = args.output or Path("outputs") / args.name
-    args.results = args.results or Path("outputs") / args.name
+        args.output = args.output or Path("outputs") / args.study
+    args.results = args.results or Path("outputs") / args.study
     for suffix in ("json", "png"):
-        check_output_file(args.results / f"{args.name}.{suffix}", replace=True)
+        check_output_file(args.results / f"{args.study}.{suffix}", replace=True)
 
 
 def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = None) -> dict:
@@ -61,28 +58,16 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
     return record
 
 
-def learned_rows(
-    args: argparse.Namespace, learned: Callable[..., dict], cases: Iterable[dict], steps: int
-) -> list[dict]:
-    """Return a row for each case: its fields, and what `learned(*fields, seeds)` returned, lists as spreads."""
-    rows = []
-    with sole_writer(args.output):
-        for case in cases:
-            name = "-".join(map(str, [*case.values(), "seeds", *args.seeds]))
-            compute = partial(learned, *case.values(), args.seeds)
-            found = run_once(args.output / f"{name}.json", compute, {"steps": steps})
-            rows.append({**case, **{key: spread(v) if isinstance(v, list) else v for key, v in found.items()}})
-    return rows
-
-
-def by_heads(numbers: dict[str, Sequence[int]]) -> list[dict]:
-    """Return the cases of `learned_rows` for each kind and each of its numbers of heads."""
-    return [{"kind": kind, "heads": heads} for kind, of_kind in numbers.items() for heads in of_kind]
-
-
 def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> None:
-    """Write the table `content`, with the command line, the machine and the versions, and its plot."""
-    write_table(args.results / args.name, {**environment(args.command, args.device), **content}, plot)
+    """Write the table `content`, with the command line, the machine and the versions, and its plot.
+
+    `plot` draws what was written, so that the table alone gives the plot again (redraw.py).
+    """
+    path = args.results / args.study
+    write_json(path.with_suffix(".json"), {**environment(args.command, args.device), **content})
+    figure = plot(read_json(path.with_suffix(".json")))
+    plots.save_plot(figure, path.with_suffix(".png"))
+    print(f"{figure.get_suptitle()}\nWrote {path}.json and .png", flush=True)
 
 
 # Training
@@ -103,7 +88,6 @@ def train(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     steps: int,
     rate: float,
-    share: Callable[[int, int], float] | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Train models of one shape at once with Adam: small ones take little more time together than one by itself.
 
@@ -111,18 +95,14 @@ def train(
         models: they differ in their weights only.
         draw: gives new inputs and targets, [models, rows, ...].
         loss: a number from the outputs and targets of one model.
-        rate: of learning, the highest. Gradients are clipped to a norm of 1.
-        share: returns the share of the rate at a step of so many. `None` lets the rate fall to 0 along a cosine.
+        rate: of learning, the highest; it falls to 0 along a cosine. Gradients are clipped to a norm of 1.
 
     Returns:
         A function from inputs [models, rows, ...] to the outputs of the trained models.
     """
     weights, buffers = stack_module_state(models)
     optimizer = torch.optim.Adam(weights.values(), lr=rate)
-    if share is None:
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    else:
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share(step, steps))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
     def outputs(inputs: torch.Tensor) -> torch.Tensor:
         return vmap(lambda w, b, x: functional_call(models[0], (w, b), (x,)))(weights, buffers, inputs)
@@ -138,11 +118,6 @@ def train(
         optimizer.step()
         schedule.step()
     return torch.no_grad()(outputs)
-
-
-def rise_and_fall(step: int, steps: int) -> float:
-    """Return the share of the rate at a step: it rises for a twentieth of the steps, then falls to 0 on a line."""
-    return min(20 * (step + 1) / steps, 1 - step / steps)
 
 
 # Spreads over seeds
@@ -198,9 +173,3 @@ def points(values: list[dict | None]) -> list[plots.Point | None]:
         return value["mean"], value["mean"] - low, high - value["mean"]
 
     return [value and point(value) for value in values]
-
-
-def plot_spread(axes: Axes, rows: list[dict], x: str, name: str, style: str, label: str) -> None:
-    """Plot the mean of `name` by the field `x`, with bars from the lowest to the highest seed."""
-    means, *errors = zip(*points([row[name] for row in rows]))
-    axes.errorbar([row[x] for row in rows], means, yerr=errors, fmt=style, label=label, capsize=2)

@@ -12,7 +12,7 @@ from mechanism_checks import all_mechanisms
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
-import kinds
+import kind_facts
 from common.command_io import ROOT, attention_kinds
 from conversion_scripts.convert_llama_to_iha import KINDS, exact_start
 from model_cards.render import render_card
@@ -33,15 +33,15 @@ CONVERTERS = {
 # "mha" and "iha" are what the model is about.
 @pytest.mark.parametrize("kind", sorted(ATTENTION_CLASSES.keys() - {"mha", "iha"}))
 def test_a_kind_stands_in_its_own_files_and_one_line_of_each_table(kind):
-    folders = ("modeling_iha", "kinds", "conversion_scripts", "sft", "research/benchmarks", "model_cards")
+    folders = ("modeling_iha", "kind_facts", "conversion_scripts", "sft", "research/benchmarks", "model_cards")
     lines = {
-        path.name if path.parent.name != "kinds" else f"kinds/{path.name}": len(found)
+        path.name if path.parent.name != "kind_facts" else f"kind_facts/{path.name}": len(found)
         for folder in folders
         for path in sorted((ROOT / folder).glob("*.py"))
         if (found := re.findall(rf"[\"'`]{kind}[\"'`]", path.read_text(encoding="utf-8")))
     }
     assert [lines.pop(table) for table in ("attention_kinds.py", "kind_options.py", "package.py")] == [1, 1, 1]
-    allowed = {f"attention_{kind}.py", f"options_{kind}.py", f"kinds/{kind}.py"} | CONVERTERS.get(kind, set())
+    allowed = {f"attention_{kind}.py", f"options_{kind}.py", f"kind_facts/{kind}.py"} | CONVERTERS.get(kind, set())
     assert lines.keys() <= allowed
 
 
@@ -56,12 +56,12 @@ def test_a_checkpoint_ships_what_its_code_imports(kind, tmp_path):
 
 
 def test_every_companion_is_of_a_kind():
-    names = {path.stem for path in (ROOT / "kinds").glob("*.py")} - {"__init__", "cost", "model_cost"}
+    names = {path.stem for path in (ROOT / "kind_facts").glob("*.py")} - {"__init__", "cost", "model_cost"}
     assert names <= ATTENTION_CLASSES.keys()
 
 
 def test_what_is_derived():
-    assert KINDS == sorted(kind for kind in ATTENTION_CLASSES if kinds.companion_of(kind).start)
+    assert KINDS == sorted(kind for kind in ATTENTION_CLASSES if kind_facts.companion_of(kind).start)
     assert KINDS == ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "multi_token", "talking_heads"]
     assert attention_kinds() == sorted(ATTENTION_CLASSES)
     of_scores = {"score_mix", "weight_mix", "score_conv", "weight_conv", "pre_base", "post_base"}
@@ -75,13 +75,13 @@ def test_what_is_derived():
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
 def test_a_card_describes_every_kind(kind):
     config = small_config(attention_kinds=kind)
-    text = kinds.companion_of(kind).card.format(config=config)
+    text = kind_facts.companion_of(kind).card.format(config=config)
     assert text.endswith(".") and "{" not in text and f'- "{kind}": {text}' in render_card(config, "name")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if kinds.companion_of(kind).deviations])
+@pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if kind_facts.companion_of(kind).deviations])
 def test_no_deviation_at_the_exact_start(kind):
-    mechanism, config = kinds.companion_of(kind), small_config(attention_kinds=kind)
+    mechanism, config = kind_facts.companion_of(kind), small_config(attention_kinds=kind)
     attention = ATTENTION_CLASSES[kind].for_layer(config, 0)
     state = mechanism.start(config, torch.Generator().manual_seed(0), "balanced") if mechanism.start else {}
     attention.load_state_dict(state, strict=False)
@@ -96,14 +96,14 @@ def test_no_deviation_at_the_exact_start(kind):
         assert mechanism.deviations(attention, config)[name].any() != is_folded
 
 
-STARTS = [mechanism for mechanism in all_mechanisms() if kinds.companion_of(mechanism.kind).start]
+STARTS = [mechanism for mechanism in all_mechanisms() if kind_facts.companion_of(mechanism.kind).start]
 
 
 @pytest.mark.parametrize("mechanism", STARTS, ids=str)
 def test_the_exact_start_is_multi_head_attention(mechanism):
     """Give a layer the parameters of multi-head attention and of the start: nothing is left to chance."""
     fields = {"attention_bias": True, "use_qk_norm": True, "pseudo_positions": "shared"}
-    config, companion = mechanism.hybrid_config(**fields), kinds.companion_of(mechanism.kind)
+    config, companion = mechanism.hybrid_config(**fields), kind_facts.companion_of(mechanism.kind)
     mha = random_model(mechanism.hybrid_config(**fields, attention_kinds="mha", attention_options=None))
     state = mha.state_dict()
     for i, layer in enumerate(mha.model.layers):
@@ -146,9 +146,9 @@ def test_a_kind_without_a_companion_has_defaults(monkeypatch):
         A second sentence."""
 
     monkeypatch.setitem(ATTENTION_CLASSES, "unknown", Unknown)
-    mechanism = kinds.companion_of("unknown")
+    mechanism = kind_facts.companion_of("unknown")
     assert mechanism.card.format(config=None) == "Let heads talk (Shazeer et al. 2020) of {anything}."
     assert mechanism.forms == {"unknown": {}}
     assert mechanism.start is mechanism.deviations is mechanism.control is mechanism.cost is None
     Unknown.__doc__ = None
-    assert kinds.companion_of("unknown").card == "Unknown."
+    assert kind_facts.companion_of("unknown").card == "Unknown."

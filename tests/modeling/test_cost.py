@@ -1,4 +1,4 @@
-"""Compare the cost model (kinds/model_cost.py) with what models are, keep and do."""
+"""Compare the cost model (kind_facts/model_cost.py) with what models are, keep and do."""
 
 import math
 import sys
@@ -9,10 +9,10 @@ from helpers import keep_base_states, random_ids, random_model, set_core, small_
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 
-import kinds.iha
+import kind_facts.iha
 from common.command_io import UserError
 from configuration_iha import PRESETS
-from kinds import model_cost as cost
+from kind_facts import model_cost as cost
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.package import flop_matched_window
 from research.benchmarks import cost as cost_command
@@ -99,7 +99,7 @@ def test_visible_pairs(tokens, virtual, window):
     length = tokens * virtual
     span = length if window is None else window * virtual
     pairs = sum(v - span < u <= v for v in range(length) for u in range(length))
-    assert kinds.cost.visible_pairs(tokens, virtual, window) == pairs
+    assert kind_facts.cost.visible_pairs(tokens, virtual, window) == pairs
 
 
 @pytest.mark.parametrize("variant", OTHER_KINDS)
@@ -142,8 +142,8 @@ def test_decoding_with_past_queries(variant):
 def test_flop_matched_window(count, schedule):
     """Give a sliding layer about as many pairs as a causal global layer, for which IHA, Appendix C counts N^2."""
     tokens, virtual = 8192, 4
-    window = kinds.cost.counted_pairs(count, tokens, virtual, flop_matched_window(tokens, virtual))
-    whole = kinds.cost.counted_pairs(count, tokens)
+    window = kind_facts.cost.counted_pairs(count, tokens, virtual, flop_matched_window(tokens, virtual))
+    whole = kind_facts.cost.counted_pairs(count, tokens)
     assert (4 * window + whole) / (5 * whole) == pytest.approx(schedule, rel=0.04)
 
 
@@ -217,7 +217,7 @@ def test_kept_for_the_backward(variant, gated):
 
 
 def test_unknown_kind_is_refused(monkeypatch):
-    monkeypatch.setattr(kinds.iha, "COMPANION", kinds.Companion())
+    monkeypatch.setattr(kind_facts.iha, "COMPANION", kind_facts.Companion())
     with pytest.raises(UserError, match="'mha', .*not 'iha': add its function"):
         cost.model(small_config(), 16)
 

@@ -20,8 +20,7 @@ from helpers import (
 )
 from transformers import StaticCache
 
-from kinds.multi_token import deviations
-from modeling_iha import IHAForCausalLM, score_matrix
+from modeling_iha import score_matrix
 from modeling_iha.attention_multi_token import KeyQueryConvolution
 
 
@@ -122,15 +121,6 @@ def test_convolution_in_every_nth_layer(every, layers):
     cache = model(random_ids(1, 5)).past_key_values
     assert [layer.keys.shape[-1] for layer in cache.layers] == [8 + 2 * 8 * (i in layers) for i in range(8)]
     assert all(layer.values.shape[-1] == 8 for layer in cache.layers)
-
-
-def test_norm_and_gate_are_no_multi_head_attention():
-    config = multi_token({"head_norm": True, "head_gate": True, "every": 3}, num_hidden_layers=2)
-    for layer, kernels in zip(IHAForCausalLM(config).model.layers, (set(), {"score_conv", "weight_conv"})):
-        found = deviations(layer.self_attn, config)
-        exact = {f"{name}.weight" for name in {"score_mix", "weight_mix"} | kernels}
-        assert {name for name, deviation in found.items() if deviation.isnan().all()} == found.keys() - exact
-        assert exact < found.keys() and not any(found[name].any() for name in exact)
 
 
 def test_a_window_is_refused():

@@ -10,7 +10,7 @@ from tiny_training import ROOT, decoder, preset_config, saved, sizes, write_json
 
 from common.checkpoint_io import load_config
 from common.command_io import UserError
-from kinds import is_interleaved
+from kind_facts import is_interleaved
 from modeling_iha import IHAForCausalLM
 from sft import train
 from sft.data import mix, sources

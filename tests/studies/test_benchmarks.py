@@ -1,6 +1,5 @@
 """Run every benchmark at tiny sizes, from its command line to its report, and test what its figures rest on."""
 
-import dataclasses
 import json
 import re
 import sys
@@ -65,7 +64,6 @@ def test_results(results, script):
     assert table["command"].startswith(f"python -m research.benchmarks.{name} ")
     assert table["threads"] in (1, [1])
     assert table["torch"] == torch.__version__ and table["predicted_by"]
-    assert not hasattr(script, "plot") or (results / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert table["rows"]
     for row in table["rows"]:
         measured = {**row["seconds"], **row["ratios"], **row.get("extra_bytes", {})}
@@ -75,26 +73,27 @@ def test_results(results, script):
     assert not list(results.glob(".*"))
 
 
-def tiny(target):
-    setting = {**target.setting, **({"tokens": TOKENS} if "tokens" in target.setting else {})}
-    return dataclasses.replace(target, setting=setting)
-
-
 def test_report(results, monkeypatch):
-    targets = [tiny(target) for target in report.TARGETS]
-    reached, missed = (
-        dataclasses.replace(target, limit=limit, why="for a reason") for target, limit in zip(targets, (1e9, 1e-9))
-    )
-    monkeypatch.setattr(report, "TARGETS", [reached, missed, *targets[2:]])
     monkeypatch.setattr(sys, "argv", ["report.py", "--out", str(results)])
     report.main()
-    lines = (results / "README.md").read_text().splitlines()
-    linked = set(re.findall(r"\]\((\w+\.\w+)\)", "".join(lines)))
-    assert linked == {path.name for path in results.iterdir() if path.suffix in (".json", ".png")}
-    first, second = (next(line for line in lines if f"| {target.title} |" in line) for target in (reached, missed))
-    assert first.endswith("| yes |  |") and second.endswith("| **no** | for a reason |")
-    for target in targets[2:]:
-        assert sum(f"| {target.title} | `{target.ratio}` |" in line for line in lines) == 1
+    text = (results / "README.md").read_text()
+    assert set(re.findall(r"\]\((\w+\.\w+)\)", text)) == {path.name for path in results.glob("*.json")}
+    (row,) = json.loads((results / "decode_model.json").read_text())["rows"]
+    ratio = f"{row['ratios']['iha / llama']:.3f}"
+    assert f"| / llama | {TOKENS} tokens, P = 2 |\n|---|---|\n| iha | {ratio} |\n" in text
+
+
+def test_settings_that_are_left_together_show_their_span():
+    rows = [
+        {"pass": "forward", "window": "none", "tokens": tokens, "ratios": {"a / b": ratio, "memory: a / b": 2.0}}
+        for tokens, ratio in ((512, 0.5), (1024, 1.25))
+    ]
+    lines = report.benchmark_lines("any_decoder", {"rows": rows, "command": "run"})
+    assert lines[-3:] == [
+        "| / b | forward, window: none | memory, forward, window: none |",
+        "|---|---|---|",
+        "| a | 0.500 to 1.250 | 2.000 |",
+    ]
 
 
 def test_medians(monkeypatch):
@@ -149,14 +148,14 @@ def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):
         *[(part, 0) for part in ("forward", "training", "decoding", "schedule")],
         *[(part, 1) for part in ("forward", "training", "decoding")],
     ]
-    assert path.with_suffix(".png").exists() and path.stem == default_form.cpu_name()
+    assert path.stem == default_form.cpu_name()
     monkeypatch.setattr(default_form, "IDLE_LIMIT", 0)
     monkeypatch.setattr(sys, "argv", ["any", *options, "--busy", "0", "--dtypes", "float32", "--cases", "decoding"])
     with pytest.raises(UserError, match="3 of 7 settings take more than 0 of SDPA's time idle"):
         default_form.main()
     assert len(json.loads(path.read_text())["rows"]) == 7
     lines = report.default_lines([json.loads(path.read_text())])
-    assert any(line.startswith("| training | 2 | 200 | 16 | float32 | ") for line in lines)
+    assert any(line.startswith("| training, 200 tokens, P = 2, window: 16 | ") for line in lines)
 
 
 def test_what_the_default_is_compared_with(monkeypatch):

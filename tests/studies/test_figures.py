@@ -8,7 +8,6 @@ here, and listed as given where it belongs to the set-up or to a paper.
 import json
 import re
 from collections.abc import Iterator
-from copy import deepcopy
 from functools import cache
 from importlib import import_module
 from statistics import fmean
@@ -17,14 +16,14 @@ import pytest
 
 from common import plots
 from common.command_io import ROOT, read_json
-from kinds.model_cost import model as cost_of_model
-from kinds.model_cost import with_mha
+from kind_facts.model_cost import model as cost_of_model
+from kind_facts.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
-from research.experiments import equal_cache, language_models, relation_composition, warm_start, warm_start_variants
-from research.experiments.protocol import BUDGETS, COUNTS, budgets
-from research.experiments.redraw import STUDIES, TABLES, study_of
-from research.experiments.study import correct_by_holm, detectable, differences, interval
+from research.experiments import language_models, warm_start
+from research.experiments.protocol import BUDGETS, COUNTS
+from research.experiments.redraw import TABLES, study_of
+from research.experiments.study import detectable, differences, interval
 
 
 RESULTS = ROOT / "research" / "experiments" / "results"
@@ -104,101 +103,14 @@ def warm_start_more() -> list[Number]:
     less = differences(*(row["loss"]["values"] for row in table("warm_start")["rows"]))
     before = table("warm_start")["correct_before"]
     right_before = sum(before.values()) / (len(before) * warm_start.TEST_ROWS)
-    return [less["mean"] + less["half_width"], less["half_width"] - less["mean"], right_before]
-
-
-def runs_of(name: str) -> list[dict]:
-    return [run for run in table("warm_start_variants")["runs"] if run["variant"] == name]
-
-
-def variant_losses(name: str, relations: str | None = None) -> list[float]:
-    """Return the loss of each seed, of all questions or of a number of relations."""
-    tests = [run["test"] for run in runs_of(name)]
-    return [fmean(test[each]["loss"] for each in ([relations] if relations else test)) for test in tests]
-
-
-def variants_more() -> list[Number]:
-    by_name = rows("warm_start_variants", "variant")
-    compared = [row[key] for row in by_name.values() for key in ("minus_mha", "minus_mha_x2") if key in row]
-    correct_by_holm(again := deepcopy(compared))
-    assert compared == again and len(compared) == 17 and [each["p_holm"] < 0.05 for each in compared].count(True) == 2
-    pairs = [("mha", "iha_4", number) for number in "123"] + [("zero", "iha_2"), ("noise", "iha_2")]
-    apart = [
-        pair(differences(variant_losses(first, *of), variant_losses(second, *of))) for first, second, *of in pairs
-    ]
-    starts = [[run["train"][0][1] for run in runs_of(name)] for name in ("noise", "iha_2")]
-    entries = [list(numbers(by_name[name]["moved"])) for name in ("iha_2", "x200")]
-    before = fmean(part["loss"] for part in table("warm_start_variants")["before"].values())
-    by_seed = [noise - balanced for noise, balanced in zip(*starts)]
-    return [*apart, *by_seed, *map(fmean, entries), before, detectable(by_name["iha_4"]["minus_mha_x2"])]
-
-
-def agents_more() -> list[Number]:
-    found = table("colliding_agents")["rows"]
-    return [max(row["mean_squared_difference_from_constructed"]["T"] for row in found) ** 0.5]
-
-
-def undecided_by_the_times_of_each_seed(study: str) -> tuple[list[dict], int]:
-    """Return what equal time no longer decides with the error of the time, and how many it decides without."""
-    found, compared, decided = rows(study, "variant"), [], []
-    seconds = {name: row["seconds"]["values"] for name, row in found.items()}
-    by_seed = [
-        {name: [{"curve": each[seed], "seconds": seconds[name][seed]}] for name, each in table(study)["runs"].items()}
-        for seed in range(6)
-    ]
-    for name, row in found.items():
-        for key, other in (("minus_base", next(iter(found))), ("minus_control", row["control"])):
-            if "time" in row.get(key, {}):
-                by_times = (budgets(of_seed, name, other, (1.0, 1.0))["time"] for of_seed in by_seed)
-                ends = interval([each["difference"]["mean"] for each in by_times])
-                compared += [*(deepcopy(row[key][budget]["difference"]) for budget in BUDGETS[:-1]), ends]
-                decided += [ends] * (row[key]["time"]["difference"]["p_holm"] < 0.05)
-    correct_by_holm(compared)
-    return [again for again in decided if again["p_holm"] > 0.05], len(decided)
-
-
-def language_more() -> list[Number]:
-    (first, one), (second, two) = map(undecided_by_the_times_of_each_seed, ("language_models", "language_models_512"))
-    assert (len(first), len(second), one + two) == (2, 0, 15)
-    return list(numbers(first))
-
-
-def cache_more() -> list[Number]:
-    return [1000 * row["seconds_per_token"] for row in table("equal_cache")["rows"]]
-
-
-def ladder_more() -> list[Number]:
-    (four,) = (row for row in table("ladder")["rows"] if (row["variant"], row["k"]) == ("mha 4", 4))
-    return [1 - dict(four["tried"])[four["rate"]]]
+    return [less["mean"] + less["half_width"], less["half_width"] - less["mean"], right_before, detectable(less)]
 
 
 def tasks_more() -> list[Number]:
     by_kind = rows("dcmha_tasks", "kind")
-    decided = [
-        [value["p_holm"] < 0.05 for group in row["groups"].values() for key, value in group.items() if "more" in key]
-        for row in by_kind.values()
-    ]
-    assert sum(map(len, decided)) == 224
     seen = {kind: row["groups"]["all"].get("seen_more_than_mha", {"p_holm": 1}) for kind, row in by_kind.items()}
     assert {kind for kind, value in seen.items() if value["p_holm"] < 0.05} == {"dcmha", "diff_v2", "multi_token"}
     return [row["seconds"]["mean"] / by_kind["mha"]["seconds"]["mean"] for row in by_kind.values()]
-
-
-def ablation_more() -> list[Number]:
-    by_name = rows("dcmha_ablation", "configuration")
-
-    def decided(key: str) -> set[str]:
-        found = {name: row[key].get("by", row[key]) for name, row in by_name.items() if name != "mha"}
-        return {name for name, value in found.items() if value["p_holm"] < 0.05}
-
-    raised = {"projection", "gate", "all", "dcmha", "key", "post", "rank_1", "rank_4"}
-    assert decided("lower_than_mha") == raised and len(by_name) == 13
-    assert all(by_name[name]["lower_than_mha"]["by"]["mean"] < 0 for name in raised)
-    assert decided("QK_minus_mha") == raised - {"gate", "post"} | {"query", "pre"}
-    assert decided("OV_minus_mha") == {"rank_4", "static"}
-    claims = [claim for claim in table("dcmha_ablation")["claims"] if claim["by"]["p_holm"] < 0.05]
-    assert [(claim["lower"], claim["than"]) for claim in claims] == [("dcmha", "static"), ("dcmha", "wider")]
-    return []
 
 
 def paper_gain(task: str, questions: int, other: str) -> tuple[float, float]:
@@ -218,34 +130,16 @@ def paper_more() -> list[Number]:
     ]
 
 
-def diversity_more() -> list[Number]:
-    source, converted = table("head_diversity")["rows"]
-    assert abs(converted["QK"]["mean"] - source["QK"]["mean"]) < 1e-4
-    return [converted["OV"]["mean"] - source["OV"]["mean"]]
-
-
 # Heading -> tables, what is computed from them, and the figures of the set-up and of the papers.
 SECTIONS = {
-    "Warm start": (("warm_start",), warm_start_more, ("103,000", "5e-5", "2e-3", "500,000")),
-    "Variants of the warm start": (
-        ("warm_start_variants",),
-        variants_more,
-        ("0.005%", "80%", "4,700", "6,480", "5e-5"),
-    ),
-    "Rate of the mixing": (("mixing_rate",), list, ()),
+    "Warm start": (("warm_start",), warm_start_more, ("103,000", "5e-5", "2e-3", "80%")),
+    "Language models": (("language_models", "language_models_512"), list, ()),
+    "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ()),
     "Theorem 2: inclusion": (("theorem2_inclusion",), list, ("100%",)),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
     "Theorem 4: CPM-3": (("cpm3",), list, ()),
-    "Hyper attention": (("hyper_attention",), list, ("87.5%",)),
-    "Colliding agents": (("colliding_agents",), agents_more, ()),
-    "Relation composition": (("relation_composition",), list, ("4.7", "3.3", "40,000", "1e-4")),
-    "Language models": (("language_models", "language_models_512"), language_more, ("0.02",)),
-    "Equal cache": (("equal_cache",), cache_more, ()),
-    "Ladder": (("ladder",), ladder_more, ()),
-    "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("0.74", "4,000")),
-    "DCMHA's ablation": (("dcmha_ablation",), ablation_more, ("2.6%", "10%", "22%", "307,200")),
+    "Rate of the mixing": (("mixing_rate",), list, ()),
     "The paper's own gains": ((), paper_more, ("1.96", "95%")),
-    "Head diversity": (("head_diversity",), diversity_more, ("90%",)),
 }
 
 
@@ -267,6 +161,25 @@ def section(document: str, heading: str) -> str:
 def test_figures_of_the_studies_are_those_of_their_tables(heading):
     studies, more, given = SECTIONS[heading]
     assert unknown(section("research/experiments/README.md", heading), studies, more(), given) == []
+
+
+def difference_lines(name: str) -> Iterator[str]:
+    """Yield the line of each comparison of language models: a difference for each budget, and the time of a step."""
+    for row in table(name)["rows"]:
+        for key, other in (("minus_base", "mha"), ("minus_control", row["control"])):
+            cells = []
+            for budget in BUDGETS:
+                found = row.get(key, {}).get(budget, {}).get("difference")
+                cells.append(f"{text(found)}{' ?' * (found['p_holm'] > 0.05)}" if found else "–")
+            if key in row:
+                cells.append(f"{row[key]['time']['cost']:.2f}" if "time" in row[key] else "–")
+                yield " | ".join([f"| `{row['variant']}`, `{other}`", *cells]) + " |"
+
+
+def test_differences_of_language_models_and_what_is_undecided():
+    lines = section("research/experiments/README.md", "Language models").splitlines()
+    expected = [*difference_lines("language_models"), *difference_lines("language_models_512")]
+    assert [line for line in lines if line.startswith("| `")] == expected
 
 
 # The other documents
@@ -347,28 +260,9 @@ def test_the_card_of_the_fine_tuned_model_has_its_run():
 
 def test_rows_are_those_of_the_runs_that_the_tables_keep():
     assert table("warm_start")["rows"] == warm_start.summaries(table("warm_start")["runs"])
-    runs = {(run["variant"], run["seed"]): run for run in table("warm_start_variants")["runs"]}
-    for name, row in rows("warm_start_variants", "variant").items():
-        for key, value in warm_start_variants.summary(name, runs).items():
-            assert {**row[key], **value} == row[key] if key.startswith("minus") else row[key] == value
-    found = table("relation_composition")
-    summaries = [
-        row
-        for task in found["tasks"]
-        for rate in found["rates"]
-        for row in relation_composition.summary(task, rate, found["runs"])
-    ]
-    assert [row["accuracy"] for row in found["rows"]] == [row["accuracy"] for row in summaries]
-    for study, variants in (
-        *((f"language_models{length}", language_models.VARIANTS) for length in ("", "_512")),
-        ("equal_cache", equal_cache.VARIANTS),
-    ):
-        for row, again in zip(table(study)["rows"], language_models.summaries_of(table(study), variants), strict=True):
+    for name in ("language_models", "language_models_512"):
+        for row, again in zip(table(name)["rows"], language_models.summaries_of(table(name)), strict=True):
             assert {**row, **again} == row
-
-
-# Their tables were written before the values of single seeds were kept.
-OLDER = {"cpm3", "hyper_attention"}
 
 
 def spreads(value) -> list[dict]:
@@ -378,7 +272,7 @@ def spreads(value) -> list[dict]:
     return own + [each for part in parts for each in spreads(part)]
 
 
-@pytest.mark.parametrize("study", sorted(set(STUDIES) - OLDER))
+@pytest.mark.parametrize("study", TABLES)
 def test_a_table_names_its_command_and_has_the_value_of_every_seed(study):
     assert table(study)["command"] == "not recorded" or study_of(study) in table(study)["command"]
     for each in spreads(table(study)):

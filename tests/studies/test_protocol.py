@@ -1,4 +1,4 @@
-"""Test the protocol of comparisons, and the studies that keep to it: language models, equal cache and the ladder."""
+"""Test the protocol of comparisons, and the study that keeps to it: language models."""
 
 import argparse
 import math
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from common.command_io import UserError
-from kinds.model_cost import model as cost_of
+from kind_facts.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
-from research.experiments import equal_cache, ladder, language_models, protocol
+from research.experiments import language_models, protocol
 from research.experiments.language_models import VARIANTS, config_of, size_of
 
 
@@ -156,7 +156,7 @@ def test_language_models_compare_and_go_on_where_they_stopped(run_protocol, tmp_
 
 
 def one_run(size: dict, text: torch.Tensor, variant: str = "mha", seed: int = 0) -> dict:
-    return language_models.one_run(VARIANTS[variant], size, text, "cpu", variant, seed, 1e-2, 1.0)
+    return language_models.one_run(size, text, "cpu", variant, seed, 1e-2, 1.0)
 
 
 def test_variants_of_a_seed_start_from_common_weights_and_read_the_same_rows(monkeypatch):
@@ -185,15 +185,10 @@ def test_variants_of_a_seed_start_from_common_weights_and_read_the_same_rows(mon
     assert not mha["model.embed_tokens.weight"].equal(of_other_seed["model.embed_tokens.weight"])
 
 
-def test_a_text_is_part_of_the_setting_and_rows_have_a_length_that_fits():
-    args = argparse.Namespace(device="cpu")
-    texts = [torch.tensor(list(text.encode())) for text in ("To be, or not to be.", "To be, or not to me.")]
-    first, second = (language_models.setting_of(args, TINY, text) for text in texts)
-    assert first != second and first["text_sha256"] != second["text_sha256"]
+def test_rows_have_a_length_that_fits():
     for tokens in (31, 65):
         with pytest.raises(UserError, match="expected at least 32, at most 64"):
             size_of(TINY, tokens)
-    assert len(language_models.read_text()) > 2_000_000
 
 
 def test_the_held_out_text_is_never_trained_on(monkeypatch):
@@ -210,77 +205,3 @@ def test_the_held_out_text_is_never_trained_on(monkeypatch):
     monkeypatch.setattr(language_models, "losses_of", watch)
     one_run({**size_of(TINY, 32), "batch": 200}, text)
     assert seen == {True: {0}, False: {1}}
-
-
-def test_evaluations_do_not_count_as_training_time(monkeypatch):
-    """Let a step take a second, and a batch of an evaluation a hundred."""
-    now, losses_of = [0], language_models.losses_of
-
-    def slow(model, rows):
-        now[0] += 1 if torch.is_grad_enabled() else 100
-        return losses_of(model, rows)
-
-    monkeypatch.setattr(language_models, "losses_of", slow)
-    monkeypatch.setattr(protocol, "clock", lambda device: now[0])
-    assert one_run(size_of(TINY, 32), TEXT)["seconds"] == TINY["steps"]
-
-
-# Equal cache
-
-
-def test_interleaving_is_compared_with_a_cache_as_many_times_as_large(run_protocol):
-    sizes = {"SMALL": TINY, "SERVED": {**TINY, "tokens": 64}, "REPEATS": 1, "TOKENS": 32, "PROMPT": 8}
-    table, _ = run_protocol(equal_cache, sizes, ["mha_g1", "mha_g2", "iha_g1_p2"])
-    _, larger, row = table["rows"]
-    apart = row["minus_control"]["steps"]["difference"]
-    assert apart["mean"] == pytest.approx(mean(row["loss"]["values"]) - mean(larger["loss"]["values"]))
-    assert row["control"] == "mha_g2" and "minus_control" not in larger and "p_holm" in apart
-    assert larger["cached_bytes"] == 2 * row["cached_bytes"] == 4 * 2 * 2 * 4
-    assert row["seconds_per_token"] > 0
-
-
-# The ladder
-
-
-def test_lookups_ask_for_the_values_of_k_keys():
-    words, targets = ladder.draw("lookups", 3, 5, torch.Generator().manual_seed(0))
-    assert words.shape == (5, 32, 3) and targets.shape == (5, 32, 3)
-    assert (targets[:, :16] == ladder.IGNORED).all() and (words[:, :16, 2] == -1).all()
-    for row, answers in zip(words.tolist(), targets.tolist()):
-        value_of = {key: value - 16 for key, value, _ in row[:16]}
-        assert sorted(value_of) == list(range(16))
-        for question, expected in zip(row[16:], answers[16:]):
-            asked = [word - 24 - 16 * slot for slot, word in enumerate(question)]
-            assert len(set(asked)) == 3 and [value_of[key] for key in asked] == expected
-
-
-def test_offsets_ask_for_what_is_behind_and_nothing_before_the_start():
-    words, targets = ladder.draw("offsets", 4, 3, torch.Generator().manual_seed(0))
-    for row, answers in zip(words.squeeze(-1).tolist(), targets.tolist()):
-        for place, expected in enumerate(answers):
-            behind = [place - distance for distance in ladder.DISTANCES[:4]]
-            assert expected == [row[other] if other >= 0 else ladder.IGNORED for other in behind]
-
-
-@pytest.mark.parametrize("task", ladder.TASKS)
-def test_models_of_the_ladder_have_equal_parameters(task):
-    counts = {
-        sum(parameter.numel() for parameter in ladder.Model(variant, task, k).parameters())
-        for variant in ladder.VARIANTS
-        for k in ladder.NUMBERS
-    }
-    assert max(counts) - min(counts) <= 3 * ladder.SIZE["fields"]["hidden_size"]
-
-
-def test_the_ladder_tunes_on_other_seeds_and_goes_on_where_it_stopped(run_study, tmp_path):
-    variants = {name: ladder.VARIANTS[name] for name in ("mha 2", "iha 2 x 2")}
-    sizes = {"STEPS": 2, "TEST_ROWS": 4, "NUMBERS": (2, 4), "VARIANTS": variants}
-    table, made = run_study(ladder, ["--tasks", "offsets", "--seeds", "0", "1"], sizes, {"STEPS": 3})
-    assert made[0] >= 4 * 4 and made[1] == 0
-    names = {path.stem.split("-", 3)[3] for path in (tmp_path / "runs").glob("*.json")}
-    assert {name.rpartition("-")[2] for name in names} == {"1000_1001", "0_1"}
-    assert [(row["variant"], row["k"]) for row in table["rows"]] == [(name, k) for k in (2, 4) for name in variants]
-    base, row = table["rows"][2:]
-    assert row["minus_mha_2"]["mean"] == pytest.approx(row["right"]["mean"] - base["right"]["mean"])
-    assert row["tried"][0][0] == ladder.FIRST_RATE and row["rate"] in dict(row["tried"]) and len(row["tried"]) >= 3
-    assert all(0 <= wrong <= 1 for _, wrong in row["tried"])

@@ -1,6 +1,6 @@
 """Describe each attention mechanism to cards, converters and benchmarks; a checkpoint ships none of this.
 
-The file `kinds/<kind>.py` of a kind of `ATTENTION_CLASSES` has the name of the kind. A kind without a file has
+The file `kind_facts/<kind>.py` of a kind of `ATTENTION_CLASSES` has the name of the kind. A kind without a file has
 the defaults of `Companion`.
 """
 
@@ -90,9 +90,9 @@ def described(config: PreTrainedConfig) -> Any:
     if isinstance(config, IHAConfig):
         return config
     text = config.get_text_config(decoder=True)
-    numbers = re.findall(r"\.(\d+)\.", " ".join(getattr(config, "interleaved_layers", ())))
+    interleaved = [_layer_number(name) for name in getattr(config, "interleaved_layers", ())]
     layers, window = range(text.num_hidden_layers), getattr(text, "sliding_window", None)
-    kinds = dict.fromkeys(layers, config.model_type) | {int(number): "iha" for number in numbers}
+    kinds = dict.fromkeys(layers, config.model_type) | dict.fromkeys(interleaved, "iha")
     types = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(layers)
     if own := getattr(config, "interleaved_window", None):
         types = [f"window of {own}" if kinds[i] == "iha" else types[i] for i in layers]
@@ -105,6 +105,11 @@ def described(config: PreTrainedConfig) -> Any:
         num_pseudo_heads=getattr(config, "num_pseudo_heads", 1),
         pseudo_positions="shared",
     )
+
+
+def _layer_number(name: str) -> int:
+    """Return the number in the name of a module of a layer, such as "layers.3.self_attn"."""
+    return next(int(part) for part in name.split(".") if part.isdigit())
 
 
 def own_modules(model: torch.nn.Module) -> list[str]:

@@ -23,8 +23,9 @@ def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: 
     Raise a `UserError` for a kind whose mechanism has no cost function."""
     if (between := companion_of(kind).cost) is None:
         known = [known for known, mechanism in all_companions().items() if mechanism.cost]
+        place = f"kind_facts/{kind}.py"
         raise UserError(
-            f"The cost model knows {', '.join(map(repr, known))}, not {kind!r}: add its function to kinds/{kind}.py."
+            f"The cost model knows {', '.join(map(repr, known))}, not {kind!r}: add its function to {place}."
         )
     window = config.sliding_window if layer_type == "sliding_attention" else None
     hidden, bias, norms = config.hidden_size, config.attention_bias, 2 * config.head_dim * config.use_qk_norm

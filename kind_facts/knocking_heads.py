@@ -1,16 +1,11 @@
 """Describe kind "knocking_heads".
 
 Exact start: linear maps are identities. The MLP of the values has U = D = I and G = 0, so it is 2 (v * 1/2) = v.
-
-Linear maps fold into the projections (Equation 8): a head has q = W x with the rows W [head_dim, hidden_size], and T
-maps it to T^T q = W' x with W' = T^T W. Any T is thus a re-parametrisation of multi-head attention. The MLP folds
-while G is zero, where it is the linear map U D.
 """
 
 import torch
 
 from modeling_iha import IHAConfig
-from modeling_iha.mixing import values
 
 from . import Companion, mha
 from .cost import Cost
@@ -24,25 +19,6 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
     if options.values == "mlp":
         state |= {"v_map.up": torch.eye(d), "v_map.gate": torch.zeros(d, d), "v_map.down": torch.eye(d)}
     return state
-
-
-def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
-    """Return the gate of the MLP, and zeros for what folds into the projections; NaN and infinity become NaN."""
-    own = {name: value for name, value in values(attention).items() if "_map." in name}
-    return {name: value if name == "v_map.gate" else 0 * value for name, value in own.items()}
-
-
-def to_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the projections with the maps folded in, in float64."""
-    maps = {name[0]: value.double() for name, value in attention.items() if name.endswith("_map.weight")}
-    if "v_map.up" in attention:
-        maps["v"] = attention["v_map.up"].double() @ attention["v_map.down"].double()
-    folded = {}
-    for name, rows in attention.items():
-        if name[:7] in ("q_proj.", "k_proj.", "v_proj.") and name[0] in maps:
-            heads = rows.double().unflatten(0, (-1, config.head_dim))  # [heads, head_dim], and a weight's columns
-            folded[name] = torch.einsum("de,hd...->he...", maps[name[0]], heads).flatten(0, 1)
-    return folded
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
@@ -69,8 +45,6 @@ COMPANION = Companion(
     paper="Zhou et al., 2025, [Knocking-Heads Attention](https://arxiv.org/abs/2510.23052)",
     cost=cost,
     start=start,
-    deviations=deviations,
-    to_mha=to_mha,
     control="v_proj.weight",
     forms={
         "knocking_heads": {},

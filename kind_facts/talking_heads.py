@@ -5,7 +5,6 @@ A layer computes the multi-head attention that it replaces while both of its map
 import torch
 
 from modeling_iha import IHAConfig
-from modeling_iha.mixing import values
 
 from . import Companion
 from .cost import Cost, score_matrix
@@ -17,12 +16,6 @@ MAPS = ("score_mix.weight", "weight_mix.weight")
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
     """Return identity maps."""
     return {name: torch.eye(config.num_attention_heads) for name in MAPS}
-
-
-def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
-    """Return the differences of both maps from the identity."""
-    own = values(attention)
-    return {name: own[name] - torch.eye(config.num_attention_heads) for name in MAPS}
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
@@ -37,6 +30,5 @@ COMPANION = Companion(
     paper="Shazeer et al., 2020, [Talking-Heads Attention](https://arxiv.org/abs/2003.02436)",
     cost=cost,
     start=start,
-    deviations=deviations,
     control="weight_mix.weight",
 )

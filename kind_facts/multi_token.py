@@ -7,7 +7,6 @@ the last row, and its mixing is the identity. A norm or a gate of the heads leav
 import torch
 
 from modeling_iha import IHAConfig
-from modeling_iha.mixing import values
 
 from . import Companion
 from .cost import Cost, linear, score_matrix
@@ -27,14 +26,6 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
     mixing = torch.eye(group).repeat(heads // group, 1, 1)
     state = {f"{name}_conv.weight": kernel.clone() for name in _acts(options.convolution)}
     return state | {f"{name}_mix.weight": mixing.clone() for name in _acts(options.head_mixing)}
-
-
-def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
-    """Return the differences of kernels and mixing from the exact start, and NaN for a norm and a gate."""
-    exact = start(config, torch.Generator(), "none")
-    own = values(attention)
-    moved = {name: own[name] - value for name, value in exact.items() if name in own}
-    return moved | {name: torch.full_like(value, torch.nan) for name, value in own.items() if name.startswith("head_")}
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
@@ -71,6 +62,5 @@ COMPANION = Companion(
     paper="Golovneva, Wang, Weston and Sukhbaatar, 2025, [Multi-Token Attention](https://arxiv.org/abs/2504.00927)",
     cost=cost,
     start=start,
-    deviations=deviations,
     control="weight_mix.weight",
 )
