@@ -11,24 +11,20 @@ from model_cards.render import figure_text, markdown_table
 
 
 PAPER = read_json(Path(__file__).with_name("paper.json"))
-_RULER_METRICS = ("string_match", "answer_first")
 
 
-def _means(tasks: list[dict]) -> dict:
-    """Return the mean of each metric over tasks, {"value", "stderr"}, as of independent figures."""
-    means = {}
-    for metric in _RULER_METRICS:
-        figures = [task["metrics"][metric] for task in tasks]
-        errors = [figure["stderr"] for figure in figures]
-        stderr = None if None in errors else math.hypot(*errors) / len(figures)
-        means[metric] = {"value": sum(figure["value"] for figure in figures) / len(figures), "stderr": stderr}
-    return means
+def _mean(tasks: list[dict]) -> dict:
+    """Return the mean of RULER's metric over tasks, {"value", "stderr"}, as of independent figures."""
+    figures = [task["metrics"]["string_match"] for task in tasks]
+    errors = [figure["stderr"] for figure in figures]
+    stderr = None if None in errors else math.hypot(*errors) / len(figures)
+    return {"value": sum(figure["value"] for figure in figures) / len(figures), "stderr": stderr}
 
 
 def ruler_means(tasks: dict[str, dict]) -> dict:
     """Return the means of the RULER tasks that were run, each with the same weight; {} without any.
 
-    They are {"by_length": {length: figures}, "all": figures, "tasks": names}. (lm-eval's group counts length 4096 and
+    They are {"by_length": {length: figure}, "all": figure, "tasks": names}. (lm-eval's group counts length 4096 and
     no other.)
     """
     by_length: dict[int, dict] = defaultdict(dict)
@@ -38,8 +34,8 @@ def ruler_means(tasks: dict[str, dict]) -> dict:
     if not by_length:
         return {}
     return {
-        "by_length": {str(length): _means([*by_length[length].values()]) for length in sorted(by_length)},
-        "all": _means([task for of_length in by_length.values() for task in of_length.values()]),
+        "by_length": {str(length): _mean([*by_length[length].values()]) for length in sorted(by_length)},
+        "all": _mean([task for of_length in by_length.values() for task in of_length.values()]),
         "tasks": sorted({kind for of_length in by_length.values() for kind in of_length}),
     }
 
@@ -49,11 +45,11 @@ def _tasks_table(tasks: dict[str, dict]) -> str:
     for name, task in tasks.items():
         tokens = task["prompt_tokens"]
         about = [str(task["examples"]), str(task["samples_each"]), f"{tokens['min']}–{tokens['max']}"]
-        about += [str(task["truncated_prompts"]), str(task["unfinished_replies"])]
+        about.append(str(task["unfinished_replies"]))
         for metric, figure in task["metrics"].items():
             rows.append([name, metric, figure_text(figure, "loss" not in metric), *about])
-    header = ["task", "metric", "ours ± s.e.", "examples", "samples each", "prompt tokens", "cut prompts"]
-    return markdown_table([*header, "unfinished replies"], rows)
+    header = ["task", "metric", "ours ± s.e.", "examples", "samples each", "prompt tokens", "unfinished replies"]
+    return markdown_table(header, rows)
 
 
 def _ours(results: dict, column: dict) -> dict | None:
@@ -62,10 +58,8 @@ def _ours(results: dict, column: dict) -> dict | None:
     if results["suite"] == "smoke":  # hand-made examples
         return None
     if task == "ruler":
-        # The paper's average is over all tasks, with needles in essays.
-        is_whole = results["ruler"].get("tasks") == sorted(ruler.TASKS)
-        is_comparable = not any("note" in entry for entry in results["tasks"].values())
-        return results["ruler"]["all"][metric] if is_whole and is_comparable else None
+        # The paper's average is over all tasks.
+        return results["ruler"]["all"] if results["ruler"].get("tasks") == sorted(ruler.TASKS) else None
     return results["tasks"].get(task, {}).get("metrics", {}).get(metric)
 
 
@@ -88,7 +82,7 @@ def _draw(results: dict, directory: Path) -> list[str]:
         elif task == "perplexity_by_position":
             losses[name] = [(int(key.partition("@")[2]), each["value"]) for key, each in entry["metrics"].items()]
     means = results["ruler"].get("by_length", {}).items()
-    found = (f"{100 * figures['string_match']['value']:.0f}% at {int(length):,}" for length, figures in means)
+    found = (f"{100 * figure['value']:.0f}% at {int(length):,}" for length, figure in means)
     match = {"xlabel": "nominal length, tokens", "ylabel": "string match, per cent\n(higher is better)"}
     loss = {"xlabel": "first position, tokens", "ylabel": "loss, nats per token\n(lower is better)"}
     drawn = []
@@ -108,7 +102,7 @@ def _draw(results: dict, directory: Path) -> list[str]:
 
 
 def markdown(results: dict, plots: list[str]) -> str:
-    """Return the report, with a line for all that was cut, left out or is not comparable."""
+    """Return the report, with a line for all that was cut or left out."""
     tasks, means = results["tasks"], results["ruler"]
     lines = [
         f"# {results['model']}: {results['suite']}\n",
@@ -118,25 +112,19 @@ def markdown(results: dict, plots: list[str]) -> str:
         + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
         + ". What each figure means: evaluation/README.md.\n",
     ]
-    if {*results["sample_commits"]} - {results["commit"]}:
-        commits = ", ".join(results["sample_commits"])
-        lines.append(f"- The replies were made at commit {commits} and scored at {results['commit']}.")
+    if (first := results["first_commit"]) != results["commit"]:
+        lines.append(f"- The run began at commit {first}, and was scored at {results['commit']}.")
     for name, task in tasks.items():
         of = task["examples"] * task["samples_each"]
-        lines += [f"- {name}: {task['note']}."] if "note" in task else []
-        if cut := task["truncated_prompts"]:
-            lines.append(f"- {name}: {cut} prompts were cut to fit; their zeros say nothing.")
         if unfinished := task["unfinished_replies"]:
             lines.append(f"- {name}: {unfinished} of {of} replies were still going at the limit.")
     lines += ["", _tasks_table(tasks)]
     if means:
         rows = [
-            [length, *(figure_text(figures[metric], True) for metric in _RULER_METRICS)]
-            for length, figures in [*means["by_length"].items(), ("all", means["all"])]
+            [length, figure_text(figure, True)]
+            for length, figure in [*means["by_length"].items(), ("all", means["all"])]
         ]
-        lines += ["## RULER: mean of the tasks that were run\n", markdown_table(["length", *_RULER_METRICS], rows)]
-        if "ruler_cwe" in means["tasks"]:
-            lines.append("ruler_cwe begins with its worked example, as RULER's prompt does and lm-eval's does not.\n")
+        lines += ["## RULER: mean of the tasks that were run\n", markdown_table(["length", "string_match"], rows)]
         if missing := [task for task in ruler.TASKS if task not in means["tasks"]]:
             lines.append(f"Not run, and not in the means: {', '.join(missing)}.\n")
     beside = [

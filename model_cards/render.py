@@ -89,7 +89,7 @@ class Task(TypedDict):
     metrics: dict[str, Figure]
     examples: Count
     samples_each: Count
-    truncated_prompts: Count
+    truncated_prompts: NotRequired[Count]  # of older results; now such a prompt is refused
     unfinished_replies: Count
     note: NotRequired[str]
 
@@ -390,7 +390,7 @@ def _evaluation(results: dict, twin: tuple[str, dict] | None) -> str:
     for name, task in results["tasks"].items():
         remarks = [task["note"]] if "note" in task else []
         for key, what in (("truncated_prompts", "prompts cut to fit"), ("unfinished_replies", "replies unfinished")):
-            remarks += [f"{task[key]} {what}"] if task[key] else []
+            remarks += [f"{task[key]} {what}"] if task.get(key) else []
         counts = [str(task["examples"]), str(task["samples_each"]), markdown("; ".join(remarks))]
         for metric, figure in task["metrics"].items():
             figures = [figure, *([beside["tasks"].get(name, {}).get("metrics", {}).get(metric)] if twin else [])]
@@ -412,7 +412,7 @@ def _is_whole_benchmark(name: str, task: dict, results: dict) -> bool:
     published = read_json(ROOT / "evaluation" / "data_manifest.json")[file]
     # Rows from the Hub, which evaluation.run counts, have no hash.
     its_rows = results["data_sha256"].get(file, published["sha256"]) == published["sha256"]
-    return its_rows and task["examples"] == published["rows"] and not task["truncated_prompts"]
+    return its_rows and task["examples"] == published["rows"] and not task.get("truncated_prompts")
 
 
 def hub_entries(results: dict) -> dict[str, list[dict]]:
