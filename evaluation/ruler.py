@@ -10,13 +10,11 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import lm_eval.tasks
 import numpy as np
 from lm_eval.tasks._yaml_loader import load_yaml
-from lm_eval.tasks.ruler import common_utils
-from transformers import PreTrainedTokenizerBase
+from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
 from common.command_io import UserError
 
@@ -32,8 +30,11 @@ STOCK = Path(lm_eval.tasks.__file__).parent / "ruler"
 SHORTEST = {"ruler_vt": 1024, "ruler_cwe": 1024, "ruler_fwe": 1024}
 
 
-def config(task: str, length: int) -> dict:
+def config(task: str, length: int, tokenizer: str) -> dict:
     """Return lm-eval's configuration of a task for one length, in tokens, with this module's score.
+
+    Args:
+        tokenizer: the directory of the tokenizer that measures the documents. lm-eval would run code that it brings.
 
     Raise `UserError` for a length that is too short.
     """
@@ -42,30 +43,25 @@ def config(task: str, length: int) -> dict:
     stock = load_yaml(STOCK / f"{task.removeprefix('ruler_')}.yaml")
     stock = {key: value for key, value in stock.items() if key not in ("tag", "metric_list")}
     score = score_any if task.startswith("ruler_qa") else score_all
-    metadata = {**stock["metadata"], "max_seq_lengths": [length]}
+    metadata = {**stock["metadata"], "max_seq_lengths": [length], "tokenizer": tokenizer}
     return stock | {"num_fewshot": 0, "process_results": score, "metadata": metadata}
 
 
 @contextmanager
-def seeded(title: str, seed: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Let lm-eval draw the documents of a task, NAME@LENGTH, by `seed`, and measure them with `tokenizer`."""
+def seeded(title: str, seed: int) -> Iterator[None]:
+    """Let the block draw the documents of a task, NAME@LENGTH, by `seed`, and leave the random state as it is."""
     states = random.getstate(), np.random.get_state()
     number = random.Random(f"{seed}/{title}").getrandbits(32)
     random.seed(number), np.random.seed(number)
-    common_utils.get_tokenizer.cache_clear()
-    # lm-eval would load it with code of the checkpoint's own, and not at all from a GGUF file.
-    loader = mock.Mock(**{"from_pretrained.return_value": tokenizer})
     try:
-        with mock.patch.object(common_utils, "AutoTokenizer", loader):
-            yield
+        yield
     finally:
         random.setstate(states[0]), np.random.set_state(states[1])
 
 
 def score_all(document: dict, replies: list[str]) -> dict[str, float]:
     """Score the share of the references that the reply contains (RULER's string_match_all)."""
-    said = common_utils.postprocess_pred(replies)
-    return {"string_match": common_utils.string_match_all(said, [document["outputs"]])}
+    return {"string_match": string_match_all(postprocess_pred(replies), [document["outputs"]])}
 
 
 def score_any(document: dict, replies: list[str]) -> dict[str, float]:

@@ -18,7 +18,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -219,11 +219,14 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     model = Model(args.model, tokenizer, args.dtype, args.batch_size, args.seed)
     if model.device.type == "cpu":
         note_slow_dtype(model.model.dtype)
+    if (model.rank, model.world_size) != (process.process_index, process.num_processes):
+        raise UserError("lm-eval shares the documents among the GPUs of one machine: start one process for each.")
     for task in tasks.values():
         task.model = model
-    cached = CachingLM(model, str(args.output / "cache" / f"rank{process.process_index}.db"))
+    cached = CachingLM(model, str(args.output / "cache" / f"rank{model.rank}.db"))
     print(f"{len(tasks)} tasks; {len(cached.dbdict)} answers are in {args.output / 'cache'}", flush=True)
-    with refusing("Give a smaller --batch-size and go on, what was generated is kept", torch.OutOfMemoryError):
+    advice = "Give a smaller --batch-size and go on, what was generated is kept"
+    with closing(cached.dbdict), refusing(advice, torch.OutOfMemoryError):
         answer = lm_eval.evaluate(
             cached,
             {"tasks": tasks},
@@ -233,7 +236,6 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
             bootstrap_iters=1,
             confirm_run_unsafe_code=args.confirm_run_unsafe_code,
         )
-    cached.dbdict.close()
     if answer is None:
         return None
 

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -82,28 +83,32 @@ def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every task that has functions of its own
     tasks = {}
-    for name in args.tasks:
-        for length in args.lengths if name in BY_LENGTH else [None]:
-            title = name if length is None else f"{name}@{length}"
-            tasks[title] = _build(title, name, length, args, tokenizer)
+    # A copy, because a checkpoint may bring code, and a GGUF file is no directory.
+    with tempfile.TemporaryDirectory() as copy:
+        tokenizer.save_pretrained(copy)
+        for name in args.tasks:
+            for length in args.lengths if name in BY_LENGTH else [None]:
+                title = name if length is None else f"{name}@{length}"
+                if name in ruler.TASKS:
+                    config = ruler.config(name, length, copy)
+                    # Without a network the Hub's clients raise exceptions of many types.
+                    with (
+                        ruler.seeded(title, args.seed),
+                        refusing(f"{title} cannot be made (name the others with --tasks)", Exception),
+                    ):
+                        tasks[title] = _build(title, name, config, args)
+                else:
+                    config = load_yaml(TASKS / f"{name}.yaml")
+                    config["metadata"] |= {"length": length, "data_directory": args.data, "tokenizer": tokenizer}
+                    tasks[title] = _build(title, name, config, args)
     return tasks
 
 
-def _build(title: str, name: str, length: int | None, args, tokenizer: PreTrainedTokenizerBase) -> Task:
-    is_ruler = name in ruler.TASKS
-    config = ruler.config(name, length) if is_ruler else load_yaml(TASKS / f"{name}.yaml")
-    metadata = config["metadata"]
-    metadata["chat"] = metadata.get("chat", False) and not args.no_chat
-    # For `custom_dataset`. lm-eval's own ask for the tokenizer by a name.
-    rows = {"length": length, "data_directory": args.data, "tokenizer": title if is_ruler else tokenizer}
-    config |= {"task": title, "metadata": metadata | rows}
-    if is_ruler:
-        # Without a network the Hub's clients raise exceptions of many types.
-        with ruler.seeded(title, args.seed, tokenizer), refusing(f"{title} cannot be made", Exception):
-            task = Task(config=config)
-    else:
-        task = Task(config=config)
-    task.config.metadata = metadata
+def _build(title: str, name: str, config: dict, args: argparse.Namespace) -> Task:
+    """Return the task of an lm-eval configuration, whose metadata go to its `custom_dataset`."""
+    is_chat = config["metadata"].pop("chat", False) and not args.no_chat
+    task = Task(config=config | {"task": title})
+    task.config.metadata = {"chat": is_chat}  # lm-eval copies them, a tokenizer too, into its results
     if (settings := task.config.generation_kwargs) is not None and args.max_new_tokens:
         settings["max_gen_toks"] = args.max_new_tokens
     if name in TABLE_1 and args.samples:
