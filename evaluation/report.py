@@ -1,11 +1,10 @@
-"""Write the report of an evaluation: a Markdown file with ours beside the paper's figures, and plots."""
+"""Write the report of an evaluation: a Markdown file with ours beside the paper's figures."""
 
 import math
 from collections import defaultdict
 from pathlib import Path
 
 from common.command_io import read_json, whole_file
-from common.plots import line_style, panels, save_plot, ticks
 from evaluation import ruler
 from model_cards.render import figure_text, markdown_table
 
@@ -71,37 +70,7 @@ def _paper_table(results: dict, table: dict) -> str:
     return markdown_table(["per cent", *(column["name"] for column in columns)], rows)
 
 
-def _draw(results: dict, directory: Path) -> list[str]:
-    """Draw what was measured by length and by position, and return the names of the plots."""
-    model, by_length, losses = results["model"], defaultdict(list), {}
-    for name, entry in results["tasks"].items():
-        task, _, length = name.partition("@")
-        if task in ruler.TASKS:
-            point = int(length), 100 * entry["metrics"]["string_match"]["value"]
-            by_length[task.removeprefix("ruler_")].append(point)
-        elif task == "perplexity_by_position":
-            losses[name] = [(int(key.partition("@")[2]), each["value"]) for key, each in entry["metrics"].items()]
-    means = results["ruler"].get("by_length", {}).items()
-    found = (f"{100 * figure['value']:.0f}% at {int(length):,}" for length, figure in means)
-    match = {"xlabel": "nominal length, tokens", "ylabel": "string match, per cent\n(higher is better)"}
-    loss = {"xlabel": "first position, tokens", "ylabel": "loss, nats per token\n(lower is better)"}
-    drawn = []
-    for plot, message, series, settings in (
-        ("ruler.png", f"RULER: {model} finds {', '.join(found)} tokens", by_length, match | {"ylim": (-3, 103)}),
-        ("loss_by_position.png", f"{model}: the loss within a text, by position", losses, loss),
-    ):
-        if series:
-            figure, (axes,) = panels(message)
-            for index, (label, points) in enumerate(series.items()):
-                axes.plot(*zip(*sorted(points)), line_style(index), marker="o", label=label)
-            axes.set(xscale="log", **settings)
-            ticks(axes, "x", [length for points in series.values() for length, _ in points])
-            save_plot(figure, directory / plot)
-            drawn.append(plot)
-    return drawn
-
-
-def markdown(results: dict, plots: list[str]) -> str:
+def markdown(results: dict) -> str:
     """Return the report, with a line for all that was cut or left out."""
     tasks, means = results["tasks"], results["ruler"]
     lines = [
@@ -133,12 +102,12 @@ def markdown(results: dict, plots: list[str]) -> str:
         if any(_ours(results, column) for column in table["columns"])
     ]
     lines += [f"## Beside the paper\n\n{PAPER['source']}.\n", *beside] if beside else []
-    return "\n".join([*lines, *(f"![{plot}]({plot})" for plot in plots)]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def write(results: dict, directory: Path) -> str:
-    """Write report.md and its plots, each whole or not at all, and return the text."""
-    text = markdown(results, _draw(results, directory))
+    """Write report.md, whole or not at all, and return the text."""
+    text = markdown(results)
     with whole_file(directory / "report.md") as path:
         path.write_text(text, encoding="utf-8")
     return text

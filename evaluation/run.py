@@ -187,7 +187,7 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
-    """Evaluate, write results.json, report.md, plots and samples, and return the results.
+    """Evaluate, write results.json, report.md and samples, and return the results.
 
     The result is `None` on every process but the first. Raise `UserError`.
     """

@@ -197,21 +197,19 @@ def build(*tasks, lengths=(512,), seed=0):
     return suites.build_tasks(args, tiny_tokenizer())
 
 
-OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3")
+OFFLINE = ("niah_single_1", "niah_multikey_2")
 
 
 def test_rulers_documents_are_the_same_whatever_else_is_made():
     random.seed(1)
     state = random.getstate()
-    both = build(*OFFLINE, lengths=[512, 1024])
+    both = build(*OFFLINE, lengths=[300, 512])
     assert random.getstate() == state
     random.seed(2)
     for name in OFFLINE:
         (title, task), *_ = build(name).items()
-        documents, length = (
-            list(task.dataset["test"]),
-            len(tiny_tokenizer()(task.dataset["test"][0]["input"]).input_ids),
-        )
+        documents = list(task.dataset["test"])
+        length = len(tiny_tokenizer()(documents[0]["input"]).input_ids)
         assert title == f"{name}@512" and documents == list(both[title].dataset["test"])
         assert length + task.config.generation_kwargs["max_gen_toks"] <= 512
         for document in documents[:5]:
@@ -309,10 +307,10 @@ def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside
 
 
 def test_a_reply_keeps_the_blanks_that_it_begins_with(tiny):
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, ":\n": 1, "▁▁▁▁": 4, "return": 5}, unk_token="a"))
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, ":\n": 1, "▁▁▁▁": 2, "return": 3}, unk_token="a"))
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    model = Model(tiny, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="a", pad_token="a"))
-    assert model.tok_decode([4, 5]) == "    return"
+    model = Model(tiny, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>"))
+    assert model.tok_decode([2, 3]) == "    return"
 
 
 def test_what_does_not_fit_is_refused_before_lm_eval_cuts_it(short):
@@ -331,9 +329,7 @@ def test_losses_of_a_text_are_those_of_a_direct_call(tiny):
     text = " ".join(WORDS[:20])
     ids = tiny_tokenizer()(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        expected = -torch.nn.functional.cross_entropy(
-            load_model(tiny)(ids).logits[0, :-1], ids[0, 1:], reduction="none"
-        )
+        expected = load_model(tiny)(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).flatten()
     (found,) = Model(tiny, tiny_tokenizer()).loglikelihood_rolling([request("loglikelihood_rolling", text)], True)
     assert torch.tensor(found).sub(expected).abs().max() < 1e-5
 
@@ -376,7 +372,6 @@ def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, offline, monke
     text = (output / "report.md").read_text()
     assert "math500: 4 of 4 replies were still going" in text and "The run began" not in text
     assert "Beside the paper" not in text and "| **ours** |" not in text  # the examples are hand-made
-    assert {path.name for path in output.glob("*.png")} == {"ruler.png", "loss_by_position.png"}
     rows = list(read_jsonl(output / "samples_gsm8k.jsonl"))
     assert [len(row["replies"]) for row in rows] == [2, 2] and rows[0]["target"].endswith("#### 7")
 
@@ -466,7 +461,7 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
         return str(error.value)
 
     base, tuned = two_runs
-    assert "two or more directories" in refused(base, base)
+    assert "the name of both directories" in refused(base, base)
     file = tuned / "samples_gsm8k.jsonl"
     file.write_text(file.read_text().splitlines()[0] + "\n")
     message = refused(base, tuned)
@@ -574,7 +569,7 @@ def test_only_a_mean_of_all_of_rulers_tasks_stands_beside_the_papers(left_out, s
     tasks = {f"{name}@512": ruler_entry(0.5) | counts for name in ruler.TASKS[left_out:]}
     about = {"model": "m", "suite": suite, "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
     about |= {"commit": "0", "first_commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu"}
-    text = report.markdown({**about, "versions": {}, "tasks": tasks, "ruler": report.ruler_means(tasks)}, [])
+    text = report.markdown({**about, "versions": {}, "tasks": tasks, "ruler": report.ruler_means(tasks)})
     assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside
 
 
