@@ -140,7 +140,7 @@ def draw(rows: list[dict], names: list[str], path: Path) -> None:
     save_plot(figure, path)
 
 
-def markdown(rows: list[dict], runs: tuple[dict, dict], plot: str) -> str:
+def markdown(rows: list[dict], runs: tuple[dict, dict], plot: str | None) -> str:
     first, second = (run["name"] for run in runs)
     header = ["task", "metric", "examples", first, second, f"{second} − {first}", "other replies"]
     cells = []
@@ -154,7 +154,8 @@ def markdown(rows: list[dict], runs: tuple[dict, dict], plot: str) -> str:
         for run in runs
     ]
     note = "± is the standard error of the mean over examples; of a difference, over the same examples."
-    return "\n".join(["# Comparison", *about, "", note, "", markdown_table(header, cells), f"![{plot}]({plot})", ""])
+    image = [f"![{plot}]({plot})", ""] if plot else []
+    return "\n".join(["# Comparison", *about, "", note, "", markdown_table(header, cells), *image])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -168,8 +169,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if names[0] == names[1]:
         raise UserError(f"{names[0]} is the name of both directories: expected different names.")
     rows, plot = compare(*runs), args.output.with_suffix(".png")
-    draw([row for row in rows if "loss" not in row["metric"]], names, plot)  # losses are left to the table
-    text = markdown(rows, runs, plot.name)
+    if drawn := [row for row in rows if "loss" not in row["metric"]]:  # losses are left to the table
+        draw(drawn, names, plot)
+    text = markdown(rows, runs, plot.name if drawn else None)
     with whole_file(args.output) as path:
         path.write_text(text, encoding="utf-8")
     print(text)
