@@ -512,6 +512,7 @@ def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, offline, monkey
         ("TINY ruler --tasks perplexity_by_position", "text/state_union.txt is not on the Hub .* --data"),
         ("MUTE smoke --tasks gsm8k", "mute holds no tokenizer: save one beside the weights"),
         ("PLAIN smoke --tasks gsm8k math500", "writes no chat, as gsm8k, math500 need: add a template"),
+        ("ENDLESS smoke --tasks gsm8k", "The tokenizer has no end token"),
         ("ENDED smoke --tasks gsm8k", "puts its end token </s> behind every text"),
         ("SHORT smoke --tasks gsm8k_5shot", "gsm8k_5shot: 2 prompts do not fit: .* the context has 128"),
         ("TINY smoke --tasks gsm8k --output FILES", "is no output of this command: choose another --output"),
@@ -521,7 +522,8 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     arguments, message, tiny, tmp_path, offline, monkeypatch, capsys
 ):
     monkeypatch.setattr(Model, "_model_generate", fails(AssertionError("something is generated")))
-    mute, plain, ended, short, files = (tmp_path / name for name in ("mute", "plain", "ended", "short", "files"))
+    names = ("mute", "plain", "ended", "endless", "short", "files")
+    mute, plain, ended, endless, short, files = (tmp_path / name for name in names)
     tiny_source().save_pretrained(mute)
     save_tiny_source(ended)
     ends = Tokenizer.from_file(str(ended / "tokenizer.json"))
@@ -533,7 +535,9 @@ def test_mistakes_get_one_line_before_anything_is_generated(
     save_tiny_source(short, max_position_embeddings=128)
     files.mkdir()
     (files / "notes.txt").write_text("mine")
-    places = {"TINY": tiny, "MUTE": mute, "PLAIN": plain, "ENDED": ended, "SHORT": short, "FILES": files}
+    save_tiny_source(endless)
+    edit_config(endless, "tokenizer_config.json", eos_token=None)
+    places = {"TINY": tiny} | {name.upper(): tmp_path / name for name in names}
     model, suite, *options = [str(places.get(argument, argument)) for argument in arguments.split()]
     output = ["--output", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["run", model, "--suite", suite, *output, *options])
