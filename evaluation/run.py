@@ -113,7 +113,7 @@ def task_hash() -> str:
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, tasks: dict[str, suites.Task]) -> None:
     """Raise `UserError` when the tokenizer has no end, ends every prompt, or cannot write a chat that it must."""
     if tokenizer.eos_token_id is None:
-        raise UserError("The tokenizer has no end token, where a reply stops: set eos_token, or give another --tokenizer.")
+        raise UserError("The tokenizer has no end token, where replies stop: set eos_token, or give --tokenizer.")
     if tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         raise UserError(
             f"The tokenizer puts its end token {tokenizer.eos_token} behind every text, so that a reply would begin "
