@@ -28,8 +28,7 @@ file_sha256 = cache(command_io.file_sha256)  # text of many megabytes is asked f
 def locate(name: str, directory: str | os.PathLike) -> Path:
     """Return the path of the file `name` of the manifest inside the data directory.
 
-    Raise `UserError` when it is missing or is not the file of the manifest. A file whose SHA-256 the manifest does
-    not know, because nobody had it when the manifest was written, is taken as it is; the results record its hash.
+    Raise `UserError` when it is missing or is not the file of the manifest.
     """
     path = Path(directory).expanduser() / name
     if not path.is_file():
@@ -38,7 +37,7 @@ def locate(name: str, directory: str | os.PathLike) -> Path:
             f"tasks that need it with --tasks."
         )
     expected = MANIFEST[name]["sha256"]
-    if expected and Path(directory).resolve() != SMOKE and (found := file_sha256(path)) != expected:
+    if Path(directory).resolve() != SMOKE and (found := file_sha256(path)) != expected:
         raise UserError(
             f"{path} has SHA-256 {found[:12]}..., expected {expected[:12]}... as in evaluation/data_manifest.json: "
             f"get it again from {MANIFEST[name]['source']}."

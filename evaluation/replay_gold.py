@@ -3,7 +3,7 @@
 Mathematics is broken by another number, code by a function that raises or returns None. Writes one JSON
 file with the counts, the rows that are not as expected, and the versions.
 
-example: python -m evaluation.replay_gold --data DIR --output evaluation/results/replay_gold.json
+example: python -m evaluation.replay_gold --data DIR --output gold.json --confirm-run-unsafe-code
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from common.command_io import check_output_file, run_cli, write_json
+from common.command_io import UserError, check_output_file, run_cli, write_json
 from evaluation import run_code
 
 
@@ -24,9 +24,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="directory of data files (default: the Hub)")
     parser.add_argument("--limit", type=int, help="only the first LIMIT rows of each")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument(
-        run_code.FLAG, action="store_true", help="run the programs where the system cannot isolate them"
-    )
+    parser.add_argument(run_code.FLAG, action="store_true", help="run the programs of MBPP and HumanEval")
     return parser.parse_args(argv)
 
 
@@ -77,7 +75,7 @@ def replay(name: str, directory: Path | None, limit: int | None = None) -> dict:
     right: tuple[list[int], list[int]] = [], []
     for index, row in enumerate(tqdm(rows, desc=name)):
         for reply, found in zip(replies(row), right):
-            (figure,) = scorer(row, [[reply]]).values()
+            (figure,) = scorer(row, [reply]).values()
             found.extend([index] * (figure == 1))
     gold, broken = right
     return {
@@ -92,7 +90,8 @@ def replay(name: str, directory: Path | None, limit: int | None = None) -> dict:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     check_output_file(args.output, replace=True)
-    run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)
+    if not args.confirm_run_unsafe_code:
+        raise UserError(f"MBPP and HumanEval hold programs, which would run: give {run_code.FLAG}.")
     results, started = {}, time.monotonic()
     for name in REPLAYS:
         results[name] = replay(name, args.data, args.limit)

@@ -9,6 +9,7 @@ import re
 import symtable
 from decimal import Decimal
 from functools import cache
+from typing import NamedTuple
 
 from latex2sympy2_extended.sets import FiniteSet
 from markdown_it import MarkdownIt
@@ -26,11 +27,7 @@ def final_part(reply: str) -> str:
 
 # Mathematics
 
-_BRACES = r"[^{}]*"
-for _ in range(6):  # braces within braces
-    _BRACES = rf"[^{{}}]*(?:\{{{_BRACES}\}}[^{{}}]*)*"
-_OPENING = r"\\(?:boxed|fbox)\s*\{"
-_BOX = re.compile(rf"{_OPENING}({_BRACES})\}}")
+_OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # Between the boxes of one answer: x = \boxed{3} or x = \boxed{5}.
 _GAP = r"(?:[\s$&]|\\[()\[\]]|\\q?quad)*"
 _JOINT = re.compile(
@@ -72,6 +69,30 @@ _NO_ANSWER = re.compile(
     rf"|\$?\d[\d,.]*(?:[\s*]*or|\$?[\s*]*to)\b(?:{_NUMBER}| (?:more|less|fewer))|\d+:\d+|\$?\d+k\b",
     re.IGNORECASE,
 )
+
+
+class Box(NamedTuple):
+    """Hold where a box begins and ends in a text, and what it holds."""
+
+    start: int
+    end: int
+    content: str
+
+
+def boxes(text: str) -> tuple[list[Box], bool]:
+    """Return the boxes of `text`, and whether one that does not end follows the last of them."""
+    found, position, is_open = [], 0, False
+    while opening := _OPENING.search(text, position):
+        depth, position = 1, opening.end()
+        while depth and position < len(text):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            position += 1
+        is_open = depth > 0
+        if is_open:
+            position = opening.end()  # what it holds may be boxes that end
+        else:
+            found.append(Box(opening.start(), position, text[opening.end() : position - 1]))
+    return found, is_open
 
 
 def _without_separators(number: re.Match) -> str:
@@ -158,14 +179,14 @@ def math_answer(text: str) -> tuple | None:
     text = final_part(text)
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
         text = tagged[-1]
-    boxes = list(_BOX.finditer(text))
-    if re.search(_OPENING, text[boxes[-1].end() if boxes else 0 :]):  # a box that does not end
+    found, is_open = boxes(text)
+    if is_open:
         return None
-    if boxes:
-        first = len(boxes) - 1
-        while first and _JOINT.fullmatch(text, boxes[first - 1].end(), boxes[first].start()):
+    if found:
+        first = len(found) - 1
+        while first and _JOINT.fullmatch(text, found[first - 1].end, found[first].start):
             first -= 1
-        return _read(", ".join(dict.fromkeys(box[1] for box in boxes[first:])))
+        return _read(", ".join(dict.fromkeys(box.content for box in found[first:])))
     text = _plain(text)
     if markers := _MARKER.findall(text):
         return _read(markers[-1])

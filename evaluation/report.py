@@ -1,34 +1,29 @@
-"""Write the report of an evaluation: a Markdown file with ours beside the paper's figures, and plots."""
+"""Write the report of an evaluation: a Markdown file with ours beside the paper's figures."""
 
 import math
 from collections import defaultdict
 from pathlib import Path
 
 from common.command_io import read_json, whole_file
-from common.plots import line_style, panels, save_plot, ticks
 from evaluation import ruler
 from model_cards.render import figure_text, markdown_table
 
 
 PAPER = read_json(Path(__file__).with_name("paper.json"))
-_RULER_METRICS = ("string_match", "answer_first")
 
 
-def _means(tasks: list[dict]) -> dict:
-    """Return the mean of each metric over tasks, {"value", "stderr"}, as of independent figures."""
-    means = {}
-    for metric in _RULER_METRICS:
-        figures = [task["metrics"][metric] for task in tasks]
-        errors = [figure["stderr"] for figure in figures]
-        stderr = None if None in errors else math.hypot(*errors) / len(figures)
-        means[metric] = {"value": sum(figure["value"] for figure in figures) / len(figures), "stderr": stderr}
-    return means
+def _mean(tasks: list[dict]) -> dict:
+    """Return the mean of RULER's metric over tasks, {"value", "stderr"}, as of independent figures."""
+    figures = [task["metrics"]["string_match"] for task in tasks]
+    errors = [figure["stderr"] for figure in figures]
+    stderr = None if None in errors else math.hypot(*errors) / len(figures)
+    return {"value": sum(figure["value"] for figure in figures) / len(figures), "stderr": stderr}
 
 
 def ruler_means(tasks: dict[str, dict]) -> dict:
     """Return the means of the RULER tasks that were run, each with the same weight; {} without any.
 
-    They are {"by_length": {length: figures}, "all": figures, "tasks": names}. (lm-eval's group counts length 4096 and
+    They are {"by_length": {length: figure}, "all": figure, "tasks": names}. (lm-eval's group counts length 4096 and
     no other.)
     """
     by_length: dict[int, dict] = defaultdict(dict)
@@ -38,8 +33,8 @@ def ruler_means(tasks: dict[str, dict]) -> dict:
     if not by_length:
         return {}
     return {
-        "by_length": {str(length): _means([*by_length[length].values()]) for length in sorted(by_length)},
-        "all": _means([task for of_length in by_length.values() for task in of_length.values()]),
+        "by_length": {str(length): _mean([*by_length[length].values()]) for length in sorted(by_length)},
+        "all": _mean([task for of_length in by_length.values() for task in of_length.values()]),
         "tasks": sorted({kind for of_length in by_length.values() for kind in of_length}),
     }
 
@@ -49,11 +44,11 @@ def _tasks_table(tasks: dict[str, dict]) -> str:
     for name, task in tasks.items():
         tokens = task["prompt_tokens"]
         about = [str(task["examples"]), str(task["samples_each"]), f"{tokens['min']}–{tokens['max']}"]
-        about += [str(task["truncated_prompts"]), str(task["unfinished_replies"])]
+        about.append(str(task["unfinished_replies"]))
         for metric, figure in task["metrics"].items():
             rows.append([name, metric, figure_text(figure, "loss" not in metric), *about])
-    header = ["task", "metric", "ours ± s.e.", "examples", "samples each", "prompt tokens", "cut prompts"]
-    return markdown_table([*header, "unfinished replies"], rows)
+    header = ["task", "metric", "ours ± s.e.", "examples", "samples each", "prompt tokens", "unfinished replies"]
+    return markdown_table(header, rows)
 
 
 def _ours(results: dict, column: dict) -> dict | None:
@@ -62,10 +57,8 @@ def _ours(results: dict, column: dict) -> dict | None:
     if results["suite"] == "smoke":  # hand-made examples
         return None
     if task == "ruler":
-        # The paper's average is over all tasks, with needles in essays.
-        is_whole = results["ruler"].get("tasks") == sorted(ruler.TASKS)
-        is_comparable = not any("note" in entry for entry in results["tasks"].values())
-        return results["ruler"]["all"][metric] if is_whole and is_comparable else None
+        # The paper's average is over all tasks.
+        return results["ruler"]["all"] if results["ruler"].get("tasks") == sorted(ruler.TASKS) else None
     return results["tasks"].get(task, {}).get("metrics", {}).get(metric)
 
 
@@ -77,38 +70,8 @@ def _paper_table(results: dict, table: dict) -> str:
     return markdown_table(["per cent", *(column["name"] for column in columns)], rows)
 
 
-def _draw(results: dict, directory: Path) -> list[str]:
-    """Draw what was measured by length and by position, and return the names of the plots."""
-    model, by_length, losses = results["model"], defaultdict(list), {}
-    for name, entry in results["tasks"].items():
-        task, _, length = name.partition("@")
-        if task in ruler.TASKS:
-            point = int(length), 100 * entry["metrics"]["string_match"]["value"]
-            by_length[task.removeprefix("ruler_")].append(point)
-        elif task == "perplexity_by_position":
-            losses[name] = [(int(key.partition("@")[2]), each["value"]) for key, each in entry["metrics"].items()]
-    means = results["ruler"].get("by_length", {}).items()
-    found = (f"{100 * figures['string_match']['value']:.0f}% at {int(length):,}" for length, figures in means)
-    match = {"xlabel": "nominal length, tokens", "ylabel": "string match, per cent\n(higher is better)"}
-    loss = {"xlabel": "first position, tokens", "ylabel": "loss, nats per token\n(lower is better)"}
-    drawn = []
-    for plot, message, series, settings in (
-        ("ruler.png", f"RULER: {model} finds {', '.join(found)} tokens", by_length, match | {"ylim": (-3, 103)}),
-        ("loss_by_position.png", f"{model}: the loss within a text, by position", losses, loss),
-    ):
-        if series:
-            figure, (axes,) = panels(message)
-            for index, (label, points) in enumerate(series.items()):
-                axes.plot(*zip(*sorted(points)), line_style(index), marker="o", label=label)
-            axes.set(xscale="log", **settings)
-            ticks(axes, "x", [length for points in series.values() for length, _ in points])
-            save_plot(figure, directory / plot)
-            drawn.append(plot)
-    return drawn
-
-
-def markdown(results: dict, plots: list[str]) -> str:
-    """Return the report, with a line for all that was cut, left out or is not comparable."""
+def markdown(results: dict) -> str:
+    """Return the report, with a line for all that was cut or left out."""
     tasks, means = results["tasks"], results["ruler"]
     lines = [
         f"# {results['model']}: {results['suite']}\n",
@@ -118,25 +81,19 @@ def markdown(results: dict, plots: list[str]) -> str:
         + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
         + ". What each figure means: evaluation/README.md.\n",
     ]
-    if {*results["sample_commits"]} - {results["commit"]}:
-        commits = ", ".join(results["sample_commits"])
-        lines.append(f"- The replies were made at commit {commits} and scored at {results['commit']}.")
+    if (first := results["first_commit"]) != results["commit"]:
+        lines.append(f"- The run began at commit {first}, and was scored at {results['commit']}.")
     for name, task in tasks.items():
         of = task["examples"] * task["samples_each"]
-        lines += [f"- {name}: {task['note']}."] if "note" in task else []
-        if cut := task["truncated_prompts"]:
-            lines.append(f"- {name}: {cut} prompts were cut to fit; their zeros say nothing.")
         if unfinished := task["unfinished_replies"]:
             lines.append(f"- {name}: {unfinished} of {of} replies were still going at the limit.")
     lines += ["", _tasks_table(tasks)]
     if means:
         rows = [
-            [length, *(figure_text(figures[metric], True) for metric in _RULER_METRICS)]
-            for length, figures in [*means["by_length"].items(), ("all", means["all"])]
+            [length, figure_text(figure, True)]
+            for length, figure in [*means["by_length"].items(), ("all", means["all"])]
         ]
-        lines += ["## RULER: mean of the tasks that were run\n", markdown_table(["length", *_RULER_METRICS], rows)]
-        if "ruler_cwe" in means["tasks"]:
-            lines.append("ruler_cwe begins with its worked example, as RULER's prompt does and lm-eval's does not.\n")
+        lines += ["## RULER: mean of the tasks that were run\n", markdown_table(["length", "string_match"], rows)]
         if missing := [task for task in ruler.TASKS if task not in means["tasks"]]:
             lines.append(f"Not run, and not in the means: {', '.join(missing)}.\n")
     beside = [
@@ -145,12 +102,12 @@ def markdown(results: dict, plots: list[str]) -> str:
         if any(_ours(results, column) for column in table["columns"])
     ]
     lines += [f"## Beside the paper\n\n{PAPER['source']}.\n", *beside] if beside else []
-    return "\n".join([*lines, *(f"![{plot}]({plot})" for plot in plots)]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def write(results: dict, directory: Path) -> str:
-    """Write report.md and its plots, each whole or not at all, and return the text."""
-    text = markdown(results, _draw(results, directory))
+    """Write report.md, whole or not at all, and return the text."""
+    text = markdown(results)
     with whole_file(directory / "report.md") as path:
         path.write_text(text, encoding="utf-8")
     return text

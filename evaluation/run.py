@@ -1,15 +1,15 @@
 """Measure a checkpoint as the paper does, through lm-eval with this directory's tasks.
 
 The tasks are RULER, GSM8K, MATH-500, MBPP, HumanEval, DCFormer's synthetic task and loss by position. Everything is
-checked before the first token is generated. Samples are recorded as they are made: the same command continues a
-killed run, and with more --samples adds to those that are there. evaluation/README.md says what each figure means.
+checked before the first token is generated. lm-eval's cache keeps each answer: the same command continues a killed
+run, and with more --samples adds to those that are there. evaluation/README.md says what each figure means.
 
 examples:
   python -m evaluation.run outputs/smollm2-iha --suite smoke
-  python -m evaluation.run ORG/NAME --suite reasoning --output outputs/evaluation/name
-  python -m evaluation.run outputs/smollm2-iha --suite ruler --data DATA --tasks niah_single_1 niah_multikey_1 \\
+  python -m evaluation.run ORG/NAME --suite reasoning --confirm-run-unsafe-code --output outputs/evaluation/name
+  python -m evaluation.run outputs/smollm2-iha --suite ruler --tasks niah_single_1 niah_multikey_2 \\
       --lengths 512 1024 --limit 50
-  accelerate launch --num_processes 8 evaluation/run.py ORG/NAME --suite paper --data DATA
+  accelerate launch --num_processes 8 evaluation/run.py ORG/NAME --suite ruler --data DATA
 """
 
 import argparse
@@ -18,7 +18,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -58,12 +58,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
-    parser.add_argument(
-        run_code.FLAG,
-        action="store_true",
-        help="run programs that the model writes where the system cannot isolate them",
-    )
-    parser.add_argument("--truncate-prompts", action="store_true", help="cut what does not fit, and count it")
+    parser.add_argument(run_code.FLAG, action="store_true", help=run_code.FLAG_HELP)
     return parser.parse_args(argv)
 
 
@@ -73,38 +68,39 @@ if __name__ == "__main__":
 import lm_eval
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
-from lm_eval.result_schema import EvalResults
+from lm_eval.api.model import CachingLM
 from transformers import PreTrainedTokenizerBase
 
-from common.checkpoint_io import fingerprint, load_config, load_model, load_tokenizer, note_slow_dtype
+from common.checkpoint_io import fingerprint, load_config, load_tokenizer, note_slow_dtype
 from common.foreign_code import note_foreign_code
-from evaluation import data, report, ruler, suites
-from evaluation.recorded_model import RecordedModel
-from evaluation.records import Records
+from evaluation import data, report, suites
+from evaluation.model import Model
 from model_cards.render import source_name
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
 # The modules of this directory that decide on a task's figures.
-_DECIDING = ("data", "recorded_model", "replies", "ruler", "run", "run_code", "run_program", "scores", "suites")
+_DECIDING = ("data", "model", "replies", "ruler", "run", "run_code", "scores", "suites")
 
 
-def claim_output(directory: Path, identity: dict) -> None:
-    """Make `directory` this run's, or go on with it.
+def claim_output(directory: Path, identity: dict) -> dict:
+    """Make `directory` this run's, or go on with it, and return what its run.json records.
 
-    Raise `UserError` when it holds something else, or samples of another checkpoint, tokenizer, seed or dtype.
+    lm-eval's cache knows a reply by its prompt and settings, not by its model. Raise `UserError` when the directory
+    holds something else, or replies of another checkpoint, tokenizer, seed or dtype.
     """
     path = directory / "run.json"
     if path.is_file():
         found = read_json(path)
         if different := [name for name in identity if found.get(name) != identity[name]]:
             another = " and ".join(different)
-            raise UserError(f"{directory} holds samples of another {another}: choose another --output, or remove it.")
-        return
-    ours = {"samples", ".lock"}
-    if directory.exists() and not (directory.is_dir() and {entry.name for entry in directory.iterdir()} <= ours):
+            raise UserError(f"{directory} holds replies of another {another}: choose another --output, or remove it.")
+        return found
+    if directory.exists() and not (directory.is_dir() and {entry.name for entry in directory.iterdir()} <= {".lock"}):
         raise UserError(f"{directory} exists and is no output of this command: choose another --output.")
-    write_json(path, identity)
+    record = identity | {"commit": current_commit()}
+    write_json(path, record)
+    return record
 
 
 def task_hash() -> str:
@@ -115,8 +111,10 @@ def task_hash() -> str:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, tasks: dict[str, suites.Task]) -> None:
-    """Raise `UserError` when the tokenizer ends every prompt before the reply, or cannot write a chat that it must."""
-    if tokenizer.eos_token_id is not None and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+    """Raise `UserError` when the tokenizer has no end, ends every prompt, or cannot write a chat that it must."""
+    if tokenizer.eos_token_id is None:
+        raise UserError("The tokenizer has no end token, where replies stop: set eos_token, or give --tokenizer.")
+    if tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         raise UserError(
             f"The tokenizer puts its end token {tokenizer.eos_token} behind every text, so that a reply would begin "
             f"after the end: give another --tokenizer, one without add_eos_token."
@@ -127,52 +125,31 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, tasks: dict[str, suites.
             tokenizer.get_chat_template()
 
 
-def evaluate(model: RecordedModel, tasks: dict[str, suites.Task], limit: int | None) -> EvalResults | None:
-    """Return lm-eval's results, `None` on every process but the first, which gets what the model counted on all."""
-    for task in tasks.values():
-        task.model = model
-    answer = lm_eval.evaluate(
-        model,
-        {"tasks": tasks},
-        limit=limit,
-        apply_chat_template=True,  # each task decides
-        fewshot_as_multiturn=True,
-        bootstrap_iters=1,
-        confirm_run_unsafe_code=True,  # `measure` has asked
-    )
-    gathered = model.gather_object((model.lengths, model.counts, model.commits)) or []
-    for lengths, counts, commits in gathered[1:]:
-        model.commits |= commits
-        for name in lengths:
-            model.lengths[name] += lengths[name]
-            model.counts[name].update(counts[name])
-    return answer
-
-
-def summarise(name: str, figures: dict, task: suites.Task, model: RecordedModel, directory: Path | None) -> dict:
-    """Return the metrics of a task with standard errors, and what they were measured on."""
-    tokens, counts, metrics = model.lengths[name], model.counts[name], {}
+def summarise(figures: dict, rows: list[dict], task: suites.Task, model: Model) -> dict:
+    """Return the metrics of a task with standard errors, and what they were measured on, by lm-eval's samples."""
+    metrics = {}
     for key, value in figures.items():
         metric, _, pipeline = key.partition(",")
         if pipeline and not metric.endswith("_stderr"):
             error = figures[f"{metric}_stderr,{pipeline}"]
             metrics[metric] = {"value": value, "stderr": error if isinstance(error, float) else None}
-    entry = {
+    tokens = [len(model.tok_encode(row["arguments"][0][0])) for row in rows]
+    settings, unfinished = task.config.generation_kwargs, 0
+    if task.OUTPUT_TYPE == "generate_until":
+        replies = [reply for row in rows for reply in row["filtered_resps"]]
+        lengths = [len(model.tok_encode(reply, add_special_tokens=False)) for reply in replies]
+        unfinished = sum(length >= settings["max_gen_toks"] for length in lengths)
+    return {
         "metrics": metrics,
         "examples": figures["sample_len"],
         "samples_each": task.config.repeats,
         "shots": task.config.num_fewshot or 0,
-        "generation": task.config.generation_kwargs,
+        "generation": settings,
         "chat": task.config.metadata["chat"],
         "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)},
-        **{what: counts[what] for what in ("truncated_prompts", "unfinished_replies")},
+        "unfinished_replies": unfinished,
         "task_hash": task_hash(),
     }
-    if name.partition("@")[0] in ruler.ESSAY_TASKS:
-        entry["haystack"] = ruler.haystack_file(directory)
-        if entry["haystack"] != ruler.ESSAYS:
-            entry["note"] = ruler.NOT_COMPARABLE
-    return entry
 
 
 def kept_samples(rows: list[dict]) -> list[dict]:
@@ -180,8 +157,8 @@ def kept_samples(rows: list[dict]) -> list[dict]:
     kept = []
     for row in sorted(rows, key=lambda row: row["doc_id"]):
         kept.append({key: row[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target", *row["metrics"])})
-        if isinstance(row["resps"][0][0], str):
-            kept[-1]["replies"] = row["resps"][0]
+        if isinstance(row["filtered_resps"][0], str):
+            kept[-1]["replies"] = row["filtered_resps"]
     return kept
 
 
@@ -201,12 +178,18 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         if name not in known:
             raise UserError(f"--tasks {name}: not a task of the suite {args.suite}: it has {', '.join(known)}.")
     args.tasks = [task for task in known if not args.tasks or task in args.tasks]
+    runs_code = [task for task in args.tasks if task in suites.CODE]
+    if runs_code and not args.confirm_run_unsafe_code:
+        raise UserError(
+            f"{', '.join(runs_code)} would run programs that the model writes: give {run_code.FLAG}, in a container "
+            f"or with bubblewrap installed, or name the other tasks with --tasks."
+        )
     args.output = args.output or Path("outputs/evaluation") / Path(args.model).name
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
-    """Evaluate, write results.json, report.md, plots and samples, and return the results.
+    """Evaluate, write results.json, report.md and samples, and return the results.
 
     The result is `None` on every process but the first. Raise `UserError`.
     """
@@ -224,8 +207,6 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     note_foreign_code(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
     tasks = suites.build_tasks(args, tokenizer)
-    if any(task.config.unsafe_code for task in tasks.values()):
-        run_code.confirm_unsafe_code(args.confirm_run_unsafe_code)
     check_tokenizer(tokenizer, tasks)
     identity = {
         "checkpoint": fingerprint(args.model),
@@ -233,37 +214,46 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "seed": args.seed,
         "dtype": args.dtype,
     }
-    if process.is_main_process:  # the others might find it half done, and refuse it
-        claim_output(args.output, identity)
+    record = claim_output(args.output, identity) if process.is_main_process else {}  # others might find it half done
     process.wait_for_everyone()
-    commit = current_commit()
-    records = Records(args.output / "samples", process.process_index, commit)
 
     started = time.monotonic()
-    network = load_model(args.model, args.dtype).to(process.device)
-    if process.device.type == "cpu":
-        note_slow_dtype(network.dtype)
-    model = RecordedModel(network, tokenizer, records, args.seed, args.batch_size, args.truncate_prompts)
-    model.join(process)
-    print(f"{len(tasks)} tasks; {len(records)} samples are recorded in {args.output / 'samples'}", flush=True)
-    with refusing("Give a smaller --batch-size and go on, what was generated is kept", torch.OutOfMemoryError):
-        answer = evaluate(model, tasks, args.limit)
-    records.close()
+    model = Model(args.model, tokenizer, args.dtype, args.batch_size, args.seed)
+    if model.device.type == "cpu":
+        note_slow_dtype(model.model.dtype)
+    if (model.rank, model.world_size) != (process.process_index, process.num_processes):
+        raise UserError("lm-eval shares the documents among the GPUs of one machine: start one process for each.")
+    for task in tasks.values():
+        task.model = model
+    cached = CachingLM(model, str(args.output / "cache" / f"rank{model.rank}.db"))
+    print(f"{len(tasks)} tasks; {len(cached.dbdict)} answers are in {args.output / 'cache'}", flush=True)
+    advice = "Give a smaller --batch-size and go on, what was generated is kept"
+    with closing(cached.dbdict), refusing(advice, torch.OutOfMemoryError):
+        answer = lm_eval.evaluate(
+            cached,
+            {"tasks": tasks},
+            limit=args.limit,
+            apply_chat_template=True,  # each task decides
+            fewshot_as_multiturn=True,
+            bootstrap_iters=1,
+            confirm_run_unsafe_code=args.confirm_run_unsafe_code,
+        )
     if answer is None:
         return None
 
+    samples = answer["samples"]
     results = {
         "model": source_name(args.model),
-        "parameters": network.num_parameters(),
-        "model_dtype": str(network.dtype).removeprefix("torch."),
+        "parameters": model.model.num_parameters(),
+        "model_dtype": str(model.model.dtype).removeprefix("torch."),
         **identity,
         "suite": args.suite,
-        "batch_size": model.batch_size,
+        "batch_size": args.batch_size,
         "processes": model.world_size,
-        "device": str(process.device.type),
+        "device": model.device.type,
         "chat_template": not args.no_chat,
-        "commit": commit,
-        "sample_commits": sorted(model.commits),
+        "commit": current_commit(),
+        "first_commit": record["commit"],  # of the oldest replies in the cache
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "isolated_code": run_code.isolates(),
         "data_sha256": {
@@ -273,11 +263,11 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         },
         "seconds": round(time.monotonic() - started),
         "tasks": {
-            name: summarise(name, answer["results"][name], task, model, args.data) for name, task in tasks.items()
+            name: summarise(answer["results"][name], samples[name], task, model) for name, task in tasks.items()
         },
     }
     results["ruler"] = report.ruler_means(results["tasks"])
-    for name, rows in answer["samples"].items():
+    for name, rows in samples.items():
         write_jsonl(args.output / f"samples_{name}.jsonl", kept_samples(rows))
     print(report.write(results, args.output))
     write_json(args.output / "results.json", results)

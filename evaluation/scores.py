@@ -1,4 +1,4 @@
-"""Score the sampled replies to one document: one number per metric. The tasks name these functions."""
+"""Score the replies to one document, one for each sample: one number per metric. The tasks name these functions."""
 
 import math
 import re
@@ -52,14 +52,14 @@ def _math_metrics(gold: tuple, replies: list[str]) -> dict[str, float]:
     }
 
 
-def gsm8k(document: dict, results: list[list[str]]) -> dict[str, float]:
+def gsm8k(document: dict, replies: list[str]) -> dict[str, float]:
     """Score replies to a row with "answer", the worked answer that ends in "#### 18"."""
-    return _math_metrics(math_answer(document["answer"]), *results)
+    return _math_metrics(math_answer(document["answer"]), replies)
 
 
-def math500(document: dict, results: list[list[str]]) -> dict[str, float]:
+def math500(document: dict, replies: list[str]) -> dict[str, float]:
     """Score replies to a row with "answer", in LaTeX."""
-    return _math_metrics(math_answer(rf"\boxed{{{document['answer']}}}"), *results)
+    return _math_metrics(math_answer(rf"\boxed{{{document['answer']}}}"), replies)
 
 
 def minerva_shots() -> list[dict]:
@@ -78,43 +78,39 @@ def _code_metrics(solutions: list[str], tests: str) -> dict[str, float]:
     programs = []
     for code in solutions:
         futures = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)  # Python wants them before a prompt
-        text = "".join([*futures.findall(code), futures.sub("", code), "\n", tests])
-        programs.append(f"exec({text!r}, {{}})")  # as the benchmarks' own harnesses run them: not as `__main__`
+        programs.append("".join([*futures.findall(code), futures.sub("", code), "\n", tests]))
     passed = passes_each(programs)
     count = len(passed)
     return {f"pass@{k}": pass_at_k(count, sum(passed), k) for k in (1, 10) if k <= count}
 
 
-def mbpp_completion(document: dict, results: list[list[str]]) -> dict[str, float]:
+def mbpp_completion(document: dict, replies: list[str]) -> dict[str, float]:
     """Score completions after [BEGIN], which are code."""
     # The set-up of a test uses what the solution defines.
-    return _code_metrics(*results, "\n".join([document["test_setup_code"], *document["test_list"]]))
+    return _code_metrics(replies, "\n".join([document["test_setup_code"], *document["test_list"]]))
 
 
-def mbpp(document: dict, results: list[list[str]]) -> dict[str, float]:
+def mbpp(document: dict, replies: list[str]) -> dict[str, float]:
     """Score replies of a chat model."""
-    (replies,) = results
     tests = "\n".join(document["test_list"])
     # A task may ask for a function with the name of one of Python's own.
     names = names_needed(tests) | set(re.findall(r"assert[\s(]+(\w+)\(", tests))
-    return mbpp_completion(document, [[program(reply, names) for reply in replies]])
+    return mbpp_completion(document, [program(reply, names) for reply in replies])
 
 
-def humaneval_completion(document: dict, results: list[list[str]]) -> dict[str, float]:
+def humaneval_completion(document: dict, replies: list[str]) -> dict[str, float]:
     """Score completions of the prompt, which are code."""
-    (replies,) = results
     tests = f"{document['test']}\ncheck({document['entry_point']})"
     return _code_metrics([document["prompt"] + reply for reply in replies], tests)
 
 
-def humaneval(document: dict, results: list[list[str]]) -> dict[str, float]:
+def humaneval(document: dict, replies: list[str]) -> dict[str, float]:
     """Score replies of a chat model.
 
     The prompt stands before the reply's code, for its imports and helpers: what follows continues its function or
     defines it again.
     """
-    (replies,) = results
-    return humaneval_completion(document, [[program(reply, {document["entry_point"]}) for reply in replies]])
+    return humaneval_completion(document, [program(reply, {document["entry_point"]}) for reply in replies])
 
 
 # Likelihoods

@@ -2,14 +2,17 @@
 
 import argparse
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
-from common.command_io import UserError
+from common.command_io import refusing
+from common.thoughts import THOUGHTS
 from evaluation import data, ruler
 
 
@@ -17,10 +20,12 @@ TASKS = Path(__file__).with_name("tasks")
 
 TABLE_1 = ("gsm8k", "math500", "mbpp", "humaneval")
 TABLE_2 = ("gsm8k_5shot", "gsm8k_5shot_maj5", "math500_4shot", "mbpp_5shot", "humaneval_completion")
+# Tasks that run what the model writes.
+CODE = ("mbpp", "humaneval", "mbpp_5shot", "humaneval_completion")
 # Tasks that are made anew for each of `--lengths`.
 BY_LENGTH = (*ruler.TASKS, "perplexity_by_position")
 SUITES = {
-    "smoke": (*TABLE_1, *TABLE_2, "dcformer_synthetic", "niah_multikey_1", "niah_single_1", "perplexity_by_position"),
+    "smoke": (*TABLE_1, *TABLE_2, "dcformer_synthetic", "niah_multikey_2", "niah_single_1", "perplexity_by_position"),
     "ruler": BY_LENGTH,
     "reasoning": TABLE_1,
     "paper": (*TABLE_1, *TABLE_2, "dcformer_synthetic", *BY_LENGTH),
@@ -31,20 +36,43 @@ SMOKE_DEFAULTS = {"lengths": [512], "limit": 2, "samples": 2, "max_new_tokens": 
 
 
 class Task(ConfigurableTask):
-    """Put the questions to a model as the task's metadata says: as a chat or as text."""
+    """Put the questions to a model as the task's metadata says, as a chat or as text, with a request for each sample.
 
-    model: Any = None  # the `RecordedModel`, which sees every prompt before it generates
+    A request of its own gives each sample a place of its own in lm-eval's cache. (lm-eval repeats one request, keeps
+    no sampled reply, and where processes have unequal shares gives the last document replies to others.)
+    """
+
+    model: Any = None  # the `Model`, which sees every prompt before it generates
+    thought = ""  # the marker with which the chat template opens a thought at the end of each prompt
 
     def build_all_requests(self, **options) -> None:
-        if (count := min(len(self.eval_docs), options["limit"] or len(self.eval_docs))) < options["world_size"]:
-            raise UserError(
-                f"{self.config.task} has {count} examples for {options['world_size']} processes: start fewer of them."
-            )
         if not self.config.metadata["chat"]:
             options |= {"apply_chat_template": False, "chat_template": None}
         self.set_fewshot_seed(0)
         super().build_all_requests(**options)
         self.model.check_prompts(self.config.task, self.instances)
+
+    def construct_requests(self, doc: dict, ctx: str, **options) -> list[Instance]:
+        request = super().construct_requests(doc, ctx, **options)
+        if self.OUTPUT_TYPE != "generate_until":
+            return [request]
+        self.thought = next((marker for marker in THOUGHTS if ctx.rstrip().endswith(marker)), "")
+        prompt, settings = request.arguments
+        name, index, samples = options["metadata"]
+        return [
+            Instance(
+                request.request_type,
+                doc,
+                (prompt, settings | ({"sample": number} if settings.get("temperature") else {})),
+                number,
+                (name, index, 1),
+            )
+            for number in range(samples)
+        ]
+
+    def process_results(self, doc: dict, results: list) -> dict:
+        """Score the replies, each of which begins with the thought that its prompt opens."""
+        return super().process_results(doc, [self.thought + reply for reply in results] if self.thought else results)
 
 
 def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Task]:
@@ -55,28 +83,34 @@ def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every task that has functions of its own
     tasks = {}
-    for name in args.tasks:
-        for length in args.lengths if name in BY_LENGTH else [None]:
-            config = _config(name)
-            run = {"task": name, "length": length, "count": args.limit or ruler.STOCK_SAMPLES, "seed": args.seed}
-            run |= {"data_directory": args.data, "tokenizer": tokenizer}
-            metadata = config.pop("metadata")
-            metadata["chat"] = metadata.get("chat", False) and not args.no_chat
-            title = name if length is None else f"{name}@{length}"
-            task = Task(config={**config, "task": title, "metadata": metadata | run})
-            task.config.metadata = metadata
-            if (settings := task.config.generation_kwargs) is not None and args.max_new_tokens:
-                settings["max_gen_toks"] = args.max_new_tokens
-            if name in TABLE_1 and args.samples:
-                task.config.repeats = args.samples
-            tasks[title] = task
+    # A copy, because a checkpoint may bring code, and a GGUF file is no directory.
+    with tempfile.TemporaryDirectory() as copy:
+        tokenizer.save_pretrained(copy)
+        for name in args.tasks:
+            for length in args.lengths if name in BY_LENGTH else [None]:
+                title = name if length is None else f"{name}@{length}"
+                if name in ruler.TASKS:
+                    config = ruler.config(name, length, copy)
+                    # Without a network the Hub's clients raise exceptions of many types.
+                    with (
+                        ruler.seeded(title, args.seed),
+                        refusing(f"{title} cannot be made (name the others with --tasks)", Exception),
+                    ):
+                        tasks[title] = _build(title, name, config, args)
+                else:
+                    config = load_yaml(TASKS / f"{name}.yaml")
+                    config["metadata"] |= {"length": length, "data_directory": args.data, "tokenizer": tokenizer}
+                    tasks[title] = _build(title, name, config, args)
     return tasks
 
 
-def _config(name: str) -> dict:
-    if name not in ruler.TASKS:
-        return load_yaml(TASKS / f"{name}.yaml")
-    ours = load_yaml(TASKS / "_ruler.yaml")
-    if name in ruler.QA_FILES:
-        ours["process_results"] = ruler.score_any
-    return ruler.stock_config(name) | ours
+def _build(title: str, name: str, config: dict, args: argparse.Namespace) -> Task:
+    """Return the task of an lm-eval configuration, whose metadata go to its `custom_dataset`."""
+    is_chat = config["metadata"].pop("chat", False) and not args.no_chat
+    task = Task(config=config | {"task": title})
+    task.config.metadata = {"chat": is_chat}  # lm-eval copies them, a tokenizer too, into its results
+    if (settings := task.config.generation_kwargs) is not None and args.max_new_tokens:
+        settings["max_gen_toks"] = args.max_new_tokens
+    if name in TABLE_1 and args.samples:
+        task.config.repeats = args.samples
+    return task

@@ -79,7 +79,7 @@ class Task(TypedDict):
     metrics: dict[str, Figure]
     examples: Count
     samples_each: Count
-    truncated_prompts: Count
+    truncated_prompts: NotRequired[Count]  # of older results; now such a prompt is refused
     unfinished_replies: Count
     note: NotRequired[str]
 
@@ -369,7 +369,7 @@ def _evaluation(results: dict) -> str:
     for name, task in results["tasks"].items():
         remarks = [task["note"]] if "note" in task else []
         for key, what in (("truncated_prompts", "prompts cut to fit"), ("unfinished_replies", "replies unfinished")):
-            remarks += [f"{task[key]} {what}"] if task[key] else []
+            remarks += [f"{task[key]} {what}"] if task.get(key) else []
         counts = [str(task["examples"]), str(task["samples_each"]), markdown("; ".join(remarks))]
         for metric, figure in task["metrics"].items():
             rows.append([markdown(name), markdown(metric), figure_text(figure, "loss" not in metric), *counts])

@@ -119,7 +119,7 @@ def convert(pseudo_heads: int, output: Path, name: str) -> Made:
     made.step(made.checkpoint, *command, "--num-pseudo-heads", str(pseudo_heads))
     made.step(verified, "conversion_scripts.verify_conversion", source, made.checkpoint, "--json", verified)
     made.checks = {"verified": read_json(verified)}
-    made.evaluate(output / name / "evaluation", 512, "niah_single_1", "niah_multikey_1")
+    made.evaluate(output / name / "evaluation", 512, "niah_single_1", "niah_multikey_2")
     return made
 
 

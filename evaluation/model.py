@@ -1,0 +1,104 @@
+"""Give lm-eval a checkpoint as every command here loads it, and mend what would change figures without a word."""
+
+import hashlib
+import os
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from common.checkpoint_io import load_model
+from common.command_io import UserError, locate_checkpoint
+
+
+# Llama's chat template names a day: the same one tomorrow, when a run goes on.
+DAY = {"date_string": "26 Jul 2024"}
+
+
+class Model(HFLM):
+    """Run a checkpoint of any class that Transformers or this package has; `accelerate launch` shares the documents.
+
+    The generation settings of the checkpoint, such as a repetition penalty, are put aside: a task's own count. Its
+    end tokens stay.
+
+    Args:
+        seed: of sampled replies. The same batch draws the same random numbers, and another one, or another sample of
+            the same documents, draws others, in whatever run they are made.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: str = "auto",
+        batch_size: int = 8,
+        seed: int = 0,
+    ):
+        self.source, self.seed = source, seed
+        location, gguf = locate_checkpoint(source)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        settings = {"dtype": dtype, "device": device, "softmax_dtype": "float32", "chat_template_args": DAY, **gguf}
+        super().__init__(location, tokenizer=tokenizer, batch_size=batch_size, **settings)
+        ends = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+        self.model.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None)
+        self._before_reply = self.tok_encode("a", add_special_tokens=False)
+
+    def _create_model(self, pretrained: str, dtype: str = "auto", **_) -> None:
+        self._model = load_model(self.source, dtype).to(self.device)
+
+    def _model_generate(self, context, max_length, stop, sample=None, **settings) -> torch.Tensor:
+        """Generate for a batch of prompts, token ids [batch, length]; `sample` is the number of a sampled reply."""
+        if sample is not None:
+            batch = hashlib.sha256(repr((self.seed, sample, context.tolist())).encode()).digest()
+            torch.manual_seed(int.from_bytes(batch[:8], "big"))
+        return super()._model_generate(context, max_length, stop, **settings)
+
+    def tok_decode(self, tokens, skip_special_tokens: bool = True) -> str:
+        """Return the text of a reply with the blanks that it begins with.
+
+        SentencePiece's decoders drop one at the beginning of a text, which is a part of a program's indent.
+        """
+        tokens = [tokens] if isinstance(tokens, int) else list(tokens)
+        before = self.tokenizer.decode(self._before_reply, skip_special_tokens=skip_special_tokens)
+        whole = self.tokenizer.decode(self._before_reply + tokens, skip_special_tokens=skip_special_tokens)
+        return whole[len(before) :]
+
+    def check_prompts(self, task: str, requests: list[Instance]) -> None:
+        """Raise `UserError` when a prompt and its reply do not fit into the context: lm-eval would cut the prompt."""
+        needed, limit = [], 0
+        for request in requests:
+            if request.request_type == "loglikelihood":
+                tokens = sum(map(len, self._encode_pair(*request.args)))
+            else:
+                tokens = len(self.tok_encode(request.args[0]))
+            if request.request_type == "generate_until":
+                limit = request.args[1]["max_gen_toks"]
+                needed.append(tokens + limit)
+            else:
+                needed.append(tokens - 1)  # the last token is not read
+        if too_long := sum(each > self.max_length for each in needed):
+            raise UserError(
+                f"{task}: {too_long} prompts do not fit: prompt and reply need up to {max(needed)} tokens, {limit} of "
+                f"them the reply's, and the context has {self.max_length}. Lower --lengths or --max-new-tokens, or "
+                f"leave the task out with --tasks."
+            )
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[list[float]]:
+        """Return the log-probability, in nats, of every token of each text but the first, given all before it.
+
+        lm-eval's own returns their sum.
+        """
+        result = []
+        for request in tqdm(requests, desc="Reading", unit="text", disable=disable_tqdm or self.rank != 0):
+            ids = torch.tensor([self.tok_encode(request.args[0])], device=self.device)
+            with torch.no_grad():
+                logits = self.model(ids[:, :-1]).logits[0]
+            parts = zip(logits.split(1024), ids[0, 1:].split(1024))  # a long text has gigabytes of logits in float32
+            losses = [cross_entropy(part.float(), targets, reduction="none") for part, targets in parts]
+            result.append((-torch.cat(losses)).tolist())
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, result[-1])
+        return result
