@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from benchmarks.harness import medians, ratios, reported, write
 from common.checkpoint_io import load_model, smollm2_gguf
-from conversion_scripts.convert_llama_to_iha import convert
+from conversion_scripts.convert_llama_to_iha import convert_model
 from kinds.model_cost import attention
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     args = PARSER.parse_args()
     logging.disable_progress_bar()
     llama = load_model(smollm2_gguf(), torch.float32)
-    iha = convert(llama, PSEUDO_HEADS)
+    iha = convert_model(llama, PSEUDO_HEADS)
     rows = reported(measure(llama, iha, tokens, args.repeats) for tokens in args.tokens)
     setting = {"new_tokens": NEW_TOKENS, "checkpoint": "SmolLM2-135M-Instruct"}
     predicted_by = "values of weights and cache that are read"

@@ -92,7 +92,7 @@ from transformers import PreTrainedModel
 
 from common import plots
 from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
-from conversion_scripts.convert_llama_to_iha import convert
+from conversion_scripts.convert_llama_to_iha import convert_model
 from experiments.study import begin, correct_by_holm, differences, interval, points, run_once, write
 from experiments.warm_start import RECIPE, train
 from sft.arguments import read_chat_template
@@ -163,7 +163,7 @@ def base_model(variant: Variant, output: Path) -> Path:
     if variant.pseudo_heads:
         offsets = "balanced" if variant.start == "balanced" else "none"
         scale = variant.mixing_scale
-        model = convert(model, variant.pseudo_heads, value_offsets=offsets, mixing_scale=scale)
+        model = convert_model(model, variant.pseudo_heads, value_offsets=offsets, mixing_scale=scale)
     if variant.start == "noise":
         generator = torch.Generator().manual_seed(0)
         for layer in model.base_model.layers:

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from common.checkpoint_io import load_model
 from common.command_io import write_json
-from conversion_scripts.convert_llama_to_iha import convert
+from conversion_scripts.convert_llama_to_iha import convert_model
 from experiments import warm_start
 from experiments import warm_start_variants as study
 from sft import train as sft_train
@@ -115,7 +115,7 @@ def test_an_answer_is_right_when_greedy_decoding_gives_it():
 
 
 def test_the_exact_start_spreads_attention_evenly_and_collapses_to_the_last():
-    model = convert(tiny_source(), num_pseudo_heads=3)
+    model = convert_model(tiny_source(), num_pseudo_heads=3)
     tokens = rows_of_tokens([([1, 5, 9, 8], [4])])
     use = study.pseudo_head_use(model, tokens)
     layers = model.config.num_hidden_layers
