@@ -167,15 +167,15 @@ def read_both(
 def verify(
     source: str | os.PathLike,
     converted: str | os.PathLike,
-    text: str | os.PathLike = DEFAULT_TEXT,
+    text: str | os.PathLike | None = None,
     tokens: int = 500,
     max_new_tokens: int = 64,
     json: str | os.PathLike | None = None,
 ) -> dict[str, Comparison]:
     """Check that the checkpoint `converted` computes what its `source` does, and that the check can fail.
 
-    Both are compared in float32 on `tokens` tokens of the file `text`, of which the last `max_new_tokens` are decoded
-    greedily. The figures are printed and, if a file `json` is named, written to it. Return how far the conversion and
+    Both are compared in float32 on `tokens` tokens of the file `text`, by default a speech, of which the last
+    `max_new_tokens` are decoded greedily. The figures are printed and, if a file `json` is named, written to it. Return how far the conversion and
     the control with a broken parameter are from the source. Raise `UserError` if the conversion differs or the control
     does not.
     """
@@ -183,7 +183,7 @@ def verify(
         raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1, and less than tokens={tokens}.")
     if json is not None:
         check_output_file(json, replace=True)
-    config, converted_config, ids = read_both(source, converted, Path(text), tokens)
+    config, converted_config, ids = read_both(source, converted, Path(text or DEFAULT_TEXT), tokens)
     length, new_tokens = min(tokens, exact_length(config, converted_config) or tokens), max_new_tokens
     if length < tokens:
         if length == 1:
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("source", help="source checkpoint: a directory, a Hub id or a GGUF file")
     add("converted", help="converted checkpoint: a directory or a Hub id")
-    add("--text", default=DEFAULT_TEXT, help="text file (default: a speech that ships with the command)")
+    add("--text", help="text file (default: a speech that ships with the command)")
     add("--tokens", type=int, default=500, help="tokens of the text to compare (default: 500)")
     add("--max-new-tokens", type=int, default=64, help="tokens to decode greedily (default: 64)")
     add("--json", help="also write the figures to this file")

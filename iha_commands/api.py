@@ -6,4 +6,4 @@ from conversion_scripts.push_to_hub import push
 from conversion_scripts.verify_conversion import verify
 
 
-__all__ = ["convert", "pull", "push", "verify"]
+__all__ = ["convert", "verify", "push", "pull"]

@@ -18,7 +18,7 @@ from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, s
 
 from common.command_io import new_directory, run_cli
 from conversion_scripts import convert_dcformer_to_iha, convert_iha_to_llama, convert_llama_to_iha, verify_conversion
-from conversion_scripts.convert_llama_to_iha import convert
+from conversion_scripts.convert_llama_to_iha import convert_model
 
 
 # Kind of the source checkpoint -> the command that converts it.
@@ -33,7 +33,7 @@ BOTH = ("llama", "dcformer")  # one of Transformers' classes, and one whose weig
 def sources(tmp_path_factory):
     """Return a folder with a whole checkpoint of every kind."""
     folder = tmp_path_factory.mktemp("sources")
-    convert(save_tiny_source(folder / "llama"), 2).save_pretrained(folder / "iha")
+    convert_model(save_tiny_source(folder / "llama"), 2).save_pretrained(folder / "iha")
     for path in (folder / "llama").glob("tokenizer*"):
         shutil.copy(path, folder / "iha")
     save_released(folder / "dcformer", form="safetensors")
@@ -115,13 +115,6 @@ def pickled_object(source):
     (source / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Custom()}, protocol=2))
 
 
-def contradict(source):
-    """Put a tensor of the first shard into the last too, with other values."""
-    first, *_, last = shards(source)
-    name, value = next(iter(load_file(first).items()))
-    save_file({**load_file(last), name: value + 1}, last, metadata={"format": "pt"})
-
-
 def whole_file_beside(source):
     """Write other weights than those of the shards into one file."""
     tensors = {name: value + 1 for shard in shards(source) for name, value in load_file(shard).items()}
@@ -182,7 +175,6 @@ FAULTS = {
             lambda source: edit_weights(source, lambda w: w.pop("model.norm.weight", None)),
             "missing keys model.norm.weight",
         ),
-        "contradiction": (contradict, "hold different values of"),
         "pointers of Git LFS": (lambda source: shards(source)[1].write_text(LFS), "of Git LFS: fetch it again"),
         "tied and different": (set_config("tie_word_embeddings", True), "its files hold two that differ"),
         "whole file beside": (whole_file_beside, f"model.safetensors and {INDEX} disagree"),
@@ -251,7 +243,6 @@ def lay_out(folder, entries):
         (["empty/", "out -> empty"], "out", "is a symbolic link"),
         (["file"], "file/out", "file is not a directory"),
         ([], "/proc/a/out", "/proc/a/out cannot be made"),
-        ([".out.tmp/precious.txt"], "out", "no run of this command made it: remove or rename it"),
         (["precious/", ".out.lock -> precious"], "out", "cannot be made"),
     ],
 )
@@ -338,16 +329,15 @@ def test_a_living_run_is_left_alone(start, tmp_path, run):
     assert (tmp_path / "out" / "file").read_text() == "whole"
 
 
-def test_what_a_killed_run_left_is_removed(start, tmp_path, capsys):
+def test_what_a_killed_run_left_is_removed(start, tmp_path):
     for _ in range(2):
         process, _ = start(tmp_path / "out")
         process.kill()
         process.join()
-        assert {path.name for path in tmp_path.iterdir()} == {".out.tmp", ".out.lock"}
+        assert {path.name for path in tmp_path.iterdir()} == {".out.unfinished", ".out.lock"}
     with new_directory(tmp_path / "out") as directory:
         assert not list(directory.iterdir())
         (directory / "file").write_text("mine")
-    assert f"Removing {tmp_path / '.out.tmp'}, left by a run that was killed" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
 
