@@ -175,9 +175,9 @@ def verify(
     """Check that the checkpoint `converted` computes what its `source` does, and that the check can fail.
 
     Both are compared in float32 on `tokens` tokens of the file `text`, by default a speech, of which the last
-    `max_new_tokens` are decoded greedily. The figures are printed and, if a file `json` is named, written to it. Return how far the conversion and
-    the control with a broken parameter are from the source. Raise `UserError` if the conversion differs or the control
-    does not.
+    `max_new_tokens` are decoded greedily. The figures are printed and, if a file `json` is named, written to it.
+    Return how far the conversion and the control with a broken parameter are from the source. Raise `UserError` if the
+    conversion differs or the control does not.
     """
     if not 0 < max_new_tokens < tokens:
         raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1, and less than tokens={tokens}.")

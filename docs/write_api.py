@@ -22,10 +22,8 @@ from iha_commands import api
 START = """# API
 What `from modeling_iha import ...` gives. `python docs/write_api.py` writes this page from the
 docstrings, and from the helps of the commands."""
-COMMANDS = (
-    "`from iha_commands.api import convert, pull, push, verify` gives the commands as functions. An option of a "
-)
-COMMANDS += "command is an argument of its function."
+COMMANDS = """`from iha_commands.api import convert, verify, push, pull` gives the commands as functions. An option of
+a command is an argument of its function."""
 
 
 def paragraphs(text: str, first: str = "", others: str = "") -> str:
@@ -51,7 +49,7 @@ def options(main: Callable) -> str:
     """Return what the help of a command says of its options."""
     with redirect_stdout(StringIO()) as printed, suppress(SystemExit), patch.dict(os.environ, COLUMNS="100"):
         main(["--help"])
-    listed = printed.getvalue().partition("\noptions:\n")[2].partition("\nexample:")[0]
+    listed = printed.getvalue().partition("this help message and exit\n")[2].partition("\nexample:")[0]
     return f"```text\n{listed.rstrip()}\n```"
 
 
@@ -77,9 +75,7 @@ def page() -> str:
     sections.append("## Commands\n\n" + paragraphs(COMMANDS))
     for name in api.__all__:
         function = getattr(api, name)
-        sections.append(
-            described(name, function, options(sys.modules[function.__module__].main)).replace("## ", "### ", 1)
-        )
+        sections.append("#" + described(name, function, options(sys.modules[function.__module__].main)))
     return "\n\n".join([START, *sections]) + "\n"
 
 

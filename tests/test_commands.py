@@ -82,7 +82,12 @@ print(json.dumps(helps))
 def test_a_command_answers_help_with_an_example():
     names = sorted(f"{path.parent.name}.{path.stem}" for path in COMMANDS)
     process = subprocess.run(
-        [sys.executable, "-c", HELP], input=json.dumps([*names, "demo"]), cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", HELP],
+        input=json.dumps([*names, "demo"]),
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
     )
     assert process.returncode == 0, process.stderr
     for name, out in json.loads(process.stdout.splitlines()[-1]).items():
