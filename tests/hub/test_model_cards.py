@@ -22,7 +22,7 @@ from tiny_training import byte_tokenizer
 from checkpoints import make_checkpoints
 from common.checkpoint_io import fingerprint
 from common.command_io import UserError, read_json
-from conversion_scripts import list_checkpoints, push_to_hub
+from conversion_scripts import push_to_hub
 from evaluation.data import MANIFEST
 from kinds.model_cost import model as cost_of_model
 from model_cards import render
@@ -179,7 +179,7 @@ def test_a_card_that_would_take_minutes_is_refused_at_once(metadata, words, chec
     (checkpoint / "README.md").write_text(f"---\n{metadata}\n---\n")
     start = time.process_time()
     push = (push_to_hub, checkpoint, "me/iha", "--license", "mit", "--base-model", "none", "--dry-run")
-    for command in ((list_checkpoints, checkpoint), push, (render, checkpoint, "--name", "me/iha")):
+    for command in (push, (render, checkpoint, "--name", "me/iha")):
         code, _, error = cli(*command)
         assert code == 1 and re.search(f"[Tt]he metadata of .*{words}", error), error
     assert render.source_license(str(checkpoint)) is None
