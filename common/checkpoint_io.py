@@ -193,26 +193,17 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
 
 
 def _check_index(location: str) -> None:
-    """Refuse an index of which a load would silently take another file, or one from elsewhere.
-
-    A whole file may stand beside an index of others, and an index may name a file that is not beside it. Raise
-    `UserError`.
-    """
-    for name in (WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        if (index := _optional_file(location, name)) is None:
-            continue
-        weight_map = read_json(index, _Index)["weight_map"]
-        for tensor, shard in weight_map.items():
-            if Path(shard).name != shard:
-                raise UserError(f"{name} looks for {tensor} in {shard!r}: expected a file of the same directory.")
-        whole = _optional_file(location, SAFE_WEIGHTS_NAME) if name == SAFE_WEIGHTS_INDEX_NAME else None
-        if whole is not None:
-            with safe_open(whole, "pt") as tensors:
-                if weight_map != dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME):
-                    raise UserError(
-                        f"{SAFE_WEIGHTS_NAME} and {SAFE_WEIGHTS_INDEX_NAME} disagree: a load reads the first and "
-                        "ignores the other. Remove the older."
-                    )
+    """Refuse a whole file of weights beside an index of others, which a load would ignore. Raise `UserError`."""
+    whole, index = (_optional_file(location, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    if whole is None or index is None:
+        return
+    with safe_open(whole, "pt") as tensors:
+        names = tensors.keys()
+    if read_json(index, _Index)["weight_map"] != dict.fromkeys(names, SAFE_WEIGHTS_NAME):
+        raise UserError(
+            f"{SAFE_WEIGHTS_NAME} and {SAFE_WEIGHTS_INDEX_NAME} disagree: a load reads the first and ignores the "
+            "other. Remove the older."
+        )
 
 
 def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
@@ -234,7 +225,7 @@ def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
 def weight_files(source: str | os.PathLike) -> list[str]:
     """Return the local paths of the weights that a load of a directory or Hub id reads, which may be none.
 
-    Raise `UserError` for an index that contradicts them or leads elsewhere.
+    Raise `UserError` for an index that contradicts them.
     """
     location, _ = locate_checkpoint(source)
     with _refusing(f"The weights of {source} cannot be read"):

@@ -213,17 +213,12 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
     """
     check_new_directory(dst)
     dst = Path(os.path.abspath(dst))
-    absent = [parent for parent in dst.parents if not parent.exists()]
     try:
         with _signals_as_interrupts(), _temporary_sibling(dst) as temporary:
             yield temporary
             os.replace(temporary, dst)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            error.add_note(f"{dst} was not made: the same command starts again.")
-        with suppress(OSError):  # a parent that somebody else uses by now stays
-            for parent in absent:
-                parent.rmdir()
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note(f"{dst} was not made: the same command starts again.")
         raise
 
 

@@ -16,7 +16,7 @@ from pydantic import FiniteFloat
 from typing_extensions import TypedDict
 
 from common import command_io
-from common.command_io import UserError, check_output_file, read_json, read_jsonl, read_yaml, run_cli, whole_file
+from common.command_io import UserError, read_json, read_jsonl, read_yaml, run_cli, whole_file
 
 
 # What is left of an exception
@@ -171,14 +171,3 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         temporary.write_text("half")
         1 / 0
     assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("file", "figures")]
-
-
-def test_no_link_in_the_place_of_a_temporary_file_is_followed(tmp_path, monkeypatch):
-    monkeypatch.setattr(command_io.secrets, "token_hex", lambda size: "0")
-    (tmp_path / "mine").write_text("mine")
-    (tmp_path / ".file.0.tmp").symlink_to(tmp_path / "mine")
-    with pytest.raises(FileExistsError), whole_file(tmp_path / "file"):
-        pytest.fail("it was opened")
-    with pytest.raises(UserError, match="cannot be written: File exists"):
-        check_output_file(tmp_path / "file")
-    assert (tmp_path / "mine").read_text() == "mine"

@@ -3,7 +3,6 @@
 Keep what is there: destinations, other runs, and signals. That any other fault is one line is a matter of `run_cli`.
 """
 
-import json
 import multiprocessing
 import os
 import pickle
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, save_tiny_source, shards, tiny_tokenizer
 
 from common.command_io import new_directory, run_cli
-from conversion_scripts import convert_dcformer_to_iha, convert_iha_to_llama, convert_llama_to_iha, verify_conversion
+from conversion_scripts import convert_dcformer_to_iha, convert_iha_to_llama, convert_llama_to_iha
 from conversion_scripts.convert_llama_to_iha import convert_model
 
 
@@ -80,20 +79,6 @@ def first_value(value):
     return lambda tensor: tensor.view(-1).index_fill(0, torch.tensor(0), value).view_as(tensor)
 
 
-def index(shard):
-    """Move the weights out of the directory, and write an index that leads there."""
-
-    def damage(source):
-        weights = source / "model.safetensors"
-        names = list(load_file(weights))
-        weights.rename(source.parent / "model.safetensors")
-        target = str(source.parent / "model.safetensors") if shard == "absolute" else shard
-        content = {"metadata": {}, "weight_map": dict.fromkeys(names, target)}
-        (source / "model.safetensors.index.json").write_text(json.dumps(content))
-
-    return damage
-
-
 def replace(name, make):
     def damage(source):
         (source / name).unlink(missing_ok=True)
@@ -135,8 +120,6 @@ def wrong(field, value, words):
 FAULTS = {
     BOTH: {
         "generation config truncated": (write("generation_config.json", '{"a": '), "no usable generation_config"),
-        "index leads up": (index("../model.safetensors"), "'../model.safetensors'"),
-        "index leads elsewhere": (index("absolute"), "expected a file of the same directory"),
         "NaN": (set_weight("norm.weight", NAN), "norm.weight of "),
         "pickle of an object": (pickled_object, "a pickle of more than tensors"),
     },
@@ -254,29 +237,6 @@ def test_a_bad_destination_is_found_before_anything_is_read(entries, destination
     assert out == "" and sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_no_new_directory_can_replace_is_no_destination(tmp_path, monkeypatch, run):
-    (tmp_path / "out").mkdir()
-    with monkeypatch.context() as patch:
-        patch.chdir(tmp_path / "out")
-        code, _, err = run("llama", "no-such/source", tmp_path / "out")
-        assert_refused(code, err, "is the current directory")
-    monkeypatch.setattr(os.path, "ismount", lambda path: True)
-    code, _, err = run("llama", "no-such/source", tmp_path / "out")
-    assert_refused(code, err, "is a mount point")
-
-
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [(".", "is a directory"), ("file/x", "cannot be written: Not a directory"), ("/dev/null", "is no regular file")],
-)
-def test_figures_that_cannot_be_written(path, words, tmp_path, cli):
-    (tmp_path / "file").write_text("mine")
-    arguments = ("no-such/source", "no-such/source", "--json", tmp_path / path)
-    code, out, err = cli(verify_conversion, *arguments)
-    assert_refused(code, err, words)
-    assert out == ""
-
-
 # Other runs, and signals
 
 
@@ -344,7 +304,7 @@ def test_what_a_killed_run_left_is_removed(start, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing(number, start, tmp_path):
-    process, _ = start(tmp_path / "a" / "out")
+    process, _ = start(tmp_path / "out")
     os.kill(process.pid, number)
     process.join(30)
     assert process.exitcode == 128 + number and not list(tmp_path.iterdir())

@@ -121,12 +121,10 @@ def test_dry_run_prints_the_upload_and_stays_off_the_network(hub, push):
 # What is refused before anything is uploaded
 
 
-def change_weights(name=None, value=None, metadata={"format": "pt"}):
+def change_weights(name, value):
     def change(directory):
-        tensors = load_file(directory / "model.safetensors")
-        if name is not None:
-            tensors[name] = value
-        save_file(tensors, directory / "model.safetensors", metadata=metadata)
+        tensors = load_file(directory / "model.safetensors") | {name: value}
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
     return change
 
