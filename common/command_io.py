@@ -58,8 +58,10 @@ def run_cli(main: Callable[[], object]) -> None:
     shows it instead. Help names the command as it was started.
     """
     sys.excepthook = _end_of_imports  # of what a command imports between two calls
-    if not sys.stderr.isatty() and "transformers" in sys.modules:  # to import it for --help would take seconds
-        sys.modules["transformers"].utils.logging.disable_progress_bar()  # a log would keep every state of a bar
+    if not sys.stderr.isatty():  # a log would keep every state of a progress bar
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for Transformers too, if it is imported later
+        if "transformers" in sys.modules:
+            sys.modules["transformers"].utils.logging.disable_progress_bar()
     if not sys.warnoptions:
         for category in (FutureWarning, SyntaxWarning):  # of a library, to whoever calls it: our tests show them
             warnings.simplefilter("ignore", category)

@@ -6,6 +6,7 @@ package, and refuses weights that do not fill a model. It runs the installed pac
 example: python -m conversion_scripts.serve smollm2-iha --port 8000
 """
 
+import sys
 from typing import Any
 
 import transformers
@@ -36,7 +37,7 @@ def main() -> None:
         setattr(transformers, name, WholeModel)
     app = typer.Typer(add_completion=False)
     app.command(help=__doc__)(Serve)
-    app()
+    app(prog_name=sys.argv[0])
 
 
 if __name__ == "__main__":
